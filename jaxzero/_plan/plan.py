@@ -43,8 +43,11 @@ class Plan:
         )
 
     def with_tangents(self, tangents: Plan) -> Plan:
-        """This plan with what a program of tangents sends and copies besides."""
-        sent = (dataclasses.replace(x, purpose="tangents") for x in tangents.transfers)
+        """This plan, with what a program of tangents sends among the transfers."""
+        sent = (
+            x if x.purpose == "other" else dataclasses.replace(x, purpose="tangents")
+            for x in tangents.transfers
+        )
         return dataclasses.replace(self, transfers=(*self.transfers, *sent))
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
@@ -34,6 +35,7 @@ from .tangents import (
     Derivative,
     Differentiable,
     is_varied,
+    jvp_of_some,
     run_with_tangents,
     tangents_like,
     zeros,
@@ -74,6 +76,34 @@ class Transform:
         jax.eval_shape(lambda *args: run(*args), *args)
         assert self._plan is not None
         return self._plan
+
+    def program_along(self, argnums: Sequence[int]) -> Callable:
+        """`program`, together with its tangents along the arrays of these arguments.
+
+        Raises:
+            ValueError: a number is not the position of an argument.
+        """
+        if any(not 0 <= number < self.call.num_positional for number in argnums):
+            raise ValueError(
+                f"`tangent_argnums` must be positions of arguments, 0 to "
+                f"{self.call.num_positional - 1}; got {tuple(argnums)}."
+            )
+
+        def run(arrays: list[list[Array]], wire_state: LocalWireState) -> Any:
+            leaves, treedef = jax.tree.flatten(arrays)
+            numbers = [number for number, xs in enumerate(arrays) for _ in xs]
+            is_float = (jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
+            triples = zip(numbers, leaves, is_float, strict=True)
+            tangents = [x if i in argnums and kind else None for i, x, kind in triples]
+            if not any(x is not None for x in tangents):
+                return self.program(arrays, wire_state)
+
+            def function(leaves: list[Array]) -> Any:
+                return self.program(jax.tree.unflatten(treedef, leaves), wire_state)
+
+            return jvp_of_some(function, leaves, tangents)
+
+        return run
 
     def program(
         self,
