@@ -67,43 +67,45 @@ class Transform:
         self._plan: Plan | None = None
         self._traced: OpenProgram | None = None
 
-    def plan(self, run: Callable, *args: Any) -> Plan:
-        """Trace `run(*args)`, which calls `program`, and return the plan of that.
+    def plan(
+        self, run: Callable, arrays: list[list[Any]], state: Any, along: Sequence[int] = ()
+    ) -> Plan:
+        """Trace `run(arrays, state)`, which calls `program`, and return the plan of that.
 
         The plan has gathers, reductions, transfers and copies.
-        """
-        # A new function each time: `eval_shape` does not trace the same function twice.
-        jax.eval_shape(lambda *args: run(*args), *args)
-        assert self._plan is not None
-        return self._plan
 
-    def program_along(self, argnums: Sequence[int]) -> Callable:
-        """`program`, together with its tangents along the arrays of these arguments.
+        Args:
+            run: the function.
+            arrays: those of each argument.
+            state: what else it takes.
+            along: the arguments along which tangents are traced too.
 
         Raises:
-            ValueError: a number is not the position of an argument.
+            ValueError: `along` names no arguments of the call.
         """
-        if any(not 0 <= number < self.call.num_positional for number in argnums):
+        if any(not 0 <= number < self.call.num_positional for number in along):
             raise ValueError(
-                f"`tangent_argnums` must be positions of arguments, 0 to "
-                f"{self.call.num_positional - 1}; got {tuple(argnums)}."
+                "`tangent_argnums` must be positions of arguments, from 0 to "
+                f"{self.call.num_positional - 1}; got {tuple(along)}."
             )
 
-        def run(arrays: list[list[Array]], wire_state: LocalWireState) -> Any:
+        def traced(arrays: list[list[Any]], state: Any) -> Any:
             leaves, treedef = jax.tree.flatten(arrays)
             numbers = [number for number, xs in enumerate(arrays) for _ in xs]
-            is_float = (jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
-            triples = zip(numbers, leaves, is_float, strict=True)
-            tangents = [x if i in argnums and kind else None for i, x, kind in triples]
-            if not any(x is not None for x in tangents):
-                return self.program(arrays, wire_state)
+            tangents = [
+                x if number in along and jnp.issubdtype(x.dtype, jnp.inexact) else None
+                for number, x in zip(numbers, leaves, strict=True)
+            ]
 
-            def function(leaves: list[Array]) -> Any:
-                return self.program(jax.tree.unflatten(treedef, leaves), wire_state)
+            def function(leaves: list[Any]) -> Any:
+                return run(jax.tree.unflatten(treedef, leaves), state)
 
-            return jvp_of_some(function, leaves, tangents)
+            return jvp_of_some(function, leaves, tangents) if along else function(leaves)
 
-        return run
+        # A new function each time: `eval_shape` does not trace the same function twice.
+        jax.eval_shape(traced, arrays, state)
+        assert self._plan is not None
+        return self._plan
 
     def program(
         self,

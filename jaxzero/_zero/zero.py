@@ -118,8 +118,6 @@ class Zero(ShardedTrees):
         """
         return Freezing(self, params, prefix, layers, before, codec)
 
-    # Programs.
-
     def value_and_grad(
         self,
         f: Callable,
@@ -357,11 +355,12 @@ class Zero(ShardedTrees):
             shares=shares,
         )
         transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
+        along = argument_numbers(tangent_argnums)
         if tx is not None:
             layouts = self._update_layouts(args[0], opt_state)
-            return Step(transform, tx, args[0], opt_state, layouts).plan(arrays, opt_state)
-        run = transform.program_along(argument_numbers(tangent_argnums))
-        return transform.plan(run, arrays, wire_state_of(transform, wire_state))
+            return Step(transform, tx, args[0], opt_state, layouts).plan(arrays, opt_state, along)
+        state = wire_state_of(transform, wire_state)
+        return transform.plan(transform.program, arrays, state, along)
 
     def local_steps(
         self, step: Callable, method: LocalSteps | None = None, /, **options: Any
