@@ -29,8 +29,9 @@ class Transfer:
     """One collective of a program.
 
     Attributes:
-        purpose: "weights", "gradients", "fragments" (of parameters, `Zero.local_steps`), or "other"
-            (losses, weights of examples, aux).
+        purpose: "weights", "gradients", "fragments" (of parameters, `Zero.local_steps`), "tangents"
+            (all that the program of tangents sends of leaves), or "other" (losses, weights of
+            examples, aux).
         name: name of the leaf, or of the first of several; or "".
         collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
         axis: the mesh axis that it runs over, of those with more than one device; or "node+local".

@@ -40,6 +40,7 @@ from .._plan import (
 )
 from .._program import (
     Block,
+    OpenProgram,
     Value,
     recompute_in_backward,
     scan_indexed_stacks,
@@ -74,6 +75,7 @@ class Result:
     others: list[Array]  # other outputs, stacked over micro-batches
     wire_state: LocalWireState  # for the next step
     plan: Plan
+    program: OpenProgram  # the user's function, differentiated, as it was traced
     halves: GradientHalves | None = None  # inner products of half-batch gradients, if requested
     # The new stacks of each leaf that was updated, as in `LeafUpdate.stacks`, by index of the leaf.
     updated: Mapping[int, list[Array]] = dataclasses.field(default_factory=dict)
@@ -117,7 +119,8 @@ def run_on_device(
     trace_share = functools.partial(
         _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
     )
-    block, shapes = trace_share()
+    block, traced = trace_share()
+    shapes = traced.shapes
     program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
     versions = _versions(program, block, trace_share, parameters, microbatches, shares)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
@@ -142,7 +145,7 @@ def run_on_device(
     made = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
     plan = _plan_of_step(program, sources, microbatches, comm)
     if shapes[0] is None:
-        return Result(None, [], others, wire_state, plan)
+        return Result(None, [], others, wire_state, plan, traced)
     with in_region("the end"):
         means, residuals = _means(sums, program.targets, parameters, wire_state, microbatches, comm)
     return Result(
@@ -151,6 +154,7 @@ def run_on_device(
         others,
         LocalWireState(made | slices, residuals),
         plan,
+        traced,
         means.halves,
         updated,
     )
@@ -187,7 +191,7 @@ def _with_loop_limit(comm: CommSpec, shares: Sequence[int] | None) -> CommSpec:
 def _versions(
     program: ProgramPlan,
     block: Block,
-    trace_share: Callable[[Fraction], tuple[Block, Any]],
+    trace_share: Callable[[Fraction], tuple[Block, OpenProgram]],
     parameters: Parameters,
     microbatches: int,
     shares: Sequence[int] | None,
@@ -273,7 +277,7 @@ def _trace(
     microbatches: int,
     comm: CommSpec,
     share: Fraction = Fraction(1),
-) -> tuple[Block, Any]:
+) -> tuple[Block, OpenProgram]:
     """Trace one micro-batch, or a `share` of its rows, on the shapes of the full parameters.
 
     Nothing is gathered.
@@ -307,14 +311,14 @@ def _trace(
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
-    block, shapes = trace(function, *index, *full, *rows)
+    block, program = trace(function, *index, *full, *rows)
     values = block.inputs[len(index) : len(index) + len(stored)]
     weights = {i: x for i, x in enumerate(values) if parameters.weight_layout(i)}
     others = zip(block.inputs[len(index) + len(stored) :], specs, strict=True)
     uniform = [value for value, spec in others if split_dim(spec) is None]
     uniform += block.inputs[: len(index)]
     block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
-    return _without_whole_weights(block, shapes, weights, parameters), shapes
+    return _without_whole_weights(block, program.shapes, weights, parameters), program
 
 
 def _without_whole_weights(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Shaped
 
 from .._collectives import accumulator_dtype, gather_nodes, labelled
 from .._mesh import LOCAL, NODE, NodeMesh, map_devices
@@ -33,7 +33,7 @@ class Sent(NamedTuple):
         parts: what this node had in the fragment when it was sent, if that is needed to merge.
     """
 
-    messages: UInt8[Array, "nodes _"]
+    messages: Shaped[Array, "nodes _"]
     parts: list[Array]
 
 
@@ -62,6 +62,7 @@ class Exchange:
         mesh: the devices of one node.
         min_quantized_size: leaves with fewer elements are sent without a codec.
         outer: the outer optimizer.
+        has_tangents: whether messages are floats, without a codec, which JAX can differentiate.
     """
 
     method: LocalSteps
@@ -70,15 +71,19 @@ class Exchange:
     mesh: NodeMesh
     min_quantized_size: int
     outer: OuterPlan
+    has_tangents: bool = False
 
     @functools.cached_property
     def parts(self) -> list[Part]:
+        dtypes = [accumulator_dtype(leaf.dtype) for leaf in self.leaves]
+        in_floats = jnp.result_type(*dtypes) if self.has_tangents else None
         return [
             Part(
                 cut.part_shape,
                 accumulator_dtype(leaf.dtype),
                 self.codec_of(leaf),
                 leaf.layout is not None,
+                in_floats,
             )
             for leaf, cut in zip(self.leaves, self.cuts, strict=True)
         ]
@@ -161,7 +166,7 @@ class Exchange:
     def _left_out(
         self,
         deltas: list[Float[Array, ...]],
-        message: UInt8[Array, "1 m"],
+        message: Shaped[Array, "1 m"],
         residuals: list[Array],
         number: Array,
     ) -> list[Array]:
@@ -184,7 +189,7 @@ class Exchange:
         everywhere, kept_specs = PartitionSpec(), specs if self._keeps_progress else []
 
         def read(
-            messages: UInt8[Array, "nodes _"], anchors: list[Array], state: list[Array], number
+            messages: Shaped[Array, "nodes _"], anchors: list[Array], state: list[Array], number
         ) -> Any:
             means = mean_of_nodes(self.parts, messages)
             anchors = [cut.read(x, number) for cut, x in zip(self.cuts, anchors, strict=True)]
@@ -265,4 +270,4 @@ class Exchange:
 
 def _difference(x: Array, y: Array) -> Array:
     """`x - y`; 0 where they are equal, even if infinite (a mask of -inf among the parameters)."""
-    return jnp.where(x == y, jnp.zeros_like(x), x - y)
+    return jnp.where((x == y) & jnp.isinf(x), jnp.zeros_like(x), x - y)

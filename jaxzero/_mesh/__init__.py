@@ -25,6 +25,7 @@ from .mesh import NODE as NODE
 from .mesh import REDUCTION_HOPS as REDUCTION_HOPS
 from .mesh import check_context as check_context
 from .mesh import check_mesh as check_mesh
+from .mesh import current_microbatch as current_microbatch
 from .mesh import device_index as device_index
 from .mesh import fold_in_device as fold_in_device
 from .mesh import make_mesh as make_mesh
@@ -43,6 +44,7 @@ from .per_device import bare as bare
 from .per_device import forward_only as forward_only
 from .per_device import is_traced as is_traced
 from .per_device import is_tracing as is_tracing
+from .per_device import known_together as known_together
 from .per_device import rewrite as rewrite
 from .simulated import SimulatedMesh as SimulatedMesh
 from .simulated import varying as varying

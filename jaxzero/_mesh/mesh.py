@@ -213,6 +213,11 @@ def microbatch_index(index: Array | None) -> Iterator[None]:
         _microbatch.reset(token)
 
 
+def current_microbatch() -> Array | None:
+    """The index that `microbatch_index` has made known; None without one."""
+    return _microbatch.get()
+
+
 def device_index(axes: tuple[str, ...] = AXES) -> Array:
     """This device's index over `axes`, uint32. Call it only inside a per-device program."""
     return lax.axis_index(axes).astype(jnp.uint32)

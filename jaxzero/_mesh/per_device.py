@@ -7,13 +7,14 @@ which such code supports; the axis names stay bound, so that collectives work. T
 then called in the `shard_map` as one `jit`, so that its equations do not get types with the mesh.
 
 JAX cannot transpose such a program: the types of the transpose would have the mesh. It would also
-hold all gathered weights until backward, and pass through codecs. `forward_only` marks results.
+hold all gathered weights until backward, and pass through codecs. `forward_only` marks results, and
+`known_together` marks arguments, so that `jax.linearize` does not cut a program apart either.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,6 +63,15 @@ def forward_only(tree: Any) -> Any:
     )
 
 
+def known_together(arrays: Sequence[Any]) -> list[Any]:
+    """The same arrays; where one of them is unknown to `jax.linearize`, so are all.
+
+    Linearization computes what depends on known arrays only, and keeps it: of a program with known
+    weights and unknown tangents, the weights in full.
+    """
+    return _known_together_p.bind(*arrays)
+
+
 def _refuse_to_transpose(cotangent: Any, x: Any) -> Any:
     raise NotImplementedError(
         "`jax.grad`, `jax.vjp` and other reverse-mode derivatives of a function that `zero.apply` "
@@ -77,6 +87,14 @@ _forward_only_p.def_abstract_eval(lambda x: x)
 ad.deflinear2(_forward_only_p, _refuse_to_transpose)
 batching.defvectorized(_forward_only_p)
 mlir.register_lowering(_forward_only_p, lambda ctx, x: [x])
+
+_known_together_p = jex.Primitive("known_together")
+_known_together_p.multiple_results = True
+_known_together_p.def_impl(lambda *arrays: list(arrays))
+_known_together_p.def_abstract_eval(lambda *avals: list(avals))
+ad.primitive_jvps[_known_together_p] = lambda x, tangents: (known_together(x), list(tangents))
+batching.primitive_batchers[_known_together_p] = lambda x, dims: (known_together(x), dims)
+mlir.register_lowering(_known_together_p, lambda ctx, *arrays: list(arrays))
 
 
 def _as_one_call(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:

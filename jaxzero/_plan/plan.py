@@ -45,6 +45,14 @@ class Plan:
             *host.whole("host", len(self.top.block.operations)),
         )
 
+    def with_tangents(self, tangents: Plan) -> Plan:
+        """This plan, with what a program of tangents sends among the transfers."""
+        sent = (
+            x if x.purpose == "other" else dataclasses.replace(x, purpose="tangents")
+            for x in tangents.transfers
+        )
+        return dataclasses.replace(self, transfers=(*self.transfers, *sent))
+
     @property
     def held_whole(self) -> tuple[HeldWhole, ...]:
         """What is held for all layers, or for a whole loop, and why."""

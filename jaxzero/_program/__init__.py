@@ -40,6 +40,7 @@ from .split_conds import split_conds as split_conds
 from .split_stacks import SplitStack as SplitStack
 from .split_stacks import run_on_split_stacks as run_on_split_stacks
 from .trace import OF_MUTABLE as OF_MUTABLE
+from .trace import OpenProgram as OpenProgram
 from .trace import open_program as open_program
 from .trace import trace as trace
 from .trace import traced_once as traced_once

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.core import eval_jaxpr
@@ -38,7 +38,64 @@ OF_MUTABLE = (
 _ALIAS = {"copy", "copy_p", "name"}  # their output is their only input
 
 
-def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
+@dataclasses.dataclass(frozen=True)
+class OpenProgram:
+    """A traced function, apart from the arrays that it closes over.
+
+    Attributes:
+        jaxpr: takes the constants and the arguments.
+        constants: the arrays that the function closes over, tracers of outer transformations too.
+        shapes: the tree of `ShapeDtypeStruct`s that it returns.
+    """
+
+    jaxpr: Any
+    constants: list[Any]
+    shapes: Any
+
+    @property
+    def run(self) -> Callable[[list[Any], list[Any]], list[Any]]:
+        """A function `run(constants, arrays)` of flat lists that closes over no array."""
+        jaxpr = self.jaxpr
+
+        def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
+            return eval_jaxpr(jaxpr, constants, *arrays)
+
+        return run
+
+    @property
+    def treedef(self) -> Any:
+        """The tree structure of the function's result."""
+        return jax.tree.structure(self.shapes)
+
+    @property
+    def types(self) -> list[str]:
+        """The types of constants, arguments and results, weak types included."""
+        jaxpr = self.jaxpr
+        return [str(x.aval) for x in (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars)]
+
+    def callbacks(self) -> tuple[list[str], bool]:
+        """Parameters of each `jax.debug.print`, and whether it has callbacks of other kinds."""
+        prints: list[str] = []
+        others: list[str] = []
+
+        def note(equation: Any) -> Any:
+            if equation.primitive.name == "debug_print":
+                prints.append(str(equation.params))
+            elif equation.primitive.name in CALLBACKS:
+                others.append(equation.primitive.name)
+            return equation
+
+        rewrite(self.jaxpr, note)
+        return prints, bool(others)
+
+
+def open_program(function: Callable, *args: Any) -> OpenProgram:
+    """Trace `function(*args)`, and turn the arrays that it closes over into arguments."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return OpenProgram(closed.jaxpr, list(closed.consts), shapes)
+
+
+def trace(function: Callable, *avals: Any) -> tuple[Block, OpenProgram]:
     """Trace `function` to a block without dead operations.
 
     Args:
@@ -46,14 +103,15 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, Any]:
         avals: `ShapeDtypeStruct`s or arrays, of which only shape and dtype are used.
 
     Returns:
-        The block and the tree of `ShapeDtypeStruct`s that `function` returns.
+        The block, and the trace that it is made of.
     """
     with explaining():
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(bare, avals))
-    _check_mutable(closed.consts)
-    _warn_of_split(closed.consts)
-    closed = _with_own_tokens(closed)
-    return without_dead_code(_block(without_our_axes(closed))), shapes
+        program = open_program(function, *map(bare, avals))
+    _check_mutable(program.constants)
+    _warn_of_split(program.constants)
+    program = _with_own_tokens(program)
+    closed = without_our_axes(jex.ClosedJaxpr(program.jaxpr, program.constants))
+    return without_dead_code(_block(closed)), program
 
 
 def _check_mutable(constants: Sequence[Any]) -> None:
@@ -66,18 +124,19 @@ def _check_mutable(constants: Sequence[Any]) -> None:
             )
 
 
-def _with_own_tokens(closed: Any) -> Any:
+def _with_own_tokens(program: OpenProgram) -> OpenProgram:
     """The program with tokens of its own for those that it closes over, which carry no data."""
-    is_token = [not hasattr(x, "shape") for x in closed.consts]
+    is_token = [not hasattr(x, "shape") for x in program.constants]
     if not any(is_token):
-        return closed
+        return program
 
     def run(*args: Any) -> list[Any]:
-        pairs = zip(closed.consts, is_token, strict=True)
+        pairs = zip(program.constants, is_token, strict=True)
         constants = [jax.lax.create_token() if token else x for x, token in pairs]
-        return eval_jaxpr(closed.jaxpr, constants, *args)
+        return eval_jaxpr(program.jaxpr, constants, *args)
 
-    return jax.make_jaxpr(run)(*closed.in_avals)
+    closed = jax.make_jaxpr(run)(*(x.aval for x in program.jaxpr.invars))
+    return OpenProgram(closed.jaxpr, list(closed.consts), program.shapes)
 
 
 def _warn_of_split(constants: Sequence[Any]) -> None:
@@ -106,39 +165,6 @@ def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
         return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
 
     return traced, shapes
-
-
-class OpenProgram(NamedTuple):
-    """A traced function, and the arrays that it closes over."""
-
-    run: Callable[[list[Any], list[Any]], list[Any]]  # of the constants, and of the arguments
-    constants: list[Any]
-    types: list[str]  # of constants, arguments and results, weak types included
-    prints: list[str]  # parameters of each `jax.debug.print`
-    calls_python: bool  # whether it has callbacks of other kinds
-
-
-def open_program(function: Callable, *args: Any) -> OpenProgram:
-    """Trace `function`, which returns a list of arrays; what it closes over becomes arguments."""
-    closed = jax.make_jaxpr(function)(*args)
-    jaxpr = closed.jaxpr
-
-    def run(constants: list[Any], arrays: list[Any]) -> list[Any]:
-        return eval_jaxpr(jaxpr, constants, *arrays)
-
-    types = [str(x.aval) for x in (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars)]
-    prints: list[str] = []
-    calls: list[str] = []
-
-    def note(equation: Any) -> Any:
-        if equation.primitive.name == "debug_print":
-            prints.append(str(equation.params))
-        elif equation.primitive.name in CALLBACKS:
-            calls.append(equation.primitive.name)
-        return equation
-
-    rewrite(jaxpr, note)
-    return OpenProgram(run, list(closed.consts), types, prints, bool(calls))
 
 
 def rewritten(

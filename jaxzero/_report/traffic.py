@@ -57,7 +57,7 @@ class Traffic:
         return self.num_local * sum(t.node_bytes * t.trips for t in self.transfers)
 
     def node_bytes_for(self, purpose: str) -> int:
-        """The part of `node_bytes` that is for "weights", "gradients" or "other"."""
+        """The part of `node_bytes` that is for "weights", "gradients", "tangents" or "other"."""
         some = (t for t in self.transfers if t.purpose == purpose)
         return self.num_local * sum(t.node_bytes * t.trips for t in some)
 

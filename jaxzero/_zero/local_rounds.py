@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from .local_step import LocalStep
 from .padding_check import warn_of_padding
 from .placement import auto_mesh, constrain, pad_leaf, run_automatic, stored_struct, unpad_leaf
 from .sharded_trees import ShardedTrees
+from .tangents import run_straight_through
 
 _OF_OUTER = (
     "Take an `outer` optimizer that updates each element by itself, such as `optax.sgd`, or nodes "
@@ -135,7 +137,7 @@ class LocalRounds:
 
         rows, treedef = jax.tree.flatten(batches)
 
-        def program(arrays: Arrays, rows: list[Array]) -> Any:
+        def run(layouts: Layouts, arrays: Arrays, rows: list[Array]) -> Any:
             kept = {name: x.spec() for name, x in layouts.kept.items()}
             on_nodes = map_nodes(
                 lambda arrays, rows: self._on_node(
@@ -148,6 +150,12 @@ class LocalRounds:
             pairs = zip(rows, specs, strict=True)
             rows = [constrain(x, self._zero.mesh, spec) for x, spec in pairs]
             return on_nodes(self._placed(layouts, arrays), rows)
+
+        def program(arrays: Arrays, rows: list[Array]) -> Any:
+            exchange = dataclasses.replace(layouts.exchange, has_tangents=True)
+            exact = dataclasses.replace(layouts, exchange=exchange)
+            kinds = (functools.partial(run, kind) for kind in (layouts, exact))
+            return run_straight_through(*kinds, arrays, rows)
 
         new, metrics = self._zero._programs.run(program, arrays, rows)
         fields = {name: kept.tree(self.num_nodes, new[name]) for name, kept in layouts.kept.items()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 
@@ -25,7 +27,8 @@ def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
 def split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
     """Split a loss into `(sum of losses, sum of weights)`; the second is None without `weighted`.
 
-    The weight gets no gradient: the mean's derivative treats it as constant.
+    The weight gets no gradient: the mean's derivative treats it as constant. For a derivative of
+    the mean's derivative see `constant_weight`.
     """
     if not weighted:
         return value, None
@@ -42,7 +45,24 @@ def split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
         )
     if not jnp.issubdtype(weight.dtype, jnp.floating):
         weight = weight.astype(jnp.float32)
-    return total, jax.lax.stop_gradient(weight)
+    return total, weight
+
+
+@jax.custom_jvp
+def constant_weight(weight: Array) -> Array:
+    """The same weight; a tangent of it raises `NotImplementedError`."""
+    return weight
+
+
+@functools.partial(constant_weight.defjvp, symbolic_zeros=True)
+def _refuse_tangents(weights: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Any]:
+    if isinstance(tangents[0], SymbolicZero):
+        return weights[0], tangents[0]
+    raise NotImplementedError(
+        "`jax.jvp` differentiates with respect to what the weight of `weighted=True` is computed "
+        "from. If it is to be constant there, return it through `jax.lax.stop_gradient`; otherwise "
+        "return both sums as `aux`, reduced by 'sum', and divide outside."
+    )
 
 
 def check_loss(value: Any) -> None:

@@ -85,11 +85,12 @@ class Programs:
                 )
         lowered = jax.jit(opened.run, out_shardings=out_shardings).lower(opened.constants, arrays)
         text = lowered.as_text()
+        prints, calls_python = opened.callbacks()
         # Which Python function a callback calls is not in the text, so it is compiled at each call.
-        if opened.calls_python or ("callback" in text and not opened.prints):
+        if calls_python or ("callback" in text and not prints):
             compiled = lowered.compile()
         else:  # nor are arguments that are not used, and weak types and shardings of the results
-            parts = (text, opened.types, opened.prints, out_shardings)
+            parts = (text, opened.types, prints, out_shardings)
             compiled = self._compiled("\n".join(map(str, parts)), lowered)
         constants = _placed(opened.constants, compiled)
         return lambda *args: rebuild(arrays=compiled(constants, jax.tree.leaves(args)), **found)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
@@ -19,7 +20,8 @@ from .._collectives import CommSpec, Ledger, labelled, recording
 from .._execute import LocalWireState, Parameters, run_on_device, specs_of
 from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
-from .._sharding import ZeroConfig, split_dim
+from .._program import OpenProgram
+from .._sharding import HpZ, PerAxis, ZeroConfig, split_dim
 from .._simigrad import GradientHalves
 from .arguments import BATCH, Argument, Call
 from .in_place import call_checked
@@ -29,34 +31,80 @@ from .outputs import Outputs, values_of
 from .placement import constrain
 from .program_updates import ProgramUpdates
 from .row_outputs import shapes_with_twice_the_rows
+from .tangents import (
+    Derivative,
+    Differentiable,
+    Rule,
+    is_varied,
+    jvp_of_some,
+    run_with_tangents,
+    tangents_like,
+    zeros,
+)
 
 
 class Transform:
     """A user's function for the arguments of one call: its sharded program, and the plan of it."""
 
     def __init__(
-        self, function: Callable, call: Call, options: Options, mesh: AnyMesh, config: ZeroConfig
+        self,
+        function: Callable,
+        call: Call,
+        options: Options,
+        mesh: AnyMesh,
+        config: ZeroConfig,
+        flat: Callable | None = None,
     ):
         self.function = function
         self.call = call
+        self.flat = flat or self._flat
         self.options = options
         self.devices = mesh
         self.mesh = physical(mesh)
         self.config = config
         self.comm = CommSpec.of(mesh, config, options.halves)
         self.parameters = _parameters(call, options, config, self.comm.num_shards)
-        self._plan: Plan | None = None  # set by tracing `program`
+        # Set by tracing `program`: its plan, and what `flat` was traced to.
+        self._plan: Plan | None = None
+        self._traced: OpenProgram | None = None
 
-    def plan(self, run: Callable, *args: Any) -> Plan:
-        """Trace `run(*args)`, which calls `program`, and return the plan of that.
+    def plan(
+        self, run: Callable, arrays: list[list[Any]], state: Any, along: Sequence[int] = ()
+    ) -> Plan:
+        """Trace `run(arrays, state)`, which calls `program`, and return the plan of that.
 
         The plan has gathers, reductions, transfers and copies.
+
+        Args:
+            run: the function.
+            arrays: those of each argument.
+            state: what else it takes.
+            along: the arguments along which tangents are traced too.
+
+        Raises:
+            ValueError: `along` names no arguments of the call.
         """
+        if any(not 0 <= number < self.call.num_positional for number in along):
+            raise ValueError(
+                "`tangent_argnums` must be positions of arguments, from 0 to "
+                f"{self.call.num_positional - 1}; got {tuple(along)}."
+            )
 
-        def traced(*args: Any) -> None:  # new each time: `eval_shape` traces a function only once
-            run(*args)
+        def traced(arrays: list[list[Any]], state: Any) -> Any:
+            leaves, treedef = jax.tree.flatten(arrays)
+            numbers = [number for number, xs in enumerate(arrays) for _ in xs]
+            tangents = [
+                x if number in along and jnp.issubdtype(x.dtype, jnp.inexact) else None
+                for number, x in zip(numbers, leaves, strict=True)
+            ]
 
-        jax.eval_shape(traced, *args)
+            def function(leaves: list[Any]) -> Any:
+                return run(jax.tree.unflatten(treedef, leaves), state)
+
+            return jvp_of_some(function, leaves, tangents) if along else function(leaves)
+
+        # A new function each time: `eval_shape` does not trace the same function twice.
+        jax.eval_shape(traced, arrays, state)
         assert self._plan is not None
         return self._plan
 
@@ -74,8 +122,7 @@ class Transform:
         """
         updates = updates or ProgramUpdates(None)
         given = updates.arguments
-        in_specs = [self._specs(argument) for argument in self.call.arguments]
-        state_specs = self._state_specs(wire_state)
+        in_specs, state_specs = self._in_specs, self._state_specs(wire_state)
         if AxisType.Explicit in self.mesh.axis_types:
             arrays = [
                 [constrain(x, self.mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
@@ -88,18 +135,40 @@ class Transform:
                 [constrain(x, self.mesh, spec) for x in each]
                 for each, spec in zip(given, updates.in_specs, strict=True)
             ]
-        axes = self.config.axes if self.parameters.gradients_split else ()
+        outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
+        loss, gradients, parts, wire_state, halves, updated = self._run(
+            arrays, wire_state, given, outputs, updates
+        )
+        axes = self._gradient_axes
+        gradients = [
+            constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
+            if x is not None and self.parameters.leaves[i].other_axes
+            else x
+            for x, i in zip(gradients, self.parameters.differentiated, strict=True)
+        ]
+        loss, gradients, parts, halves = forward_only((loss, gradients, parts, halves))
+        return loss, gradients, outputs.join(*parts), wire_state, halves, updated
+
+    def _run(
+        self,
+        arrays: list[list[Array]],
+        wire_state: LocalWireState,
+        given: list[list[Array]],
+        outputs: Outputs,
+        updates: ProgramUpdates,
+    ) -> Any:
+        """Run the program on every device; its results are global arrays."""
+        state_specs = self._state_specs(wire_state)
         gradient_specs = [
-            self.parameters.leaves[i].spec(axes, manual_only=True)
+            self.parameters.leaves[i].spec(self._gradient_axes, manual_only=True)
             for i in self.parameters.differentiated
         ]
-        outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
         mapped = map_devices(
             lambda arrays, wire_state, given: self._on_device(
                 arrays, wire_state, given, outputs, updates
             ),
             self.devices,
-            in_specs=(in_specs, state_specs, updates.in_specs),
+            in_specs=(self._in_specs, state_specs, updates.in_specs),
             out_specs=(
                 PartitionSpec(),
                 gradient_specs,
@@ -109,15 +178,58 @@ class Transform:
                 updates.out_specs,
             ),
         )
-        loss, gradients, parts, wire_state, halves, updated = mapped(arrays, wire_state, given)
-        gradients = [
-            constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
-            if x is not None and self.parameters.leaves[i].other_axes
-            else x
-            for x, i in zip(gradients, self.parameters.differentiated, strict=True)
-        ]
-        loss, gradients, parts, halves = forward_only((loss, gradients, parts, halves))
-        return loss, gradients, outputs.join(*parts), wire_state, halves, updated
+
+        def rule_of(program: OpenProgram) -> Rule:
+            assert self._traced is not None
+            function = Differentiable.of(self._traced, program, self.call)
+
+            def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
+                self._check_tangents(updates, tangents[1])
+                return self._tangents(function.along(primals, tangents), outputs, results)
+
+            return tangents_of
+
+        return run_with_tangents(mapped, (arrays, wire_state, given), rule_of)
+
+    def _tangents(self, derivative: Derivative, outputs: Outputs, results: Any) -> Any:
+        """The tangents of what `_run` returns, by a program without codecs."""
+        call, arrays = derivative.arguments()
+        hpz = self.config.hpz and HpZ(codec=None)
+        config = dataclasses.replace(self.config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz)
+        program = Transform(
+            self.function, call, self.options, self.devices, config, derivative.flat
+        )
+        of_outputs = Outputs(self.options, None)
+        of_outputs.how = derivative.floats(outputs.how)
+        made = program._run(arrays, LocalWireState(), [[]], of_outputs, ProgramUpdates(None))
+        loss, gradients, parts, *_ = made
+        assert self._plan is not None and program._plan is not None
+        self._plan = self._plan.with_tangents(program._plan)
+        parts = tuple(map(tangents_like, results[2], parts))
+        return loss, gradients, parts, *zeros(results[3:])
+
+    def _check_tangents(self, updates: ProgramUpdates, tangents: Any) -> None:
+        """Raise `NotImplementedError` for a program whose tangents are not computed."""
+        reasons = {
+            "with `halves=True`. Leave it out there": self.options.halves,
+            "with `shares`. Leave them out there": self.options.shares is not None,
+            "with respect to its wire state. Pass `jax.lax.stop_gradient(wire_state)`": (
+                any(map(is_varied, jax.tree.leaves(tangents[1])))
+            ),
+            "from `zero.value_and_update` that updates arrays in host memory. Use "
+            "`zero.value_and_grad` and `zero.apply_gradients`": bool(updates.leaves),
+        }
+        for reason, is_given in reasons.items():
+            if is_given:
+                raise NotImplementedError(f"`jax.jvp` of a function {reason}.")
+
+    @property
+    def _gradient_axes(self) -> tuple[str, ...]:
+        return self.config.axes if self.parameters.gradients_split else ()
+
+    @property
+    def _in_specs(self) -> list[list[PartitionSpec]]:
+        return [self._specs(argument) for argument in self.call.arguments]
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.plan is None:
@@ -160,7 +272,7 @@ class Transform:
         ledger = Ledger(self.comm.sizes)
         with recording(ledger):
             result = run_on_device(
-                lambda stored, inputs: self._flat(stored, inputs, specs, outputs),
+                lambda stored, inputs: self.flat(stored, inputs, specs, outputs),
                 self.parameters,
                 stored,
                 wire_state,
@@ -173,6 +285,7 @@ class Transform:
             )
             with labelled("other", "aux" if self.options.has_gradients else "output"):
                 parts = outputs.part(result.others, self.comm)
+        self._traced = result.program
         self._plan = dataclasses.replace(
             result.plan,
             transfers=tuple(ledger.transfers),

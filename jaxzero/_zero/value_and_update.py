@@ -87,9 +87,9 @@ class Step:
         pairs = zip(self._plans, outputs, strict=True)
         return value, *(plan.stored(x) for plan, x in pairs)
 
-    def plan(self, arrays: list[list[Any]], opt_state: Any) -> Plan:
-        """The plan of the step; arguments are those of `run`."""
-        return self._transform.plan(self._traced, arrays, arrays_of(opt_state))
+    def plan(self, arrays: list[list[Any]], opt_state: Any, along: Sequence[int]) -> Plan:
+        """The plan of the step, and of its tangents; arguments as of `run` and `Transform.plan`."""
+        return self._transform.plan(self._traced, arrays, arrays_of(opt_state), along)
 
     def _traced(self, arrays: list[list[Array]], state: list[Array]) -> tuple[Any, ...]:
         of_params, of_state = self._plans

@@ -119,8 +119,6 @@ class Zero(ShardedTrees):
         """
         return Freezing(self, params, prefix, layers, before, codec)
 
-    # Programs.
-
     def value_and_grad(
         self,
         f: Callable,
@@ -334,13 +332,14 @@ class Zero(ShardedTrees):
         wire_state: Any = None,
         tx: optax.GradientTransformation | None = None,
         opt_state: Any = None,
+        tangent_argnums: int | Sequence[int] = (),
         **kwargs: Any,
     ) -> Plan:
         """Plan one call of `value_and_grad(f)`: what it gathers and reduces, and when.
 
         Nothing is compiled or run. Options are as for `value_and_grad`; other keyword arguments
         are those of `f`. `print` the result. With `tx` and `opt_state`, it is the plan of
-        `value_and_update(f, tx)`, with the updates that run in backward.
+        `value_and_update(f, tx)`. `tangent_argnums` adds the traffic of `jax.jvp` along arguments.
         """
         options = gradient_options(
             self._devices,
@@ -354,11 +353,13 @@ class Zero(ShardedTrees):
             shares=shares,
         )
         transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
+        along = argument_numbers(tangent_argnums)
         if tx is not None:
             layouts = self._update_layouts(args[0], opt_state)
             step = Step(transform, tx, args[0], opt_state, layouts, self._programs)
-            return step.plan(arrays, opt_state)
-        return transform.plan(transform.program, arrays, wire_state_of(transform, wire_state))
+            return step.plan(arrays, opt_state, along)
+        state = wire_state_of(transform, wire_state)
+        return transform.plan(transform.program, arrays, state, along)
 
     def local_steps(
         self, step: Callable, method: LocalSteps | None = None, /, **options: Any

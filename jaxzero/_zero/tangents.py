@@ -1,0 +1,245 @@
+"""Tangents of sharded programs, for `jax.jvp` and `jax.linearize`.
+
+Messages are integers, packed bits, or floats sent as bits, and none of these have tangents. So JAX
+does not differentiate a sharded program. A second program computes the tangents, and is made like
+the first, from the `jax.jvp` of the function that was traced for it: the tangents of weights are
+further sharded weights, which are gathered where they are used, and the tangents of gradients are
+reduced as gradients are. It has no codecs: those of the first program are differentiated straight
+through, and everything in it travels in the precision of the leaf.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+
+from .._mesh import current_microbatch, in_turn, known_together, last_tokens, remember
+from .._program import OpenProgram, open_program
+from .._sharding import TreePlan
+from .arguments import Argument, Call
+from .loss import constant_weight
+
+# The tangents of a program's results, from `(constants, args)`, their tangents, and the results.
+Rule = Callable[[Any, Any, Any], Any]
+
+
+def run_with_tangents(function: Callable, args: Any, rule_of: Callable[[OpenProgram], Rule]) -> Any:
+    """Run `function(*args)` as a program that JAX differentiates by a rule.
+
+    Args:
+        function: a function of trees of arrays.
+        args: its arguments.
+        rule_of: returns the rule for the traced function. The program keeps it as long as it is
+            compiled; so the rule should hold no arrays. Tangents that are known to be zero are
+            `SymbolicZero`s.
+    """
+
+    def in_trace(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
+        remember(tokens)
+        results = function(*args)
+        return last_tokens(), results
+
+    def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
+        program = open_program(in_trace, tokens, *args)
+        return _differentiated_by(rule_of(program), program, tokens, args)
+
+    return in_turn(run, *args)
+
+
+def _differentiated_by(
+    tangents_of: Rule, program: OpenProgram, tokens: list[Any], args: Any
+) -> tuple[list[Any], Any]:
+    """Run a program of tokens and arguments; the rule gives the tangents of its results."""
+    run, treedef = program.run, program.treedef
+    # JAX calls the rule later: outside of `map_nodes`, for a program of one node.
+    context = contextvars.copy_context()
+
+    @jax.custom_jvp
+    def call(constants: list[Any], tokens: list[Any], args: Any) -> Any:
+        return jax.tree.unflatten(treedef, run(constants, jax.tree.leaves((tokens, *args))))
+
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        last, results = call(*primals)
+
+        def made() -> Any:
+            remember(last)
+            return tangents_of((primals[0], primals[2]), (tangents[0], tangents[2]), results)
+
+        return (last, results), (zeros(last), context.copy().run(made))
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return call(program.constants, tokens, args)
+
+
+def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
+    """Run `program(*args)`; its tangents are those of `exact`, which encodes no messages.
+
+    Raises:
+        NotImplementedError: JAX differentiates with respect to what the program closes over.
+    """
+
+    def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
+        if any(map(is_varied, jax.tree.leaves(tangents[0]))):
+            raise NotImplementedError(
+                "Rounds of local steps have no derivatives with respect to what the step closes "
+                "over. Keep it in `opt_state`, or pass it with the batches."
+            )
+        leaves, treedef = jax.tree.flatten(primals[1])
+        function = lambda leaves: exact(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
+        return jvp_of_some(function, leaves, jax.tree.leaves(tangents[1]))[1]
+
+    return run_with_tangents(program, args, lambda _: tangents_of)
+
+
+def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """`jax.jvp` of a function of a list of arrays, of which only some have a tangent."""
+    varied = [i for i, x in enumerate(tangents) if x is not None and is_varied(x)]
+
+    def of_varied(arrays: list[Any]) -> Any:
+        merged = list(primals)
+        for i, x in zip(varied, arrays, strict=True):
+            merged[i] = x
+        return function(merged)
+
+    return jax.jvp(of_varied, ([primals[i] for i in varied],), ([tangents[i] for i in varied],))
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiable:
+    """The function on one device that a program was made from, to be differentiated.
+
+    Attributes:
+        traced: the function, traced on flat lists, without the arrays that it closes over.
+        places: where these are among the constants of the program.
+        call: the arguments of the program.
+    """
+
+    traced: OpenProgram
+    places: tuple[int, ...]
+    call: Call
+
+    @classmethod
+    def of(cls, traced: OpenProgram, program: OpenProgram, call: Call) -> Differentiable:
+        numbers = {id(x): i for i, x in enumerate(program.constants)}
+        places = tuple(numbers[id(x)] for x in traced.constants)
+        return cls(dataclasses.replace(traced, constants=[]), places, call)
+
+    def along(self, primals: Any, tangents: Any) -> Derivative:
+        """The derivative at these constants and arguments of the program, along these tangents."""
+        (constants, args), (of_constants, of_args) = _known_together(primals, tangents)
+        return Derivative(
+            self.traced,
+            [constants[i] for i in self.places],
+            [of_constants[i] for i in self.places],
+            self.call,
+            args[0],
+            of_args[0],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """The derivative of a function, and the arguments of a sharded program of it.
+
+    Attributes:
+        traced: the function.
+        constants: the arrays that it closes over.
+        of_constants: their tangents.
+        call: the arguments of the function's program.
+        arrays: the global arrays of each argument.
+        of_arrays: their tangents.
+    """
+
+    traced: OpenProgram
+    constants: list[Any]
+    of_constants: list[Any]
+    call: Call
+    arrays: list[list[Any]]
+    of_arrays: list[list[Any]]
+
+    def arguments(self) -> tuple[Call, list[list[Any]]]:
+        """The arguments with two more, tangents of weights and of others; and their arrays."""
+        leaves, weights, specs, others = [], [], [], []
+        for argument, tangents in zip(self.call.arguments, self.of_arrays, strict=True):
+            if argument.plan is not None:
+                pairs = zip(argument.plan.leaves, tangents, strict=True)
+                leaves += [leaf for leaf, x in pairs if is_varied(x)]
+                weights += filter(is_varied, tangents)
+            else:
+                pairs = zip(argument.specs, tangents, strict=True)
+                specs += [spec for spec, x in pairs if is_varied(x)]
+                others += filter(is_varied, tangents)
+        plan, untrained = TreePlan(None, tuple(leaves), ()), (False,) * len(leaves)
+        more = (
+            Argument("tangents", None, (), plan, (), untrained),
+            Argument("tangents", None, (), None, tuple(specs), (False,) * len(specs)),
+        )
+        call = dataclasses.replace(self.call, arguments=(*self.call.arguments, *more))
+        return call, [*self.arrays, weights, others]
+
+    def flat(self, stored: list[Any], inputs: list[Any], *_: Any) -> Any:
+        """The derivative on one device, on flat lists.
+
+        Args:
+            stored: the full weights, and the tangents of some.
+            inputs: the other arguments, and the tangents of some.
+
+        Returns:
+            Tangents of the loss, the weight of the examples, tangents of gradients and of those
+            other outputs that are floats.
+        """
+        index = current_microbatch()
+        primals = [*self.constants, *([] if index is None else [index])]
+        tangents = [*self.of_constants, *([] if index is None else [None])]
+        for arrays, is_weight in ((stored, True), (inputs, False)):
+            pairs = zip(self.call.arguments, self.of_arrays, strict=True)
+            mine = [
+                x for argument, xs in pairs if (argument.plan is not None) == is_weight for x in xs
+            ]
+            more = iter(arrays[len(mine) :])
+            primals += arrays[: len(mine)]
+            tangents += [next(more) if is_varied(x) else None for x in mine]
+        num = len(self.constants)
+
+        def function(arrays: list[Any]) -> Any:
+            outputs = self.traced.run(arrays[:num], arrays[num:])
+            loss, weight, gradients, others = jax.tree.unflatten(self.traced.treedef, outputs)
+            return loss, weight if weight is None else constant_weight(weight), gradients, others
+
+        values, (loss, _, gradients, others) = jvp_of_some(function, primals, tangents)
+        return loss, values[1], gradients, list(filter(is_varied, others))
+
+    def floats(self, reductions: Sequence[str]) -> list[str]:
+        """Those of `reductions` that are of other outputs which are floats."""
+        pairs = zip(reductions, self.traced.shapes[3], strict=True)
+        return [how for how, x in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def tangents_like(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """A tangent for each array: the next of `tangents` for a float, zero for any other."""
+    more = iter(tangents)
+    return [next(more) if jnp.issubdtype(x.dtype, jnp.inexact) else zeros(x) for x in results]
+
+
+def zeros(tree: Any) -> Any:
+    """Tangents that are known to be zero."""
+    return jax.tree.map(lambda x: zero_from_primal(x, symbolic_zeros=True), tree)
+
+
+def is_varied(tangent: Any) -> bool:
+    """Whether a tangent is an array of floats, and not known to be zero."""
+    return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
+
+
+def _known_together(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    leaves, treedef = jax.tree.flatten((primals, tangents))
+    arrays = [i for i, x in enumerate(leaves) if is_varied(x)]
+    for i, x in zip(arrays, known_together([leaves[i] for i in arrays]), strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)
