@@ -283,7 +283,7 @@ class BlockRunner:
         for value, x in reduced:
             if value in self.plan.host_gradients:
                 leaf = self.plan.host_gradients[value]
-                x = host_mean(x, leaf.dtype, self.comm.num_devices, leaf.path)
+                x = host_mean(x, leaf.dtype, self.comm.divisor, leaf.path)
                 self._leaving.append(value)
             self._store(value, x)
 

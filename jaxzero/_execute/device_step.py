@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from .._collectives import (
@@ -40,12 +42,14 @@ from .._plan import (
 )
 from .._program import (
     Block,
+    Constant,
     Value,
     recompute_in_backward,
     scan_indexed_stacks,
     sink_into_loops,
     split_conds,
     trace,
+    values_made_of,
 )
 from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
@@ -90,6 +94,7 @@ def run_on_device(
     comm: CommSpec,
     updates: Mapping[int, LeafUpdate] | None = None,
     shares: Sequence[int] | None = None,
+    share_of_loss: Array | float | None = None,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
 
@@ -105,9 +110,14 @@ def run_on_device(
         updates: of leaves that are updated as soon as their gradients are known, where the program
             can, by index of the leaf.
         shares: of the rows of a batch, for each node; None: all are equal.
+        share_of_loss: what `flat` multiplies the loss by before it differentiates it, so that the
+            sum over devices and micro-batches is the mean; given to it as one more input. None: it
+            differentiates the loss itself.
     """
     updates = updates or {}
     comm = _with_loop_limit(comm, shares)
+    if share_of_loss is not None:
+        inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
     # Weights that stage 1 or 2 leaves unsharded are full already, and passed to the program so.
     full = [
@@ -118,7 +128,15 @@ def run_on_device(
         _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
     )
     block, shapes = trace_share()
-    program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
+    rounded, values = None, frozenset()
+    if share_of_loss is not None:
+        rounded = _rounded(share_of_loss, shapes[0].dtype)
+        values = _values(block, shapes, parameters)
+        if isinstance(rounded, float):
+            comm = dataclasses.replace(comm, mean_divisor=comm.num_devices * rounded)
+    program = plan_program(
+        block, shapes, parameters, wire_state, microbatches, comm, updates, values
+    )
     versions = _versions(program, block, trace_share, parameters, microbatches, shares)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
@@ -144,7 +162,9 @@ def run_on_device(
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan)
     with in_region("the end"):
-        means, residuals = _means(sums, program.targets, parameters, wire_state, microbatches, comm)
+        means, residuals = _means(
+            sums, program.targets, parameters, wire_state, microbatches, comm, rounded
+        )
     return Result(
         means.loss.astype(shapes[0].dtype),
         means.gradients,
@@ -248,11 +268,12 @@ def _means(
     wire_state: LocalWireState,
     microbatches: int,
     comm: CommSpec,
+    share_of_loss: Array | float | None,
 ) -> tuple[MeanGradients, dict[int, Array]]:
     """Average over devices; also return the new residuals `[1, *shape]`, by index of the leaf."""
     numbers = parameters.differentiated
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
-    means = mean_over_devices(sums, targets, errors, microbatches, comm)
+    means = mean_over_devices(sums, targets, errors, microbatches, comm, share_of_loss)
     gradients = [
         copy_to_host(x, "gradients", parameters.leaves[i].path, windowed=False)
         if x is not None and parameters.has_host_gradient(i)
@@ -262,6 +283,22 @@ def _means(
     pairs = zip(numbers, means.residuals, strict=True)
     residuals = {i: jnp.expand_dims(x, 0) for i, x in pairs if x is not None}
     return dataclasses.replace(means, gradients=gradients), residuals
+
+
+def _rounded(share: Array | float, dtype: Any) -> Array | float:
+    """The share of the loss as a number of the dtype of the loss, with which it is multiplied."""
+    if isinstance(share, float):
+        return float(np.asarray(share).astype(dtype))
+    return share.astype(dtype).astype(share.dtype)
+
+
+def _values(block: Block, shapes: Any, parameters: Parameters) -> frozenset[int]:
+    """The gradients, by index of the target, that do not depend on the loss: values of others."""
+    *others, share = block.inputs
+    without = values_made_of(block, others)
+    first = len(jax.tree.leaves(shapes[:2]))
+    found = enumerate(block.outputs[first : first + len(parameters.differentiated)])
+    return frozenset(i for i, x in found if isinstance(x, Constant) or x in without)
 
 
 def _trace(

@@ -41,3 +41,4 @@ from .split_stacks import run_on_split_stacks as run_on_split_stacks
 from .trace import open_program as open_program
 from .trace import trace as trace
 from .trace import traced_once as traced_once
+from .uniform import values_made_of as values_made_of

@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._execute import LocalWireState, WireState, check_microbatches, from_tree, to_tree
+from .._execute import (
+    GRADIENT_REDUCTIONS,
+    LocalWireState,
+    WireState,
+    check_microbatches,
+    from_tree,
+    to_tree,
+)
 from .._mesh import AXES, NODE, AnyMesh
 from .._sharding import LeafSpec, Static, ZeroConfig, is_stored, rebuild, stored_leaf
 from .._simigrad import GradientHalves
@@ -34,12 +41,13 @@ def gradient_options(
     aux_reduce: Any = None,
     halves: bool = False,
     shares: Sequence[int] | None = None,
+    gradient_reduce: Any = None,
 ) -> Options:
     """Check the arguments of `value_and_grad`, and return them as `Options`.
 
     Raises:
         ValueError: `argnums` are no integers, `microbatches` is not an integer of at least 1,
-            `aux_reduce` names an unknown reduction, `halves` is set on a mesh with one device, or
+            `aux_reduce` or `gradient_reduce` names an unknown reduction, `halves` is set on a mesh with one device, or
             `shares` does not fit the mesh or comes without `weighted`.
         NotImplementedError: `shares` does not work with another option.
     """
@@ -53,7 +61,19 @@ def gradient_options(
     reduce = flat_reductions("aux_reduce", aux_reduce)
     known = known_shares(shares, mesh.shape[NODE])
     check_shares(known, weighted, halves, mesh, config)
-    return Options(numbers, has_aux, microbatches, weighted, reduce, shares=known, halves=halves)
+    if gradient_reduce is not None and isinstance(argnums, int):
+        gradient_reduce = (gradient_reduce,)
+    reductions = flat_reductions("gradient_reduce", gradient_reduce, GRADIENT_REDUCTIONS)
+    return Options(
+        numbers,
+        has_aux,
+        microbatches,
+        weighted,
+        reduce,
+        shares=known,
+        halves=halves,
+        gradient_reduce=reductions,
+    )
 
 
 def returned(

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
-from .._collectives import CommSpec, Ledger, labelled, recording
-from .._execute import LocalWireState, Parameters, run_on_device, specs_of
-from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical
+from .._collectives import CommSpec, Ledger, accumulator_dtype, labelled, recording
+from .._execute import (
+    LocalWireState,
+    Parameters,
+    combine,
+    run_on_device,
+    specs_of,
+    total_weight,
+)
+from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical, to_host
 from .._plan import Plan
-from .._sharding import ZeroConfig, split_dim
+from .._sharding import ZeroConfig, pad, split_dim
 from .._simigrad import GradientHalves
 from .arguments import BATCH, Argument, Call
+from .gradient_reduce import combined_leaves
 from .in_place import call_checked
 from .loss import check_loss, split_aux, split_weight
 from .options import Options
@@ -44,7 +52,8 @@ class Transform:
         self.mesh = physical(mesh)
         self.config = config
         self.comm = CommSpec.of(mesh, config, options.halves)
-        self.parameters = _parameters(call, options, config, self.comm.num_shards)
+        self.combined = combined_leaves(call, options)
+        self.parameters = _parameters(call, options, config, self.comm.num_shards, self.combined)
         self._plan: Plan | None = None  # set by tracing `program`
 
     def plan(self, run: Callable, *args: Any) -> Plan:
@@ -100,21 +109,48 @@ class Transform:
             out_specs=(
                 PartitionSpec(),
                 gradient_specs,
+                PartitionSpec(),
                 (PartitionSpec(), BATCH),
                 state_specs,
                 PartitionSpec(),
                 updates.out_specs,
             ),
         )
-        loss, gradients, parts, wire_state, halves, updated = mapped(arrays, wire_state, given)
+        outs = mapped(arrays, wire_state, given)
+        loss, gradients, combined, parts, wire_state, halves, updated = outs
         gradients = [
             constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
             if x is not None and self.parameters.leaves[i].other_axes
             else x
             for x, i in zip(gradients, self.parameters.differentiated, strict=True)
         ]
+        gradients = self._with_combined(gradients, combined, axes)
         loss, gradients, parts, halves = forward_only((loss, gradients, parts, halves))
         return loss, gradients, outputs.join(*parts), wire_state, halves, updated
+
+    @property
+    def differentiated(self) -> tuple[int, ...]:
+        """The leaves that get gradients, by index; those of `combined` too."""
+        return tuple(sorted((*self.parameters.differentiated, *self.combined)))
+
+    @property
+    def _shares_loss(self) -> bool:
+        """Whether a device differentiates its share of the loss of the full batch.
+
+        Then what a `custom_vjp` makes of cotangents is what it would make on one device.
+        """
+        return bool(self.combined) or self.options.gradient_reduce is not None
+
+    def _with_combined(
+        self, gradients: Sequence[Any], combined: Sequence[Array], axes: tuple[str, ...]
+    ) -> list[Any]:
+        """All gradients, in the order of `differentiated`, of which some are combined."""
+        found = dict(zip(self.parameters.differentiated, gradients, strict=True))
+        for i, x in zip(self.combined, combined, strict=True):
+            found[i] = constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
+            if self.parameters.has_host_gradient(i):
+                found[i] = to_host(found[i])
+        return [found[i] for i in self.differentiated]
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.plan is None:
@@ -153,9 +189,10 @@ class Transform:
             else:
                 inputs += leaves
                 specs += argument.specs
-        leaf_updates = updates.on_device(stored, given, self.parameters.differentiated)
+        leaf_updates = updates.on_device(stored, given, self.differentiated)
         ledger = Ledger(self.comm.sizes)
         with recording(ledger):
+            share = self._share_of_loss(inputs, specs)
             result = run_on_device(
                 lambda stored, inputs: self._flat(stored, inputs, specs, outputs),
                 self.parameters,
@@ -167,16 +204,56 @@ class Transform:
                 self.comm,
                 leaf_updates,
                 self.options.shares,
+                share,
             )
+            num = len(outputs.how)
             with labelled("other", "aux" if self.options.has_gradients else "output"):
-                parts = outputs.part(result.others, self.comm)
+                parts = outputs.part(result.others[:num], self.comm)
+            combined = [
+                self._combined(i, x)
+                for i, x in zip(self.combined, result.others[num:], strict=True)
+            ]
+        leaves = self.parameters.leaves
         self._plan = dataclasses.replace(
             result.plan,
+            combined=tuple((leaves[i].path, how) for i, how in self.combined.items()),
             transfers=tuple(ledger.transfers),
             host_transfers=tuple(ledger.host_transfers),
         )
         updated = [result.updated.get(i) for i in leaf_updates]
-        return result.loss, result.gradients, parts, result.wire_state, result.halves, updated
+        return (
+            result.loss,
+            result.gradients,
+            combined,
+            parts,
+            result.wire_state,
+            result.halves,
+            updated,
+        )
+
+    def _share_of_loss(self, inputs: list[Any], specs: list[PartitionSpec]) -> Array | float | None:
+        """What a device's loss is multiplied by to be its share of the loss of the full batch."""
+        if not self._shares_loss:
+            return None
+        if not self.options.weighted:
+            return 1 / (self.comm.num_devices * self.options.microbatches)
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.parameters.leaves]
+
+        def weight(stored: list[Any], inputs: list[Any]) -> Array:
+            args, kwargs = self._rebuild(stored, inputs)
+            value, _ = split_aux(self._called(args, kwargs), self.options.has_aux)
+            return split_weight(value, True)[1]
+
+        total = total_weight(weight, leaves, inputs, specs, self.options.microbatches, self.comm)
+        return 1 / total.astype(accumulator_dtype(total.dtype))
+
+    def _combined(self, i: int, x: Array) -> Array:
+        """The gradient of leaf `i`, `[microbatches, ...]`, combined and padded."""
+        leaf = self.parameters.leaves[i]
+        with labelled("gradients", leaf.path):
+            x = combine(x.astype(accumulator_dtype(x.dtype)), self.combined[i], self.comm)
+        x = x.astype(leaf.dtype)
+        return pad(x, leaf.layout) if leaf.layout else x
 
     def _flat(
         self,
@@ -194,10 +271,13 @@ class Transform:
             outputs: records the structure of the auxiliary outputs (or of all, for `apply`).
 
         Returns:
-            Loss, weight, gradients and auxiliary outputs. For `apply`, the first two are None, and
-            there are no gradients.
+            Loss, weight, gradients, and auxiliary outputs followed by gradients that are combined.
+            For `apply`, the first two are None, and there are no gradients.
         """
         options = self.options
+        share = None
+        if self._shares_loss:
+            *inputs, share = inputs
         if not options.has_gradients:
             args, kwargs = self._rebuild(stored, inputs)
             return None, None, [], outputs.record(self._called(args, kwargs))
@@ -208,21 +288,24 @@ class Transform:
 
         doubled = functools.partial(shapes_with_twice_the_rows, aux_of, inputs, specs)
 
+        numbers = [*self.parameters.differentiated, *self.combined]
+
         def loss(differentiated):
             merged = list(stored)
-            for i, x in zip(self.parameters.differentiated, differentiated, strict=True):
+            for i, x in zip(numbers, differentiated, strict=True):
                 merged[i] = x
             args, kwargs = self._rebuild(merged, inputs)
             value, aux = split_aux(self._called(args, kwargs), options.has_aux)
             value, weight = split_weight(value, options.weighted)
             check_loss(value)
-            return value, (weight, outputs.record(aux, doubled))
+            share_of_loss = value if share is None else value * share.astype(value.dtype)
+            return share_of_loss, (value, weight, outputs.record(aux, doubled))
 
-        differentiated = [stored[i] for i in self.parameters.differentiated]
-        (value, (weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(
-            differentiated
+        (_, (value, weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(
+            [stored[i] for i in numbers]
         )
-        return value, weight, gradients, others
+        num = len(self.parameters.differentiated)
+        return value, weight, gradients[:num], others + gradients[num:]
 
     def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         names = [argument.name for argument in self.call.arguments]
@@ -237,14 +320,20 @@ class Transform:
         return self.call.rebuild(arrays)
 
 
-def _parameters(call: Call, options: Options, config: ZeroConfig, num_shards: int) -> Parameters:
+def _parameters(
+    call: Call,
+    options: Options,
+    config: ZeroConfig,
+    num_shards: int,
+    combined: Mapping[int, str],
+) -> Parameters:
     leaves, differentiated = [], []
     numbers = options.argnums if options.has_gradients else ()
     for number, argument in enumerate(call.arguments):
         if argument.plan is None:
             continue
         for leaf, is_trained in zip(argument.plan.leaves, argument.trained, strict=True):
-            if number in numbers and is_trained:
+            if number in numbers and is_trained and len(leaves) not in combined:
                 differentiated.append(len(leaves))
             leaves.append(leaf)
     return Parameters(
@@ -253,5 +342,6 @@ def _parameters(call: Call, options: Options, config: ZeroConfig, num_shards: in
         config.stage >= 3,
         config.stage >= 2,
         num_shards,
+        frozenset(combined),
         config.offload,
     )

@@ -130,6 +130,7 @@ class Zero(ShardedTrees):
         microbatches: int = 1,
         weighted: bool = False,
         aux_reduce: Any = None,
+        gradient_reduce: Any = None,
         halves: bool = False,
         shares: Sequence[int] | None = None,
         batch_argnums: BatchArgnums = None,
@@ -203,6 +204,7 @@ class Zero(ShardedTrees):
             microbatches=microbatches,
             weighted=weighted,
             aux_reduce=aux_reduce,
+            gradient_reduce=gradient_reduce,
             halves=halves,
             shares=shares,
         )
@@ -229,6 +231,7 @@ class Zero(ShardedTrees):
         microbatches: int = 1,
         weighted: bool = False,
         aux_reduce: Any = None,
+        gradient_reduce: Any = None,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
     ) -> Callable:
@@ -268,7 +271,11 @@ class Zero(ShardedTrees):
         """
         check_one_program(self.config, microbatches, weighted)
         options = gradient_options(
-            self._devices, self.config, has_aux=has_aux, aux_reduce=aux_reduce
+            self._devices,
+            self.config,
+            has_aux=has_aux,
+            aux_reduce=aux_reduce,
+            gradient_reduce=gradient_reduce,
         )
         programs = Programs()
 
@@ -329,6 +336,7 @@ class Zero(ShardedTrees):
         microbatches: int = 1,
         weighted: bool = False,
         aux_reduce: Any = None,
+        gradient_reduce: Any = None,
         halves: bool = False,
         shares: Sequence[int] | None = None,
         batch_argnums: BatchArgnums = None,
@@ -352,6 +360,7 @@ class Zero(ShardedTrees):
             microbatches=microbatches,
             weighted=weighted,
             aux_reduce=aux_reduce,
+            gradient_reduce=gradient_reduce,
             halves=halves,
             shares=shares,
         )
