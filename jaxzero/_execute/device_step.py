@@ -256,7 +256,8 @@ def _gather_sources(
                 slices[i] = node_slice.data
         with labelled("weights", leaf.path):
             spec, depth = from_shards if in_program else comm, program.depths.get(i, 0)
-            source = gather_source(shard, leaf, weight, depth, spec, node_slice)
+            exact = i in parameters.exact
+            source = gather_source(shard, leaf, weight, depth, spec, node_slice, exact)
             sources[weight] = dataclasses.replace(source, kept=kept) if in_program else source
     return slices, sources
 

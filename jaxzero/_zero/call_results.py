@@ -18,11 +18,13 @@ from .._execute import (
     WireState,
     check_microbatches,
     from_tree,
+    specs_of,
     to_tree,
 )
 from .._mesh import AXES, NODE, AnyMesh
 from .._sharding import LeafSpec, Static, ZeroConfig, is_stored, rebuild, stored_leaf
 from .._simigrad import GradientHalves
+from .._warnings import warn
 from .arguments import Argument, Call
 from .node_shares import check_shares, known_shares
 from .options import Options, argument_numbers
@@ -157,14 +159,14 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
 
     Args:
         transform: the transform of the call.
-        wire_state: one state for each differentiated argument; None if the caller passed none.
+        wire_state: one state for each argument in `argnums`; None if the caller passed none.
 
     Raises:
-        ValueError: the config needs a state and there is none, or it does not fit the parameters.
+        ValueError: gradients need a state and there is none, or it does not fit the parameters.
     """
     call, config, comm = transform.call, transform.config, transform.comm
     numbers = transform.options.argnums
-    if wire_state is None and config.needs_wire_state:
+    if wire_state is None and config.needs_wire_state and transform.options.has_gradients:
         raise ValueError(
             "`wire_state` is missing: the codecs of this config keep state from step to step "
             f"(weights {config.weights.node}, gradients {config.gradients.node}). "
@@ -176,7 +178,7 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
     states = (wire_state,) if isinstance(wire_state, WireState) else wire_state
     if not isinstance(states, (tuple, list)) or len(states) != len(numbers):
         raise ValueError(
-            "`wire_state` must be one state for each differentiated argument "
+            "`wire_state` must be one state for each argument in `argnums` "
             f"({len(numbers)}); got {type(wire_state).__name__}. Make each with "
             "`zero.init_wire_state(params)`."
         )
@@ -186,10 +188,27 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
             assert argument.plan is not None
             state = states[list(numbers).index(number)]
             part = from_tree(argument.plan, state, comm, argument.name, start)
-            local_state = LocalWireState(
-                {**local_state.slices, **part.slices}, {**local_state.errors, **part.errors}
-            )
+            local_state = local_state.joined(part)
     return local_state
+
+
+def reads_kept_slices(transform: Transform) -> bool:
+    """Whether a training step on the same parameters reads slices that a wire state keeps."""
+    plans = [transform.call.arguments[number].plan for number in transform.options.argnums]
+    leaves = [leaf for plan in plans if plan is not None for leaf in plan.leaves]
+    return bool(specs_of(leaves, transform.comm).slices)
+
+
+def warn_of_full_weights(config: ZeroConfig) -> None:
+    """Warn that `apply` reads other weights than a training step."""
+    assert config.hpz is not None
+    how = "" if config.hpz.codec is None else f" as {config.hpz.codec}"
+    warn(
+        f"`zero.apply` reads the weights in full{how}, as there is no `wire_state`. A training "
+        f"step reads the slices that it keeps (weights {config.weights.node}), which differ a "
+        "little: a ratio of probabilities of the two (PPO) is not that of equal weights. Pass "
+        "`wire_state=`, the state that the next training step gets, to read what it reads."
+    )
 
 
 def _state_trees(

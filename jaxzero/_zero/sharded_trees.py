@@ -54,6 +54,7 @@ class ShardedTrees:
         self._plans = Registry(mesh, self.config)
         self._states = Registry(mesh, self.config)
         self._matched: set[str] = set()  # patterns of `Offload` that have matched a leaf
+        self._warned_of_slices = False  # whether `apply` has said that it reads full weights
 
     @property
     def num_devices(self) -> int:

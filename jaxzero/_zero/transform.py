@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
@@ -24,7 +27,7 @@ from .._execute import (
     specs_of,
     total_weight,
 )
-from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical, to_host
+from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
 from .._sharding import ZeroConfig, pad, split_dim
 from .._simigrad import GradientHalves
@@ -79,6 +82,7 @@ class Transform:
             each leaf of `updates` its new arrays, or None if its gradient is returned instead.
         """
         updates = updates or ProgramUpdates(None)
+        wire_state, unread = wire_state.without(self.combined)
         given = updates.arguments
         in_specs = [self._specs(argument) for argument in self.call.arguments]
         state_specs = self._state_specs(wire_state)
@@ -124,8 +128,17 @@ class Transform:
             else x
             for x, i in zip(gradients, self.parameters.differentiated, strict=True)
         ]
-        gradients = self._with_combined(gradients, combined, axes)
+        combined = [
+            constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
+            for x, i in zip(combined, self.combined, strict=True)
+        ]
+        gradients = self._in_order(gradients, combined)
+        if halves is not None:  # values of a `custom_vjp` are no gradients to compare
+            none = [jnp.zeros([], jnp.float32)] * len(combined)
+            *products, share = halves
+            halves = GradientHalves(*(self._in_order(x, none) for x in products), share)
         loss, gradients, parts, halves = forward_only((loss, gradients, parts, halves))
+        wire_state = wire_state.joined(unread)
         return loss, gradients, outputs.join(*parts), wire_state, halves, updated
 
     @property
@@ -141,15 +154,10 @@ class Transform:
         """
         return bool(self.combined) or self.options.gradient_reduce is not None
 
-    def _with_combined(
-        self, gradients: Sequence[Any], combined: Sequence[Array], axes: tuple[str, ...]
-    ) -> list[Any]:
-        """All gradients, in the order of `differentiated`, of which some are combined."""
-        found = dict(zip(self.parameters.differentiated, gradients, strict=True))
-        for i, x in zip(self.combined, combined, strict=True):
-            found[i] = constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
-            if self.parameters.has_host_gradient(i):
-                found[i] = to_host(found[i])
+    def _in_order(self, reduced: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
+        """Values for the leaves in the order of `differentiated`, of which some are combined."""
+        found = dict(zip(self.parameters.differentiated, reduced, strict=True))
+        found |= zip(self.combined, combined, strict=True)
         return [found[i] for i in self.differentiated]
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
@@ -209,10 +217,7 @@ class Transform:
             num = len(outputs.how)
             with labelled("other", "aux" if self.options.has_gradients else "output"):
                 parts = outputs.part(result.others[:num], self.comm)
-            combined = [
-                self._combined(i, x)
-                for i, x in zip(self.combined, result.others[num:], strict=True)
-            ]
+            combined = self._combine(result.others[num:])
         leaves = self.parameters.leaves
         self._plan = dataclasses.replace(
             result.plan,
@@ -247,13 +252,25 @@ class Transform:
         total = total_weight(weight, leaves, inputs, specs, self.options.microbatches, self.comm)
         return 1 / total.astype(accumulator_dtype(total.dtype))
 
-    def _combined(self, i: int, x: Array) -> Array:
-        """The gradient of leaf `i`, `[microbatches, ...]`, combined and padded."""
-        leaf = self.parameters.leaves[i]
-        with labelled("gradients", leaf.path):
-            x = combine(x.astype(accumulator_dtype(x.dtype)), self.combined[i], self.comm)
-        x = x.astype(leaf.dtype)
-        return pad(x, leaf.layout) if leaf.layout else x
+    def _combine(self, gradients: Sequence[Array]) -> list[Array]:
+        """Combine the gradients of `combined`, each `[microbatches, ...]`, and pad them.
+
+        All that are combined alike are sent as one array: an fp8 layer has six small ones.
+        """
+        found, groups = {}, {}
+        for (i, how), x in zip(self.combined.items(), gradients, strict=True):
+            wide = x.astype(accumulator_dtype(x.dtype))
+            groups.setdefault((how, wide.dtype), {})[i] = wide.reshape(len(x), x[0].size)
+        for (how, _), rows in groups.items():
+            leaves = [self.parameters.leaves[i] for i in rows]
+            with labelled("gradients", *(leaf.path for leaf in leaves)):
+                joined = combine(jnp.concatenate([*rows.values()], 1), how, self.comm)
+            ends = itertools.accumulate(math.prod(leaf.shape) for leaf in leaves)
+            parts = jnp.split(joined, [*ends][:-1])
+            for i, leaf, x in zip(rows, leaves, parts, strict=True):
+                x = x.reshape(leaf.shape).astype(leaf.dtype)
+                found[i] = pad(x, leaf.layout) if leaf.layout else x
+        return [found[i] for i in self.combined]
 
     def _flat(
         self,

@@ -18,7 +18,13 @@ from .._sharding import arrays_of
 from .._simigrad import CodecNoise
 from .arguments import BATCH, check_differentiable
 from .batch_choice import BatchArgnums
-from .call_results import gradient_options, returned, wire_state_of
+from .call_results import (
+    gradient_options,
+    reads_kept_slices,
+    returned,
+    warn_of_full_weights,
+    wire_state_of,
+)
 from .codec_noise import measure_codec_noise
 from .freezing import Freezing
 from .frozen_prefix import Names
@@ -312,7 +318,17 @@ class Zero(ShardedTrees):
                 float scalar is averaged. For any other output, `out_reduce` is required.
 
         Returns:
-            A function of the same arguments.
+            A function of the same arguments. Where the config keeps slices of the weights from
+            step to step (`WeightDelta`), it also takes `wire_state=`, as the function from
+            `value_and_grad` does, and reads the weights that the next training step would read from
+            this state and these parameters. It does not change the state.
+
+        Raises:
+            ValueError: as `value_and_grad`; among others for a wire state of other parameters.
+
+        Warns:
+            UserWarning: once, if the config keeps such slices and `wire_state` is not given: the
+                weights are then read in full, which differ a little from those of a training step.
         """
         numbers = argument_numbers(argnums)
         reduce = flat_reductions("out_reduce", out_reduce)
@@ -321,9 +337,15 @@ class Zero(ShardedTrees):
         programs = Programs()
 
         @functools.wraps(f)
-        def wrapped(*args, **kwargs):
+        def wrapped(*args, wire_state=None, **kwargs):
             transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
-            return programs.run(transform.program, arrays, LocalWireState())[2]
+            if wire_state is None and reads_kept_slices(transform) and not self._warned_of_slices:
+                self._warned_of_slices = True
+                warn_of_full_weights(self.config)
+            local_state = wire_state_of(transform, wire_state)
+            # What is kept of gradients has no part in it.
+            local_state = LocalWireState(local_state.slices)
+            return programs.run(transform.program, arrays, local_state)[2]
 
         return wrapped
 
