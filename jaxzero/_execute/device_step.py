@@ -288,7 +288,7 @@ def _means(
 
 def _rounded(share: Array | float, dtype: Any) -> Array | float:
     """The share of the loss as a number of the dtype of the loss, with which it is multiplied."""
-    if isinstance(share, float):
+    if not isinstance(share, jax.Array):
         return float(np.asarray(share).astype(dtype))
     return share.astype(dtype).astype(share.dtype)
 

@@ -63,7 +63,10 @@ def gather_source(
         exact: whether no codec of the config encodes the weight.
     """
     if exact:
-        codecs = {"weights": PerAxis(), "hpz": comm.hpz and dataclasses.replace(comm.hpz, codec=None)}
+        codecs = {
+            "weights": PerAxis(),
+            "hpz": comm.hpz and dataclasses.replace(comm.hpz, codec=None),
+        }
         comm = dataclasses.replace(comm, **codecs)
     source = _gather_source(shard, leaf, weight, depth, comm, node_slice)
     source = dataclasses.replace(source, pinned=source.pinned or exact)

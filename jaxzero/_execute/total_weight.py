@@ -63,7 +63,9 @@ def total_weight(
                 "parameters. Gradients that are not reduced by 'mean' (the state of fp8 layers) "
                 "need the weight of the full batch before the loss: compute it from the batch."
             )
-        plan = make_plan(block, find_uses(block, {}, sys.maxsize), [None], None, comm.schedule, 1, 1)
+        plan = make_plan(
+            block, find_uses(block, {}, sys.maxsize), [None], None, comm.schedule, 1, 1
+        )
         outputs, _, _ = run_block(plan, comm, [*indices, *[None] * num, *rows], {}, {})
         return Accumulators(jnp.zeros(()), jnp.asarray(outputs[0]), []), []
 

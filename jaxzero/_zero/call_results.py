@@ -49,8 +49,8 @@ def gradient_options(
 
     Raises:
         ValueError: `argnums` are no integers, `microbatches` is not an integer of at least 1,
-            `aux_reduce` or `gradient_reduce` names an unknown reduction, `halves` is set on a mesh with one device, or
-            `shares` does not fit the mesh or comes without `weighted`.
+            `aux_reduce` or `gradient_reduce` names an unknown reduction, `halves` is set on a mesh
+            with one device, or `shares` does not fit the mesh or comes without `weighted`.
         NotImplementedError: `shares` does not work with another option.
     """
     check_microbatches(microbatches)

@@ -62,7 +62,9 @@ def trained_part(tree: Any, plan: TreePlan) -> tuple[Any, TreePlan]:
     These are leaves that their module does not train, and those that gradients overwrite.
     """
     kept = trained_tree(tree)
-    arrays = [is_kept for x, is_kept in zip(flatten(tree)[1], _trained(tree), strict=True) if is_array(x)]
+    arrays = [
+        is_kept for x, is_kept in zip(flatten(tree)[1], _trained(tree), strict=True) if is_array(x)
+    ]
     known = [leaf for leaf, is_kept in zip(plan.leaves, arrays, strict=True) if is_kept]
     _, rest, treedef = flatten(kept)
     return kept, TreePlan(treedef, tuple(known), statics_of(rest))

@@ -122,21 +122,11 @@ class Transform:
         )
         outs = mapped(arrays, wire_state, given)
         loss, gradients, combined, parts, wire_state, halves, updated = outs
-        gradients = [
-            constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
-            if x is not None and self.parameters.leaves[i].other_axes
-            else x
-            for x, i in zip(gradients, self.parameters.differentiated, strict=True)
-        ]
-        combined = [
-            constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
-            for x, i in zip(combined, self.combined, strict=True)
-        ]
-        gradients = self._in_order(gradients, combined)
+        gradients = self._all_gradients(gradients, combined, axes)
         if halves is not None:  # values of a `custom_vjp` are no gradients to compare
             none = [jnp.zeros([], jnp.float32)] * len(combined)
-            *products, share = halves
-            halves = GradientHalves(*(self._in_order(x, none) for x in products), share)
+            first, second, cross = (self._in_order(x, none) for x in halves[:3])
+            halves = GradientHalves(first, second, cross, halves.share)
         loss, gradients, parts, halves = forward_only((loss, gradients, parts, halves))
         wire_state = wire_state.joined(unread)
         return loss, gradients, outputs.join(*parts), wire_state, halves, updated
@@ -153,6 +143,23 @@ class Transform:
         Then what a `custom_vjp` makes of cotangents is what it would make on one device.
         """
         return bool(self.combined) or self.options.gradient_reduce is not None
+
+    def _all_gradients(
+        self, reduced: Sequence[Any], combined: Sequence[Array], axes: tuple[str, ...]
+    ) -> list[Any]:
+        """The gradients of all leaves of `differentiated`, split over `axes`."""
+        leaves = self.parameters.leaves
+        reduced = [
+            constrain(x, self.mesh, leaves[i].spec(axes))
+            if x is not None and leaves[i].other_axes
+            else x
+            for x, i in zip(reduced, self.parameters.differentiated, strict=True)
+        ]
+        combined = [
+            constrain(x, self.mesh, leaves[i].spec(axes))
+            for x, i in zip(combined, self.combined, strict=True)
+        ]
+        return self._in_order(reduced, combined)
 
     def _in_order(self, reduced: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
         """Values for the leaves in the order of `differentiated`, of which some are combined."""
@@ -247,7 +254,9 @@ class Transform:
         def weight(stored: list[Any], inputs: list[Any]) -> Array:
             args, kwargs = self._rebuild(stored, inputs)
             value, _ = split_aux(self._called(args, kwargs), self.options.has_aux)
-            return split_weight(value, True)[1]
+            total_and_weight = split_weight(value, True)
+            assert total_and_weight[1] is not None
+            return total_and_weight[1]
 
         total = total_weight(weight, leaves, inputs, specs, self.options.microbatches, self.comm)
         return 1 / total.astype(accumulator_dtype(total.dtype))

@@ -10,12 +10,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .._codecs import Codec
-from .._collectives import CommSpec
-from .._execute import LocalWireState, WireState, make_state
+from .._execute import LocalWireState
 from .._local_steps import LocalSteps
 from .._plan import Plan
-from .._sharding import arrays_of
-from .._simigrad import CodecNoise
 from .arguments import BATCH, check_differentiable
 from .batch_choice import BatchArgnums
 from .call_results import (
@@ -25,7 +22,6 @@ from .call_results import (
     warn_of_full_weights,
     wire_state_of,
 )
-from .codec_noise import measure_codec_noise
 from .freezing import Freezing
 from .frozen_prefix import Names
 from .local_checks import check_local_steps, local_method
@@ -65,39 +61,6 @@ class Zero(ShardedTrees):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self._devices.shape.items())
         return f"Zero({sizes}; {self.config})"
-
-    def init_wire_state(self, params: Any) -> WireState:
-        """Make the wire state, which hops keep from step to step, before the first step.
-
-        Only hops such as `WeightDelta` (node slices of weights) and `ErrorFeedback` (residuals of
-        gradients) need it (`config.needs_wire_state`). Pass it to the function from
-        `value_and_grad`, which returns the next one; save it like optimizer state. If parameters
-        change outside of the training step, make it again: it holds slices of the old ones.
-
-        Returns:
-            Sharded arrays: each device holds its node slice of each leaf.
-
-        Raises:
-            ValueError: `params` did not come from this `Zero`.
-        """
-        comm = CommSpec.of(self._devices, self.config)
-        return make_state(self._plan_of(params), params, self._weight_axes, self._devices, comm)
-
-    def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
-        """Measure the noise that the codecs add to gradients such as `grads`, for `jz.simigrad`.
-
-        Devices encode and decode their shards of `grads`, and all-reduce three scalars. Call it in
-        the jitted step, or only every few steps. `microbatches` is that of the `value_and_grad`
-        that returned `grads`.
-
-        Raises:
-            ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
-            NotImplementedError: the config uses error feedback, or encodes sums twice.
-        """
-        leaves = self._plan_of(grads).leaves
-        return measure_codec_noise(
-            leaves, arrays_of(grads), self._here._devices, self.config, microbatches
-        )
 
     def freeze(
         self, params: Any, prefix: int, *, layers: Names, before: Names, codec: Codec | None = None
@@ -163,10 +126,16 @@ class Zero(ShardedTrees):
                 over the sum of weights, over all devices and micro-batches. The weight (a
                 number of tokens) is taken as independent of the parameters.
             aux_reduce: how leaves of `aux` are combined over devices and micro-batches: a
-                tree prefix of "mean", "sum", "first" (the value of the first device),
+                tree prefix of "mean", "sum", "max", "first" (the value of the first device),
                 "stack" (on a new leading dim, in the order of the batch) and "concat" (leaves
                 whose dim 0 is the device's rows are joined to one of all rows). Float leaves
                 default to "mean"; others need one, and so do those with a value for each row.
+            gradient_reduce: for leaves whose gradient is no derivative but a value that a
+                `custom_vjp` returns, such as the next scale of fp8 weights: a tree prefix of the
+                parameters of "mean", "max", "sum" and "first". Only a derivative, of "mean", is
+                scaled or encoded by codecs. With it, a device's loss is multiplied by its share in
+                the mean before it is differentiated: `f` sees the cotangents of the full batch. By
+                default, Flax's collection `_overwrite_with_gradient` is reduced by "max".
             halves: also compare the gradients of two halves of the nodes (or of the devices, if
                 there is one node), for `jz.simigrad`. This sends three numbers for each leaf, and
                 holds one more float32 shard of it. Gradients stay bitwise equal where
@@ -261,6 +230,8 @@ class Zero(ShardedTrees):
             microbatches: must be 1, because a gradient is final only after the last micro-batch.
             weighted: must be False, because the sum of all weights is known only at the end.
             aux_reduce: as for `value_and_grad`.
+            gradient_reduce: likewise. Leaves of Flax's collection `_overwrite_with_gradient` get
+                their gradient as the next value; `tx` does not see them.
             batch_argnums: as for `value_and_grad`; positions are those of the arguments of `f`.
             in_specs: likewise.
 
@@ -313,7 +284,7 @@ class Zero(ShardedTrees):
             batch_argnums: the argument that is the batch, as in `value_and_grad`.
             in_specs: `PartitionSpec`s of arguments, as in `value_and_grad`.
             out_reduce: how outputs are combined over devices: a tree prefix of "mean",
-                "sum", "first", "stack" and "concat". By default, an output with one row
+                "sum", "max", "first", "stack" and "concat". By default, an output with one row
                 for each row of this device's batch is concatenated over devices, and a
                 float scalar is averaged. For any other output, `out_reduce` is required.
 
@@ -339,13 +310,12 @@ class Zero(ShardedTrees):
         @functools.wraps(f)
         def wrapped(*args, wire_state=None, **kwargs):
             transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
-            if wire_state is None and reads_kept_slices(transform) and not self._warned_of_slices:
-                self._warned_of_slices = True
+            if wire_state is None and not self._has_warned and reads_kept_slices(transform):
+                self._has_warned = True
                 warn_of_full_weights(self.config)
-            local_state = wire_state_of(transform, wire_state)
             # What is kept of gradients has no part in it.
-            local_state = LocalWireState(local_state.slices)
-            return programs.run(transform.program, arrays, local_state)[2]
+            slices = LocalWireState(wire_state_of(transform, wire_state).slices)
+            return programs.run(transform.program, arrays, slices)[2]
 
         return wrapped
 
