@@ -55,7 +55,7 @@ from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
 from .block import run_block
 from .gather_sources import gather_source
-from .mean_gradients import GradientTarget, MeanGradients, mean_over_devices
+from .mean_gradients import MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
 from .row_versions import RowVersions, match_versions, version_shares
@@ -119,31 +119,21 @@ def run_on_device(
     if share_of_loss is not None:
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
-    # Weights that stage 1 or 2 leaves unsharded are full already, and passed to the program so.
-    full = [
-        None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
-        for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
-    ]
+    full = _full_weights(stored, parameters)
     trace_share = functools.partial(
         _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
     )
     block, shapes = trace_share()
-    rounded, values = None, frozenset()
-    if share_of_loss is not None:
-        rounded = _rounded(share_of_loss, shapes[0].dtype)
-        values = _values(block, shapes, parameters)
-        if isinstance(rounded, float):
-            comm = dataclasses.replace(comm, mean_divisor=comm.num_devices * rounded)
+    share, not_derived = _share(share_of_loss, block, shapes, parameters)
+    comm = _with_divisor(comm, share)
     program = plan_program(
-        block, shapes, parameters, wire_state, microbatches, comm, updates, values
+        block, shapes, parameters, wire_state, microbatches, comm, updates, not_derived
     )
     versions = _versions(program, block, trace_share, parameters, microbatches, shares)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
 
-    def run(
-        plan: BlockPlan, index: Array | None, inputs: list[Any]
-    ) -> tuple[Accumulators, list[Any]]:
+    def run(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
         indices = [] if index is None else [index]
         outputs, sources_now, stacks = run_block(
             plan, comm, [*indices, *full, *inputs], sources, updates, versions
@@ -161,10 +151,7 @@ def run_on_device(
     plan = _plan_of_step(program, sources, microbatches, comm)
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan)
-    with in_region("the end"):
-        means, residuals = _means(
-            sums, program.targets, parameters, wire_state, microbatches, comm, rounded
-        )
+    means, residuals = _means(sums, program, parameters, wire_state, microbatches, comm, share)
     return Result(
         means.loss.astype(shapes[0].dtype),
         means.gradients,
@@ -174,6 +161,14 @@ def run_on_device(
         means.halves,
         updated,
     )
+
+
+def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array | None]:
+    """The weights that stage 1 or 2 leaves unsharded, which the program gets in full."""
+    return [
+        None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
+        for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
+    ]
 
 
 def _plan_of_step(
@@ -262,19 +257,20 @@ def _gather_sources(
     return slices, sources
 
 
+@in_region("the end")
 def _means(
     sums: Accumulators,
-    targets: Sequence[GradientTarget],
+    program: ProgramPlan,
     parameters: Parameters,
     wire_state: LocalWireState,
     microbatches: int,
     comm: CommSpec,
-    share_of_loss: Array | float | None,
+    share: Array | float | None,
 ) -> tuple[MeanGradients, dict[int, Array]]:
     """Average over devices; also return the new residuals `[1, *shape]`, by index of the leaf."""
     numbers = parameters.differentiated
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
-    means = mean_over_devices(sums, targets, errors, microbatches, comm, share_of_loss)
+    means = mean_over_devices(sums, program.targets, errors, microbatches, comm, share)
     gradients = [
         copy_to_host(x, "gradients", parameters.leaves[i].path, windowed=False)
         if x is not None and parameters.has_host_gradient(i)
@@ -286,20 +282,32 @@ def _means(
     return dataclasses.replace(means, gradients=gradients), residuals
 
 
-def _rounded(share: Array | float, dtype: Any) -> Array | float:
-    """The share of the loss as a number of the dtype of the loss, with which it is multiplied."""
-    if not isinstance(share, jax.Array):
-        return float(np.asarray(share).astype(dtype))
-    return share.astype(dtype).astype(share.dtype)
+def _share(
+    share_of_loss: Array | float | None, block: Block, shapes: Any, parameters: Parameters
+) -> tuple[Array | float | None, frozenset[int]]:
+    """What the loss is multiplied by, and which gradients that does not change.
 
-
-def _values(block: Block, shapes: Any, parameters: Parameters) -> frozenset[int]:
-    """The gradients, by index of the target, that do not depend on the loss: values of others."""
-    *others, share = block.inputs
-    without = values_made_of(block, others)
+    Returns:
+        The share in the dtype of the loss; and the gradients, by index of the target, that do not
+        depend on the loss: values that a `custom_vjp` returns.
+    """
+    if share_of_loss is None:
+        return None, frozenset()
+    *others, _ = block.inputs
+    values = values_made_of(block, others)
     first = len(jax.tree.leaves(shapes[:2]))
-    found = enumerate(block.outputs[first : first + len(parameters.differentiated)])
-    return frozenset(i for i, x in found if isinstance(x, Constant) or x in without)
+    outputs = enumerate(block.outputs[first : first + len(parameters.differentiated)])
+    not_derived = frozenset(i for i, x in outputs if isinstance(x, Constant) or x in values)
+    dtype = shapes[0].dtype
+    if not isinstance(share_of_loss, jax.Array):
+        return float(np.asarray(share_of_loss).astype(dtype)), not_derived
+    return share_of_loss.astype(dtype).astype(share_of_loss.dtype), not_derived
+
+
+def _with_divisor(comm: CommSpec, share: Array | float | None) -> CommSpec:
+    """Let the sums of one micro-batch be divided by what its shares of the loss add up to."""
+    is_known = isinstance(share, float)  # a share by weight is not, and `_means` divides by it
+    return dataclasses.replace(comm, mean_divisor=comm.num_devices * share) if is_known else comm
 
 
 def _trace(
