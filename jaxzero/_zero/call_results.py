@@ -27,6 +27,7 @@ from .._simigrad import GradientHalves
 from .._warnings import warn
 from .arguments import Argument, Call
 from .node_shares import check_shares, known_shares
+from .optimizer_state import trained_tree
 from .options import Options, argument_numbers
 from .outputs import flat_reductions
 from .transform import Transform
@@ -102,7 +103,9 @@ def returned(
     if halves is not None:
         *parts, share = halves
         first, second, cross = (
-            trees(x, lambda leaf, scalar: scalar, lambda leaf: jnp.zeros([], jnp.float32))
+            trained_tree(  # as an optimizer sees the gradients
+                trees(x, lambda leaf, scalar: scalar, lambda leaf: jnp.zeros([], jnp.float32))
+            )
             for x in parts
         )
         result.append(GradientHalves(first, second, cross, share))

@@ -289,9 +289,9 @@ class ShardedTrees:
             ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
             NotImplementedError: the config uses error feedback, or encodes sums twice.
         """
-        leaves = self._plan_of(grads).leaves
+        grads, plan = trained_part(grads, self._plan_of(grads))
         return measure_codec_noise(
-            leaves, arrays_of(grads), self._here._devices, self.config, microbatches
+            plan.leaves, arrays_of(grads), self._here._devices, self.config, microbatches
         )
 
     # Shared by the methods above, and with `LocalRounds`.
