@@ -34,6 +34,7 @@ from .partial_sums import HalfBatchSum as HalfBatchSum
 from .partial_sums import Sum as Sum
 from .partial_sums import as_pair as as_pair
 from .primitives import all_gather as all_gather
+from .primitives import all_max as all_max
 from .primitives import all_reduce as all_reduce
 from .primitives import all_to_all as all_to_all
 from .primitives import gather_nodes as gather_nodes

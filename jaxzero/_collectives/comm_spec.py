@@ -30,6 +30,8 @@ class CommSpec:
     halves: bool = False  # whether the first half of the devices is summed too
     form: MessageForm = MessageForm()
     on_cpus: bool = False  # there host memory and device memory are one
+    # What a sum over devices is divided by to be the mean of one micro-batch; None: their number.
+    mean_divisor: float | None = None
 
     @classmethod
     def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> CommSpec:
@@ -56,6 +58,11 @@ class CommSpec:
     @property
     def num_devices(self) -> int:
         return math.prod(self.sizes.values())
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of a gradient over devices, in one micro-batch, is divided by."""
+        return self.num_devices if self.mean_divisor is None else self.mean_divisor
 
     @property
     def halves_axis(self) -> str:

@@ -42,8 +42,8 @@ class EncodedShards:
         dtype: dtype of the array.
         lead: number of leading dims that are encoded element by element.
         axes: axes over which the shards are still to be gathered, in this order.
-        pinned: whether the leaf is stored encoded; its messages are then sent as they are, and
-            the codecs of the config (`weights`, `hpz`) are not used.
+        pinned: whether the shards are sent as they are, and the codecs of the config (`weights`,
+            `hpz`) are not used: the leaf is stored encoded, or no codec may encode it.
         tiled: whether the messages are those of `Codec.encode_tiled`.
         kept: the node slice of the step before, if the first gather over `node` sends the
             difference to it (`weight_differences`).

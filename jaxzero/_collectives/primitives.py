@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
@@ -92,3 +93,21 @@ def all_reduce(x: Any, axis: Axes) -> Any:
     for leaf in jax.tree.leaves(x):
         note("all-reduce", axes, leaf)
     return lax.psum(x, axes)
+
+
+def all_max(x: Shaped[Array, ...], axis: Axes) -> Shaped[Array, ...]:
+    """The maximum over devices of each element; NaN where one of them is, as in `jnp.maximum`.
+
+    What a backend's own maximum makes of NaN is not known (NCCL's drops it), so flags are sent too.
+    """
+    axes = program_axes(axis)
+    if not axes:
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        note("all-reduce", axes, x)
+        return lax.pmax(x, axes)
+    is_nan = jnp.isnan(x)
+    pair = jnp.stack([jnp.where(is_nan, -jnp.inf, x).astype(x.dtype), is_nan.astype(x.dtype)])
+    note("all-reduce", axes, pair)
+    largest, any_nan = lax.pmax(pair, axes)
+    return jnp.where(any_nan > 0, jnp.nan, largest).astype(x.dtype)

@@ -32,6 +32,7 @@ class ReduceSpec:
         layout: split dim and padding of the result.
         hops: the mesh axes to sum over, in order. With `local` only, the result is this device's
             node slice of the sum over its node.
+        exact: whether no codec of the config encodes it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ReduceSpec:
     dtype: Any
     layout: DimSharding
     hops: tuple[str, ...] = REDUCTION_HOPS
+    exact: bool = False
 
     def scatters(self, axis: str, comm: CommSpec) -> bool:
         """Whether the reduction over `axis` scatters the gradient.
@@ -49,7 +51,8 @@ class ReduceSpec:
 
     def codec(self, axis: str, comm: CommSpec) -> Codec | None:
         """The codec that the gradient is sent with over `axis`."""
-        return comm.gradient_codec(axis, math.prod(self.shape), self.dtype)
+        size = 0 if self.exact else math.prod(self.shape)
+        return comm.gradient_codec(axis, size, self.dtype)
 
     def dtype_at(self, axis: str, comm: CommSpec) -> Any:
         """The dtype of the sum that is sent over `axis`: float32 once it has been decoded."""

@@ -356,7 +356,7 @@ class BlockRunner:
         x = self.gradients.reduced.pop(each.value)
         if each.value in self.plan.host_gradients:
             leaf = self.plan.host_gradients[each.value]
-            x = host_mean(x, leaf.dtype, self.comm.num_devices, leaf.path)
+            x = host_mean(x, leaf.dtype, self.comm.divisor, leaf.path)
         self.env[each.value] = x
 
     def _output(self, i: int, atom: Value | Constant) -> Any:

@@ -268,16 +268,16 @@ class DeferredGradients:
 
     def _finished(self, number: int, x: Any) -> Any:
         """Output `number` of an iteration; a final gradient as its mean, and where it belongs."""
-        num_devices = self._gradients.comm.num_devices
+        divisor = self._gradients.comm.divisor
         if x is not None and number in self._plan.updates:
             dtype = self._updates.leaves[number].stacks[0].dtype
-            return mean_of_one_microbatch(x, dtype, num_devices)
+            return mean_of_one_microbatch(x, dtype, divisor)
         if x is not None and number in self._plan.means:
-            return mean_of_one_microbatch(x, self._plan.means[number].dtype, num_devices)
+            return mean_of_one_microbatch(x, self._plan.means[number].dtype, divisor)
         leaf = self._plan.host_gradients.get(number)
         if leaf is None or x is None:
             return x
-        return host_mean(x, leaf.dtype, num_devices, f"{leaf.path}[i]")
+        return host_mean(x, leaf.dtype, divisor, f"{leaf.path}[i]")
 
     def _finished_outputs(self, done: dict[int, ReduceBucket]) -> dict[int, Any]:
         """The deferred outputs of one iteration, from its fully reduced buckets."""

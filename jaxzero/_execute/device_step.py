@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from .._collectives import (
@@ -40,6 +42,7 @@ from .._plan import (
 )
 from .._program import (
     Block,
+    Constant,
     OpenProgram,
     Value,
     recompute_in_backward,
@@ -47,12 +50,13 @@ from .._program import (
     sink_into_loops,
     split_conds,
     trace,
+    values_made_of,
 )
 from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
 from .block import run_block
 from .gather_sources import gather_source
-from .mean_gradients import GradientTarget, MeanGradients, mean_over_devices
+from .mean_gradients import MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
 from .row_versions import RowVersions, match_versions, version_shares
@@ -92,6 +96,7 @@ def run_on_device(
     comm: CommSpec,
     updates: Mapping[int, LeafUpdate] | None = None,
     shares: Sequence[int] | None = None,
+    share_of_loss: Array | float | None = None,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
 
@@ -107,28 +112,31 @@ def run_on_device(
         updates: of leaves that are updated as soon as their gradients are known, where the program
             can, by index of the leaf.
         shares: of the rows of a batch, for each node; None: all are equal.
+        share_of_loss: what `flat` multiplies the loss by before it differentiates it, so that the
+            sum over devices and micro-batches is the mean; given to it as one more input. None: it
+            differentiates the loss itself.
     """
     updates = updates or {}
     comm = _with_loop_limit(comm, shares)
+    if share_of_loss is not None:
+        inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
-    # Weights that stage 1 or 2 leaves unsharded are full already, and passed to the program so.
-    full = [
-        None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
-        for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
-    ]
+    full = _full_weights(stored, parameters)
     trace_share = functools.partial(
         _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
     )
     block, traced = trace_share()
     shapes = traced.shapes
-    program = plan_program(block, shapes, parameters, wire_state, microbatches, comm, updates)
+    share, not_derived = _share(share_of_loss, block, shapes, parameters)
+    comm = _with_divisor(comm, share)
+    program = plan_program(
+        block, shapes, parameters, wire_state, microbatches, comm, updates, not_derived
+    )
     versions = _versions(program, block, trace_share, parameters, microbatches, shares)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
 
-    def run(
-        plan: BlockPlan, index: Array | None, inputs: list[Any]
-    ) -> tuple[Accumulators, list[Any]]:
+    def run(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
         indices = [] if index is None else [index]
         outputs, sources_now, stacks = run_block(
             plan, comm, [*indices, *full, *inputs], sources, updates, versions
@@ -146,8 +154,7 @@ def run_on_device(
     plan = _plan_of_step(program, sources, microbatches, comm)
     if shapes[0] is None:
         return Result(None, [], others, wire_state, plan, traced)
-    with in_region("the end"):
-        means, residuals = _means(sums, program.targets, parameters, wire_state, microbatches, comm)
+    means, residuals = _means(sums, program, parameters, wire_state, microbatches, comm, share)
     return Result(
         means.loss.astype(shapes[0].dtype),
         means.gradients,
@@ -158,6 +165,14 @@ def run_on_device(
         means.halves,
         updated,
     )
+
+
+def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array | None]:
+    """The weights that stage 1 or 2 leaves unsharded, which the program gets in full."""
+    return [
+        None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
+        for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
+    ]
 
 
 def _plan_of_step(
@@ -239,23 +254,26 @@ def _gather_sources(
                 slices[i] = node_slice.data
         with labelled("weights", leaf.path):
             spec, depth = from_shards if in_program else comm, program.depths.get(i, 0)
-            source = gather_source(shard, leaf, weight, depth, spec, node_slice)
+            exact = i in parameters.exact
+            source = gather_source(shard, leaf, weight, depth, spec, node_slice, exact)
             sources[weight] = dataclasses.replace(source, kept=kept) if in_program else source
     return slices, sources
 
 
+@in_region("the end")
 def _means(
     sums: Accumulators,
-    targets: Sequence[GradientTarget],
+    program: ProgramPlan,
     parameters: Parameters,
     wire_state: LocalWireState,
     microbatches: int,
     comm: CommSpec,
+    share: Array | float | None,
 ) -> tuple[MeanGradients, dict[int, Array]]:
     """Average over devices; also return the new residuals `[1, *shape]`, by index of the leaf."""
     numbers = parameters.differentiated
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
-    means = mean_over_devices(sums, targets, errors, microbatches, comm)
+    means = mean_over_devices(sums, program.targets, errors, microbatches, comm, share)
     gradients = [
         copy_to_host(x, "gradients", parameters.leaves[i].path, windowed=False)
         if x is not None and parameters.has_host_gradient(i)
@@ -265,6 +283,34 @@ def _means(
     pairs = zip(numbers, means.residuals, strict=True)
     residuals = {i: jnp.expand_dims(x, 0) for i, x in pairs if x is not None}
     return dataclasses.replace(means, gradients=gradients), residuals
+
+
+def _share(
+    share_of_loss: Array | float | None, block: Block, shapes: Any, parameters: Parameters
+) -> tuple[Array | float | None, frozenset[int]]:
+    """What the loss is multiplied by, and which gradients that does not change.
+
+    Returns:
+        The share in the dtype of the loss; and the gradients, by index of the target, that do not
+        depend on the loss: values that a `custom_vjp` returns.
+    """
+    if share_of_loss is None:
+        return None, frozenset()
+    *others, _ = block.inputs
+    values = values_made_of(block, others)
+    first = len(jax.tree.leaves(shapes[:2]))
+    outputs = enumerate(block.outputs[first : first + len(parameters.differentiated)])
+    not_derived = frozenset(i for i, x in outputs if isinstance(x, Constant) or x in values)
+    dtype = shapes[0].dtype
+    if not isinstance(share_of_loss, jax.Array):
+        return float(np.asarray(share_of_loss).astype(dtype)), not_derived
+    return share_of_loss.astype(dtype).astype(share_of_loss.dtype), not_derived
+
+
+def _with_divisor(comm: CommSpec, share: Array | float | None) -> CommSpec:
+    """Let the sums of one micro-batch be divided by what its shares of the loss add up to."""
+    is_known = isinstance(share, float)  # a share by weight is not, and `_means` divides by it
+    return dataclasses.replace(comm, mean_divisor=comm.num_devices * share) if is_known else comm
 
 
 def _trace(

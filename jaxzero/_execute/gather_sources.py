@@ -25,7 +25,7 @@ from .._collectives import (
 )
 from .._mesh import LOCAL
 from .._plan import BlockUses, ShardedParam
-from .._sharding import LeafSpec
+from .._sharding import LeafSpec, PerAxis
 
 
 def scan_depths(uses: BlockUses) -> Mapping[ShardedParam, int]:
@@ -49,6 +49,7 @@ def gather_source(
     depth: int,
     comm: CommSpec,
     node_slice: EncodedShards | None = None,
+    exact: bool = False,
 ) -> EncodedShards:
     """Make the array that the program gathers a weight from: its shard, or its node slice.
 
@@ -59,8 +60,16 @@ def gather_source(
         depth: the number of leading dims that the program scans over.
         comm: with `hpz`, the result is a node slice; without, the shard.
         node_slice: the node slice, if it exists already; otherwise it is made here.
+        exact: whether no codec of the config encodes the weight.
     """
+    if exact:
+        codecs = {
+            "weights": PerAxis(),
+            "hpz": comm.hpz and dataclasses.replace(comm.hpz, codec=None),
+        }
+        comm = dataclasses.replace(comm, **codecs)
     source = _gather_source(shard, leaf, weight, depth, comm, node_slice)
+    source = dataclasses.replace(source, pinned=source.pinned or exact)
     return dataclasses.replace(source, axes=(LOCAL,) if comm.hpz else comm.gather_axes)
 
 

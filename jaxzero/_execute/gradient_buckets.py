@@ -60,7 +60,7 @@ class GradientBuckets:
         """Reduce a group's bucket over one more axis, after `done` axes."""
         specs = self.specs(number)
         is_mean = self.plan.reduce_groups[number].values[0] in self.plan.means
-        divisor = self.comm.num_devices if is_mean else 1
+        divisor = self.comm.divisor if is_mean else 1
         with labelled("gradients", *(spec.name for spec in specs)):
             return reduce_next_axis(bucket, specs, done, self.comm, divisor)
 

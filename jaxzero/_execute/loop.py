@@ -43,8 +43,8 @@ def _run_plain(
         inside = layers.inside(layers.constants_from | scanned | fetched)
         outputs = inside.run([*constants, *carry, *stacks], uses.view_outputs)
         for number, leaf in layers.plan.means.items():
-            num_devices = layers.outer.comm.num_devices
-            outputs[number] = mean_of_one_microbatch(outputs[number], leaf.dtype, num_devices)
+            divisor = layers.outer.comm.divisor
+            outputs[number] = mean_of_one_microbatch(outputs[number], leaf.dtype, divisor)
         # `scan` stacks only the data; codec and layout are read from the traced body.
         templates.update({x: inside.weights.sources[x] for x in layers.kept_in_iteration})
         slices = {x: templates[x].data for x in layers.kept_in_iteration}

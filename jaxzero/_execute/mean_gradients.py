@@ -50,6 +50,7 @@ class GradientTarget:
     reduce_spec: ReduceSpec | None  # the reduction inside the program; None if there is none
     size: int  # elements of the leaf, or of one layer if the program scans it
     is_mean: bool = False  # whether the program leaves the mean, in the dtype of the leaf
+    is_value: bool = False  # whether it does not depend on the loss: no derivative, but a value
 
     @property
     def in_node_only(self) -> bool:
@@ -62,6 +63,7 @@ class GradientTarget:
         spec = self.reduce_spec
         return (
             spec is not None
+            and not self.is_value
             and not self.in_node_only
             and self.stored is not None
             and self.stored.dim == spec.layout.dim
@@ -92,6 +94,7 @@ def mean_over_devices(
     errors: Sequence[Array | None],
     num_microbatches: int,
     comm: CommSpec,
+    share: Array | float | None = None,
 ) -> MeanGradients:
     """Average loss and gradients over the full batch.
 
@@ -101,13 +104,13 @@ def mean_over_devices(
         errors: for each gradient, the residual of the previous step; None if it is not kept.
         num_microbatches: how many micro-batches were summed.
         comm: axes and codecs of the reductions.
+        share: what each loss was multiplied by before it was differentiated; None: nothing.
     """
     with labelled("other", "loss"):
         loss = all_reduce(sums.loss, AXES)
-        if sums.weight is None:
-            total = jnp.asarray(comm.num_devices * num_microbatches, loss.dtype)
-        else:
-            total = all_reduce(sums.weight, AXES)
+        count = jnp.asarray(comm.num_devices * num_microbatches, loss.dtype)
+        total = count if sums.weight is None else all_reduce(sums.weight, AXES)
+    of_gradients = total if share is None else total * jnp.asarray(share, total.dtype)
     pairs = enumerate(zip(sums.gradients, targets, strict=True))
     full = [i for i, (x, target) in pairs if x is not None and target.reduce_spec is None]
     with labelled("gradients"):
@@ -116,7 +119,8 @@ def mean_over_devices(
     means = []
     for i, (x, target, error) in enumerate(zip(sums.gradients, targets, errors, strict=True)):
         x, half_sum = all_reduced[i] if i in all_reduced else as_pair(x)
-        means.append(_mean(x, half_sum, target, error, total, comm))
+        divisor = count if target.is_value else of_gradients
+        means.append(_mean(x, half_sum, target, error, divisor, comm))
     halves = None
     if comm.halves:
         copies = [comm.num_sum_replicas if i in all_reduced else 1 for i in range(len(targets))]
@@ -129,15 +133,15 @@ def mean_over_devices(
     )
 
 
-def host_mean(x: Array, dtype: Any, num_devices: int, name: str) -> Array:
+def host_mean(x: Array, dtype: Any, divisor: float, name: str) -> Array:
     """The mean of a gradient in host memory, from its sum over all devices in one micro-batch."""
-    mean = mean_of_one_microbatch(x, dtype, num_devices)
+    mean = mean_of_one_microbatch(x, dtype, divisor)
     return copy_to_host(mean, "gradients", name, windowed=True)
 
 
-def mean_of_one_microbatch(x: Array, dtype: Any, num_devices: int) -> Array:
+def mean_of_one_microbatch(x: Array, dtype: Any, divisor: float) -> Array:
     """The mean of a gradient, as `dtype`, from its sum over all devices in one micro-batch."""
-    return rounded_mean(x / jnp.asarray(num_devices, x.dtype), dtype)
+    return rounded_mean(x / jnp.asarray(divisor, x.dtype), dtype)
 
 
 def rounded_mean(mean: Array, dtype: Any) -> Array:

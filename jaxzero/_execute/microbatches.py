@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import CommSpec, accumulator_dtype, all_gather, all_reduce, repeated
+from .._collectives import CommSpec, accumulator_dtype, all_gather, all_max, all_reduce, repeated
 from .._mesh import AXES, in_host
 from .._program import traced_once
 from .._sharding import split_dim
@@ -128,7 +128,8 @@ def _widened(sums: Accumulators, means: Container[int] = ()) -> Accumulators:
     return dataclasses.replace(wide, gradients=gradients)
 
 
-REDUCTIONS = ("mean", "sum", "first", "stack", "concat")
+GRADIENT_REDUCTIONS = ("mean", "sum", "max", "first")
+REDUCTIONS = (*GRADIENT_REDUCTIONS, "stack", "concat")
 
 
 def combine(x: Array, how: str, comm: CommSpec) -> Array:
@@ -144,6 +145,8 @@ def combine(x: Array, how: str, comm: CommSpec) -> Array:
         return total / jnp.asarray(comm.num_devices, total.dtype)
     if how == "sum":
         return all_reduce(jnp.sum(x, axis=0), AXES)
+    if how == "max":
+        return all_max(jnp.max(x, axis=0), AXES)
     if how == "first":
         return _from_first_device(x[0])
     if how == "concat":

@@ -45,6 +45,7 @@ class Parameters:
     weights_split: bool  # whether weights are sharded (stage 3)
     gradients_split: bool  # whether gradients are sharded (stages 2 and 3)
     num_shards: int = 1  # that a sharded leaf is split into
+    exact: frozenset[int] = frozenset()  # indices of those that no codec of the config encodes
     offload: Offload | None = None
 
     def weight_layout(self, i: int) -> DimSharding | None:
@@ -96,6 +97,7 @@ def plan_program(
     microbatches: int,
     comm: CommSpec,
     updates: Collection[int],
+    not_derived: Collection[int] = (),
 ) -> ProgramPlan:
     """Plan the program of one micro-batch.
 
@@ -108,6 +110,7 @@ def plan_program(
         microbatches: the number of micro-batches.
         comm: mesh axes, codecs and schedule.
         updates: indices of the leaves that the program updates, where it can.
+        not_derived: the gradients, by index of the target, that are values and no derivatives.
     """
     first = 1 if microbatches > 1 else 0
     values = block.inputs[first : first + len(parameters.leaves)]
@@ -122,6 +125,7 @@ def plan_program(
     targets = []
     if shapes[0] is not None:
         targets = _targets(parameters, weights, depths, wire_state, microbatches, comm)
+        targets = [_as_value(x) if i in not_derived else x for i, x in enumerate(targets)]
     output = block.outputs[0] if shapes[0] is not None else None
     loss = output if isinstance(output, Value) else None  # a constant ends no region
     kept_weights = _slices_to_keep(parameters, weights, depths, wire_state, microbatches, comm)
@@ -280,6 +284,12 @@ def _targets(
             size = leaf.layer_size
         targets.append(GradientTarget(leaf, stored, reduce_spec, size))
     return targets
+
+
+def _as_value(target: GradientTarget) -> GradientTarget:
+    """The target of a gradient that is a value: its mean is never encoded."""
+    spec = target.reduce_spec and dataclasses.replace(target.reduce_spec, exact=True)
+    return dataclasses.replace(target, reduce_spec=spec, size=0, is_value=True)
 
 
 def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[ReduceSpec | None]:

@@ -256,7 +256,9 @@ def on_shard(
     pushed = movable_ops.push(ops, weight.layout, weight.shape)
     assert pushed is not None and shard.kept is None
     x = movable_ops.apply_on_shard(ops, shard.join(), weight.layout, weight.shape)
-    return dataclasses.replace(EncodedShards.plain(x, pushed[0].dim), axes=shard.axes), pushed[0]
+    plain = EncodedShards.plain(x, pushed[0].dim)
+    is_exact = shard.pinned and shard.codec is None
+    return dataclasses.replace(plain, axes=shard.axes, pinned=is_exact), pushed[0]
 
 
 def _sizes(group: GatherGroup) -> list[int]:
@@ -277,7 +279,8 @@ def _split_ops(
     """
     slices, rest = movable_ops.up_to_last_slice(gather.ops)
     size = math.prod(View(gather.weight, slices).shape)
-    codecs = [comm.weight_codec(axis, size, gather.weight.dtype) for axis in shard.axes]
+    axes = () if shard.pinned else shard.axes
+    codecs = [comm.weight_codec(axis, size, gather.weight.dtype) for axis in axes]
     if shard.codec is not None or any(codec and not codec.is_elementwise for codec in codecs):
         return slices, rest
     return gather.ops, ()

@@ -9,7 +9,7 @@ The caller passes the state from step to step and saves it, like optimizer state
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +45,21 @@ class LocalWireState:
 
     slices: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     errors: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+
+    def without(self, leaves: Collection[int]) -> tuple[LocalWireState, LocalWireState]:
+        """This state without that of some leaves, and the state of these."""
+        kept, rest = (
+            LocalWireState(
+                {i: x for i, x in self.slices.items() if (i in leaves) is is_in},
+                {i: x for i, x in self.errors.items() if (i in leaves) is is_in},
+            )
+            for is_in in (False, True)
+        )
+        return kept, rest
+
+    def joined(self, other: LocalWireState) -> LocalWireState:
+        """This state with that of other leaves."""
+        return LocalWireState({**self.slices, **other.slices}, {**self.errors, **other.errors})
 
 
 jax.tree_util.register_dataclass(LocalWireState, ["slices", "errors"], [])

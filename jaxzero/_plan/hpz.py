@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 
 from .block_plan import BlockPlan, GatherGroup, LoopPlan
 from .param_uses import BlockUses, LoopUses, ShardedParam
@@ -46,7 +45,7 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
             made_in[weight] = index
             if weight in weights and not stack.view.ops and count[weight] == 1:
                 loops[index] = _keeping(loops[index], stack.layer)
-    at_top = weights - made_in.keys()
+    at_top = {*weights} - made_in.keys()
     gather_groups = tuple(_marked(group, at_top, first) for group in plan.gather_groups)
     return _in_order(dataclasses.replace(plan, gather_groups=gather_groups, loops=loops))
 
@@ -104,8 +103,8 @@ def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
     if len(found) + len(scans) != 1:
         return loop
     if found:
-        at = {layer: found[0].at}
-        gather_groups = tuple(_marked(group, {layer}, at) for group in body.gather_groups)
+        left, at = {layer}, {layer: found[0].at}
+        gather_groups = tuple(_marked(group, left, at) for group in body.gather_groups)
         return dataclasses.replace(
             loop, body=dataclasses.replace(body, gather_groups=gather_groups)
         )
@@ -117,13 +116,19 @@ def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
 
 
 def _marked(
-    group: GatherGroup, weights: AbstractSet[ShardedParam], first: Mapping[ShardedParam, int]
+    group: GatherGroup, weights: set[ShardedParam], first: Mapping[ShardedParam, int]
 ) -> GatherGroup:
-    """Mark the gathers of `weights` that operation `first` of the weight needs."""
-    gathers = (
-        dataclasses.replace(x, keeps=x.keeps or (x.weight in weights and x.at == first[x.weight]))
-        for x in group.gathers
-    )
+    """Mark the gathers of `weights` that operation `first` of the weight needs.
+
+    The operation may need several slices of a weight; the first gather makes the node slice for
+    all, so a weight is taken out of `weights` once it is marked.
+    """
+    gathers = []
+    for x in group.gathers:
+        keeps = x.weight in weights and x.at == first[x.weight]
+        if keeps:
+            weights.discard(x.weight)
+        gathers.append(dataclasses.replace(x, keeps=x.keeps or keeps))
     return dataclasses.replace(group, gathers=tuple(gathers))
 
 

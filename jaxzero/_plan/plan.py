@@ -26,6 +26,8 @@ class Plan:
 
     top: BlockPlan
     at_end: tuple[str, ...] = ()  # leaves that are stored in full: all-reduced last, together
+    # Leaves whose gradients are combined last and never encoded, and how: "sum", "max", "first".
+    combined: tuple[tuple[str, str], ...] = ()
     transfers: tuple[Transfer, ...] = ()  # every collective, in the order it was issued
     slice_bytes: int = 0  # bytes of the node slices that one device keeps for the step (hpZ)
     host_transfers: tuple[HostTransfer, ...] = ()  # every copy from or to host memory
@@ -67,6 +69,9 @@ class Plan:
         lines += map(str, self.held_whole)
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
+        for how in dict.fromkeys(how for _, how in self.combined):
+            names = ", ".join(path for path, each in self.combined if each == how)
+            lines.append(f"at the end: {_COMBINED[how]} of {names}")
         lines += self.codecs
         return "\n".join(line.rstrip() for line in lines)
 
@@ -92,6 +97,11 @@ def _lines(steps: tuple[PlanStep, ...]) -> list[str]:
     ]
 
 
+_COMBINED = {
+    "max": "maximum over devices and micro-batches",
+    "sum": "sum over devices and micro-batches",
+    "first": "value of the first device and micro-batch",
+}
 _ACTIONS = {
     "gather": "all-gather bucket",
     "reduce": "reduce-scatter bucket",

@@ -44,3 +44,4 @@ from .trace import OpenProgram as OpenProgram
 from .trace import open_program as open_program
 from .trace import trace as trace
 from .trace import traced_once as traced_once
+from .uniform import values_made_of as values_made_of

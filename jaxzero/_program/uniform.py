@@ -7,7 +7,8 @@ that is not listed here. A matrix product, for one: two hosts may run different 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 from .._mesh import is_traced
 from .elementwise import is_elementwise
@@ -30,18 +31,37 @@ def uniform_values(block: Block, given: Iterable[Value]) -> set[Atom]:
         block: a program, or the body of a loop.
         given: its inputs that are.
     """
-    uniform: set[Atom] = {*given}
+    return _made_of(block, given, _is_uniform_constant, _is_deterministic)
+
+
+def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
+    """Find the values of a block that constants and the inputs `given` decide, and no other input.
+
+    Of an operation such as a `cond`, every output counts as made of every input.
+    """
+    return _made_of(block, given, lambda constant: True, lambda operation: True)
+
+
+def _made_of(
+    block: Block,
+    given: Iterable[Value],
+    is_known: Callable[[Constant], bool],
+    keeps: Callable[[Operation], bool],
+) -> set[Atom]:
+    """Find the values that operations for which `keeps` is true make of known values."""
+    known: set[Atom] = {*given}
+    read = functools.partial(_is_in, known, is_known)
     for operation in block.operations:
-        inputs = [_is_uniform(x, uniform) for x in operation.inputs]
+        inputs = [read(x) for x in operation.inputs]
         if isinstance(operation, Barrier):
-            uniform.update(x for x, same in zip(operation.outputs, inputs, strict=True) if same)
+            known.update(x for x, same in zip(operation.outputs, inputs, strict=True) if same)
         elif isinstance(operation, Loop):
-            inside = uniform_in_body(operation, uniform)
+            inside = functools.partial(_is_in, _in_body(operation, read, is_known, keeps), is_known)
             outputs = zip(operation.outputs, operation.body.outputs, strict=True)
-            uniform.update(out for out, x in outputs if _is_uniform(x, inside))
-        elif all(inputs) and _is_deterministic(operation):
-            uniform.update(operation.outputs)
-    return uniform
+            known.update(out for out, x in outputs if inside(x))
+        elif all(inputs) and keeps(operation):
+            known.update(operation.outputs)
+    return known
 
 
 def uniform_in_body(loop: Loop, uniform: set[Atom]) -> set[Atom]:
@@ -51,23 +71,38 @@ def uniform_in_body(loop: Loop, uniform: set[Atom]) -> set[Atom]:
         loop: the loop, which runs equally often on all devices.
         uniform: the values outside of it that are.
     """
+    read = functools.partial(_is_in, uniform, _is_uniform_constant)
+    return _in_body(loop, read, _is_uniform_constant, _is_deterministic)
+
+
+def _in_body(
+    loop: Loop,
+    read: Callable[[Atom], bool],
+    is_known: Callable[[Constant], bool],
+    keeps: Callable[[Operation], bool],
+) -> set[Atom]:
+    """`_made_of` for the body of a loop, in each iteration; `read` is whether an input is known."""
     first, body = loop.num_constants + loop.num_carry, loop.body
-    given = {i for i, x in enumerate(loop.inputs) if _is_uniform(x, uniform)}
+    given = {i for i, x in enumerate(loop.inputs) if read(x)}
     while True:
-        inside = uniform_values(body, [body.inputs[i] for i in given])
+        inside = _made_of(body, [body.inputs[i] for i in given], is_known, keeps)
         lost = {
             i
             for i in given
             if loop.num_constants <= i < first
-            and not _is_uniform(body.outputs[i - loop.num_constants], inside)
+            and not _is_in(inside, is_known, body.outputs[i - loop.num_constants])
         }
         if not lost:
             return inside
         given -= lost
 
 
-def _is_uniform(atom: Atom, uniform: set[Atom]) -> bool:
-    return not is_traced(atom.value) if isinstance(atom, Constant) else atom in uniform
+def _is_in(known: set[Atom], is_known: Callable[[Constant], bool], atom: Atom) -> bool:
+    return is_known(atom) if isinstance(atom, Constant) else atom in known
+
+
+def _is_uniform_constant(constant: Constant) -> bool:
+    return not is_traced(constant.value)
 
 
 def _is_deterministic(operation: Operation) -> bool:

@@ -20,6 +20,7 @@ from .layout import layout_of_leaf as layout_of_leaf
 from .layout import layouts_by_preference as layouts_by_preference
 from .modules import mutated_leaf as mutated_leaf
 from .modules import nnx_leaves as nnx_leaves
+from .modules import overwritten_leaves as overwritten_leaves
 from .modules import plain_arrays as plain_arrays
 from .modules import rng_leaves as rng_leaves
 from .modules import trained_leaves as trained_leaves

@@ -4,6 +4,9 @@ Both libraries register their modules as pytrees whose leaves are not all parame
 activation functions and Python numbers among the leaves, and trains the inexact arrays. Flax NNX
 has batch statistics and random keys there, and trains each `nnx.Param`. The libraries are looked up
 in `sys.modules`, so that importing this module imports neither.
+
+Flax's fp8 layers keep scales and histories of maxima whose gradient is their next value, in the
+collection `_overwrite_with_gradient` (`flax.linen.fp8_ops`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ from jax.sharding import PartitionSpec
 
 from .paths import path_name
 from .stored_array import flatten, is_array, is_stored
+
+_OVERWRITTEN = "_overwrite_with_gradient"
+# The variables of `Fp8DotGeneralBase`, for a part of a tree that is given without the collection.
+_HISTORIES = {f"{x}_amax_history" for x in ("input", "kernel", "output_grad")}
+_FP8_STATE = {*_HISTORIES, *(f"{x}_scale" for x in ("input", "kernel", "output_grad"))}
 
 
 def trained_leaves(tree: Any) -> list[bool | None]:
@@ -35,6 +43,34 @@ def trained_leaves(tree: Any) -> list[bool | None]:
         else:
             found.append(None)
     return found
+
+
+def overwritten_leaves(tree: Any) -> list[bool]:
+    """For each leaf, whether its gradient is its next value, as of the state of Flax's fp8 layers.
+
+    Such a leaf is known by its collection, by the type of its `nnx.Variable`, or by its name beside
+    the other variables of an fp8 layer.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    variables = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: is_stored(x) or (nnx is not None and isinstance(x, nnx.Variable))
+    )[0]
+    found: list[bool] = []
+    names: list[list[str]] = []
+    for path, variable in variables:
+        is_typed = nnx is not None and isinstance(variable, nnx.Variable)
+        is_typed = is_typed and _is_overwritten_type(type(variable))
+        keys = path_name(path).split(".")
+        num = len(flatten(variable)[1])
+        found += [is_typed or _OVERWRITTEN in keys] * num
+        names += [keys] * num
+    beside: dict[tuple[str, ...], set[str]] = {}
+    for *parent, name in names:
+        beside.setdefault(tuple(parent), set()).add(name)
+    return [
+        is_found or (name in _FP8_STATE and beside[tuple(parent)] >= _HISTORIES)
+        for is_found, (*parent, name) in zip(found, names, strict=True)
+    ]
 
 
 def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
@@ -160,10 +196,17 @@ def _trained_by_nnx(module: Any) -> list[bool | None]:
                 "make two of it. Split it, which keeps one: `graph, params = nnx.split(module)`, "
                 "and `nnx.merge(graph, params)` in the function."
             )
-        is_trained = isinstance(variable, nnx.Param)
+        is_trained = isinstance(variable, nnx.Param) or _is_overwritten_type(type(variable))
         leaves = flatten(variable)[1]
         found += [is_trained and _is_inexact(leaf) for leaf in leaves]
     return found
+
+
+def _is_overwritten_type(kind: type) -> bool:
+    """Whether `kind`, or a class that it extends, is the `nnx.Variable` of the collection."""
+    variablelib = sys.modules["flax.nnx"].variablelib
+    known = variablelib.VariableTypeCache.get(_OVERWRITTEN)
+    return any(base is known or base.__name__ == _OVERWRITTEN for base in kind.__mro__)
 
 
 def _is_inexact(leaf: Any) -> bool:

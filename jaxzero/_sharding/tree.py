@@ -15,7 +15,7 @@ from .._codecs import Codec, check_is_value
 from .._mesh import HOST, AnyMesh, memory_kind_of
 from .config import ZeroConfig
 from .layout import LeafSpec, in_memory, layout_of_leaf
-from .modules import trained_leaves
+from .modules import overwritten_leaves, trained_leaves
 from .offload import Offload, Role
 from .paths import path_name, spread_prefix
 from .specs import axes_of
@@ -127,14 +127,16 @@ def plan_tree(
     _check_arrays(tree, paths, leaves)
     others = _spread_specs(specs, tree, len(leaves), config)
     planned = []
-    for path, leaf, other in zip(paths, leaves, others, strict=True):
+    states = overwritten_leaves(tree)
+    for path, leaf, other, is_state in zip(paths, leaves, others, states, strict=True):
         if not is_array(leaf):
             continue
         name = path_name(path)
         if isinstance(leaf, StoredArray):
             planned.append(_as_stored(leaf, name, codec))
             continue
-        layout = layout_of_leaf(leaf, mesh, config, other)
+        # State that its gradient overwrites is small, read in full and never encoded: replicated.
+        layout = None if is_state else layout_of_leaf(leaf, mesh, config, other)
         new = LeafSpec(name, tuple(leaf.shape), _jax_dtype(leaf.dtype), layout, other)
         if codec is not None and layout and not other and _is_large_float(new, config):
             new = dataclasses.replace(new, codec=codec)

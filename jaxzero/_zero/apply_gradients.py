@@ -11,10 +11,10 @@ import optax
 from jax.sharding import Mesh
 
 from .._mesh import in_host, is_traced
-from .._sharding import TreePlan, arrays_of, flatten, statics_of
+from .._sharding import TreePlan, arrays_of, flatten, overwritten_leaves, statics_of
 from .._windowed_update import UpdateLayouts, windowed_update
 from .init_fn import numbers_as_arrays
-from .optimizer_state import TrueShapes, trained_part
+from .optimizer_state import TrueShapes, trained_part, trained_tree
 from .placement import constrain
 from .programs import Programs
 from .python_values import explaining_values
@@ -81,16 +81,18 @@ def _apply(
     (grads, state, params), (of_grads, of_state, of_params) = trees, plans
     trained, plan = trained_part(params, of_params)
     if any(in_host(x) for tree in trees for x in arrays_of(tree)):
+        for_trained, of_grads = trained_part(grads, of_grads)
         inner = UpdateLayouts(of_grads, of_state, plan, layouts.mesh, layouts.state_axes)
-        new, new_state = _by_windows(tx, grads, state, trained, inner, extra_args)
+        new, new_state = _by_windows(tx, for_trained, state, trained, inner, extra_args)
         new = split(plan, new, layouts.mesh, layouts.weight_axes)
     else:
         run = optax.with_extra_args_support(tx).update
+        grads_of_trained = trained_tree(grads)
         names = ("`grads`", "`opt_state`", "`params`", *(f"`{key}`" for key in extra_args))
-        with explaining_values(run, (grads, state, trained), extra_args, names):
-            updates, new_state = run(grads, state, trained, **extra_args)
+        with explaining_values(run, (grads_of_trained, state, trained), extra_args, names):
+            updates, new_state = run(grads_of_trained, state, trained, **extra_args)
         new = optax.apply_updates(trained, updates)
-    return with_untrained(params, trained, new), numbers_as_arrays(new_state)
+    return with_untrained(params, trained, new, grads), numbers_as_arrays(new_state)
 
 
 def _by_windows(
@@ -127,12 +129,21 @@ def split_arrays(
     ]
 
 
-def with_untrained(params: Any, trained: Any, new: Any) -> Any:
-    """The tree `new`, with the leaves of `params` where `trained` has None."""
+def with_untrained(params: Any, trained: Any, new: Any, grads: Any) -> Any:
+    """The tree `new`, with what `trained` has no leaf for.
+
+    That is the gradient of a leaf which gradients overwrite, and otherwise the leaf of `params`.
+    """
     _, old, treedef = flatten(params)
+    given = zip(overwritten_leaves(params), treedef.flatten_up_to(grads), strict=True)
+    others = [
+        grad if is_overwritten and grad is not None else x
+        for x, (is_overwritten, grad) in zip(old, given, strict=True)
+    ]
     kept = treedef.flatten_up_to(trained)
     updated = treedef.flatten_up_to(new)
     leaves = [
-        x if before is None else after for x, before, after in zip(old, kept, updated, strict=True)
+        x if before is None else after
+        for x, before, after in zip(others, kept, updated, strict=True)
     ]
     return jax.tree.unflatten(treedef, leaves)

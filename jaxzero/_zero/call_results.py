@@ -12,12 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._execute import LocalWireState, WireState, check_microbatches, from_tree, to_tree
+from .._execute import (
+    GRADIENT_REDUCTIONS,
+    LocalWireState,
+    WireState,
+    check_microbatches,
+    from_tree,
+    specs_of,
+    to_tree,
+)
 from .._mesh import AXES, NODE, AnyMesh
 from .._sharding import LeafSpec, Static, ZeroConfig, is_stored, rebuild, stored_leaf
 from .._simigrad import GradientHalves
+from .._warnings import warn
 from .arguments import Argument, Call
 from .node_shares import check_shares, known_shares
+from .optimizer_state import trained_tree
 from .options import Options, argument_numbers
 from .outputs import flat_reductions
 from .transform import Transform
@@ -34,13 +44,14 @@ def gradient_options(
     aux_reduce: Any = None,
     halves: bool = False,
     shares: Sequence[int] | None = None,
+    gradient_reduce: Any = None,
 ) -> Options:
     """Check the arguments of `value_and_grad`, and return them as `Options`.
 
     Raises:
         ValueError: `argnums` are no integers, `microbatches` is not an integer of at least 1,
-            `aux_reduce` names an unknown reduction, `halves` is set on a mesh with one device, or
-            `shares` does not fit the mesh or comes without `weighted`.
+            `aux_reduce` or `gradient_reduce` names an unknown reduction, `halves` is set on a mesh
+            with one device, or `shares` does not fit the mesh or comes without `weighted`.
         NotImplementedError: `shares` does not work with another option.
     """
     check_microbatches(microbatches)
@@ -53,7 +64,19 @@ def gradient_options(
     reduce = flat_reductions("aux_reduce", aux_reduce)
     known = known_shares(shares, mesh.shape[NODE])
     check_shares(known, weighted, halves, mesh, config)
-    return Options(numbers, has_aux, microbatches, weighted, reduce, shares=known, halves=halves)
+    if gradient_reduce is not None and isinstance(argnums, int):
+        gradient_reduce = (gradient_reduce,)
+    reductions = flat_reductions("gradient_reduce", gradient_reduce, GRADIENT_REDUCTIONS)
+    return Options(
+        numbers,
+        has_aux,
+        microbatches,
+        weighted,
+        reduce,
+        shares=known,
+        halves=halves,
+        gradient_reduce=reductions,
+    )
 
 
 def returned(
@@ -80,7 +103,9 @@ def returned(
     if halves is not None:
         *parts, share = halves
         first, second, cross = (
-            trees(x, lambda leaf, scalar: scalar, lambda leaf: jnp.zeros([], jnp.float32))
+            trained_tree(  # as an optimizer sees the gradients
+                trees(x, lambda leaf, scalar: scalar, lambda leaf: jnp.zeros([], jnp.float32))
+            )
             for x in parts
         )
         result.append(GradientHalves(first, second, cross, share))
@@ -137,14 +162,14 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
 
     Args:
         transform: the transform of the call.
-        wire_state: one state for each differentiated argument; None if the caller passed none.
+        wire_state: one state for each argument in `argnums`; None if the caller passed none.
 
     Raises:
-        ValueError: the config needs a state and there is none, or it does not fit the parameters.
+        ValueError: gradients need a state and there is none, or it does not fit the parameters.
     """
     call, config, comm = transform.call, transform.config, transform.comm
     numbers = transform.options.argnums
-    if wire_state is None and config.needs_wire_state:
+    if wire_state is None and config.needs_wire_state and transform.options.has_gradients:
         raise ValueError(
             "`wire_state` is missing: the codecs of this config keep state from step to step "
             f"(weights {config.weights.node}, gradients {config.gradients.node}). "
@@ -156,7 +181,7 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
     states = (wire_state,) if isinstance(wire_state, WireState) else wire_state
     if not isinstance(states, (tuple, list)) or len(states) != len(numbers):
         raise ValueError(
-            "`wire_state` must be one state for each differentiated argument "
+            "`wire_state` must be one state for each argument in `argnums` "
             f"({len(numbers)}); got {type(wire_state).__name__}. Make each with "
             "`zero.init_wire_state(params)`."
         )
@@ -166,10 +191,27 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
             assert argument.plan is not None
             state = states[list(numbers).index(number)]
             part = from_tree(argument.plan, state, comm, argument.name, start)
-            local_state = LocalWireState(
-                {**local_state.slices, **part.slices}, {**local_state.errors, **part.errors}
-            )
+            local_state = local_state.joined(part)
     return local_state
+
+
+def reads_kept_slices(transform: Transform) -> bool:
+    """Whether a training step on the same parameters reads slices that a wire state keeps."""
+    plans = [transform.call.arguments[number].plan for number in transform.options.argnums]
+    leaves = [leaf for plan in plans if plan is not None for leaf in plan.leaves]
+    return bool(specs_of(leaves, transform.comm).slices)
+
+
+def warn_of_full_weights(config: ZeroConfig) -> None:
+    """Warn that `apply` reads other weights than a training step."""
+    assert config.hpz is not None
+    how = "" if config.hpz.codec is None else f" as {config.hpz.codec}"
+    warn(
+        f"`zero.apply` reads the weights in full{how}, as there is no `wire_state`. A training "
+        f"step reads the slices that it keeps (weights {config.weights.node}), which differ a "
+        "little: a ratio of probabilities of the two (PPO) is not that of equal weights. Pass "
+        "`wire_state=`, the state that the next training step gets, to read what it reads."
+    )
 
 
 def _state_trees(

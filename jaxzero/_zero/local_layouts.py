@@ -22,7 +22,9 @@ from .._sharding import (
     TreePlan,
     ZeroConfig,
     flatten,
+    is_array,
     layout_of_leaf,
+    overwritten_leaves,
     rebuild,
     statics_of,
     stored_leaf,
@@ -57,6 +59,13 @@ class Kept:
         """The tree of global arrays that users see."""
         pairs = zip(self.global_leaves(nodes), arrays, strict=True)
         return self.build([stored_leaf(leaf, x) for leaf, x in pairs])
+
+    @property
+    def overwritten(self) -> list[bool]:
+        """Which arrays are state that gradients overwrite; see `overwritten_leaves`."""
+        tree = self.build([leaf.stored for leaf in self.leaves])
+        pairs = zip(flatten(tree)[1], overwritten_leaves(tree), strict=True)
+        return [is_state for x, is_state in pairs if is_array(x)]
 
     def device_bytes(self, mesh: AnyMesh) -> int:
         """Bytes of one device, which may be simulated."""

@@ -16,7 +16,15 @@ from jaxtyping import Array
 from .._local_steps import Carry, Inner, LocalSteps, Outer, run_round
 from .._mesh import NODE, NodeMesh, SimulatedMesh, is_traced, map_nodes
 from .._report import LocalReport
-from .._sharding import TreePlan, arrays_of, flatten, is_array, stored_leaf, trained_leaves
+from .._sharding import (
+    TreePlan,
+    arrays_of,
+    flatten,
+    is_array,
+    overwritten_leaves,
+    stored_leaf,
+    trained_leaves,
+)
 from .local_batches import batch_specs, node_specs
 from .local_checks import check_kept
 from .local_layouts import Layouts
@@ -165,7 +173,7 @@ class LocalRounds:
         """The mean of all nodes' parameters, laid out as by `zero.init`: to evaluate or export.
 
         It sends parameters between nodes without a codec. Leaves that are not floats are those of
-        the first node.
+        the first node; of state that gradients overwrite (fp8 layers), it is the maximum.
         """
         kept, plan = self._checked(state).kept["params"], self._plan
         mesh, axes = self._zero.mesh, self._zero._weight_axes
@@ -197,7 +205,10 @@ class LocalRounds:
 
         def make(arrays: Arrays) -> Arrays:
             one = {
-                name: [mean_over_nodes(x) for x in arrays[name]]
+                name: [
+                    mean_over_nodes(x, state)
+                    for x, state in zip(arrays[name], kept.overwritten, strict=True)
+                ]
                 if kept.is_per_node
                 else arrays[name]
                 for name, kept in layouts.kept.items()
@@ -249,9 +260,11 @@ class LocalRounds:
                     f"`local_steps` cannot exchange the leaf `{leaf.path}` of {leaf.dtype}. Keep "
                     "its real and imaginary parts as two leaves."
                 )
+        pairs = zip(flatten(params)[1], overwritten_leaves(params), strict=True)
+        states = [is_state for x, is_state in pairs if is_array(x)]
         trained = [
-            jnp.issubdtype(leaf.dtype, jnp.floating) and kind is not False
-            for leaf, kind in zip(plan.leaves, kinds, strict=True)
+            jnp.issubdtype(leaf.dtype, jnp.floating) and kind is not False and not is_state
+            for leaf, kind, is_state in zip(plan.leaves, kinds, states, strict=True)
         ]
         if not any(trained):
             raise ValueError(

@@ -66,8 +66,15 @@ def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
     }
 
 
-def mean_over_nodes(x: Shaped[Array, "nodes ..."]) -> Shaped[Array, ...]:
-    """The mean over the leading dim, exact where all are equal; the first if they are no floats."""
+def mean_over_nodes(
+    x: Shaped[Array, "nodes ..."], is_overwritten: bool = False
+) -> Shaped[Array, ...]:
+    """The mean over the leading dim, exact where all are equal; the first if they are no floats.
+
+    Of state that gradients overwrite, it is the maximum.
+    """
+    if is_overwritten:
+        return jnp.max(x, axis=0)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x[0]
     wide = x.astype(accumulator_dtype(x.dtype))
@@ -80,8 +87,11 @@ def gathered_mean(arrays: list[Array], kept: Kept, mesh: Mesh | SimulatedMesh) -
     nodes = mesh.shape[NODE]
     specs = [leaf.spec(kept.axes) for leaf in kept.global_leaves(nodes)]
 
+    states = kept.overwritten
+
     def on_device(shards: list[Array]) -> list[Array]:
-        return [mean_over_nodes(all_gather(x, NODE, 0)) for x in shards]
+        pairs = zip(shards, states, strict=True)
+        return [mean_over_nodes(all_gather(x, NODE, 0), is_state) for x, is_state in pairs]
 
     run = map_devices(on_device, mesh, (specs,), [leaf.spec(kept.axes) for leaf in kept.leaves])
     return run(arrays)

@@ -37,6 +37,7 @@ from .._sharding import (
     in_memory,
     is_array,
     is_stored,
+    overwritten_leaves,
     path_endings,
     path_name,
     plan_as_stored,
@@ -57,19 +58,34 @@ class TrueShapes(optax.GradientTransformationExtraArgs):
 
 
 def trained_part(tree: Any, plan: TreePlan) -> tuple[Any, TreePlan]:
-    """A tree and its layouts, with None for the leaves that their module does not train."""
-    _, leaves, treedef = flatten(tree)
-    kinds = trained_leaves(tree)
-    # An empty `StoredArray` stays, as it does in gradients.
-    pairs = zip(leaves, kinds, strict=True)
-    dropped = [kind is False and (is_array(x) or not is_stored(x)) for x, kind in pairs]
-    kept = jax.tree.unflatten(
-        treedef, [None if drop else x for x, drop in zip(leaves, dropped, strict=True)]
-    )
-    arrays = [kind for x, kind in zip(leaves, kinds, strict=True) if is_array(x)]
-    known = [leaf for leaf, kind in zip(plan.leaves, arrays, strict=True) if kind is not False]
+    """A tree and its layouts, with None for the leaves that no optimizer updates.
+
+    These are leaves that their module does not train, and those that gradients overwrite.
+    """
+    kept = trained_tree(tree)
+    arrays = [
+        is_kept for x, is_kept in zip(flatten(tree)[1], _trained(tree), strict=True) if is_array(x)
+    ]
+    known = [leaf for leaf, is_kept in zip(plan.leaves, arrays, strict=True) if is_kept]
     _, rest, treedef = flatten(kept)
     return kept, TreePlan(treedef, tuple(known), statics_of(rest))
+
+
+def trained_tree(tree: Any) -> Any:
+    """The tree of `trained_part`."""
+    _, leaves, treedef = flatten(tree)
+    # An empty `StoredArray` stays, as it does in gradients.
+    pairs = zip(leaves, _trained(tree), strict=True)
+    dropped = [not is_kept and (is_array(x) or not is_stored(x)) for x, is_kept in pairs]
+    return jax.tree.unflatten(
+        treedef, [None if drop else x for x, drop in zip(leaves, dropped, strict=True)]
+    )
+
+
+def _trained(tree: Any) -> list[bool]:
+    """For each leaf, whether an optimizer updates it."""
+    pairs = zip(trained_leaves(tree), overwritten_leaves(tree), strict=True)
+    return [kind is not False and not is_overwritten for kind, is_overwritten in pairs]
 
 
 def plan_state(

@@ -19,6 +19,8 @@ class Options:
     has_gradients: bool = True
     shares: tuple[int, ...] | None = None  # of the nodes, without a common factor; None: all equal
     halves: bool = False  # whether gradients of two half-batches are compared
+    # How gradients are reduced, as `reduce`; None: as the leaves say (`overwritten_leaves`).
+    gradient_reduce: tuple[tuple[str, ...], Any] | None = None
 
 
 def argument_numbers(argnums: Any) -> tuple[int, ...]:

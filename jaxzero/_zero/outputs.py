@@ -108,6 +108,12 @@ class Outputs:
                 f"`{self._argument}` asks to concatenate the leaf `{path}`, but {why}. Use "
                 "'stack', or split the batch by `zero.batch_spec`."
             )
+        without_order = (jnp.complexfloating, jax.dtypes.prng_key)
+        if how == "max" and any(jnp.issubdtype(leaf.dtype, kind) for kind in without_order):
+            raise ValueError(
+                f"`{self._argument}` asks for the maximum of the leaf `{path}`, and {leaf.dtype} "
+                "has no order."
+            )
         return how
 
     def _asked(self, tree: Any) -> list[str | None]:
@@ -184,19 +190,21 @@ def _proposal(leaf: Array) -> str:
     return "'sum' for a number of examples, 'first' for a counter that every device advances alike"
 
 
-def flat_reductions(argument: str, reduce: Any) -> tuple[tuple[str, ...], Any] | None:
+def flat_reductions(
+    argument: str, reduce: Any, known: Sequence[str] = REDUCTIONS
+) -> tuple[tuple[str, ...], Any] | None:
     """A tree of reduction names as `(names, treedef)`, which is hashable.
 
     Raises:
-        ValueError: a name is not in `REDUCTIONS`.
+        ValueError: a name is not in `known`.
     """
     if reduce is None:
         return None
     names, treedef = jax.tree.flatten(reduce)
     for name in names:
-        if name not in REDUCTIONS:
+        if name not in known:
             raise ValueError(
-                f"`{argument}` must be a tree prefix of {', '.join(map(repr, REDUCTIONS))}; "
+                f"`{argument}` must be a tree prefix of {', '.join(map(repr, known))}; "
                 f"it holds {name!r}."
             )
     return tuple(names), treedef

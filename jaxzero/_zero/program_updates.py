@@ -16,12 +16,14 @@ class ProgramUpdates:
 
     Args:
         update: of all leaves, traced together with the program; None: nothing is updated.
+        positions: for each leaf of `update`, the index of its gradient among those of the program.
 
     Raises:
         NotImplementedError: as `layer_updates`.
     """
 
-    def __init__(self, update: TracedUpdate | None):
+    def __init__(self, update: TracedUpdate | None, positions: Sequence[int] = ()):
+        self._positions = positions
         self.leaves: dict[int, LayerUpdate] = {} if update is None else layer_updates(update)
         self._atoms = list(dict.fromkeys(x for leaf in self.leaves.values() for x in leaf.scalars))
         self._scalars = update.scalars(self._atoms) if update is not None else []
@@ -57,7 +59,7 @@ class ProgramUpdates:
         scalars = dict(zip(self._atoms, arguments[-1], strict=True))
         found = {}
         for (number, leaf), state in zip(self.leaves.items(), arguments[:-1], strict=True):
-            i = differentiated[number]
+            i = differentiated[self._positions[number]]
             found[i] = LeafUpdate(
                 [stored[i], *state],
                 leaf.names,

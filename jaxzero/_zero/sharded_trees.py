@@ -12,6 +12,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from .._codecs import Codec
+from .._collectives import CommSpec
+from .._execute import WireState, first_state
 from .._mesh import AXES, AnyMesh, NodeMesh, check_mesh, gloo_groups, is_one_node, physical
 from .._plan import Plan
 from .._report import Report, make_report
@@ -29,7 +31,9 @@ from .._sharding import (
     without_defaults,
     zero3,
 )
+from .._simigrad import CodecNoise
 from .apply_gradients import Layouts, apply_gradients
+from .codec_noise import measure_codec_noise
 from .host_memory import check_patterns, check_platform, check_room
 from .init_fn import Initializer, numbers_as_arrays
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
@@ -64,6 +68,7 @@ class ShardedTrees:
         self._plans = Registry(mesh, self.config)
         self._states = Registry(mesh, self.config)
         self._matched: set[str] = set()  # patterns of `Offload` that have matched a leaf
+        self._has_warned = False  # that `apply` reads full weights
 
     @property
     def num_devices(self) -> int:
@@ -273,6 +278,42 @@ class ShardedTrees:
         layout = self._plan_of(params)
         gradients = self._plan_of_gradients(layout)
         return make_report(layout, gradients, state, plan, self._devices, axes)
+
+    def init_wire_state(self, params: Any) -> WireState:
+        """Make the wire state, which hops keep from step to step, before the first step.
+
+        Only hops such as `WeightDelta` (node slices of weights) and `ErrorFeedback` (residuals of
+        gradients) need it (`config.needs_wire_state`). Pass it to the function from
+        `value_and_grad`, which returns the next one; save it like optimizer state. If parameters
+        change outside of the training step, make it again: it holds slices of the old ones.
+
+        Returns:
+            Sharded arrays: each device holds its node slice of each leaf.
+
+        Raises:
+            ValueError: `params` did not come from this `Zero`.
+        """
+        comm = CommSpec.of(self._devices, self.config)
+        make = first_state(self._plan_of(params), self._weight_axes, self._devices, comm)
+        return self._programs.run(make, arrays_of(params))
+
+    def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
+        """Measure the noise that the codecs add to gradients such as `grads`, for `jz.simigrad`.
+
+        Devices encode and decode their shards of `grads`, and all-reduce three scalars. Call it in
+        the jitted step, or only every few steps. `microbatches` is that of the `value_and_grad`
+        that returned `grads`.
+
+        Raises:
+            ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
+            NotImplementedError: the config uses error feedback, or encodes sums twice.
+        """
+        grads, plan = trained_part(grads, self._plan_of(grads))
+        devices = self._here._devices
+        measure = functools.partial(
+            measure_codec_noise, plan.leaves, devices, self.config, microbatches
+        )
+        return self._programs.run(measure, arrays_of(grads))
 
     # Shared by the methods above, and with `LocalRounds`.
 

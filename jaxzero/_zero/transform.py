@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,14 +18,22 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
-from .._collectives import CommSpec, Ledger, labelled, recording
-from .._execute import LocalWireState, Parameters, run_on_device, specs_of
+from .._collectives import CommSpec, Ledger, accumulator_dtype, labelled, recording
+from .._execute import (
+    LocalWireState,
+    Parameters,
+    combine,
+    run_on_device,
+    specs_of,
+    total_weight,
+)
 from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
 from .._program import OpenProgram
-from .._sharding import HpZ, PerAxis, ZeroConfig, split_dim
+from .._sharding import HpZ, PerAxis, ZeroConfig, pad, split_dim
 from .._simigrad import GradientHalves
 from .arguments import BATCH, Argument, Call
+from .gradient_reduce import combined_leaves
 from .in_place import call_checked
 from .loss import check_loss, split_aux, split_weight
 from .options import Options
@@ -63,7 +73,8 @@ class Transform:
         self.mesh = physical(mesh)
         self.config = config
         self.comm = CommSpec.of(mesh, config, options.halves)
-        self.parameters = _parameters(call, options, config, self.comm.num_shards)
+        self.combined = combined_leaves(call, options)
+        self.parameters = _parameters(call, options, config, self.comm.num_shards, self.combined)
         # Set by tracing `program`: its plan, and what `flat` was traced to.
         self._plan: Plan | None = None
         self._traced: OpenProgram | None = None
@@ -121,6 +132,7 @@ class Transform:
             each leaf of `updates` its new arrays, or None if its gradient is returned instead.
         """
         updates = updates or ProgramUpdates(None)
+        wire_state, unread = wire_state.without(self.combined)
         given = updates.arguments
         in_specs, state_specs = self._in_specs, self._state_specs(wire_state)
         if AxisType.Explicit in self.mesh.axis_types:
@@ -136,17 +148,15 @@ class Transform:
                 for each, spec in zip(given, updates.in_specs, strict=True)
             ]
         outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
-        loss, gradients, parts, wire_state, halves, updated = self._run(
-            arrays, wire_state, given, outputs, updates
-        )
-        axes = self._gradient_axes
-        gradients = [
-            constrain(x, self.mesh, self.parameters.leaves[i].spec(axes))
-            if x is not None and self.parameters.leaves[i].other_axes
-            else x
-            for x, i in zip(gradients, self.parameters.differentiated, strict=True)
-        ]
+        outs = self._run(arrays, wire_state, given, outputs, updates)
+        loss, gradients, combined, parts, wire_state, halves, updated = outs
+        gradients = self._all_gradients(gradients, combined, self._gradient_axes)
+        if halves is not None:  # values of a `custom_vjp` are no gradients to compare
+            none = [jnp.zeros([], jnp.float32)] * len(combined)
+            first, second, cross = (self._in_order(x, none) for x in halves[:3])
+            halves = GradientHalves(first, second, cross, halves.share)
         loss, gradients, parts, halves = forward_only((loss, gradients, parts, halves))
+        wire_state = wire_state.joined(unread)
         return loss, gradients, outputs.join(*parts), wire_state, halves, updated
 
     def _run(
@@ -172,6 +182,7 @@ class Transform:
             out_specs=(
                 PartitionSpec(),
                 gradient_specs,
+                PartitionSpec(),
                 (PartitionSpec(), BATCH),
                 state_specs,
                 PartitionSpec(),
@@ -202,17 +213,19 @@ class Transform:
         of_outputs = Outputs(self.options, None)
         of_outputs.how = derivative.floats(outputs.how)
         made = program._run(arrays, LocalWireState(), [[]], of_outputs, ProgramUpdates(None))
-        loss, gradients, parts, *_ = made
+        loss, gradients, _, parts, *_ = made
         assert self._plan is not None and program._plan is not None
         self._plan = self._plan.with_tangents(program._plan)
-        parts = tuple(map(tangents_like, results[2], parts))
-        return loss, gradients, parts, *zeros(results[3:])
+        parts = tuple(map(tangents_like, results[3], parts))
+        return loss, gradients, [], parts, *zeros(results[4:])
 
     def _check_tangents(self, updates: ProgramUpdates, tangents: Any) -> None:
         """Raise `NotImplementedError` for a program whose tangents are not computed."""
         reasons = {
             "with `halves=True`. Leave it out there": self.options.halves,
             "with `shares`. Leave them out there": self.options.shares is not None,
+            "with gradients that `gradient_reduce` combines (the state of fp8 layers). Leave these "
+            "leaves out of what is differentiated": self._shares_loss,
             "with respect to its wire state. Pass `jax.lax.stop_gradient(wire_state)`": (
                 any(map(is_varied, jax.tree.leaves(tangents[1])))
             ),
@@ -230,6 +243,42 @@ class Transform:
     @property
     def _in_specs(self) -> list[list[PartitionSpec]]:
         return [self._specs(argument) for argument in self.call.arguments]
+
+    @property
+    def differentiated(self) -> tuple[int, ...]:
+        """The leaves that get gradients, by index; those of `combined` too."""
+        return tuple(sorted((*self.parameters.differentiated, *self.combined)))
+
+    @property
+    def _shares_loss(self) -> bool:
+        """Whether a device differentiates its share of the loss of the full batch.
+
+        Then what a `custom_vjp` makes of cotangents is what it would make on one device.
+        """
+        return bool(self.combined) or self.options.gradient_reduce is not None
+
+    def _all_gradients(
+        self, reduced: Sequence[Any], combined: Sequence[Array], axes: tuple[str, ...]
+    ) -> list[Any]:
+        """The gradients of all leaves of `differentiated`, split over `axes`."""
+        leaves = self.parameters.leaves
+        reduced = [
+            constrain(x, self.mesh, leaves[i].spec(axes))
+            if x is not None and leaves[i].other_axes
+            else x
+            for x, i in zip(reduced, self.parameters.differentiated, strict=True)
+        ]
+        combined = [
+            constrain(x, self.mesh, leaves[i].spec(axes))
+            for x, i in zip(combined, self.combined, strict=True)
+        ]
+        return self._in_order(reduced, combined)
+
+    def _in_order(self, reduced: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
+        """Values for the leaves in the order of `differentiated`, of which some are combined."""
+        found = dict(zip(self.parameters.differentiated, reduced, strict=True))
+        found |= zip(self.combined, combined, strict=True)
+        return [found[i] for i in self.differentiated]
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.plan is None:
@@ -268,9 +317,10 @@ class Transform:
             else:
                 inputs += leaves
                 specs += argument.specs
-        leaf_updates = updates.on_device(stored, given, self.parameters.differentiated)
+        leaf_updates = updates.on_device(stored, given, self.differentiated)
         ledger = Ledger(self.comm.sizes)
         with recording(ledger):
+            share = self._share_of_loss(inputs, specs)
             result = run_on_device(
                 lambda stored, inputs: self.flat(stored, inputs, specs, outputs),
                 self.parameters,
@@ -282,18 +332,69 @@ class Transform:
                 self.comm,
                 leaf_updates,
                 self.options.shares,
+                share,
             )
+            num = len(outputs.how)
             with labelled("other", "aux" if self.options.has_gradients else "output"):
-                parts = outputs.part(result.others, self.comm)
+                parts = outputs.part(result.others[:num], self.comm)
+            combined = self._combine(result.others[num:])
         self._traced = result.program
+        leaves = self.parameters.leaves
         self._plan = dataclasses.replace(
             result.plan,
+            combined=tuple((leaves[i].path, how) for i, how in self.combined.items()),
             transfers=tuple(ledger.transfers),
             host_transfers=tuple(ledger.host_transfers),
             codecs=self.comm.described(ledger.transfers),
         )
         updated = [result.updated.get(i) for i in leaf_updates]
-        return result.loss, result.gradients, parts, result.wire_state, result.halves, updated
+        return (
+            result.loss,
+            result.gradients,
+            combined,
+            parts,
+            result.wire_state,
+            result.halves,
+            updated,
+        )
+
+    def _share_of_loss(self, inputs: list[Any], specs: list[PartitionSpec]) -> Array | float | None:
+        """What a device's loss is multiplied by to be its share of the loss of the full batch."""
+        if not self._shares_loss:
+            return None
+        if not self.options.weighted:
+            return 1 / (self.comm.num_devices * self.options.microbatches)
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.parameters.leaves]
+
+        def weight(stored: list[Any], inputs: list[Any]) -> Array:
+            args, kwargs = self._rebuild(stored, inputs)
+            value, _ = split_aux(self._called(args, kwargs), self.options.has_aux)
+            total_and_weight = split_weight(value, True)
+            assert total_and_weight[1] is not None
+            return total_and_weight[1]
+
+        total = total_weight(weight, leaves, inputs, specs, self.options.microbatches, self.comm)
+        return 1 / total.astype(accumulator_dtype(total.dtype))
+
+    def _combine(self, gradients: Sequence[Array]) -> list[Array]:
+        """Combine the gradients of `combined`, each `[microbatches, ...]`, and pad them.
+
+        All that are combined alike are sent as one array: an fp8 layer has six small ones.
+        """
+        found, groups = {}, {}
+        for (i, how), x in zip(self.combined.items(), gradients, strict=True):
+            wide = x.astype(accumulator_dtype(x.dtype))
+            groups.setdefault((how, wide.dtype), {})[i] = wide.reshape(len(x), x[0].size)
+        for (how, _), rows in groups.items():
+            leaves = [self.parameters.leaves[i] for i in rows]
+            with labelled("gradients", *(leaf.path for leaf in leaves)):
+                joined = combine(jnp.concatenate([*rows.values()], 1), how, self.comm)
+            ends = itertools.accumulate(math.prod(leaf.shape) for leaf in leaves)
+            parts = jnp.split(joined, [*ends][:-1])
+            for i, leaf, x in zip(rows, leaves, parts, strict=True):
+                x = x.reshape(leaf.shape).astype(leaf.dtype)
+                found[i] = pad(x, leaf.layout) if leaf.layout else x
+        return [found[i] for i in self.combined]
 
     def _flat(
         self,
@@ -311,10 +412,13 @@ class Transform:
             outputs: records the structure of the auxiliary outputs (or of all, for `apply`).
 
         Returns:
-            Loss, weight, gradients and auxiliary outputs. For `apply`, the first two are None, and
-            there are no gradients.
+            Loss, weight, gradients, and auxiliary outputs followed by gradients that are combined.
+            For `apply`, the first two are None, and there are no gradients.
         """
         options = self.options
+        share = None
+        if self._shares_loss:
+            *inputs, share = inputs
         if not options.has_gradients:
             args, kwargs = self._rebuild(stored, inputs)
             return None, None, [], outputs.record(self._called(args, kwargs))
@@ -325,21 +429,24 @@ class Transform:
 
         doubled = functools.partial(shapes_with_twice_the_rows, aux_of, inputs, specs)
 
+        numbers = [*self.parameters.differentiated, *self.combined]
+
         def loss(differentiated):
             merged = list(stored)
-            for i, x in zip(self.parameters.differentiated, differentiated, strict=True):
+            for i, x in zip(numbers, differentiated, strict=True):
                 merged[i] = x
             args, kwargs = self._rebuild(merged, inputs)
             value, aux = split_aux(self._called(args, kwargs), options.has_aux)
             value, weight = split_weight(value, options.weighted)
             check_loss(value)
-            return value, (weight, outputs.record(aux, doubled))
+            share_of_loss = value if share is None else value * share.astype(value.dtype)
+            return share_of_loss, (value, weight, outputs.record(aux, doubled))
 
-        differentiated = [stored[i] for i in self.parameters.differentiated]
-        (value, (weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(
-            differentiated
+        (_, (value, weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(
+            [stored[i] for i in numbers]
         )
-        return value, weight, gradients, others
+        num = len(self.parameters.differentiated)
+        return value, weight, gradients[:num], others + gradients[num:]
 
     def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         names = [argument.name for argument in self.call.arguments]
@@ -354,14 +461,20 @@ class Transform:
         return self.call.rebuild(arrays)
 
 
-def _parameters(call: Call, options: Options, config: ZeroConfig, num_shards: int) -> Parameters:
+def _parameters(
+    call: Call,
+    options: Options,
+    config: ZeroConfig,
+    num_shards: int,
+    combined: Mapping[int, str],
+) -> Parameters:
     leaves, differentiated = [], []
     numbers = options.argnums if options.has_gradients else ()
     for number, argument in enumerate(call.arguments):
         if argument.plan is None:
             continue
         for leaf, is_trained in zip(argument.plan.leaves, argument.trained, strict=True):
-            if number in numbers and is_trained:
+            if number in numbers and is_trained and len(leaves) not in combined:
                 differentiated.append(len(leaves))
             leaves.append(leaf)
     return Parameters(
@@ -370,5 +483,6 @@ def _parameters(call: Call, options: Options, config: ZeroConfig, num_shards: in
         config.stage >= 3,
         config.stage >= 2,
         num_shards,
+        frozenset(combined),
         config.offload,
     )

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import optax
 from jax import lax
 from jaxtyping import Array
@@ -17,7 +18,14 @@ from jaxtyping import Array
 from .._execute import LocalWireState
 from .._mesh import in_host
 from .._plan import Plan
-from .._sharding import ZeroConfig, arrays_of, flatten, statics_of
+from .._sharding import (
+    ZeroConfig,
+    arrays_of,
+    flatten,
+    is_array,
+    overwritten_leaves,
+    statics_of,
+)
 from .._windowed_update import TracedUpdate, UpdateLayouts
 from .apply_gradients import Layouts, apply_gradients, split, split_arrays, with_untrained
 from .call_results import returned
@@ -119,9 +127,18 @@ class Step:
             UpdateLayouts(of_grads, self._plans[1], plan, mesh, axes),
             {},
         )
-        updates = ProgramUpdates(update)
+        argument, states = self._transform.call.arguments[0], overwritten_leaves(params)
+        pairs = zip(flatten(params)[1], states, strict=True)
+        kinds = zip([state for x, state in pairs if is_array(x)], argument.trained, strict=True)
+        of_state = [is_state for is_state, has_gradient in kinds if has_gradient]
+        updates = ProgramUpdates(update, [i for i, x in enumerate(of_state) if not x])
         outputs = self._transform.program(arrays, LocalWireState(), updates)
-        loss, gradients, aux, _, _, updated = outputs
+        loss, every, aux, _, _, updated = outputs
+        gradients = [x for x, is_state in zip(every, of_state, strict=True) if not is_state]
+        next_states = iter([x for x, is_state in zip(every, of_state, strict=True) if is_state])
+        next_states = jax.tree.unflatten(
+            flatten(params)[2], [next(next_states, None) if x else None for x in states]
+        )
         done = {}
         for leaf, new in zip(updates.leaves.values(), updated, strict=True):
             if new is not None:
@@ -136,7 +153,7 @@ class Step:
         new, new_state = update.apply(gradients, done, at_once=at_once)
         new = split(plan, new, mesh, layouts.weight_axes)
         value = (loss, aux) if self._transform.options.has_aux else loss
-        return value, with_untrained(params, trained, new), new_state
+        return value, with_untrained(params, trained, new, next_states), new_state
 
 
 def _fit_at_once(update: TracedUpdate, updates: ProgramUpdates, are_done: Sequence[bool]) -> bool:

@@ -10,16 +10,19 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .._codecs import Codec
-from .._collectives import CommSpec
-from .._execute import LocalWireState, WireState, first_state
+from .._execute import LocalWireState
 from .._local_steps import LocalSteps
 from .._plan import Plan
-from .._sharding import arrays_of, without_defaults
-from .._simigrad import CodecNoise
+from .._sharding import without_defaults
 from .arguments import BATCH
 from .batch_choice import BatchArgnums
-from .call_results import gradient_options, returned, wire_state_of
-from .codec_noise import measure_codec_noise
+from .call_results import (
+    gradient_options,
+    reads_kept_slices,
+    returned,
+    warn_of_full_weights,
+    wire_state_of,
+)
 from .differentiable import check_differentiable
 from .freezing import Freezing
 from .frozen_prefix import Names
@@ -60,40 +63,6 @@ class Zero(ShardedTrees):
         sizes = ", ".join(f"{axis}={size}" for axis, size in self._devices.shape.items())
         return f"Zero({sizes}; {without_defaults(self.config)})"
 
-    def init_wire_state(self, params: Any) -> WireState:
-        """Make the wire state, which hops keep from step to step, before the first step.
-
-        Only hops such as `WeightDelta` (node slices of weights) and `ErrorFeedback` (residuals of
-        gradients) need it (`config.needs_wire_state`). Pass it to the function from
-        `value_and_grad`, which returns the next one; save it like optimizer state. If parameters
-        change outside of the training step, make it again: it holds slices of the old ones.
-
-        Returns:
-            Sharded arrays: each device holds its node slice of each leaf.
-
-        Raises:
-            ValueError: `params` did not come from this `Zero`.
-        """
-        comm = CommSpec.of(self._devices, self.config)
-        make = first_state(self._plan_of(params), self._weight_axes, self._devices, comm)
-        return self._programs.run(make, arrays_of(params))
-
-    def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
-        """Measure the noise that the codecs add to gradients such as `grads`, for `jz.simigrad`.
-
-        Devices encode and decode their shards of `grads`, and all-reduce three scalars. Call it in
-        the jitted step, or only every few steps. `microbatches` is that of the `value_and_grad`
-        that returned `grads`.
-
-        Raises:
-            ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
-            NotImplementedError: the config uses error feedback, or encodes sums twice.
-        """
-        leaves = self._plan_of(grads).leaves
-        devices = self._here._devices
-        measure = functools.partial(measure_codec_noise, leaves, devices, self.config, microbatches)
-        return self._programs.run(measure, arrays_of(grads))
-
     def freeze(
         self, params: Any, prefix: int, *, layers: Names, before: Names, codec: Codec | None = None
     ) -> Freezing:
@@ -129,6 +98,7 @@ class Zero(ShardedTrees):
         microbatches: int = 1,
         weighted: bool = False,
         aux_reduce: Any = None,
+        gradient_reduce: Any = None,
         halves: bool = False,
         shares: Sequence[int] | None = None,
         batch_argnums: BatchArgnums = None,
@@ -156,10 +126,16 @@ class Zero(ShardedTrees):
                 over the sum of weights, over all devices and micro-batches. The weight (a
                 number of tokens) is taken as independent of the parameters.
             aux_reduce: how leaves of `aux` are combined over devices and micro-batches: a
-                tree prefix of "mean", "sum", "first" (the value of the first device),
+                tree prefix of "mean", "sum", "max", "first" (the value of the first device),
                 "stack" (on a new leading dim, in the order of the batch) and "concat" (leaves
                 whose dim 0 is the device's rows are joined to one of all rows). Float leaves
                 default to "mean"; others need one, and so do those with a value for each row.
+            gradient_reduce: for leaves whose gradient is no derivative but a value that a
+                `custom_vjp` returns, such as the next scale of fp8 weights: a tree prefix of the
+                parameters of "mean", "max", "sum" and "first". Only a derivative, of "mean", is
+                scaled or encoded by codecs. With it, a device's loss is multiplied by its share in
+                the mean before it is differentiated: `f` sees the cotangents of the full batch. By
+                default, Flax's collection `_overwrite_with_gradient` is reduced by "max".
             halves: also compare the gradients of two halves of the nodes (or of the devices, if
                 there is one node), for `jz.simigrad`. This sends three numbers for each leaf, and
                 holds one more float32 shard of it. Gradients stay bitwise equal where
@@ -203,6 +179,7 @@ class Zero(ShardedTrees):
             microbatches=microbatches,
             weighted=weighted,
             aux_reduce=aux_reduce,
+            gradient_reduce=gradient_reduce,
             halves=halves,
             shares=shares,
         )
@@ -227,6 +204,7 @@ class Zero(ShardedTrees):
         microbatches: int = 1,
         weighted: bool = False,
         aux_reduce: Any = None,
+        gradient_reduce: Any = None,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
     ) -> Callable:
@@ -250,6 +228,8 @@ class Zero(ShardedTrees):
             microbatches: must be 1, because a gradient is final only after the last micro-batch.
             weighted: must be False, because the sum of all weights is known only at the end.
             aux_reduce: as for `value_and_grad`.
+            gradient_reduce: likewise. Leaves of Flax's collection `_overwrite_with_gradient` get
+                their gradient as the next value; `tx` does not see them.
             batch_argnums: as for `value_and_grad`; positions are those of the arguments of `f`.
             in_specs: likewise.
 
@@ -266,7 +246,11 @@ class Zero(ShardedTrees):
         """
         check_one_program(self.config, microbatches, weighted)
         options = gradient_options(
-            self._devices, self.config, has_aux=has_aux, aux_reduce=aux_reduce
+            self._devices,
+            self.config,
+            has_aux=has_aux,
+            aux_reduce=aux_reduce,
+            gradient_reduce=gradient_reduce,
         )
 
         @functools.wraps(f)
@@ -298,21 +282,36 @@ class Zero(ShardedTrees):
             batch_argnums: the argument that is the batch, as in `value_and_grad`.
             in_specs: `PartitionSpec`s of arguments, as in `value_and_grad`.
             out_reduce: how outputs are combined over devices: a tree prefix of "mean",
-                "sum", "first", "stack" and "concat". By default, an output with one row
+                "sum", "max", "first", "stack" and "concat". By default, an output with one row
                 for each row of this device's batch is concatenated over devices, and a
                 float scalar is averaged. For any other output, `out_reduce` is required.
 
         Returns:
-            A function of the same arguments.
+            A function of the same arguments. Where the config keeps slices of the weights from
+            step to step (`WeightDelta`), it also takes `wire_state=`, as the function from
+            `value_and_grad` does, and reads the weights that the next training step would read from
+            this state and these parameters. It does not change the state.
+
+        Raises:
+            ValueError: as `value_and_grad`; among others for a wire state of other parameters.
+
+        Warns:
+            UserWarning: once, if the config keeps such slices and `wire_state` is not given: the
+                weights are then read in full, which differ a little from those of a training step.
         """
         numbers = argument_numbers(argnums)
         reduce = flat_reductions("out_reduce", out_reduce)
         options = Options(numbers, has_gradients=False, reduce=reduce)
 
         @functools.wraps(f)
-        def wrapped(*args, **kwargs):
+        def wrapped(*args, wire_state=None, **kwargs):
             transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
-            return self._programs.run(transform.program, arrays, LocalWireState())[2]
+            if wire_state is None and not self._has_warned and reads_kept_slices(transform):
+                self._has_warned = True
+                warn_of_full_weights(self.config)
+            # What is kept of gradients has no part in it.
+            slices = LocalWireState(wire_state_of(transform, wire_state).slices)
+            return self._programs.run(transform.program, arrays, slices)[2]
 
         return wrapped
 
@@ -325,6 +324,7 @@ class Zero(ShardedTrees):
         microbatches: int = 1,
         weighted: bool = False,
         aux_reduce: Any = None,
+        gradient_reduce: Any = None,
         halves: bool = False,
         shares: Sequence[int] | None = None,
         batch_argnums: BatchArgnums = None,
@@ -349,6 +349,7 @@ class Zero(ShardedTrees):
             microbatches=microbatches,
             weighted=weighted,
             aux_reduce=aux_reduce,
+            gradient_reduce=gradient_reduce,
             halves=halves,
             shares=shares,
         )

@@ -20,6 +20,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (
     "start/first_step.md",
+    "howto/fp8.md",
     "howto/freezing.md",
     "howto/from_deepspeed.md",
     "howto/from_fsdp2.md",

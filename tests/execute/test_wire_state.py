@@ -59,6 +59,38 @@ def test_what_rounding_lost_is_in_the_next_difference(mesh):
         before = now
 
 
+@pytest.mark.parametrize(
+    "mesh", ["2x4-auto", pytest.param("3x2-explicit", marks=pytest.mark.exhaustive)]
+)
+def test_apply_reads_what_the_next_step_reads(mesh):
+    """Weights have moved since the state was made; the ratios of PPO are 1 before an update."""
+    zero = _zero(jz.zeropp4(), mesh)
+    state = zero.init_wire_state(zero.shard(WHOLE))
+    params = zero.shard(jax.tree.map(lambda x: x + 0.1 * np.sin(x), WHOLE))
+
+    def outputs(params, x):
+        h = x @ params["w"] + params["bias"][None]
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["stack"])[0]
+
+    def loss(params, x):
+        return jnp.mean(outputs(params, x)), outputs(params, x)
+
+    step = zero.value_and_grad(loss, has_aux=True, aux_reduce="concat")
+    (_, expected), _, _ = step(params, X, wire_state=state)
+    evaluate = zero.apply(outputs)
+    jitted = jax.jit(lambda params, x, state: evaluate(params, x, wire_state=state))
+    np.testing.assert_array_equal(jitted(params, X, state), expected)
+    with pytest.warns(UserWarning, match="reads the weights in full as int8/256") as warned:
+        in_full = evaluate(params, X), evaluate(params, X)
+    assert len(warned) == 1
+    assert np.abs(in_full[0] - expected).max() > 1e-4
+    with pytest.raises(ValueError, match="The state is of other parameters"):
+        other = zero.shard({**WHOLE, "w": WHOLE["w"][:, :8], "bias": WHOLE["bias"][:8]})
+        evaluate(other, X, wire_state=state)
+    with pytest.raises(ValueError, match="must be one state for each argument in `argnums`"):
+        evaluate(params, X, wire_state=[state, state])
+
+
 @pytest.mark.parametrize("kept", [jz.Int8(block=64), None])
 def test_slices_follow_weights_that_train(kept):
     """After each step a slice is as near as one difference in 4 bits, and its own codec, bring it.

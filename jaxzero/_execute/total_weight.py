@@ -1,0 +1,84 @@
+"""The sum of the weights of all devices and micro-batches, before the program runs.
+
+A weighted mean is known at the end, when it divides gradients. Where cotangents themselves have to
+be those of the full batch, the weight is needed first: it is computed from the batch alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._collectives import CommSpec, all_reduce, labelled
+from .._mesh import AXES, microbatch_index
+from .._plan import find_uses, make_plan
+from .._program import Block, trace
+from .block import run_block
+from .microbatches import Accumulators, accumulate
+
+
+def total_weight(
+    weight: Callable[[list[Any], list[Any]], Array],
+    parameters: Sequence[jax.ShapeDtypeStruct],
+    inputs: Sequence[Array],
+    specs: Sequence[Any],
+    microbatches: int,
+    comm: CommSpec,
+) -> Array:
+    """Add up the weights of all devices and micro-batches.
+
+    Args:
+        weight: from full parameters and the inputs of one micro-batch to its weight, a scalar.
+        parameters: shapes and dtypes of the full parameters.
+        inputs: this device's rows, and replicated values.
+        specs: the `PartitionSpec` of each input.
+        microbatches: how many parts the rows are cut into.
+        comm: mesh axes and their sizes.
+
+    Raises:
+        ValueError: the weight is computed from parameters.
+    """
+    num = len(parameters)
+
+    def run(index: Array | None, rows: list[Any]) -> tuple[Accumulators, list[Any]]:
+        indices = [] if index is None else [index]
+
+        def function(*arrays: Any) -> Array:
+            index, arrays = (None, arrays) if not indices else (arrays[0], arrays[1:])
+            with microbatch_index(index):
+                return weight(list(arrays[:num]), list(arrays[num:]))
+
+        block, _ = trace(function, *indices, *parameters, *rows)
+        block = _needed(block)
+        read = {x for operation in block.operations for x in operation.inputs}
+        if not read.isdisjoint(block.inputs[len(indices) : len(indices) + num]):
+            raise ValueError(
+                "The weight that the function returns beside the sum of losses is computed from "
+                "parameters. Gradients that are not reduced by 'mean' (the state of fp8 layers) "
+                "need the weight of the full batch before the loss: compute it from the batch."
+            )
+        uses = find_uses(block, {}, sys.maxsize)
+        axes = comm.axes[-1:]  # over which nothing is sent
+        plan = make_plan(block, uses, [None], None, comm.schedule, lambda specs: axes, axes)
+        outputs, _, _ = run_block(plan, comm, [*indices, *[None] * num, *rows], {}, {})
+        return Accumulators(jnp.zeros(()), jnp.asarray(outputs[0]), []), []
+
+    sums, _ = accumulate(run, inputs, specs, microbatches)
+    with labelled("other", "loss"):
+        return all_reduce(sums.weight, AXES)
+
+
+def _needed(block: Block) -> Block:
+    """The block without effects (prints), which `trace` keeps, and what only they read."""
+    live, kept = {*block.outputs}, []
+    for operation in reversed(block.operations):
+        if not live.isdisjoint(operation.outputs):
+            kept.append(operation)
+            live.update(operation.inputs)
+    return dataclasses.replace(block, operations=tuple(reversed(kept)))
