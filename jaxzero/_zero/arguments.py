@@ -344,3 +344,13 @@ def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> Non
 def _array_paths(value: Any) -> list[tuple[Any, Any]]:
     paths, leaves, _ = flatten(value)
     return [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]
+
+
+def num_rows(call: Call, arrays: Sequence[Sequence[Any]]) -> int | None:
+    """The number of rows of the batch; None if no argument has rows."""
+    for argument, leaves in zip(call.arguments, arrays, strict=True):
+        for x, spec in zip(leaves, argument.specs, strict=True):
+            dim = None if argument.plan else split_dim(spec)
+            if dim is not None and spec[dim] == AXES:
+                return x.shape[dim]
+    return None

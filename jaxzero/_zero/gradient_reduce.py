@@ -7,12 +7,17 @@ for them. They leave the program among its other outputs, and are combined as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from .._sharding import LeafSpec, overwritten_leaves, spread_prefix
+from .._collectives import CommSpec, accumulator_dtype, labelled
+from .._execute import Parameters, combine
+from .._sharding import LeafSpec, ZeroConfig, overwritten_leaves, pad, spread_prefix
 from .arguments import Argument, Call
 from .options import Options
 
@@ -41,6 +46,60 @@ def combined_leaves(call: Call, options: Options) -> dict[int, str]:
             "`shares` does not work with gradients that are not reduced by 'mean'. Leave out one."
         )
     return found
+
+
+def parameters_of(
+    call: Call,
+    options: Options,
+    config: ZeroConfig,
+    num_shards: int,
+    combined: Mapping[int, str],
+) -> Parameters:
+    """The leaves of all sharded arguments; the program reduces none of those that are combined."""
+    leaves, differentiated = [], []
+    numbers = options.argnums if options.has_gradients else ()
+    for number, argument in enumerate(call.arguments):
+        if argument.plan is None:
+            continue
+        for leaf, is_trained in zip(argument.plan.leaves, argument.trained, strict=True):
+            if number in numbers and is_trained and len(leaves) not in combined:
+                differentiated.append(len(leaves))
+            leaves.append(leaf)
+    return Parameters(
+        tuple(leaves),
+        tuple(differentiated),
+        config.stage >= 3,
+        config.stage >= 2,
+        num_shards,
+        frozenset(combined),
+        config.offload,
+    )
+
+
+def combined_gradients(
+    gradients: Sequence[Array],
+    combined: Mapping[int, str],
+    leaves: Sequence[LeafSpec],
+    comm: CommSpec,
+) -> list[Array]:
+    """Combine the gradients of the leaves `combined`, each `[microbatches, ...]`, and pad them.
+
+    All that are combined alike are sent as one array: an fp8 layer has six small ones.
+    """
+    found, groups = {}, {}
+    for (i, how), x in zip(combined.items(), gradients, strict=True):
+        wide = x.astype(accumulator_dtype(x.dtype))
+        groups.setdefault((how, wide.dtype), {})[i] = wide.reshape(len(x), x[0].size)
+    for (how, _), rows in groups.items():
+        of_rows = [leaves[i] for i in rows]
+        with labelled("gradients", *(leaf.path for leaf in of_rows)):
+            joined = combine(jnp.concatenate([*rows.values()], 1), how, comm)
+        ends = itertools.accumulate(math.prod(leaf.shape) for leaf in of_rows)
+        parts = jnp.split(joined, [*ends][:-1])
+        for i, leaf, x in zip(rows, of_rows, parts, strict=True):
+            x = x.reshape(leaf.shape).astype(leaf.dtype)
+            found[i] = pad(x, leaf.layout) if leaf.layout else x
+    return [found[i] for i in combined]
 
 
 def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpec, str]]:

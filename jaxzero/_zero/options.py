@@ -1,10 +1,14 @@
-"""`Options`: the arguments of `Zero.value_and_grad` and `Zero.apply` other than the function."""
+"""The arguments of `Zero`, and of its `value_and_grad` and `apply` other than the function."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
+
+from .._mesh import AnyMesh, check_mesh
+from .._sharding import ZeroConfig, without_defaults, zero3
+from .host_memory import check_platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +25,30 @@ class Options:
     halves: bool = False  # whether gradients of two half-batches are compared
     # How gradients are reduced, as `reduce`; None: as the leaves say (`overwritten_leaves`).
     gradient_reduce: tuple[tuple[str, ...], Any] | None = None
+
+
+def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
+    """The configuration of a `Zero`, by default plain ZeRO-3.
+
+    Raises:
+        ValueError: one of the arguments is of another kind, or the mesh has other axes.
+        NotImplementedError: the platform of the mesh has no host memory, and the config uses it.
+    """
+    if isinstance(mesh, ZeroConfig):
+        raise ValueError(
+            "`mesh` comes before `config`: `jz.Zero(jz.make_mesh(), config)`; got "
+            f"{without_defaults(mesh)}."
+        )
+    check_mesh(mesh)
+    if config is None:
+        return zero3()
+    if not isinstance(config, ZeroConfig):
+        raise ValueError(
+            f"`config` must be a `jz.ZeroConfig`, such as `jz.zero3()`; got {config!r}."
+        )
+    if config.offload is not None:
+        check_platform(mesh)
+    return config
 
 
 def argument_numbers(argnums: Any) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from .._codecs import Codec
 from .._collectives import CommSpec
 from .._execute import WireState, first_state
-from .._mesh import AXES, AnyMesh, NodeMesh, check_mesh, gloo_groups, is_one_node, physical
+from .._mesh import AXES, AnyMesh, NodeMesh, gloo_groups, is_one_node, physical
 from .._plan import Plan
 from .._report import Report, make_report
 from .._sharding import (
@@ -28,15 +28,14 @@ from .._sharding import (
     offloaded,
     plan_tree,
     unboxed,
-    without_defaults,
-    zero3,
 )
 from .._simigrad import CodecNoise
 from .apply_gradients import Layouts, apply_gradients
 from .codec_noise import measure_codec_noise
-from .host_memory import check_patterns, check_platform, check_room
+from .host_memory import check_patterns, check_room
 from .init_fn import Initializer, numbers_as_arrays
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
+from .options import checked_config
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
 from .programs import Programs
@@ -49,22 +48,10 @@ class ShardedTrees:
     """The part of `Zero` that shards trees; see `Zero` for the arguments."""
 
     def __init__(self, mesh: AnyMesh, config: ZeroConfig | None = None):
-        if isinstance(mesh, ZeroConfig):
-            raise ValueError(
-                "`mesh` comes before `config`: `jz.Zero(jz.make_mesh(), config)`; got "
-                f"{without_defaults(mesh)}."
-            )
-        check_mesh(mesh)
-        if config is not None and not isinstance(config, ZeroConfig):
-            raise ValueError(
-                f"`config` must be a `jz.ZeroConfig`, such as `jz.zero3()`; got {config!r}."
-            )
+        self.config = checked_config(mesh, config)
         self.mesh = physical(mesh)
         self._devices = mesh
         self._programs = Programs(self.mesh)
-        self.config = zero3() if config is None else config
-        if self.config.offload is not None:
-            check_platform(mesh)
         self._plans = Registry(mesh, self.config)
         self._states = Registry(mesh, self.config)
         self._matched: set[str] = set()  # patterns of `Offload` that have matched a leaf

@@ -24,6 +24,8 @@ from .._program import OpenProgram, open_program
 from .._sharding import TreePlan
 from .arguments import Argument, Call
 from .loss import constant_weight
+from .options import Options
+from .program_updates import ProgramUpdates
 
 # The tangents of a program's results, from `(constants, args)`, their tangents, and the results.
 Rule = Callable[[Any, Any, Any], Any]
@@ -219,6 +221,64 @@ class Derivative:
         """Those of `reductions` that are of other outputs which are floats."""
         pairs = zip(reductions, self.traced.shapes[3], strict=True)
         return [how for how, x in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def trace_along(
+    run: Callable, arrays: list[list[Any]], state: Any, along: Sequence[int], num_arguments: int
+) -> None:
+    """Trace `run(arrays, state)`, and its tangents along the arguments `along`.
+
+    Raises:
+        ValueError: `along` has a number that is not below `num_arguments`.
+    """
+    if any(not 0 <= number < num_arguments for number in along):
+        raise ValueError(
+            "`tangent_argnums` must be positions of arguments, from 0 to "
+            f"{num_arguments - 1}; got {tuple(along)}."
+        )
+
+    def traced(arrays: list[list[Any]], state: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(arrays)
+        numbers = [number for number, xs in enumerate(arrays) for _ in xs]
+        tangents = [
+            x if number in along and jnp.issubdtype(x.dtype, jnp.inexact) else None
+            for number, x in zip(numbers, leaves, strict=True)
+        ]
+
+        def function(leaves: list[Any]) -> Any:
+            return run(jax.tree.unflatten(treedef, leaves), state)
+
+        return jvp_of_some(function, leaves, tangents) if along else function(leaves)
+
+    # A new function each time: `eval_shape` does not trace the same function twice.
+    jax.eval_shape(traced, arrays, state)
+
+
+def check_tangents(
+    options: Options, combines: bool, updates: ProgramUpdates, tangents: Any
+) -> None:
+    """Raise `NotImplementedError` for a program whose tangents are not computed.
+
+    Args:
+        options: of the program.
+        combines: whether it reduces gradients otherwise than by their mean.
+        updates: of the program.
+        tangents: of its arguments.
+    """
+    reasons = {
+        "with `halves=True`. Leave it out there": options.halves,
+        "with `shares`. Leave them out there": options.shares is not None,
+        "with gradients that `gradient_reduce` combines (the state of fp8 layers). Leave these "
+        "leaves out of what is differentiated": combines,
+        "with respect to its wire state. Pass `jax.lax.stop_gradient(wire_state)`": (
+            any(map(is_varied, jax.tree.leaves(tangents[1])))
+        ),
+        "from `zero.value_and_update` that updates arrays in host memory. Use "
+        "`zero.value_and_grad` and `zero.apply_gradients`": bool(updates.leaves),
+    }
+    for reason, is_given in reasons.items():
+        if is_given:
+            raise NotImplementedError(f"`jax.jvp` of a function {reason}.")
 
 
 def tangents_like(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:

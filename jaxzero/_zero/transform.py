@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,19 +19,17 @@ from jaxtyping import Array
 from .._collectives import CommSpec, Ledger, accumulator_dtype, labelled, recording
 from .._execute import (
     LocalWireState,
-    Parameters,
-    combine,
     run_on_device,
     specs_of,
     total_weight,
 )
-from .._mesh import AXES, AnyMesh, forward_only, map_devices, physical
+from .._mesh import AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
 from .._program import OpenProgram
-from .._sharding import HpZ, PerAxis, ZeroConfig, pad, split_dim
+from .._sharding import HpZ, PerAxis, ZeroConfig
 from .._simigrad import GradientHalves
-from .arguments import BATCH, Argument, Call
-from .gradient_reduce import combined_leaves
+from .arguments import BATCH, Argument, Call, num_rows
+from .gradient_reduce import combined_gradients, combined_leaves, parameters_of
 from .in_place import call_checked
 from .loss import check_loss, split_aux, split_weight
 from .options import Options
@@ -45,10 +41,10 @@ from .tangents import (
     Derivative,
     Differentiable,
     Rule,
-    is_varied,
-    jvp_of_some,
+    check_tangents,
     run_with_tangents,
     tangents_like,
+    trace_along,
     zeros,
 )
 
@@ -74,7 +70,7 @@ class Transform:
         self.config = config
         self.comm = CommSpec.of(mesh, config, options.halves)
         self.combined = combined_leaves(call, options)
-        self.parameters = _parameters(call, options, config, self.comm.num_shards, self.combined)
+        self.parameters = parameters_of(call, options, config, self.comm.num_shards, self.combined)
         # Set by tracing `program`: its plan, and what `flat` was traced to.
         self._plan: Plan | None = None
         self._traced: OpenProgram | None = None
@@ -95,27 +91,7 @@ class Transform:
         Raises:
             ValueError: `along` names no arguments of the call.
         """
-        if any(not 0 <= number < self.call.num_positional for number in along):
-            raise ValueError(
-                "`tangent_argnums` must be positions of arguments, from 0 to "
-                f"{self.call.num_positional - 1}; got {tuple(along)}."
-            )
-
-        def traced(arrays: list[list[Any]], state: Any) -> Any:
-            leaves, treedef = jax.tree.flatten(arrays)
-            numbers = [number for number, xs in enumerate(arrays) for _ in xs]
-            tangents = [
-                x if number in along and jnp.issubdtype(x.dtype, jnp.inexact) else None
-                for number, x in zip(numbers, leaves, strict=True)
-            ]
-
-            def function(leaves: list[Any]) -> Any:
-                return run(jax.tree.unflatten(treedef, leaves), state)
-
-            return jvp_of_some(function, leaves, tangents) if along else function(leaves)
-
-        # A new function each time: `eval_shape` does not trace the same function twice.
-        jax.eval_shape(traced, arrays, state)
+        trace_along(run, arrays, state, along, self.call.num_positional)
         assert self._plan is not None
         return self._plan
 
@@ -147,7 +123,10 @@ class Transform:
                 [constrain(x, self.mesh, spec) for x in each]
                 for each, spec in zip(given, updates.in_specs, strict=True)
             ]
-        outputs = Outputs(self.options, self._rows_per_microbatch(arrays))
+        rows = num_rows(self.call, arrays)
+        if rows is not None:
+            rows = rows // self.comm.num_devices // self.options.microbatches
+        outputs = Outputs(self.options, rows)
         outs = self._run(arrays, wire_state, given, outputs, updates)
         loss, gradients, combined, parts, wire_state, halves, updated = outs
         gradients = self._all_gradients(gradients, combined, self._gradient_axes)
@@ -195,7 +174,7 @@ class Transform:
             function = Differentiable.of(self._traced, program, self.call)
 
             def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
-                self._check_tangents(updates, tangents[1])
+                check_tangents(self.options, self._shares_loss, updates, tangents[1])
                 return self._tangents(function.along(primals, tangents), outputs, results)
 
             return tangents_of
@@ -218,23 +197,6 @@ class Transform:
         self._plan = self._plan.with_tangents(program._plan)
         parts = tuple(map(tangents_like, results[3], parts))
         return loss, gradients, [], parts, *zeros(results[4:])
-
-    def _check_tangents(self, updates: ProgramUpdates, tangents: Any) -> None:
-        """Raise `NotImplementedError` for a program whose tangents are not computed."""
-        reasons = {
-            "with `halves=True`. Leave it out there": self.options.halves,
-            "with `shares`. Leave them out there": self.options.shares is not None,
-            "with gradients that `gradient_reduce` combines (the state of fp8 layers). Leave these "
-            "leaves out of what is differentiated": self._shares_loss,
-            "with respect to its wire state. Pass `jax.lax.stop_gradient(wire_state)`": (
-                any(map(is_varied, jax.tree.leaves(tangents[1])))
-            ),
-            "from `zero.value_and_update` that updates arrays in host memory. Use "
-            "`zero.value_and_grad` and `zero.apply_gradients`": bool(updates.leaves),
-        }
-        for reason, is_given in reasons.items():
-            if is_given:
-                raise NotImplementedError(f"`jax.jvp` of a function {reason}.")
 
     @property
     def _gradient_axes(self) -> tuple[str, ...]:
@@ -293,15 +255,6 @@ class Transform:
             {i: specs.errors[i] for i in wire_state.errors},
         )
 
-    def _rows_per_microbatch(self, arrays: Sequence[Sequence[Array]]) -> int | None:
-        """The number of rows of one micro-batch on one device; None if no argument has rows."""
-        for argument, leaves in zip(self.call.arguments, arrays, strict=True):
-            for x, spec in zip(leaves, argument.specs, strict=True):
-                dim = None if argument.plan else split_dim(spec)
-                if dim is not None and spec[dim] == AXES:
-                    return x.shape[dim] // self.comm.num_devices // self.options.microbatches
-        return None
-
     def _on_device(
         self,
         arrays: list[list[Array]],
@@ -337,7 +290,9 @@ class Transform:
             num = len(outputs.how)
             with labelled("other", "aux" if self.options.has_gradients else "output"):
                 parts = outputs.part(result.others[:num], self.comm)
-            combined = self._combine(result.others[num:])
+            combined = combined_gradients(
+                result.others[num:], self.combined, self.parameters.leaves, self.comm
+            )
         self._traced = result.program
         leaves = self.parameters.leaves
         self._plan = dataclasses.replace(
@@ -375,26 +330,6 @@ class Transform:
 
         total = total_weight(weight, leaves, inputs, specs, self.options.microbatches, self.comm)
         return 1 / total.astype(accumulator_dtype(total.dtype))
-
-    def _combine(self, gradients: Sequence[Array]) -> list[Array]:
-        """Combine the gradients of `combined`, each `[microbatches, ...]`, and pad them.
-
-        All that are combined alike are sent as one array: an fp8 layer has six small ones.
-        """
-        found, groups = {}, {}
-        for (i, how), x in zip(self.combined.items(), gradients, strict=True):
-            wide = x.astype(accumulator_dtype(x.dtype))
-            groups.setdefault((how, wide.dtype), {})[i] = wide.reshape(len(x), x[0].size)
-        for (how, _), rows in groups.items():
-            leaves = [self.parameters.leaves[i] for i in rows]
-            with labelled("gradients", *(leaf.path for leaf in leaves)):
-                joined = combine(jnp.concatenate([*rows.values()], 1), how, self.comm)
-            ends = itertools.accumulate(math.prod(leaf.shape) for leaf in leaves)
-            parts = jnp.split(joined, [*ends][:-1])
-            for i, leaf, x in zip(rows, leaves, parts, strict=True):
-                x = x.reshape(leaf.shape).astype(leaf.dtype)
-                found[i] = pad(x, leaf.layout) if leaf.layout else x
-        return [found[i] for i in self.combined]
 
     def _flat(
         self,
@@ -459,30 +394,3 @@ class Transform:
             for argument in self.call.arguments
         ]
         return self.call.rebuild(arrays)
-
-
-def _parameters(
-    call: Call,
-    options: Options,
-    config: ZeroConfig,
-    num_shards: int,
-    combined: Mapping[int, str],
-) -> Parameters:
-    leaves, differentiated = [], []
-    numbers = options.argnums if options.has_gradients else ()
-    for number, argument in enumerate(call.arguments):
-        if argument.plan is None:
-            continue
-        for leaf, is_trained in zip(argument.plan.leaves, argument.trained, strict=True):
-            if number in numbers and is_trained and len(leaves) not in combined:
-                differentiated.append(len(leaves))
-            leaves.append(leaf)
-    return Parameters(
-        tuple(leaves),
-        tuple(differentiated),
-        config.stage >= 3,
-        config.stage >= 2,
-        num_shards,
-        frozenset(combined),
-        config.offload,
-    )
