@@ -90,7 +90,7 @@ def _assert_as_one_device(found, expected):
         (jz.zero3(), "2x4-explicit", {"microbatches": 2, "weighted": True}),
         (jz.ddp(), "2x4-auto", {"weighted": True}),
         (jz.ZeroConfig(stage=2), "2x4-auto", {"halves": True}),
-        (jz.hsdp(), "2x4-auto", {"microbatches": 2}),
+        pytest.param(jz.hsdp(), "2x4-auto", {"microbatches": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=["zero3", "weighted", "ddp", "halves", "hsdp"],
 )
@@ -105,7 +105,7 @@ def test_flax_fp8_has_the_numbers_of_one_device(one_device, config, mesh, option
         assert all(x == 0 for x in jax.tree.leaves(products.first[OWG]))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_state_is_never_encoded(microbatches):
     """With codecs of 4 bits for arrays of any size, and a wire state."""
     config = dataclasses.replace(jz.zeropp4(), min_quantized_size=0)
@@ -138,9 +138,9 @@ def _state_loss(next_state, name="history"):
     return lambda params, batch: ((tap(batch, params[name]) @ params["w"]) ** 2).mean()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
-    ("mesh", "stage", "microbatches"), [("3x2-auto", 3, 2), ("2x4-explicit", 1, 1)]
+    ("mesh", "stage", "microbatches", "weighted"),
+    [("3x2-auto", 3, 2, True), ("2x4-explicit", 1, 1, False)],
 )
 def test_reductions_of_own_leaves(mesh, stage, microbatches, weighted):
     """Each device and micro-batch has largest rows of its own; 7 elements are stored padded."""
