@@ -60,6 +60,14 @@ class Plan:
         """What is held for all layers, or for a whole loop, and why."""
         return tuple(find_held_whole(self.top))
 
+    @property
+    def described_combined(self) -> tuple[str, ...]:
+        """What `combined` is, one line for each kind of reduction."""
+        leaves: dict[str, list[str]] = {}
+        for path, how in self.combined:
+            leaves.setdefault(how, []).append(path)
+        return tuple(f"{_COMBINED[how]} of {', '.join(x)}" for how, x in leaves.items())
+
     def __str__(self) -> str:
         lines = _lines(self.steps)
         if self.later is not None:
@@ -69,9 +77,7 @@ class Plan:
         lines += map(str, self.held_whole)
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
-        for how in dict.fromkeys(how for _, how in self.combined):
-            names = ", ".join(path for path, each in self.combined if each == how)
-            lines.append(f"at the end: {_COMBINED[how]} of {names}")
+        lines += [f"at the end: {x}" for x in self.described_combined]
         lines += self.codecs
         return "\n".join(line.rstrip() for line in lines)
 

@@ -121,6 +121,8 @@ def _reductions(report: ReportData) -> TextTable:
     headings = ("bucket", "in", "whole", "sent", "times")
     table = _buckets("Reduce-scatters", report, "reduce", headings, cells)
     plan = _plan(report)
+    combined = (f"At the end, {x}." for x in plan.described_combined)
+    table = dataclasses.replace(table, footer=(*table.footer, *combined))
     if not plan.at_end:
         return table
     at_end = f"At the end, one all-reduce of {', '.join(plan.at_end)}."

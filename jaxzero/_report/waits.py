@@ -40,6 +40,9 @@ def waits(plan: Plan) -> tuple[Wait, ...]:
     if plan.slice_bytes and not _keeps_slices(plan.top):
         slices = ("slices of all weights (hpZ)",)
         found.append(Wait("all-gather", "before forward", slices, plan.slice_bytes, 1))
+    if plan.combined:
+        names = tuple(path for path, _ in plan.combined)
+        found.append(Wait("all-reduce", "the end", names, 0, 1))
     if plan.at_end:
         found.append(Wait("all-reduce", "the end", plan.at_end, 0, 1))
     needed = {"all-gather": "weights", "reduce-scatter": "gradients", "all-reduce": "gradients"}
