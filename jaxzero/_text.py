@@ -50,7 +50,7 @@ def first_names(names: Sequence[str]) -> str:
 def to_download(path: Path) -> str:
     """Advice where a path that is not there may be the id of a model on a hub; "" elsewhere."""
     parts = path.parts
-    if path.exists() or path.is_absolute() or len(parts) != 2 or parts[0] in (".", ".."):
+    if len(parts) != 2 or parts[0] in ("/", ".", "..") or path.exists():
         return ""
     return (
         f" If it is a model on the Hugging Face hub, download it, `hf download {escaped(path)} "

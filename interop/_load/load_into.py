@@ -1,6 +1,5 @@
 """Load parameters of any model from a checkpoint (`load_into`), and back (`tensors_from`)."""
 
-import glob
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from jaxzero._sharding import StoredArray, data_of
 from jaxzero.interop._match import settled
-from jaxzero.interop._rules import Rule, patterns_in, to_ours, to_theirs
+from jaxzero.interop._rules import Rule, to_ours, to_theirs
 from jaxzero.interop._tensors import ArrayTensor, LazyTensor, ShardedTensor, named_leaves
 
 from .open import open_checkpoint
@@ -68,7 +67,6 @@ def load_into(
         rules, ignore = proposal.rules, proposal.left_out
     elif accept:
         raise ValueError("`accept` is for rules that are proposed, when `rules` is left out.")
-    ignore = (*patterns_in(ignore), *(glob.escape(x) for x in getattr(tensors, "aliases", ())))
     loaded = to_ours(rules, shapes, tensors, where=where, ignore=ignore)
     return named.rebuild(
         {

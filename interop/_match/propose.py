@@ -30,7 +30,7 @@ from jaxzero.interop._rules import (
     rules_in,
     uses_of,
 )
-from jaxzero.interop._tensors import LazyTensor, named_leaves
+from jaxzero.interop._tensors import LazyTensor, named_leaves, other_names
 
 from .fused import find_fused
 from .generalize import generalize
@@ -110,7 +110,7 @@ def match(
     undecided = rivals | open_steps | open_parts | fused.undecided | _open_pairs(asked)
     undecided = {path: undecided[path] for path in leaves if path not in made}
     proposed = (*known, *generalize(from_tensors(found, normed), leaves))
-    aliases = [name for name in getattr(source, "aliases", ()) if name not in {*used, *out}]
+    tied = [name for name in other_names(source, used) if name not in out]
     return Proposal(
         rules=proposed,
         assumed=_by_rule(reasons, asked, proposed),
@@ -121,8 +121,8 @@ def match(
             [module for module in lone if all(undecided.get(x) == () for x in module.members)],
             unused,
         ),
-        unused=tuple(name for name in source if name not in {*used, *out, *aliases}),
-        left_out=(*out, *aliases),
+        unused=tuple(name for name in source if name not in {*used, *out, *tied}),
+        left_out=(*out, *tied),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jaxzero._text import first_names, shown
-from jaxzero.interop._tensors import Box, LazyTensor, as_lazy, stack
+from jaxzero.interop._tensors import Box, LazyTensor, as_lazy, other_names, stack
 
 from .rule import TWO_NAMES, Index, Rule, Shapes, Use, patterns_in, rules_in, uses_of
 from .steps import run, run_back
@@ -81,7 +81,8 @@ def to_ours(
     """
     rules = rules_in(rules)
     wanted = to_theirs(rules, {path: Placeholder(path, shape) for path, shape in shapes.items()})
-    check_names(source.keys(), wanted.keys(), where=where, ignore=ignore, remedy=remedy)
+    given = source.keys() - set(other_names(source, wanted))
+    check_names(given, wanted.keys(), where=where, ignore=ignore, remedy=remedy)
     held = {name: as_lazy(source[name], name, where) for name in wanted}
     for name, tensor in wanted.items():
         if held[name].shape != tensor.shape:

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -101,6 +101,15 @@ class Checkpoint(Mapping[str, LazyTensor]):
             )
         with laid_out_as(self.form, self.path):
             return self.moments(names)
+
+
+def other_names(source: Mapping[str, Any], used: Collection[str]) -> list[str]:
+    """Names of a checkpoint that are not used, of tied weights that are used by another name."""
+    aliases: Mapping[str, str] = getattr(source, "aliases", {})
+    if not aliases:
+        return []
+    tied = {aliases.get(name, name) for name in used}
+    return [name for name in source if name not in used and aliases.get(name, name) in tied]
 
 
 def _summary(tensors: Sequence[LazyTensor]) -> str:

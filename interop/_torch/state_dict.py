@@ -59,9 +59,7 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
         tensors = _named(_state_dict(read_torch_file(file, records=records), file), file)
         return Checkpoint(path=directory, form="torch.save", tensors=tensors, in_order=True)
     tensors: dict[str, LazyTensor] = {}
-    file_of = by_plain_name(read_index(index), repr(str(index)))
-    if is_directory:
-        check_no_other(index, file_of.values())
+    file_of = by_plain_name(read_index(index, was_named=not is_directory), repr(str(index)))
     for file in sorted({directory / name for name in file_of.values()}):
         held = _named(_state_dict(read_torch_file(file, records=records), file), file)
         absent = [name for name in file_of if file_of[name] == file.name and name not in held]
@@ -80,11 +78,12 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
     return Checkpoint(path=directory, form="torch.save", tensors=tensors)
 
 
-def read_index(index: Path) -> dict[str, str]:
+def read_index(index: Path, *, was_named: bool) -> dict[str, str]:
     """Read an index of Hugging Face and return tensor name -> file name.
 
     Raises:
-        ValueError: the index is broken, names a file outside its directory, or a file is missing.
+        ValueError: the index is broken, names a file outside its directory, or a file is missing;
+            or there is a whole file beside it, unless the index itself `was_named`.
     """
     try:
         file_of = json.loads(index.read_bytes())["weight_map"]
@@ -103,6 +102,8 @@ def read_index(index: Path) -> dict[str, str]:
             f"{str(index)!r} names {shown(outside[0])}, which is not a file beside it. Do not load "
             "it."
         )
+    if not was_named:
+        check_no_other(index, file_of.values())
     missing = [
         name for name in sorted(set(file_of.values())) if not (index.parent / name).is_file()
     ]

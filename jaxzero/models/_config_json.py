@@ -19,6 +19,9 @@ _ADAPTER = (
     "`peft.AutoPeftModelForCausalLM.from_pretrained(directory).merge_and_unload()"
     ".save_pretrained(merged)`, and give `merged`."
 )
+_OF_DECODERS = (
+    " Decoders are read by `jaxzero.interop.load_decoder`; examples/finetune_llm.py trains one."
+)
 _MISSING = (
     "Save the checkpoint again with `save_pretrained` of a current transformers release, which "
     "writes every size."
@@ -68,6 +71,7 @@ def family_of(
             f"`model_type` in {str(path)!r} is {shown(name)}; {models} are read of the families "
             f"{', '.join(sorted(families))}. Choose such a checkpoint, or load the weights into a "
             "model of your own: `jaxzero.interop.match` proposes the rules (docs/howto/rules.md)."
+            + (_OF_DECODERS if models == "encoders" else "")
         )
     return families[name]
 

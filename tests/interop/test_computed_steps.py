@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import flax.linen as linen
 import jax
@@ -23,7 +24,7 @@ X = np.random.default_rng(0).normal(size=(2, 3, D)).astype(np.float32)
 BIASES = ("bias_ih_l0", "bias_hh_l0")
 
 
-def tensors_of(model: torch.nn.Module) -> dict[str, ArrayTensor]:
+def tensors_of(model: Any) -> dict[str, ArrayTensor]:
     return {name: ArrayTensor(x.numpy(), name) for name, x in model.state_dict().items()}
 
 

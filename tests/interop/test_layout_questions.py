@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,13 +17,13 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 
 
-def tensors_of(model: torch.nn.Module, *, sort: bool = False) -> dict[str, ArrayTensor]:
+def tensors_of(model: Any, *, sort: bool = False) -> dict[str, ArrayTensor]:
     held = {name: ArrayTensor(x.numpy(), name) for name, x in model.state_dict().items()}
     held = {name: x for name, x in held.items() if x.ndim}
     return {name: held[name] for name in sorted(held)} if sort else held
 
 
-def tree_of(model: torch.nn.Module, *, first: bool = False) -> dict:
+def tree_of(model: Any, *, first: bool = False) -> dict:
     """The shapes of the same model in Flax, or with `first` in Equinox: channels first."""
     tree: dict = {}
     for name, x in model.state_dict().items():
@@ -39,7 +41,7 @@ def tree_of(model: torch.nn.Module, *, first: bool = False) -> dict:
     return tree
 
 
-def asked_of(model: torch.nn.Module, *, sort: bool = False, first: bool = False) -> dict[str, str]:
+def asked_of(model: Any, *, sort: bool = False, first: bool = False) -> dict[str, str]:
     """Path of each parameter that is asked about -> the reason."""
     found = match(tree_of(model, first=first), tensors_of(model, sort=sort))
     assert not found.undecided and not found.unused, str(found)
@@ -48,13 +50,13 @@ def asked_of(model: torch.nn.Module, *, sort: bool = False, first: bool = False)
 
 
 class Named(nn.Module):
-    def __init__(self, **layers: nn.Module):
+    def __init__(self, **layers: Any):
         super().__init__()
         for name, layer in layers.items():
             self.add_module(name, layer)
 
 
-def vgg() -> nn.Module:
+def vgg() -> Any:
     sizes = [(3, 8), (8, 8), (8, 12), (12, 12), (12, 16)]
     features = [x for a, b in sizes for x in (nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.ReLU())]
     head = [nn.Linear(16 * 9, 32), nn.ReLU(), nn.Dropout(), nn.Linear(32, 32), nn.ReLU()]
