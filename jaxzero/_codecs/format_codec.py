@@ -278,8 +278,8 @@ class FormatCodec(Codec):
         self, x: Float64[np.ndarray, "*rows n"], zero: float
     ) -> Bool[np.ndarray, "*rows n"]:
         """Whether each number's block is not rotated, if numbers up to `zero` count as zeros."""
-        is_zero = np.abs(x) <= zero
-        is_zero[..., x.shape[-1] // _GROUP * _GROUP :] = False
+        is_zero = (np.abs(x) <= zero).astype(np.float64)
+        is_zero[..., x.shape[-1] // _GROUP * _GROUP :] = 0
         return largest_of_blocks(is_zero, self.block) > 0
 
     def _code_bound(
