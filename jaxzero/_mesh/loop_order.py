@@ -88,7 +88,7 @@ def in_order(function: Callable) -> Callable:
 
     def program(tokens: list[Token], *args: Any) -> tuple[list[Token], Any]:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        order = _Order(*tokens)
+        order = _Order(tokens[0] if tokens else None)
         outputs = order.run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         if order.since:
             order.wait_for_all()
@@ -186,7 +186,8 @@ def _body(closed: Any) -> Callable[[list[Any], Token], tuple[list[Any], Token]]:
     def run(inputs: list[Any], token: Token) -> tuple[list[Any], Token]:
         order = _Order(token)
         outputs = order.run(*_opened(closed), inputs)
-        return outputs, _read(order.token, order.since or outputs)
+        order.since = order.since or (outputs if order.token is token else [])
+        return outputs, order.wait_for_all()
 
     return run
 

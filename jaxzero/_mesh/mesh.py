@@ -133,7 +133,8 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
     the devices of one node.
     """
     devices = mesh.mesh if isinstance(mesh, NodeMesh) else mesh
-    if not isinstance(devices, Mesh):
+    if isinstance(devices, SimulatedMesh):
+        assert not isinstance(mesh, Mesh)
         return mesh.map(function, in_specs, out_specs)
     if uses_gloo(devices):
         function = with_workaround(function)
@@ -145,8 +146,8 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
     return functools.partial(in_turn, run)
 
 
-def _mapped(function: Callable, mesh: Mesh | NodeMesh, in_specs: Any, out_specs: Any) -> Callable:
-    if isinstance(mesh, NodeMesh):
+def _mapped(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:
+    if not isinstance(mesh, Mesh):
         return mesh.map(function, in_specs, out_specs)
     check_context(mesh)
     return jax.shard_map(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +14,7 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
+from tests.processes import ROOT
 
 from .loop_order import num_loops, side_by_side
 
@@ -19,7 +24,10 @@ WIDTH, LAYERS, ROWS = 32, 3, 16
 
 def _params() -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) / WIDTH**0.5)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / WIDTH**0.5)
+
     return {"in": draw(WIDTH, WIDTH), "layers": draw(LAYERS, WIDTH, WIDTH), "scale": draw(WIDTH)}
 
 
@@ -41,9 +49,7 @@ def _own_collectives(params, x):
 
     y, maxima = lax.scan(normalized, x, params["layers"])
     steps = lax.while_loop(lambda n: lax.psum(n, AXES) < 40.0, lambda n: n + 1.0, jnp.float32(0))
-    z = lax.cond(
-        jnp.sum(x) < 1e6, lambda z: lax.psum(jnp.sum(z), "local"), jnp.sum, x
-    )
+    z = lax.cond(jnp.sum(x) < 1e6, lambda z: lax.psum(jnp.sum(z), "local"), jnp.sum, x)
     everyone = lax.all_gather(x @ params["in"], "node", tiled=True)
     loss = jnp.mean(y**2) + jnp.mean(everyone**2) + jnp.mean(maxima) * 1e-3 + z * 1e-6
     return loss + 0 * steps + jnp.mean(params["scale"])
@@ -86,27 +92,43 @@ def _two_calls(zero: jz.Zero):
 
 
 PROGRAMS = {
-    "zero3": lambda: (jz.zero3(), _step),
-    "zeropp": lambda: (jz.zeropp(), _step),
-    "zeropp4": lambda: (jz.zeropp4(), _step),
-    "micro-batches": lambda: (jz.zero3(), lambda zero: _step(zero, microbatches=2)),
-    "own collectives": lambda: (jz.zero3(), lambda zero: _step(zero, _own_collectives)),
-    "AdamW": lambda: (jz.zero3(), _adamw),
-    "update in backward": lambda: (jz.zero3(), _update_in_backward),
-    "two calls": lambda: (jz.zero3(), _two_calls),
+    "two calls": (jz.zero3(), _two_calls),
+    "own collectives": (jz.zero3(), lambda zero: _step(zero, _own_collectives)),
+    "zeropp4": (jz.zeropp4(), _step),
+}
+MORE_PROGRAMS = {
+    "zeropp": (jz.zeropp(), _step),
+    "micro-batches": (jz.zero3(), lambda zero: _step(zero, microbatches=2)),
+    "AdamW": (jz.zero3(), _adamw),
+    "update in backward": (jz.zero3(), _update_in_backward),
 }
 
 
-def _compiled(name: str) -> str:
-    config, make = PROGRAMS[name]()
+@pytest.mark.standard_promotion  # for optax
+@pytest.mark.parametrize(
+    "name", [*PROGRAMS, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MORE_PROGRAMS)]
+)
+def test_nothing_runs_beside_a_loop(name):
+    config, make = (PROGRAMS | MORE_PROGRAMS)[name]
     zero = jz.Zero(jz.make_mesh(nodes=2), config)
     params = zero.shard(_params())
-    return jax.jit(make(zero)).lower(params, _batch()).compile().as_text()
-
-
-@pytest.mark.standard_promotion  # for optax
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_nothing_runs_beside_a_loop(name):
-    text = _compiled(name)
+    text = jax.jit(make(zero)).lower(params, _batch()).compile().as_text()
     assert num_loops(text) >= 2
     assert side_by_side(text) == []
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("preset", ["zero3", "zeropp", "zeropp4"])
+@pytest.mark.parametrize("threads", [2, 8, 32])
+def test_training_is_the_same_twice_with_any_number_of_threads(preset, threads):
+    """Without the order JAX 0.12 aborts, deadlocks or gives NaN."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.mesh.train_twice", preset, "50"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "NPROC": str(threads)},
+    )
+    assert done.returncode == 0, done.stderr
