@@ -310,10 +310,11 @@ def test_another_number_of_nodes_joins_with_the_mean(streaming, tmp_path):
 
 def test_tangents_pass_through_encoded_fragments():
     """Those of a round whose fragments are not encoded, and whose nodes take the same steps."""
-    zero = jz.Zero(make_mesh("Auto"))
+    config = dataclasses.replace(jz.zero3(), min_quantized_size=8)
+    zero = jz.Zero(make_mesh("Auto"), config)
     params = zero.shard(init(jax.random.key(0)))
     opt_state, found = zero.init_optimizer(optax.sgd(0.1), params), {}
-    for codec in (None, jz.Int4(block=8)):
+    for codec in (None, jz.Int4(block=32)):
         method = jz.diloco(every=1, codec=codec)
         rounds = zero.local_steps(step_of(zero, optax.sgd(0.1)), method)
         state = rounds.init(params, opt_state)
