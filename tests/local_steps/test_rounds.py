@@ -306,3 +306,25 @@ def test_another_number_of_nodes_joins_with_the_mean(streaming, tmp_path):
     again, metrics = jax.jit(more)(joined, batches(2))
     assert metrics["loss"].shape == (EVERY, 4)
     assert np.isfinite(metrics["loss"]).all()
+
+
+def test_tangents_pass_through_encoded_fragments():
+    """Those of a round whose fragments are not encoded, and whose nodes take the same steps."""
+    config = dataclasses.replace(jz.zero3(), min_quantized_size=8)
+    zero = jz.Zero(make_mesh("Auto"), config)
+    params = zero.shard(init(jax.random.key(0)))
+    opt_state, found = zero.init_optimizer(optax.sgd(0.1), params), {}
+    for codec in (None, jz.Int4(block=32)):
+        method = jz.diloco(every=1, codec=codec)
+        rounds = zero.local_steps(step_of(zero, optax.sgd(0.1)), method)
+        state = rounds.init(params, opt_state)
+
+        def end(scale, rounds=rounds, state=state):
+            rows = jax.tree.map(lambda x: x * scale, batches(3, every=1))
+            return rounds.mean(rounds(state, rows)[0])
+
+        found[codec] = jax.jit(lambda s, end=end: jax.jvp(end, (s,), (1.0,))[1])(1.0)
+    exact, encoded = found.values()
+    for x, y in zip(*map(jax.tree.leaves, (encoded, exact)), strict=True):
+        assert np.linalg.norm(y) > 0
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
