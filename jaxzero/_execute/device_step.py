@@ -109,8 +109,7 @@ def run_on_device(
         specs: the `PartitionSpec` of each input; inputs that it splits are rows.
         microbatches: how many equal parts the rows are cut into, run one after the other.
         comm: mesh axes, codecs and schedule of all collectives.
-        updates: of leaves that are updated as soon as their gradients are known, where the program
-            can, by index of the leaf.
+        updates: by index of the leaf, of leaves that are updated once their gradients are known.
         shares: of the rows of a batch, for each node; None: all are equal.
         share_of_loss: what `flat` multiplies the loss by before it differentiates it, so that the
             sum over devices and micro-batches is the mean; given to it as one more input. None: it
@@ -137,33 +136,30 @@ def run_on_device(
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
 
     def run(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
-        indices = [] if index is None else [index]
-        outputs, sources_now, stacks = run_block(
-            plan, comm, [*indices, *full, *inputs], sources, updates, versions
-        )
+        arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
+        outputs, sources_now, stacks = run_block(plan, comm, arrays, sources, updates, versions)
         if runs_first and plan is program.top:
             sources.update(sources_now)
             updated.update(stacks)
-        loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        loss, weight, gradients, others = jax.tree.unflatten(traced.treedef, outputs)
         return Accumulators(jnp.zeros(()) if loss is None else loss, weight, gradients), others
 
     first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, first, program.means)
-    made = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
     plan = _plan_of_step(program, sources, microbatches, comm)
+    result = Result(None, [], others, wire_state, plan, traced)
     if shapes[0] is None:
-        return Result(None, [], others, wire_state, plan, traced)
+        return result
     means, residuals = _means(sums, program, parameters, wire_state, microbatches, comm, share)
-    return Result(
-        means.loss.astype(shapes[0].dtype),
-        means.gradients,
-        others,
-        LocalWireState(made | slices, residuals),
-        plan,
-        traced,
-        means.halves,
-        updated,
+    made = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
+    return dataclasses.replace(
+        result,
+        loss=means.loss.astype(shapes[0].dtype),
+        gradients=means.gradients,
+        wire_state=LocalWireState(made | slices, residuals),
+        halves=means.halves,
+        updated=updated,
     )
 
 
