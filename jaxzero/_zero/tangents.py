@@ -67,7 +67,11 @@ def _differentiated_by(
         return jax.tree.unflatten(treedef, run(constants, jax.tree.leaves((tokens, *args))))
 
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        last, results = call(*primals)
+        constants, *others = primals
+        # As a function of its own: one that its own rule refers to would only be freed by Python's
+        # collector, and what JAX caches for it, with the user's function, only by the next run.
+        at_primals = dataclasses.replace(program, constants=constants)
+        last, results = _differentiated_by(tangents_of, at_primals, *others)
 
         def made() -> Any:
             remember(last)

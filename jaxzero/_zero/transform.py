@@ -63,7 +63,7 @@ class Transform:
     ):
         self.function = function
         self.call = call
-        self.flat = flat or self._flat
+        self.flat = flat  # or `_flat`: a bound method here would be a cycle of references
         self.options = options
         self.devices = mesh
         self.mesh = physical(mesh)
@@ -272,10 +272,11 @@ class Transform:
                 specs += argument.specs
         leaf_updates = updates.on_device(stored, given, self.differentiated)
         ledger = Ledger(self.comm.sizes)
+        flat = self.flat or self._flat
         with recording(ledger):
             share = self._share_of_loss(inputs, specs)
             result = run_on_device(
-                lambda stored, inputs: self.flat(stored, inputs, specs, outputs),
+                lambda stored, inputs: flat(stored, inputs, specs, outputs),
                 self.parameters,
                 stored,
                 wire_state,
