@@ -169,15 +169,16 @@ class Transform:
             ),
         )
 
-        def rule_of(program: OpenProgram) -> Rule:
+        def rule_of(_: OpenProgram) -> tuple[list[Any], Rule]:
             assert self._traced is not None
-            function = Differentiable.of(self._traced, program, self.call)
+            closed_over = self._traced.constants
+            function = Differentiable(dataclasses.replace(self._traced, constants=[]), self.call)
 
             def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
                 check_tangents(self.options, self._shares_loss, updates, tangents[1])
                 return self._tangents(function.along(primals, tangents), outputs, results)
 
-            return tangents_of
+            return closed_over, tangents_of
 
         return run_with_tangents(mapped, (arrays, wire_state, given), rule_of)
 
