@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from .._mesh import current_microbatch, in_turn, known_together, last_tokens, remember
+from .._mesh import current_microbatch, in_turn, known_together, last_tokens, remember, without_refs
 from .._program import OpenProgram, open_program
 from .._sharding import TreePlan
 from .arguments import Argument, Call
@@ -61,13 +61,14 @@ def _differentiated_by(
     tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
 ) -> tuple[list[Any], Any]:
     """Run a program of tokens and arguments; the rule gives the tangents of its results."""
-    run, treedef = program.run, program.treedef
+    jaxpr, treedef = program.jaxpr, program.treedef
     # JAX calls the rule later: outside of `map_nodes`, for a program of one node.
     context = contextvars.copy_context()
 
     @jax.custom_jvp
     def call(constants: Any, tokens: list[Any], args: Any) -> Any:
-        return jax.tree.unflatten(treedef, run(constants[0], jax.tree.leaves((tokens, *args))))
+        outputs = without_refs(jaxpr, constants[0], jax.tree.leaves((tokens, *args)))
+        return jax.tree.unflatten(treedef, outputs)
 
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (constants, closed_over), tokens, args = primals
