@@ -46,5 +46,6 @@ from .per_device import is_traced as is_traced
 from .per_device import is_tracing as is_tracing
 from .per_device import known_together as known_together
 from .per_device import rewrite as rewrite
+from .per_device import without_refs as without_refs
 from .simulated import SimulatedMesh as SimulatedMesh
 from .simulated import varying as varying

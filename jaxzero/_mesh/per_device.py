@@ -72,6 +72,30 @@ def known_together(arrays: Sequence[Any]) -> list[Any]:
     return _known_together_p.bind(*arrays)
 
 
+def without_refs(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr, in one equation that hides the `jax.Ref`s that are made inside.
+
+    JAX removes these when it lowers a program, but not from the body of a `jax.custom_jvp`.
+    """
+    if not any(map(_is_of_refs, jaxpr.effects)):
+        return eval_jaxpr(jaxpr, constants, *arrays)
+    return _without_refs_p.bind(*constants, *arrays, jaxpr=jaxpr)
+
+
+def _is_of_refs(effect: Any) -> bool:
+    return type(effect).__name__ == "InternalMutableArrayEffect"
+
+
+def _run(*args: Any, jaxpr: Any) -> list[Any]:
+    num = len(jaxpr.constvars)
+    return eval_jaxpr(jaxpr, args[:num], *args[num:])
+
+
+def _run_batched(args: Any, dims: Any, *, jaxpr: Any) -> Any:
+    closed = jax.make_jaxpr(jax.vmap(functools.partial(_run, jaxpr=jaxpr), in_axes=dims))(*args)
+    return without_refs(closed.jaxpr, closed.consts, args), [0] * len(jaxpr.outvars)
+
+
 def _refuse_to_transpose(cotangent: Any, x: Any) -> Any:
     raise NotImplementedError(
         "`jax.grad`, `jax.vjp` and other reverse-mode derivatives of a function that `zero.apply` "
@@ -95,6 +119,18 @@ _known_together_p.def_abstract_eval(lambda *avals: list(avals))
 ad.primitive_jvps[_known_together_p] = lambda x, tangents: (known_together(x), list(tangents))
 batching.primitive_batchers[_known_together_p] = lambda x, dims: (known_together(x), dims)
 mlir.register_lowering(_known_together_p, lambda ctx, *arrays: list(arrays))
+
+_without_refs_p = jex.Primitive("without_refs")
+_without_refs_p.multiple_results = True
+_without_refs_p.def_impl(_run)
+_without_refs_p.def_effectful_abstract_eval(
+    lambda *avals, jaxpr: (
+        [x.aval for x in jaxpr.outvars],
+        {effect for effect in jaxpr.effects if not _is_of_refs(effect)},
+    )
+)
+batching.primitive_batchers[_without_refs_p] = _run_batched
+mlir.register_lowering(_without_refs_p, mlir.lower_fun(_run))
 
 
 def _as_one_call(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from .._mesh import current_microbatch, in_turn, known_together, last_tokens, remember
+from .._mesh import current_microbatch, in_turn, known_together, last_tokens, remember, without_refs
 from .._program import OpenProgram, open_program
 from .._sharding import TreePlan
 from .arguments import Argument, Call
@@ -27,19 +27,21 @@ from .loss import constant_weight
 from .options import Options
 from .program_updates import ProgramUpdates
 
-# The tangents of a program's results, from `(constants, args)`, their tangents, and the results.
+# The tangents of a program's results, from `(closed_over, args)`, their tangents, and the results.
 Rule = Callable[[Any, Any, Any], Any]
 
 
-def run_with_tangents(function: Callable, args: Any, rule_of: Callable[[OpenProgram], Rule]) -> Any:
+def run_with_tangents(
+    function: Callable, args: Any, rule_of: Callable[[OpenProgram], tuple[list[Any], Rule]]
+) -> Any:
     """Run `function(*args)` as a program that JAX differentiates by a rule.
 
     Args:
         function: a function of trees of arrays.
         args: its arguments.
-        rule_of: returns the rule for the traced function. The program keeps it as long as it is
-            compiled; so the rule should hold no arrays. Tangents that are known to be zero are
-            `SymbolicZero`s.
+        rule_of: returns, for the traced function, the arrays that what is differentiated closes
+            over, and the rule. The program keeps the rule, which should hold no arrays. Tangents
+            that are known to be zero are `SymbolicZero`s.
     """
 
     def in_trace(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
@@ -49,34 +51,40 @@ def run_with_tangents(function: Callable, args: Any, rule_of: Callable[[OpenProg
 
     def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
         program = open_program(in_trace, tokens, *args)
-        return _differentiated_by(rule_of(program), program, tokens, args)
+        closed_over, rule = rule_of(program)
+        return _differentiated_by(rule, program, closed_over, tokens, args)
 
     return in_turn(run, *args)
 
 
 def _differentiated_by(
-    tangents_of: Rule, program: OpenProgram, tokens: list[Any], args: Any
+    tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
 ) -> tuple[list[Any], Any]:
     """Run a program of tokens and arguments; the rule gives the tangents of its results."""
-    run, treedef = program.run, program.treedef
+    jaxpr, treedef = program.jaxpr, program.treedef
     # JAX calls the rule later: outside of `map_nodes`, for a program of one node.
     context = contextvars.copy_context()
 
     @jax.custom_jvp
-    def call(constants: list[Any], tokens: list[Any], args: Any) -> Any:
-        return jax.tree.unflatten(treedef, run(constants, jax.tree.leaves((tokens, *args))))
+    def call(constants: Any, tokens: list[Any], args: Any) -> Any:
+        outputs = without_refs(jaxpr, constants[0], jax.tree.leaves((tokens, *args)))
+        return jax.tree.unflatten(treedef, outputs)
 
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        last, results = call(*primals)
+        (constants, closed_over), tokens, args = primals
+        # As a function of its own: one that its own rule refers to would only be freed by Python's
+        # collector, and what JAX caches for it, with the user's function, only by the next run.
+        at_primals = dataclasses.replace(program, constants=constants)
+        last, results = _differentiated_by(tangents_of, at_primals, closed_over, tokens, args)
 
         def made() -> Any:
             remember(last)
-            return tangents_of((primals[0], primals[2]), (tangents[0], tangents[2]), results)
+            return tangents_of((closed_over, args), (tangents[0][1], tangents[2]), results)
 
         return (last, results), (zeros(last), context.copy().run(made))
 
     call.defjvp(rule, symbolic_zeros=True)
-    return call(program.constants, tokens, args)
+    return call((program.constants, closed_over), tokens, args)
 
 
 def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
@@ -96,7 +104,7 @@ def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
         function = lambda leaves: exact(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
         return jvp_of_some(function, leaves, jax.tree.leaves(tangents[1]))[1]
 
-    return run_with_tangents(program, args, lambda _: tangents_of)
+    return run_with_tangents(program, args, lambda opened: (opened.constants, tangents_of))
 
 
 def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -118,31 +126,16 @@ class Differentiable:
 
     Attributes:
         traced: the function, traced on flat lists, without the arrays that it closes over.
-        places: where these are among the constants of the program.
         call: the arguments of the program.
     """
 
     traced: OpenProgram
-    places: tuple[int, ...]
     call: Call
 
-    @classmethod
-    def of(cls, traced: OpenProgram, program: OpenProgram, call: Call) -> Differentiable:
-        numbers = {id(x): i for i, x in enumerate(program.constants)}
-        places = tuple(numbers[id(x)] for x in traced.constants)
-        return cls(dataclasses.replace(traced, constants=[]), places, call)
-
     def along(self, primals: Any, tangents: Any) -> Derivative:
-        """The derivative at these constants and arguments of the program, along these tangents."""
+        """The derivative at `(closed_over, args)`, along the tangents of these."""
         (constants, args), (of_constants, of_args) = _known_together(primals, tangents)
-        return Derivative(
-            self.traced,
-            [constants[i] for i in self.places],
-            [of_constants[i] for i in self.places],
-            self.call,
-            args[0],
-            of_args[0],
-        )
+        return Derivative(self.traced, constants, of_constants, self.call, args[0], of_args[0])
 
 
 @dataclasses.dataclass(frozen=True)

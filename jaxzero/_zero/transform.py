@@ -63,7 +63,7 @@ class Transform:
     ):
         self.function = function
         self.call = call
-        self.flat = flat or self._flat
+        self.flat = flat  # or `_flat`: a bound method here would be a cycle of references
         self.options = options
         self.devices = mesh
         self.mesh = physical(mesh)
@@ -169,15 +169,16 @@ class Transform:
             ),
         )
 
-        def rule_of(program: OpenProgram) -> Rule:
+        def rule_of(_: OpenProgram) -> tuple[list[Any], Rule]:
             assert self._traced is not None
-            function = Differentiable.of(self._traced, program, self.call)
+            closed_over = self._traced.constants
+            function = Differentiable(dataclasses.replace(self._traced, constants=[]), self.call)
 
             def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
                 check_tangents(self.options, self._shares_loss, updates, tangents[1])
                 return self._tangents(function.along(primals, tangents), outputs, results)
 
-            return tangents_of
+            return closed_over, tangents_of
 
         return run_with_tangents(mapped, (arrays, wire_state, given), rule_of)
 
@@ -272,10 +273,11 @@ class Transform:
                 specs += argument.specs
         leaf_updates = updates.on_device(stored, given, self.differentiated)
         ledger = Ledger(self.comm.sizes)
+        flat = self.flat or self._flat
         with recording(ledger):
             share = self._share_of_loss(inputs, specs)
             result = run_on_device(
-                lambda stored, inputs: self.flat(stored, inputs, specs, outputs),
+                lambda stored, inputs: flat(stored, inputs, specs, outputs),
                 self.parameters,
                 stored,
                 wire_state,

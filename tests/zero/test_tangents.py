@@ -160,6 +160,28 @@ def test_linearize_vmap_and_second_derivatives_along_a_scalar(zeropp):
         zoo.assert_close(jax.device_get(got[:13]), jax.device_get(right), 3 * ROUNDED, "tangent")
 
 
+def test_arrays_of_a_rule_and_of_what_is_not_computed(zeropp):
+    """Of arrays that a function closes over, a program may read none, or one twice."""
+    table, unread = jnp.linspace(0.5, 1.5, 8)[:, None], jnp.ones(3)
+
+    @jax.custom_jvp
+    def scaled(x):
+        return x * table
+
+    scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * table))
+
+    def closing(head):
+        jnp.sum(unread * 2)
+        return jnp.mean((X @ scaled(head)) ** 2)
+
+    head = whole_params()["head"]
+    want = jax.jvp(jax.grad(closing), (head,), (jnp.cos(head),))[1]
+    params, vector = zeropp.shard(head), zeropp.shard(jnp.cos(head))
+    step = zeropp.value_and_grad(lambda head, x: closing(head))
+    got = zeropp.unshard(jax.jvp(lambda head: step(head, X)[1], (params,), (vector,))[1])
+    zoo.assert_close(jax.device_get(got), jax.device_get(want), ROUNDED, "gradient")
+
+
 def test_tangents_of_evaluation_and_of_aux(zeropp):
     def outputs(params, x):
         y = predict(params, x)

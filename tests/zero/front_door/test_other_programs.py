@@ -57,8 +57,12 @@ def test_a_mutable_array_of_the_function_itself(auto):
         jax.lax.scan(add, 0.0, length=2)
         return total[...]
 
-    got = auto.value_and_grad(loss)(auto.shard(whole_params()), make_rows(auto))
-    assert_equal(auto, got, on_one_device(loss)(whole_params(), make_rows(auto)))
+    params, x = auto.shard(whole_params()), make_rows(auto)
+    step = auto.value_and_grad(loss)
+    assert_equal(auto, step(params, x), on_one_device(loss)(whole_params(), x))
+    got = jax.jit(lambda p: jax.jvp(lambda p: step(p, x), (p,), (p,))[1])(params)
+    want = jax.jvp(jax.value_and_grad(lambda p: loss(p, x)), (whole_params(),), (whole_params(),))
+    assert_equal(auto, got, want[1])
 
 
 def test_a_token_that_is_closed_over(auto):

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import jaxzero as jz
+from jaxzero._without_gc import without_gc
 from jaxzero._zero import programs as programs_module
 from tests import zoo
 from tests.zero.compiles import COMPILES
@@ -132,12 +133,19 @@ def test_kept_programs_hold_no_arrays(auto):
         scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * table.rows))
         return lambda params, x: jnp.mean(scaled(x @ params["body"]["w"] @ params["head"]))
 
-    table = Table()
-    alive = weakref.ref(table)
-    auto.apply(new_loss(table))(auto.shard(whole_params()), make_rows(auto))
-    del table
-    gc.collect()
-    assert alive() is None
+    def new_plain(table):
+        return lambda params, x: jnp.mean(x @ params["body"]["w"] @ params["head"] * table.rows)
+
+    params, x = auto.shard(whole_params()), make_rows(auto)
+    for new, collects in ((new_loss, True), (new_plain, False)):
+        table = Table()
+        alive = weakref.ref(table)
+        with without_gc():
+            auto.apply(new(table))(params, x)
+            del table
+            if collects:  # `scaled` and its rule refer to each other
+                gc.collect()
+            assert alive() is None
 
 
 def test_programs_of_equal_text_are_told_apart(auto):
