@@ -237,8 +237,8 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
 
     if any(isinstance(name, int) for group in param_groups for name in group["params"]):
         raise ValueError(
-            "`param_groups` holds the numbers of PyTorch, and moments go by names. Put names in "
-            "their place, in the order in which the parameters were passed to the "
+            "`param_groups` holds the numbers of PyTorch, and moments go by names. "
+            "Put names in their place, in the order in which the parameters were passed to the "
             "optimizer: `[{**group, 'params': [names[i] for i in group['params']]} for group in "
             "param_groups]`, with `names = [name for name, _ in model.named_parameters()]`."
         )

@@ -6,6 +6,7 @@ An Equinox or NNX module also holds functions and Python values, which are kept 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -28,7 +29,8 @@ class Initializer:
     def __call__(self, *args: Any) -> list[Any]:
         # Without the mesh of the program, if the caller has none: where Flax Linen finds a mesh, it
         # asks for the axes that `nn.with_partitioning` names.
-        with jax.sharding.use_abstract_mesh(self._context):
+        has_none = self._context.empty
+        with jax.sharding.use_abstract_mesh(self._context) if has_none else nullcontext():
             tree = self.init_fn(*args)
         leaves = flatten(numbers_as_arrays(tree))[1]
         return [x for x in leaves if is_array(x)]

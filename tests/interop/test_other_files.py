@@ -186,15 +186,15 @@ def test_transformers_reads_the_file_that_the_message_names(form: str, tmp_path:
     assert files == [str(names.whole)]
 
 
-def test_a_decoder_is_loaded_from_the_file_that_is_named(tmp_path: Path):
+def test_an_encoder_is_loaded_from_the_file_that_is_named(tmp_path: Path):
     folder = tiny_checkpoint.write(tmp_path / "model")
     index = {"weight_map": {"x": "gone.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="which names other files: 'gone"):
-        interop.load_decoder(folder)
-    loaded = interop.load_decoder(folder / "model.safetensors")
+        interop.load_encoder(folder)
+    loaded = interop.load_encoder(folder / "model.safetensors")
     params = jax.tree.map(lambda t: t.read(), loaded.params)
-    interop.export_decoder(params, tmp_path / "out", source=folder / "model.safetensors")
+    interop.export_encoder(params, tmp_path / "out", source=folder / "model.safetensors")
     assert (tmp_path / "out" / "config.json").is_file()
 
 
