@@ -16,7 +16,7 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.sharding import NamedSharding
 
-from .._mesh import bare, rewrite, scan_sizes
+from .._mesh import bare, rewrite, scan_sizes, without_refs
 from .._warnings import warn
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_mutable, is_ref
 from .layout_requests import CALLBACKS, explaining, without_our_axes
@@ -61,6 +61,10 @@ class OpenProgram:
             return eval_jaxpr(jaxpr, constants, *arrays)
 
         return run
+
+    def run_without_refs(self, constants: list[Any], arrays: list[Any]) -> list[Any]:
+        """As `run`, in a form that a `jax.custom_jvp` may call: see `without_refs`."""
+        return without_refs(self.jaxpr, constants, arrays)
 
     @property
     def treedef(self) -> Any:

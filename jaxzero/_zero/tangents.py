@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from .._mesh import current_microbatch, in_turn, known_together, last_tokens, remember, without_refs
+from .._mesh import current_microbatch, in_turn, known_together, last_tokens, remember
 from .._program import OpenProgram, open_program
 from .._sharding import TreePlan
 from .arguments import Argument, Call
@@ -61,20 +61,20 @@ def _differentiated_by(
     tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
 ) -> tuple[list[Any], Any]:
     """Run a program of tokens and arguments; the rule gives the tangents of its results."""
-    jaxpr, treedef = program.jaxpr, program.treedef
+    bare = dataclasses.replace(program, constants=[])  # what the rule closes over is kept
+    run, treedef = bare.run_without_refs, bare.treedef
     # JAX calls the rule later: outside of `map_nodes`, for a program of one node.
     context = contextvars.copy_context()
 
     @jax.custom_jvp
     def call(constants: Any, tokens: list[Any], args: Any) -> Any:
-        outputs = without_refs(jaxpr, constants[0], jax.tree.leaves((tokens, *args)))
-        return jax.tree.unflatten(treedef, outputs)
+        return jax.tree.unflatten(treedef, run(constants[0], jax.tree.leaves((tokens, *args))))
 
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (constants, closed_over), tokens, args = primals
         # As a function of its own: one that its own rule refers to would only be freed by Python's
         # collector, and what JAX caches for it, with the user's function, only by the next run.
-        at_primals = dataclasses.replace(program, constants=constants)
+        at_primals = dataclasses.replace(bare, constants=constants)
         last, results = _differentiated_by(tangents_of, at_primals, closed_over, tokens, args)
 
         def made() -> Any:
