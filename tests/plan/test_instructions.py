@@ -218,6 +218,7 @@ def test_two_messages_that_change_places_are_noticed():
     chosen = random.Random(0).sample(sends, min(8, len(sends)))
     for i in chosen:
         each = listed[i]
+        assert isinstance(each, kinds.Send | kinds.Encode)
         wrong = dataclasses.replace(each, group=(each.group + 1) % len(plan.gather_groups))
         with pytest.raises((_Wrong, KeyError, IndexError)):
             _walk(plan, in_pipeline, [*listed[:i], wrong, *listed[i + 1 :]])
