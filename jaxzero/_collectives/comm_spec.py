@@ -60,7 +60,7 @@ class CommSpec:
         return math.prod(self.sizes.values())
 
     @property
-    def divisor(self) -> float:
+    def divisor(self) -> int | float:
         """What the sum of a gradient over devices, in one micro-batch, is divided by."""
         return self.num_devices if self.mean_divisor is None else self.mean_divisor
 

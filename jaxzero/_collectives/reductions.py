@@ -86,7 +86,7 @@ def reduce_next_axis(
     specs: Sequence[ReduceSpec],
     number: int,
     comm: CommSpec,
-    divisor: float = 1,
+    divisor: int | float = 1,
 ) -> ReduceBucket:
     """Reduce a bucket over the axis at index `number` of `reduce_axes`; encode it for the next.
 

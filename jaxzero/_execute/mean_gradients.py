@@ -133,13 +133,13 @@ def mean_over_devices(
     )
 
 
-def host_mean(x: Array, dtype: Any, divisor: float, name: str) -> Array:
+def host_mean(x: Array, dtype: Any, divisor: int | float, name: str) -> Array:
     """The mean of a gradient in host memory, from its sum over all devices in one micro-batch."""
     mean = mean_of_one_microbatch(x, dtype, divisor)
     return copy_to_host(mean, "gradients", name, windowed=True)
 
 
-def mean_of_one_microbatch(x: Array, dtype: Any, divisor: float) -> Array:
+def mean_of_one_microbatch(x: Array, dtype: Any, divisor: int | float) -> Array:
     """The mean of a gradient, as `dtype`, from its sum over all devices in one micro-batch."""
     return rounded_mean(x / jnp.asarray(divisor, x.dtype), dtype)
 
