@@ -117,16 +117,25 @@ def test_nothing_runs_beside_a_loop(name):
     assert side_by_side(text) == []
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("preset", ["zero3", "zeropp", "zeropp4"])
-@pytest.mark.parametrize("threads", [2, 8, 32])
-def test_training_is_the_same_twice_with_any_number_of_threads(preset, threads):
+@pytest.mark.parametrize(
+    ("preset", "threads", "steps"),
+    [
+        pytest.param("zero3", 2, 10, marks=pytest.mark.ci),
+        pytest.param("zeropp", 32, 10, marks=pytest.mark.ci),
+        *(
+            pytest.param(preset, threads, 50, marks=pytest.mark.exhaustive)
+            for preset in ("zero3", "zeropp", "zeropp4")
+            for threads in (2, 4, 8, 16, 32)
+        ),
+    ],
+)
+def test_training_is_the_same_twice_with_any_number_of_threads(preset, threads, steps):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.mesh.train_twice", preset, "50", "donate"],
+        [sys.executable, "-m", "tests.mesh.train_twice", preset, str(steps), "donate"],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
         check=False,
         env={**os.environ, "NPROC": str(threads)},
     )
