@@ -106,11 +106,19 @@ def test_something_else_than_a_mesh(mesh):
         check_mesh(mesh)
 
 
-def test_a_zero_without_a_mesh_or_with_the_config_first():
-    with pytest.raises(TypeError, match=r"Zero\.__init__\(\) missing 1 .*'mesh'"):
+def test_a_zero_without_a_mesh():
+    with pytest.raises(TypeError, match="missing .*'mesh'"):
         jz.Zero()  # pyright: ignore[reportCallIssue]
+
+
+def test_a_zero_with_the_config_first(request):
+    if request.config.getoption("jaxtyping_packages", None):
+        pytest.skip("where annotations are checked, they refuse it before")
     with _raises("`mesh` comes before `config`", "jz.Zero(jz.make_mesh(), config)"):
         jz.Zero(jz.zeropp())  # pyright: ignore[reportArgumentType]
+
+
+def test_what_a_zero_shows_of_its_config():
     config = jz.ZeroConfig(stage=2, gradients=jz.PerAxis(node=jz.Int8(block=64)))
     shown = "node=2, local=4; ZeroConfig(stage=2, gradients=PerAxis(node=Int8(block=64)))"
     assert repr(jz.Zero(jz.make_mesh(nodes=2), config)) == f"Zero({shown})"
