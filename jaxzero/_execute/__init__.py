@@ -10,8 +10,8 @@ from .microbatches import REDUCTIONS as REDUCTIONS
 from .microbatches import check_microbatches as check_microbatches
 from .microbatches import combine as combine
 from .program_plan import Parameters as Parameters
+from .ticks import LeafUpdate as LeafUpdate
 from .total_weight import total_weight as total_weight
-from .update_in_loop import LeafUpdate as LeafUpdate
 from .wire_state import LocalWireState as LocalWireState
 from .wire_state import WireState as WireState
 from .wire_state import first_state as first_state

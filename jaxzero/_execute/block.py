@@ -3,14 +3,15 @@
 A block is a traced program or a loop body. Everything here runs while JAX traces the `shard_map`:
 the operations of the block are bound again, one by one, with the collectives that the list
 (`_plan.instructions`) puts between them. Nothing is decided here. `weight_buckets` gathers weights,
-`gradient_buckets` reduces gradients, `loop` runs the loops of a block.
+`gradient_buckets` reduces gradients, `loops` runs the loops of a block.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,24 +23,30 @@ from jaxtyping import Array
 from .._collectives import (
     CommSpec,
     EncodedShards,
-    ReduceBucket,
     in_loop,
     in_region,
     labelled,
     note_moves,
     reduce_gradient,
 )
-from .._plan import BlockPlan, ShardedParam, deferred_instructions, instructions, instructions_of
+from .._mesh import in_host
+from .._plan import BlockPlan, ShardedParam, View, instructions, instructions_of
+from .._plan.pipeline import gradient, message, shards
 from .._program import Barrier, Constant, Operation, Value, movable_ops
 from .gradient_buckets import GradientBuckets
-from .loop import loop_prologue, run_loop
-from .loop_layers import Prologue
+from .loops import run_loop, start_loop
 from .mean_gradients import host_mean
 from .row_segments import RowSegments
 from .row_versions import RowVersions
-from .ties import tied
-from .update_in_loop import LeafUpdate
-from .weight_buckets import Bind, GatherSources, WeightBuckets
+from .ticks import Layers, LeafUpdate, LoopState, Tick
+from .weight_buckets import (
+    Bind,
+    GatherSources,
+    decode_bucket,
+    encode_bucket,
+    gather_next_axis,
+    with_barrier,
+)
 
 
 def run_block(
@@ -66,90 +73,76 @@ def run_block(
         `LeafUpdate.stacks`. An output with a reduction is this device's shard of the sum, in
         `accumulator_dtype`; that of an updated leaf is None.
     """
-    runner = BlockRunner(WeightBuckets(plan, comm, sources), updates, versions)
-    return runner.run(inputs), runner.weights.sources, runner.updated
+    runner = BlockRunner(plan, comm, updates, versions)
+    here = runner.layers[0]
+    here.update({shards(x): source for x, source in sources.items()})
+    here.update(zip(plan.block.inputs, inputs, strict=True))
+    runner.execute(instructions_of(plan, repeated=runner.repeated(plan)))
+    outputs = [runner.output(i, 0) for i in range(len(plan.block.outputs))]
+    return outputs, {x: here[shards(x)] for x in sources}, runner.updated
 
 
 class BlockRunner:
-    """One run of a block; `weights` has its plan and gathers its weights."""
+    """One run of a block, or of one tick of a loop whose body it is.
+
+    Attributes:
+        layers: what there is, by the lag of the iteration that it belongs to: arrays of the
+            program by their `Value`, others by `_plan.pipeline.Key`. Outside of loops all lags are
+            0.
+        starts: the loops of this block whose first gathers have started.
+        updated: new stacks of the leaves that a loop of this block has updated.
+    """
 
     def __init__(
         self,
-        weights: WeightBuckets,
+        plan: BlockPlan,
+        comm: CommSpec,
         updates: Mapping[int, LeafUpdate],
         versions: RowVersions | None,
+        layers: Layers | None = None,
+        tick: Tick | None = None,
     ):
-        plan = weights.plan
         self.plan = plan
-        self.comm = weights.comm
-        self.weights = weights
-        self.gradients = GradientBuckets(plan, weights.comm)
+        self.comm = comm
+        self.gradients = GradientBuckets(plan, comm)
         self.updates = updates
         self.versions = versions
         self.segments = None
         if versions is not None:
             self.segments = RowSegments(plan, versions, self._after_gather)
-        self.updated: dict[int, list[Array]] = {}  # new stacks of leaves that a loop has updated
-        self.prologues: dict[int, Prologue] = {}  # of the loops in this block
-        self.env: dict[Value, Any] = {}  # the array of every value that is not a view of a weight
-        self._reduce_previous: Callable[[Bind], None] | None = None
+        self.layers: Layers = collections.defaultdict(dict, layers or {})
+        self.tick = tick
+        self.starts: dict[int, LoopState] = {}
+        self.updated: dict[int, list[Array]] = {}
+        self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Any] = {}
         self._loop_tie: instructions.Tie | None = None  # of the loop that runs now
+        self._segments_done = 0  # operations before which all segments have ended
 
-    def inside(self, weights: WeightBuckets) -> BlockRunner:
-        """Make a runner for the body of a loop in this block, whose plan `weights` has."""
-        return BlockRunner(weights, {}, self.versions)
+    def inside(self, body: BlockPlan, layers: Layers, tick: Tick) -> BlockRunner:
+        """Make a runner for a tick of a loop in this block."""
+        return BlockRunner(body, self.comm, {}, self.versions, layers, tick)
 
-    def run(
-        self,
-        inputs: Sequence[Any],
-        view_outputs: frozenset[int] = frozenset(),
-        reduce_previous: Callable[[Bind], None] | None = None,
-    ) -> list[Any]:
-        """Run the block and return its outputs.
+    def repeated(self, plan: BlockPlan) -> frozenset[Value] | None:
+        """As in `instructions_of`, for this block or the body of a loop in it."""
+        if self.versions is None:
+            return None
+        return RowSegments(plan, self.versions, self._after_gather).repeated
 
-        Outputs in `view_outputs` (views of weights, which the caller reads from shards), and those
-        that are deferred to the next iteration of a loop, are None.
-
-        Args:
-            inputs: an array for each input of the block.
-            view_outputs: indices of outputs.
-            reduce_previous: in a pipelined loop, reduces gradients of the last iteration over their
-                first axis, and passes them through a barrier.
-        """
-        block, end = self.plan.block, len(self.plan.block.operations)
-        self._reduce_previous = reduce_previous
-        self.env.update(zip(block.inputs, inputs, strict=True))
-        listed = instructions_of(
-            self.plan,
-            in_pipeline=reduce_previous is not None,
-            repeated=None if self.segments is None else self.segments.repeated,
-        )
-        by_place = {at: list(group) for at, group in itertools.groupby(listed, lambda x: x.at)}
-        for at in range(end + 1):
-            with self._region(at):
-                self._end_segments(at)
-                self._execute(by_place.get(at, ()))
-        deferred = self.plan.deferred_values()
-        return [
-            None if i in view_outputs or atom in deferred else self._output(i, atom)
-            for i, atom in enumerate(block.outputs)
-        ]
-
-    def deferred_outputs(self, buckets: Mapping[int, ReduceBucket]) -> dict[int, Any]:
-        """Compute the deferred outputs of one iteration, by index of the output.
-
-        Args:
-            buckets: the fully reduced buckets of that iteration, by index of the reduce group.
-        """
-        self.gradients.buckets.update(buckets)
-        self._execute(deferred_instructions(self.plan, buckets))
-        deferred = self.plan.deferred_values()
-        outputs = enumerate(self.plan.block.outputs)
-        return {i: self._output(i, atom) for i, atom in outputs if atom in deferred}
+    def execute(self, listed: Iterable[instructions.Instruction]) -> None:
+        """Execute instructions in their order, and the segments of rows between them."""
+        for each in listed:
+            with self._region(each.at):
+                self._end_segments(each.at)
+                self._execute((each,))
+        self._end_segments(len(self.plan.block.operations))
 
     def _execute(self, listed: Iterable[instructions.Instruction]) -> None:
         for each in listed:
-            _HANDLERS[type(each)](self, each)
+            if (handler := _HANDLERS.get(type(each))) is not None:
+                handler(self, each)
+            else:
+                assert self.tick is not None
+                self.tick.do(each)
 
     def _region(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Record copies from and to host memory as those of forward or backward."""
@@ -158,16 +151,19 @@ class BlockRunner:
         return in_region("forward" if index <= self.plan.last_forward else "backward")
 
     def _end_segments(self, at: int) -> None:
-        if self.segments is not None:
-            self.env.update(self.segments.end(at))
+        if self.segments is None:
+            return
+        for index in range(self._segments_done, at + 1):
+            self.layers[0].update(self.segments.end(index))
+        self._segments_done = max(self._segments_done, at)
 
     # Barriers: see [Note: ties] in `_plan.ties`.
 
     def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Return `arrays`, available only once `value` is."""
-        if value is None or value not in self.env or not arrays:
+        if value is None or value not in self.layers[0] or not arrays:
             return arrays
-        return tied(arrays, self.env[value])[0]
+        return tied(arrays, self.layers[0][value])[0]
 
     def tie_loop(self, carry: list[Any]) -> list[Any]:
         """Return the initial carry of the loop that runs now, behind the barrier of its tie."""
@@ -175,25 +171,27 @@ class BlockRunner:
         return self._tie(self._loop_tie, carry)
 
     def _tie(self, tie: instructions.Tie | None, arrays: list[Any]) -> list[Any]:
-        """Pass `arrays` through the barrier of a tie."""
+        """Pass `arrays` through the barrier of a tie; before a loop, of that of its first gathers."""
+        if self.tick is not None and self.tick.tie is not None:
+            return self.tick.tie(arrays)
         if tie is None or not arrays:
             return arrays
         self._execute(tie.before)
-        buckets, reduced = self.gradients.buckets, self.gradients.reduced
+        here = self.layers[0]
         operands: Any = arrays
         if tie.value is not None:
-            operands = tied(arrays, self.env[tie.value])[0]
+            operands = tied(arrays, here[tie.value])[0]
         else:
-            operands = arrays, [buckets[i] for i in tie.buckets]
-        others = [reduced[x] for x in tie.reduced], [self.env[x] for x in tie.copied]
+            operands = arrays, [here[gradient(i)] for i in tie.buckets]
+        others = [here["reduced", x] for x in tie.reduced], [here[x] for x in tie.copied]
         # Gradients of the tie before have then arrived in host memory; otherwise XLA copies all of
         # them at the end of the step.
         operands, (gradients, copies) = lax.optimization_barrier((operands, others))
         if tie.value is None:
             operands, sent = operands
-            buckets.update(zip(tie.buckets, sent, strict=True))
-        self.env.update(zip(tie.copied, copies, strict=True))
-        reduced.update(zip(tie.reduced, gradients, strict=True))
+            here.update(zip(map(gradient, tie.buckets), sent, strict=True))
+        here.update(zip(tie.copied, copies, strict=True))
+        here.update({("reduced", x): y for x, y in zip(tie.reduced, gradients, strict=True)})
         self._execute(tie.after)
         return operands
 
@@ -213,9 +211,10 @@ class BlockRunner:
         """A function that forces arrays to be computed before the next reader of `value`."""
 
         def bind(arrays: list[Any]) -> list[Any]:
-            if value is None or not arrays:
+            here = self.layers[0]
+            if value is None or value not in here or not arrays:
                 return arrays
-            arrays, self.env[value] = tied(arrays, self.env[value])
+            arrays, here[value] = tied(arrays, here[value])
             return arrays
 
         return bind
@@ -223,37 +222,70 @@ class BlockRunner:
     # Weights.
 
     def _fetch(self, each: instructions.Fetch) -> None:
-        self.weights.fetch(each.group, functools.partial(self._tie, each.tie))
+        here = self.layers[0]
+        sources = {x: here[shards(x)] for x in self.plan.fetched(each.group)}
+        sources = {x: source for x, source in sources.items() if in_host(source.data)}
+        data = self._tie(each.tie, [x.data for x in sources.values()])
+        here["fetched", each.group] = {
+            weight: dataclasses.replace(x, data=d).on_device(weight.name, windowed=True)
+            for (weight, x), d in zip(sources.items(), data, strict=True)
+        }
 
     def _encode(self, each: instructions.Encode) -> None:
-        tie = functools.partial(self._tie, each.tie)
-        self.weights.encode(each.group, tie, self._pin(each.pin))
+        layer, group = self.layers[each.lag], self.plan.gather_groups[each.group]
+        sources = self._sources(each.group, each.lag)
+        tie, pin = functools.partial(self._tie, each.tie), self._pin(each.pin)
+        fetched = layer.pop(("fetched", each.group), None)
+        layer[message(each.group)] = encode_bucket(group, sources, self.comm, tie, pin, fetched)
+        layer.update({shards(x.weight): sources[x.weight] for x in group.gathers if x.keeps})
 
     def _send(self, each: instructions.Send) -> None:
-        self.weights.send(each.group, each.axis, self._pin(each.pin))
+        layer, group = self.layers[each.lag], self.plan.gather_groups[each.group]
+        buckets = with_barrier(layer[message(each.group)], self._pin(each.pin))
+        num_left = self.plan.num_hops - each.axis
+        layer[message(each.group)] = gather_next_axis(group, buckets, self.comm, num_left)
 
     def _decode(self, each: instructions.Decode) -> None:
-        self.weights.decode(each.group)
+        group, buckets = self.plan.gather_groups[each.group], self.layers[0][message(each.group)]
+        weights = decode_bucket(group, buckets, self._sources(each.group, 0), self.comm)
+        self._full.update(
+            ((x.weight, x.ops), y) for x, y in zip(group.gathers, weights, strict=True)
+        )
+
+    def _sources(self, group: int, lag: int) -> GatherSources:
+        weights = (x.weight for x in self.plan.gather_groups[group].gathers)
+        return {x: self.layers[lag][shards(x)] for x in weights}
 
     def _drop(self, each: instructions.Drop) -> None:
-        self.weights.drop(each.weights)
+        for key in each.weights:
+            del self._full[key]
 
     def _start_loop(self, each: instructions.StartLoop) -> None:
-        self.prologues[each.loop] = loop_prologue(self, each.loop, self._ties(each.tie))
+        start_loop(self, each.loop, self._ties(each.tie))
 
-    def read(self, atom: Value | Constant) -> Any:
+    def read(self, atom: Value | Constant, lag: int = 0) -> Any:
         """The array of a value. For a view: the full weight, with the view's operations applied."""
         if self.segments is not None and self.segments.is_made_here(atom):
             return self.segments.array(atom, self._gathered)
         if isinstance(atom, Constant):
             return atom.value
-        view = self.plan.uses.views.get(atom)
-        return self.env[atom] if view is None else self.weights.full(view.weight, view.ops)
+        if (view := self.plan.uses.views.get(atom)) is None:
+            return self.layers[lag][atom]
+        x, after = self._full_weight(view)
+        for op in after:
+            x = op.apply(x)
+        return x
+
+    def _full_weight(self, view: View) -> tuple[Any, tuple[movable_ops.Op, ...]]:
+        """The full weight as it was gathered, and the operations that were not applied before."""
+        weight = view.weight
+        before, after = movable_ops.before_gather(view.ops, weight.layout, weight.shape)
+        return self._full[weight, before], after
 
     def _gathered(self, value: Value) -> Any:
         """The array of a value. For a view: the full weight as it was gathered."""
         view = self.plan.uses.views.get(value)
-        return self.env[value] if view is None else self.weights.gathered(view.weight, view.ops)[0]
+        return self.layers[0][value] if view is None else self._full_weight(view)[0]
 
     def _after_gather(self, value: Value) -> tuple[movable_ops.Op, ...]:
         weight, ops = self.plan.uses.views[value].weight, self.plan.uses.views[value].ops
@@ -287,28 +319,28 @@ class BlockRunner:
         if isinstance(operation, Barrier):
             pairs = zip(operation.inputs, made, strict=True)
             made = [out for given, out in pairs if given not in self.plan.uses.views]
-        self.env.update(zip(made, outputs, strict=True))
+        self.layers[0].update(zip(made, outputs, strict=True))
 
     def _run_on_shards(self, each: instructions.RunOnShards) -> None:
-        operation = self.plan.block.operations[each.operation]
-        layout = self.plan.gradients.on_shards[each.operation]
-        self.env[operation.outputs[0]] = self._on_shards(operation, layout)
-
-    def _on_shards(self, operation: Operation, layout: Any) -> Any:
         """Run an operation that the plan moved after a reduction, on the reduced shards."""
+        operation = self.plan.block.operations[each.operation]
+        layer, layout = self.layers[each.lag], self.plan.gradients.on_shards[each.operation]
         op, source = operation.view(), operation.source
         if source is None:  # an addition
-            return jax.tree.map(_add, *(self.read(atom) for atom in operation.inputs))
-        x = self.read(source)
-        if isinstance(op, movable_ops.ConvertDtype):
+            terms = (self.read(atom, each.lag) for atom in operation.inputs)
+            layer[operation.outputs[0]] = jax.tree.map(_add, *terms)
+            return
+        x = self.read(source, each.lag)
+        if not isinstance(op, movable_ops.ConvertDtype):
             # Sums stay in `accumulator_dtype`; the mean is cast at the end of the step.
-            return x
-        assert op is not None
-        return jax.tree.map(lambda x: movable_ops.apply_on_shard((op,), x, layout, source.shape), x)
+            assert op is not None
+            run = functools.partial(movable_ops.apply_on_shard, (op,))
+            x = jax.tree.map(lambda x: run(x, layout, source.shape), x)
+        layer[operation.outputs[0]] = x
 
     def _zeros(self, each: instructions.Zeros) -> None:
         spec = self.plan.gradients.reduces[each.value]
-        self.env[each.value] = self.gradients.zeros(each.value, spec)
+        self.layers[0][each.value] = self.gradients.zeros(each.value, spec)
 
     def _delay(self, each: instructions.Delay) -> None:
         """Delay the constant that a scatter adds to, until just before the scatter runs.
@@ -316,51 +348,55 @@ class BlockRunner:
         The gradient of an embedding starts from zeros as large as the table. They depend on
         nothing, so without a barrier XLA makes them early and holds them until the scatter.
         """
-        maker = self.plan.block.operations[each.constant]
+        here, maker = self.layers[0], self.plan.block.operations[each.constant]
         target = maker.outputs[0]
         constant = jnp.asarray(self.read(maker.inputs[0]), target.dtype)
-        operands = (constant, self.env[each.value])
-        constant, self.env[each.value] = lax.optimization_barrier(operands)
-        self.env[target] = maker.bind([constant])[0]
+        constant, here[each.value] = lax.optimization_barrier((constant, here[each.value]))
+        here[target] = maker.bind([constant])[0]
 
     def _finish_loss(self, each: instructions.FinishLoss) -> None:
-        (self.env[each.loss],) = self._pin(each.pin)([self.env[each.loss]])
+        here = self.layers[0]
+        (here[each.loss],) = self._pin(each.pin)([here[each.loss]])
 
     # Gradients.
 
     def _encode_gradients(self, each: instructions.EncodeGradients) -> None:
         self._end_segments(each.at + 1)
-        values = self.plan.reduce_groups[each.group].values
-        self.gradients.encode(each.group, [self.env.pop(value) for value in values])
+        here, values = self.layers[0], self.plan.reduce_groups[each.group].values
+        made = self.gradients.encode(each.group, [here.pop(value) for value in values])
+        here[gradient(each.group)] = made
 
     def _reduce(self, each: instructions.Reduce) -> None:
-        bucket = self.gradients.buckets[each.group]
+        layer = self.layers[each.lag]
+        bucket = layer[gradient(each.group)]
         if each.tie is not None:
-            bucket, _ = tied(bucket, (self.env[each.tie],))
-        bucket = self.gradients.reduce_next(each.group, each.axis, bucket)
-        self.gradients.buckets[each.group] = bucket
+            bucket, _ = tied(bucket, (self.layers[0][each.tie],))
+        layer[gradient(each.group)] = self.gradients.reduce_next(each.group, each.axis, bucket)
 
     def _pin_gradients(self, each: instructions.PinGradients) -> None:
-        buckets = self.gradients.buckets
-        pinned = self._pin(each.pin)([buckets[i] for i in each.groups])
-        buckets.update(zip(each.groups, pinned, strict=True))
+        layer, keys = self.layers[each.lag], [gradient(i) for i in each.groups]
+        pinned = self._pin(each.pin)([layer[x] for x in keys])
+        layer.update(zip(keys, pinned, strict=True))
 
-    def _reduce_previous_layer(self, each: instructions.ReducePrevious) -> None:
-        assert self._reduce_previous is not None
-        self._reduce_previous(self._pin(each.pin))
+    def _hold(self, each: instructions.Hold) -> None:
+        self._pin(each.pin)(self._tie(each.tie, [jnp.zeros(())]))
 
     def _finish(self, each: instructions.Finish) -> None:
-        self.gradients.finish(each.group, self.gradients.buckets.pop(each.group))
+        layer = self.layers[each.lag]
+        done = self.gradients.finish(each.group, layer.pop(gradient(each.group)))
+        layer.update({("reduced", value): x for value, x in done.items()})
 
     def _store(self, each: instructions.Store) -> None:
-        x = self.gradients.reduced.pop(each.value)
+        layer = self.layers[each.lag]
+        x = layer.pop(("reduced", each.value))
         if each.value in self.plan.host_gradients:
             leaf = self.plan.host_gradients[each.value]
             x = host_mean(x, leaf.dtype, self.comm.divisor, leaf.path)
-        self.env[each.value] = x
+        layer[each.value] = x
 
-    def _output(self, i: int, atom: Value | Constant) -> Any:
-        x = jax.tree.map(jnp.asarray, self.read(atom))
+    def output(self, i: int, lag: int) -> Any:
+        """Output `i` of the block, reduced if it has to be and is not."""
+        x = jax.tree.map(jnp.asarray, self.read(self.plan.block.outputs[i], lag))
         spec = self.plan.gradients.at_end.get(i)
         if spec is None:
             return x
@@ -384,7 +420,7 @@ _HANDLERS: dict[type[instructions.Instruction], Callable[[BlockRunner, Any], Non
     instructions.EncodeGradients: BlockRunner._encode_gradients,
     instructions.Reduce: BlockRunner._reduce,
     instructions.PinGradients: BlockRunner._pin_gradients,
-    instructions.ReducePrevious: BlockRunner._reduce_previous_layer,
+    instructions.Hold: BlockRunner._hold,
     instructions.Finish: BlockRunner._finish,
     instructions.Store: BlockRunner._store,
 }
@@ -394,3 +430,15 @@ def _add(x: Array, y: Array) -> Array:
     """Add in the wider of the two dtypes, since each term was reduced in a dtype of its own."""
     dtype = jnp.promote_types(x.dtype, y.dtype)
     return x.astype(dtype) + y.astype(dtype)
+
+
+def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
+    """Return `arrays` and `value`, each available only once both are ([Note: ties]).
+
+    XLA drops an operand of a barrier if nothing but the barrier reads it and nothing reads its
+    output. `value` can come to that when XLA rewrites its readers. An example: if each device has
+    one row, the readers of a matrix product `[1, s, d]` are made to read `[s, d]`, and only the
+    barrier is left to read the reshaped product. Two barriers are two readers, so both wait.
+    """
+    arrays, after = lax.optimization_barrier((arrays, value))
+    return lax.optimization_barrier((arrays, value))[0], after

@@ -60,7 +60,7 @@ from .mean_gradients import MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
 from .row_versions import RowVersions, match_versions, version_shares
-from .update_in_loop import LeafUpdate
+from .ticks import LeafUpdate
 from .weight_differences import kept_slice, next_slice
 from .wire_state import LocalWireState
 

@@ -1,4 +1,4 @@
-"""Reduce the gradients of one run of a block, bucket by bucket, one mesh axis at a time."""
+"""Reduce the gradients of a block, bucket by bucket, one mesh axis at a time."""
 
 from __future__ import annotations
 
@@ -18,43 +18,25 @@ from .._collectives import (
     reduce_next_axis,
     start_reduction,
 )
-from .._mesh import NODE
 from .._plan import BlockPlan
 from .._program import Value
 from .mean_gradients import rounded_mean
 
 
 class GradientBuckets:
-    """The gradient buckets of one run of a block.
+    """The gradient buckets of a block.
 
     A group is one of `plan.reduce_groups`, and `number` is its index there.
-
-    Attributes:
-        buckets: those that have been encoded and are not finished, by number of the group.
-        reduced: finished gradients that have not taken their place yet: this device's shards.
     """
 
     def __init__(self, plan: BlockPlan, comm: CommSpec):
         self.plan = plan
         self.comm = comm
-        self.buckets: dict[int, ReduceBucket] = {}
-        self.reduced: dict[Value, Any] = {}
 
-    @property
-    def deferred(self) -> dict[int, ReduceBucket]:
-        """In a loop, the buckets that the next iteration reduces, by number of the group."""
-        groups = self.plan.reduce_groups
-        return {number: x for number, x in self.buckets.items() if groups[number].deferred}
-
-    def encode(self, number: int, gradients: Sequence[Any]) -> None:
+    def encode(self, number: int, gradients: Sequence[Any]) -> ReduceBucket:
         """Encode the gradients of a group as a bucket for the first axis."""
         with labelled("gradients", *(spec.name for spec in self.specs(number))):
-            self.buckets[number] = start_reduction(gradients, self.specs(number), self.comm)
-
-    def num_axes(self, number: int, *, past_nodes: bool = True) -> int:
-        """The number of mesh axes that a group is reduced over; or of those before `node`."""
-        axes = self.plan.reduce_groups[number].axes
-        return len(axes) if past_nodes or NODE not in axes else axes.index(NODE)
+            return start_reduction(gradients, self.specs(number), self.comm)
 
     def reduce_next(self, number: int, done: int, bucket: ReduceBucket) -> ReduceBucket:
         """Reduce a group's bucket over one more axis, after `done` axes."""
@@ -64,19 +46,13 @@ class GradientBuckets:
         with labelled("gradients", *(spec.name for spec in specs)):
             return reduce_next_axis(bucket, specs, done, self.comm, divisor)
 
-    def reduce_rest(self, number: int, done: int, bucket: ReduceBucket) -> ReduceBucket:
-        """Reduce a group's bucket over all remaining axes, after `done` axes."""
-        for i in range(done, self.num_axes(number)):
-            bucket = self.reduce_next(number, i, bucket)
-        return bucket
-
-    def finish(self, number: int, bucket: ReduceBucket) -> None:
-        """Take the gradients out of a fully reduced bucket."""
+    def finish(self, number: int, bucket: ReduceBucket) -> dict[Value, Any]:
+        """Take the gradients, this device's shards, out of a fully reduced bucket."""
+        gradients = {}
         for i, value in enumerate(self.plan.reduce_groups[number].values):
-            x = bucket.rest[i]
-            if value in self.plan.means:
-                x = rounded_mean(x, self.plan.means[value].dtype)
-            self.reduced[value] = x
+            x, is_mean = bucket.rest[i], value in self.plan.means
+            gradients[value] = rounded_mean(x, self.plan.means[value].dtype) if is_mean else x
+        return gradients
 
     def zeros(self, value: Value, spec: ReduceSpec) -> Sum:
         """The reduced shard of a gradient that is zero, for which nothing is sent."""

@@ -6,11 +6,10 @@ it is sent. Runs nothing; `_execute` runs the plan, `_report` prints it.
 """
 
 from . import instructions as instructions
+from . import pipeline as pipeline
 from .block_plan import BlockPlan as BlockPlan
 from .block_plan import GatherGroup as GatherGroup
 from .block_plan import LoopPlan as LoopPlan
-from .body_work import known_after as known_after
-from .emit import deferred_instructions as deferred_instructions
 from .emit import instructions_of as instructions_of
 from .final_gradients import mark_final_gradients as mark_final_gradients
 from .held_by_loops import most_held as most_held
@@ -24,6 +23,8 @@ from .param_uses import ShardedParam as ShardedParam
 from .param_uses import Stack as Stack
 from .param_uses import View as View
 from .param_uses import find_uses as find_uses
+from .pipeline import Pipeline as Pipeline
+from .pipeline import pipeline_of as pipeline_of
 from .plan import Plan as Plan
 from .plan_step import PlanStep as PlanStep
 from .plan_step import region_name as region_name

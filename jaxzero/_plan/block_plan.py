@@ -151,6 +151,11 @@ class BlockPlan:
         weights = dict.fromkeys(gather.weight for gather in group.gathers)
         return [weight for weight in weights if weight.in_host and weight not in kept]
 
+    @property
+    def deferred_groups(self) -> list[int]:
+        """In a loop's body, the groups of gradients that later iterations reduce."""
+        return [i for i, group in enumerate(self.reduce_groups) if group.deferred]
+
     def deferred_values(self) -> frozenset[Value]:
         """Values known only in the next iteration: deferred gradients, and values made of them."""
         deferred = {

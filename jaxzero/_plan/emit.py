@@ -8,6 +8,7 @@ after that (see [Note: ties]).
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -26,7 +27,6 @@ from .instructions import (
     Instruction,
     PinGradients,
     Reduce,
-    ReducePrevious,
     Run,
     RunLoop,
     RunOnShards,
@@ -51,7 +51,8 @@ def instructions_of(
 
     Args:
         plan: of the block.
-        in_pipeline: whether it is the body of a pipelined loop.
+        in_pipeline: whether it is the body of a pipelined loop. What the loop adds for each
+            iteration (`pipeline`) is not in the list.
         repeated: where nodes have different numbers of rows, the values that have no array of their
             own (`_execute.row_segments`). A loop without collectives is an operation like others
             there, which waits for nothing.
@@ -62,14 +63,14 @@ def instructions_of(
     return known[options]
 
 
-def deferred_instructions(plan: BlockPlan, groups: Iterable[int]) -> tuple[Instruction, ...]:
-    """What is done in a later iteration with deferred groups of a loop's body, once reduced."""
+def deferred_instructions(plan: BlockPlan, lag: int) -> tuple[Instruction, ...]:
+    """What is done `lag` ticks later with the deferred groups of a loop's body, once reduced."""
     emitter = _Emitter(plan, True, None)
     emitter.at = len(plan.block.operations)
-    for group in groups:
+    for group in plan.deferred_groups:
         emitter.finish(group)
     emitter.store_all(emitter.take_reduced())
-    return tuple(emitter.done)
+    return tuple(dataclasses.replace(x, lag=lag) for x in emitter.done)
 
 
 class _Emitter:
@@ -145,10 +146,12 @@ class _Emitter:
                 if issue != self.at:
                     continue
                 pin = self._if_known(group.ties[axis])
+                lag = axis - self.plan.num_hops if group.prefetched else 0
                 if not axis:
                     tie = self._tie(group.ties[axis])
-                    self.done.append(Encode(at=self.at, group=i, tie=tie, pin=pin))
-                self.done.append(Send(at=self.at, group=i, axis=axis, pin=pin if axis else None))
+                    self.done.append(Encode(at=self.at, lag=lag, group=i, tie=tie, pin=pin))
+                    pin = None
+                self.done.append(Send(at=self.at, lag=lag, group=i, axis=axis, pin=pin))
         for index, loop in self.plan.loops.items():
             if loop.issue == self.at and loop.is_pipelined and loop.continues is None:
                 gathers = any(group.prefetched for group in loop.body.gather_groups)
@@ -254,9 +257,17 @@ class _Emitter:
                 self._in_flight[i] = group, done + 1
 
     def _reduce_early(self, pin: Value) -> None:
-        """Reduce the groups in flight over their first axis, before a reader of `pin` runs."""
+        """Reduce the groups in flight over their first axis, before a reader of `pin` runs.
+
+        In a pipelined loop these are the deferred groups of the iteration before.
+        """
         if self._in_pipeline:
-            self.done.append(ReducePrevious(at=self.at, pin=self._if_known(pin)))
+            groups = tuple(self.plan.deferred_groups)
+            self.done += [
+                Reduce(at=self.at, lag=1, group=x, axis=0) for x in groups if self._num_axes(x)
+            ]
+            if groups and pin in self._known:
+                self.done.append(PinGradients(at=self.at, lag=1, groups=groups, pin=pin))
             return
         for i, (group, done) in enumerate(self._in_flight):
             if not done:

@@ -5,6 +5,10 @@ decides nothing. The order of a list is the order in which a device's program is
 change that order, except where a `Tie` or a pin, which become optimization barriers, holds it (see
 [Note: ties] in `ties`).
 
+In a loop an instruction has a lag: in tick `t` it works on iteration `t - lag`. A weight that is
+gathered two iterations ahead of its use has lag -2, a gradient that is reduced one iteration later
+lag 1. `pipeline` derives from the lags what a loop carries.
+
 A group is an index into the plan's `gather_groups` or `reduce_groups`. An axis is an index into the
 mesh axes that a group is sent over, in order: for gathers `node`, then `local`; for reductions
 `local`, then `node`.
@@ -27,9 +31,14 @@ class Instruction:
     Attributes:
         at: the operation of the block before which, or with which, it is done; the number of
             operations for what is done after the last.
+        lag: in a loop, how many ticks after the operations of an iteration it is done for that
+            iteration; negative: before.
+        iterations: in a loop, those that it is done for; None: all of them.
     """
 
     at: int
+    lag: int = 0
+    iterations: range | None = None
 
     @property
     def parts(self) -> Iterator[Instruction]:
@@ -188,16 +197,6 @@ class PinGradients(Instruction):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReducePrevious(Instruction):
-    """In a pipelined loop: reduce the previous layer's deferred groups over their first axis.
-
-    They are reduced before a reader of `pin` runs.
-    """
-
-    pin: Value | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Finish(Instruction):
     """Take the gradients, sums or means, out of a fully reduced group."""
 
@@ -209,3 +208,100 @@ class Store(Instruction):
     """Put a reduced gradient in its place: as a mean in host memory, if the plan says so."""
 
     value: Value
+
+
+# Loops: an iteration's part of what lies outside of the loop.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TakeShards(Instruction):
+    """Take an iteration's shards of weights out of their stacks in device memory."""
+
+    weights: tuple[ShardedParam, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchShards(Instruction):
+    """Copy an iteration's shards of a weight from host memory, not before `when` exists."""
+
+    weight: ShardedParam
+    when: Value | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TakeSlices(Instruction):
+    """Take an iteration's node slices of weights out of their stacks (hpZ)."""
+
+    weights: tuple[ShardedParam, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepSlices(Instruction):
+    """Put the node slices that an iteration has made into their stacks (hpZ)."""
+
+    weights: tuple[ShardedParam, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchRow(Instruction):
+    """Copy an iteration's row of a stack that the program scans from host memory."""
+
+    stack: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Begin(Instruction):
+    """Begin an iteration: its carry, and its rows of the stacks that the program scans."""
+
+    rows: tuple[int, ...]  # those that have been copied from host memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output(Instruction):
+    """Take output `output` of an iteration, a final gradient as its mean."""
+
+    output: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collect(Instruction):
+    """Put output `output` of an iteration into its stack."""
+
+    output: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchState(Instruction):
+    """Copy an iteration's layer of a leaf and its optimizer state, once `when` exists."""
+
+    output: int  # the gradient of the leaf
+    when: Value | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Update(Instruction):
+    """Update an iteration's layer of a leaf, and copy it back; not before `when` exists."""
+
+    output: int
+    when: Value | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HoldStates(Instruction):
+    """Let the stacks of the leaves that are updated wait for the layers copied from them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hold(Instruction):
+    """The barriers alone of an instruction that has no iteration here."""
+
+    tie: Tie | None
+    pin: Value | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinCopies(Instruction):
+    """Let the next tick wait for the copies of this one, so that they overlap with its operations.
+
+    Otherwise XLA waits for some of them before the operations begin.
+    """

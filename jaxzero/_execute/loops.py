@@ -1,0 +1,364 @@
+"""Run the loops of a block, whose ticks `_plan.pipeline` describes.
+
+Legend: a `tick` is a turn of the loop, an `iteration` counts from 0 in the order of execution, an
+`index` is the position of an iteration in the stacks, which runs backwards in a reversed loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._collectives import EncodedShards, recording, repeated
+from .._mesh import empty_in_host, in_host
+from .._plan import Pipeline, ShardedParam, Stack, instructions, pipeline, pipeline_of
+from .._program import Loop
+from .._xla_of_jax import PRODUCTS_MAY_BE_READ_TWICE
+from .ticks import Layers, LeafUpdate, LoopState, Tick
+from .weight_buckets import Bind, on_shard
+
+if TYPE_CHECKING:
+    from .block import BlockRunner
+
+
+class _Carry(NamedTuple):
+    """What a loop over ticks carries."""
+
+    carry: list[Any]  # of the program's loop
+    values: list[Any]  # one for each entry of `Pipeline.carried`
+    stacks: list[Any]  # `LoopState.stacks`, in order
+
+
+def start_loop(outer: BlockRunner, index: int, tie: Bind) -> None:
+    """Start the gathers of a loop's first iterations; the copies and messages pass `tie`."""
+    loop = LoopRun(outer, index)
+    state = loop.first_state()
+    for number in range(loop.pipeline.first_tick, 0):
+        ticks = range(number, number + 1)
+        listed = [x for x in loop.pipeline.first_gathers if loop.pipeline.has_iteration(x, ticks)]
+        Tick(loop, state, number, ticks, tie=tie).run(listed)
+    outer.starts[index] = state
+
+
+def run_loop(outer: BlockRunner, index: int) -> list[Any]:
+    """Run a loop of a block; return its outputs, with None for those that are views of weights."""
+    return LoopRun(outer, index).run()
+
+
+class LoopRun:
+    """One run of a loop, which is operation `index` of the block that `outer` runs."""
+
+    def __init__(self, outer: BlockRunner, index: int):
+        loop = outer.plan.block.operations[index]
+        assert isinstance(loop, Loop)
+        self.outer = outer
+        self.index = index
+        self.loop = loop
+        self.plan = outer.plan.loops[index]
+        self.uses = outer.plan.uses.loops[index]
+        stacks = {x.layer: self._stack(x) for x in self.uses.stacks}
+        self.stacks: dict[ShardedParam, EncodedShards] = stacks
+        self.constants = {x: outer.layers[0][pipeline.shards(x)] for x in self.uses.constants}
+        self.updates: dict[int, LeafUpdate] = {
+            number: outer.updates[leaf] for number, leaf in self.plan.updates.items()
+        }
+        self.inputs: list[Any] = []  # constants of the program's loop; None for weights
+        self.rows: list[Any] = []  # stacks that the program's loop scans; None for weights
+        self.pipeline = self._pipeline()
+
+    def _pipeline(self) -> Pipeline:
+        # On CPUs nothing is gained by waiting, and before JAX 0.11 it changes how a product is
+        # rounded.
+        wait = PRODUCTS_MAY_BE_READ_TWICE or not self.outer.comm.on_cpus
+        return pipeline_of(
+            self.plan,
+            self.loop,
+            self.uses,
+            goes_on=any(x.continues == self.index for x in self.outer.plan.loops.values()),
+            in_host=[x for x, stack in self.stacks.items() if in_host(stack.data)],
+            host_rows=tuple(i for i, x in enumerate(self.rows) if x is not None and in_host(x)),
+            copies_wait=bool(self.updates) and wait,
+            repeated=self.outer.repeated(self.plan.body),
+        )
+
+    def _stack(self, stack: Stack) -> EncodedShards:
+        """The shards of a stack of layers, after the operations of the stack's view."""
+        view, sources = stack.view, self.outer.layers[0]
+        key = pipeline.shards(view.weight)
+        shards = sources[key]
+        # A stack of vectors is stored as one message, of which no layer can be cut out.
+        is_message = shards.codec is not None and not shards.lead
+        if not view.ops and not is_message:
+            return shards
+        # XLA would merge the copies that several loops make, since nothing ties them.
+        shards = sources[key] = shards.on_device(view.weight.name, windowed=False)
+        if not view.ops:
+            return shards.encode(None, ())
+        return on_shard(shards, view.ops, view.weight)[0]
+
+    def layer_index(self, iteration: Any) -> Array:
+        """The position of an iteration, which may lie outside of the loop.
+
+        Past the end, it is the one that the backward loop takes first, second and so on, if a loop
+        goes on with this loop's gathers; otherwise the last one again. Before the start, it is the
+        first.
+        """
+        length, iteration = self.loop.length, jnp.asarray(iteration)
+        after = 2 * length - 1 - iteration if self.pipeline.goes_on else length - 1
+        iteration = jnp.where(iteration < length, jnp.maximum(iteration, 0), jnp.maximum(after, 0))
+        return length - 1 - iteration if self.loop.is_reversed else iteration
+
+    def first_state(self) -> LoopState:
+        """The state before the first tick, with the node slices of the step before."""
+        kept = {x for each in self.pipeline.instructions for x in getattr(each, "weights", ())}
+        before = {x: self.stacks[x].kept for x in self.stacks if x in kept}
+        return LoopState(
+            stacks={
+                ("slices", x): slices.data
+                for x, slices in before.items()
+                if slices is not None and self.carries(("slices", x))
+            }
+        )
+
+    def run(self) -> list[Any]:
+        """Run the loop; return its outputs, with None for views of weights and updated leaves."""
+        loop, num = self.loop, self.loop.num_constants
+        first = num + loop.num_carry
+        pairs = zip(loop.inputs, loop.body.inputs, strict=True)
+        inputs = [self._input(outside, inside) for outside, inside in pairs]
+        carry = self.outer.tie_loop(inputs[num:first])
+        self.inputs, self.rows = inputs[:num], inputs[first:]
+        self.pipeline = self._pipeline()
+        state = self.outer.starts.pop(self.index, None) or self.first_state()
+        state.stacks |= {("state", i): list(x.stacks) for i, x in self.updates.items()}
+        shapes = self._shapes(carry, state)
+        self._add_stacks(state, shapes)
+        stacked: dict[pipeline.Key, Any] = {}  # what the loop over the ticks itself stacks
+        for start, stop in itertools.pairwise(self.pipeline.cuts):
+            ticks = range(start, stop)
+            self._enter(state, ticks, shapes)
+            carry, state, stacked = self._repeat(carry, state, ticks)
+        self._pass_on(state)
+        for number in range(loop.length, self.pipeline.last_tick):
+            ticks = range(number, number + 1)
+            listed = [x for x in self.pipeline.in_ticks(ticks) if x.lag > 0]
+            Tick(self, state, number, ticks).run(listed)
+        found = state.stacks | stacked
+        self._keep_slices(found, state)
+        for number, leaf in self.plan.updates.items():
+            self.outer.updated[leaf] = found["state", number]
+        return [
+            *carry,
+            *(found.get(pipeline.output(i)) for i in range(len(carry), len(loop.outputs))),
+        ]
+
+    def _input(self, outside: Any, inside: Any) -> Any:
+        """An input of the program's loop; None for a weight."""
+        body = self.plan.body
+        if inside in body.gradients.sums:  # it starts from zero
+            return self.outer.gradients.zeros(inside, body.gradients.sums[inside])
+        return None if inside in body.uses.views else self.outer.read(outside)
+
+    @functools.cached_property
+    def is_cut(self) -> bool:
+        """Whether the ticks are several loops: what each stacks is then carried from one to all."""
+        return len(self.pipeline.cuts) > 2
+
+    def carries(self, key: pipeline.Key) -> bool:
+        """Whether a stack is carried, and filled in its place, so that `lax.scan` stacks nothing.
+
+        It is if it is filled after the iteration, if it is read, and if it lies in host memory:
+        JAX 0.10 writes a stack there in the wrong order where the loop is reversed.
+        """
+        kind, i = key
+        if kind == "slices":
+            return self.is_cut or i in self.pipeline.kept
+        return self.is_cut or i in self._collected_late or i in self.plan.host_gradients
+
+    @functools.cached_property
+    def _collected_late(self) -> set[int]:
+        listed = self.pipeline.instructions
+        return {x.output for x in listed if isinstance(x, instructions.Collect) and x.lag}
+
+    def _shapes(self, carry: list[Any], state: LoopState) -> dict[Any, Any]:
+        """The shapes of what iterations leave: of each `pipeline.Entry`, and of outputs and slices.
+
+        One iteration is traced for shapes alone, from its own tick to the last that works on it.
+        """
+        last = max((x.lag for x in self.pipeline.instructions), default=0)
+        if not last and not self.is_cut:
+            return {}
+        listed = [x for x in self.pipeline.instructions if 0 in self.pipeline.iterations(x)]
+        keys: list[Any] = []
+
+        def life() -> list[Any]:
+            found: dict[Any, Any] = {}
+            current = state.copy()
+            self._enter(current, range(1), {})
+            for number in range(last + 1):
+                tick = Tick(self, current, number, range(number, number + 1), carry=carry)
+                tick.run([x for x in listed if x.lag == number or (not number and x.lag < 0)])
+                found |= tick.collected
+                left = current.layers.get(number + 1, {})
+                found |= {(key, number + 1): x for key, x in left.items()}
+            keys.extend(found)
+            return list(found.values())
+
+        with recording(None):  # its collectives must not be counted
+            shapes = jax.eval_shape(life)
+        return dict(zip(keys, shapes, strict=True))
+
+    def _add_stacks(self, state: LoopState, shapes: Mapping[Any, Any]) -> None:
+        """Add empty stacks for outputs and node slices that the loop carries."""
+        for key, layer in shapes.items():
+            if key[0] in ("output", "slices") and key not in state.stacks and self.carries(key):
+                empty = functools.partial(self._empty_stack, key)
+                state.stacks[key] = jax.tree.map(empty, layer)
+
+    def _empty_stack(self, key: pipeline.Key, layer: Any) -> Array:
+        shape, (kind, number) = (self.loop.length, *layer.shape), key
+        if kind == "output" and number in self.plan.host_gradients:
+            return empty_in_host(shape, layer.dtype, number)
+        return jnp.zeros(shape, layer.dtype)
+
+    def _enter(self, state: LoopState, ticks: range, shapes: Mapping[Any, Any]) -> None:
+        """Add what a loop over some ticks carries and is not there yet.
+
+        That are copies from host memory which no gather needed earlier, and zeros for iterations
+        before the first. Copies of leaves that are updated are made for these too, of the first
+        layer: it is written back where there is no gradient yet.
+        """
+        entries, found = self.pipeline.carried(ticks), self.pipeline.found_by(ticks.start)
+        for _, lag in entries:
+            state.layers.setdefault(lag, {})
+        tie = functools.partial(self.outer.tie_to, self.plan.tie)
+        first = Tick(self, state, ticks.start, ticks, tie=tie)
+        for key, lag in entries:
+            layer = state.layers[lag]
+            if key in layer:
+                continue
+            copies = self.pipeline.copies.get(key)
+            is_before = ticks.start < lag and key[0] == "state"
+            if copies is not None and ((key, lag) in found or is_before):
+                first.do(dataclasses.replace(copies, lag=lag))
+            elif shapes:
+                layer[key] = jax.tree.map(_zeros, self._shape_of(state, shapes, key, lag))
+
+    def _shape_of(
+        self, state: LoopState, shapes: Mapping[Any, Any], key: pipeline.Key, lag: int
+    ) -> Any:
+        """The shape of an entry: that of the same iteration or, if it has none, of another."""
+        others = [layer[key] for layer in state.layers.values() if key in layer]
+        same = [shapes[key, x] for x in range(lag, -1, -1) if (key, x) in shapes]
+        return (same or others)[0]
+
+    def _repeat(
+        self, carry: list[Any], state: LoopState, ticks: range
+    ) -> tuple[list[Any], LoopState, dict[pipeline.Key, Any]]:
+        """Run some ticks as a loop.
+
+        Returns:
+            The program's carry and the state after them, and the stacks that are not carried.
+
+        XLA takes a single tick out of its loop. Nothing there may be fused with what lies around
+        it, so that it has the bits of the others.
+        """
+        entries, keys = self.pipeline.carried(ticks), list(state.stacks)
+        listed = list(self.pipeline.in_ticks(ticks))
+        hold = lax.optimization_barrier if self.is_cut and len(ticks) == 1 else _same
+        collected: list[pipeline.Key] = []
+
+        def body(given: _Carry, scanned: Any) -> tuple[_Carry, list[Any]]:
+            number, rows = scanned
+            if self.is_cut:
+                number, given = hold((number, given))
+                given, rows = hold((given, self.rows_at(number)))
+            layers: Layers = {}
+            for (key, lag), x in zip(entries, given.values, strict=True):
+                layers.setdefault(lag, {})[key] = x
+            stacks = dict(zip(keys, given.stacks, strict=True))
+            current = LoopState(layers, stacks, state.slices)
+            tick = Tick(self, current, number, ticks, carry=given.carry, rows=rows)
+            tick.run(listed, entries)
+            collected[:] = [x for x in tick.collected if not self.carries(x)]
+            after = _Carry(
+                tick.carry,
+                [
+                    # Where nothing is sent any more, what was sent last stays in its place.
+                    current.layers.get(lag, {}).get(key, x)
+                    for (key, lag), x in zip(entries, given.values, strict=True)
+                ],
+                [current.stacks[key] for key in keys],
+            )
+            outputs = [tick.collected[x] for x in collected]
+            return hold((after, outputs)) if self.is_cut else (after, outputs)
+
+        values = [state.layers[lag][key] for key, lag in entries]
+        before = _Carry(carry, values, [state.stacks[key] for key in keys])
+        traced, note = repeated(body, len(ticks))
+        numbers = jnp.arange(ticks.start, ticks.stop)
+        numbers = numbers[::-1] if self.loop.is_reversed else numbers
+        rows = None if self.is_cut else self._device_rows
+        after, outputs = self.loop.scan(traced, before, (numbers, rows), len(ticks))
+        note()
+        layers = {}
+        found = self.pipeline.found_by(ticks.stop)
+        for (key, lag), x in zip(entries, after.values, strict=True):
+            if (key, lag) in found:
+                layers.setdefault(lag, {})[key] = x
+        state = LoopState(layers, dict(zip(keys, after.stacks, strict=True)), state.slices)
+        return after.carry, state, dict(zip(collected, outputs or [], strict=True))
+
+    @functools.cached_property
+    def _device_rows(self) -> list[Any]:
+        """The stacks that the program scans, in device memory; None for others."""
+        return [None if x is None or in_host(x) else x for x in self.rows]
+
+    def rows_at(self, number: Any) -> list[Any]:
+        i = self.layer_index(number)
+        return [
+            None if x is None else lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+            for x in self._device_rows
+        ]
+
+    def _pass_on(self, state: LoopState) -> None:
+        """Hand what is in flight for iterations past the end to the loop that goes on with it."""
+        for number, other in self.outer.plan.loops.items():
+            if other.continues != self.index:
+                continue
+            same = {x.view: x.layer for x in self.outer.plan.uses.loops[number].stacks}
+            names = {
+                pipeline.shards(x.layer): pipeline.shards(same[x.view])
+                for x in self.uses.stacks
+                if x.view in same
+            }
+            layers = {
+                lag: {names.get(key, key): x for key, x in layer.items()}
+                for lag, layer in state.layers.items()
+                if lag <= 0
+            }
+            self.outer.starts[number] = LoopState(layers)
+
+    def _keep_slices(self, found: Mapping[pipeline.Key, Any], state: LoopState) -> None:
+        """Let later gathers start from the stacks of node slices, in place of the shards."""
+        for stack in self.uses.stacks:
+            if ("slices", stack.layer) in found:
+                data = found["slices", stack.layer]
+                kept = state.slices[stack.layer].stack(data)
+                self.outer.layers[0][pipeline.shards(stack.view.weight)] = kept
+
+
+def _zeros(x: Any) -> Array:
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _same(x: Any) -> Any:
+    return x
