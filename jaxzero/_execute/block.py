@@ -171,7 +171,7 @@ class BlockRunner:
         return self._tie(self._loop_tie, carry)
 
     def _tie(self, tie: instructions.Tie | None, arrays: list[Any]) -> list[Any]:
-        """Pass `arrays` through the barrier of a tie; before a loop, of that of its first gathers."""
+        """Pass `arrays` through the barrier of a tie, or that of a loop's first gathers."""
         if self.tick is not None and self.tick.tie is not None:
             return self.tick.tie(arrays)
         if tie is None or not arrays:
@@ -335,7 +335,7 @@ class BlockRunner:
             # Sums stay in `accumulator_dtype`; the mean is cast at the end of the step.
             assert op is not None
             run = functools.partial(movable_ops.apply_on_shard, (op,))
-            x = jax.tree.map(lambda x: run(x, layout, source.shape), x)
+            x = jax.tree.map(lambda x: run(x, layout, source.shape), x)  # pyright: ignore
         layer[operation.outputs[0]] = x
 
     def _zeros(self, each: instructions.Zeros) -> None:

@@ -83,7 +83,7 @@ class LoopPlan:
     def updates_last_apart(self) -> bool:
         """Whether its last iterations, which also do what is left of the updates, run apart.
 
-        See [Note: the last updates] in `update_in_loop`.
+        See [Note: the last updates] in `pipeline`.
         """
         return bool(self.updates and self.num_last)
 

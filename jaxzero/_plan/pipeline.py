@@ -359,7 +359,7 @@ class _LoopEmitter:
             yield FetchShards(at=at, lag=lag, weight=weight, when=when)
 
     def _reduce_deferred(self, done: set[tuple[int, int]]) -> Iterator[Instruction]:
-        """Reduce deferred groups over one axis in each tick, except what is `done` earlier in it."""
+        """Reduce deferred groups over one axis in each tick, except what is `done` before."""
         body = self.plan.body
         for group in body.deferred_groups:
             for axis in range(len(body.reduce_groups[group].axes)):

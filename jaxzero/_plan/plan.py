@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .._collectives import HostTransfer, ReduceSpec, Transfer, readable_bytes
 from .._program import Loop, Value
-from .block_plan import BlockPlan, GatherGroup, ReduceGroup
+from .block_plan import BlockPlan, ReduceGroup
 from .emit import instructions_of
 from .held_whole import HeldWhole, find_held_whole
 from .host_steps import HostSteps
-from .instructions import Reduce
+from .instructions import Instruction, Reduce, Send
+from .pipeline import pipeline_of
 from .plan_step import Hop, PlanStep, operation_names, region_name, tied_to
 
 
@@ -180,9 +181,12 @@ class _Steps:
         plan: BlockPlan,
         path: tuple[int, ...] = (),
         trips: int = 1,
-        in_pipeline: bool = False,
+        listed: Sequence[Instruction] | None = None,
     ) -> Iterator[PlanStep]:
-        """The steps of a block, and of the loops in it, in program order."""
+        """The steps of a block, whose instructions are `listed`, and of the loops in it, in order.
+
+        None: it is no loop's body.
+        """
         host, groups = self.host, plan.gather_groups
         events: list[tuple[float, int]] = []
         events += [(x.fetch - 0.25, i) for i, x in enumerate(groups) if x.fetch is not None]
@@ -190,15 +194,16 @@ class _Steps:
         reduces = [*plan.reduce_groups, *_at_end(plan)]
         events += [(group.at + 0.5, i) for i, group in enumerate(reduces)]
         events += [(index + 0.25, index) for index in plan.loops]
-        hops = _reduction_hops(plan, in_pipeline)
+        hops = _hops(plan, instructions_of(plan) if listed is None else listed)
         for place, number in sorted(events):
             match place % 1:
                 case 0.0:
-                    yield from self._gather(plan, number, path, trips)
+                    sent = hops.get((Send, number), ())
+                    yield from self._gather(plan, number, path, trips, sent)
                 case 0.75:
                     yield from host.of_group(plan, number, path, trips)
                 case 0.5:
-                    sent = hops.get(number, ())
+                    sent = hops.get((Reduce, number), ())
                     yield from _reduce_steps(plan, number, reduces[number], path, trips, sent)
                     yield from host.of_reduced(plan, reduces[number], path, trips)
                 case _:
@@ -207,15 +212,21 @@ class _Steps:
                     body, inside = plan.loops[number].body, (*path, number)
                     times = trips * loop.length
                     yield from host.of_loop(plan, number, inside, times)
-                    pipelined = plan.loops[number].is_pipelined
-                    yield from self.of_block(body, inside, times, pipelined)
+                    loops = pipeline_of(plan.loops[number], loop, plan.uses.loops[number])
+                    yield from self.of_block(body, inside, times, loops.instructions)
                     yield from host.gradients(plan, number, inside, times)
 
     def _gather(
-        self, plan: BlockPlan, number: int, path: tuple[int, ...], trips: int
+        self,
+        plan: BlockPlan,
+        number: int,
+        path: tuple[int, ...],
+        trips: int,
+        hops: tuple[Hop, ...],
     ) -> Iterator[PlanStep]:
         names, group = operation_names(plan), plan.gather_groups[number]
-        hops = self._gather_hops(plan, group)
+        if self.has_slices and not any(one.keeps for one in group.gathers):
+            hops = hops[-1:]
         for one in group.gathers:
             yield PlanStep(
                 region=region_name(path) or one.region,
@@ -237,37 +248,20 @@ class _Steps:
                 hops=hops,
             )
 
-    def _gather_hops(self, plan: BlockPlan, group: GatherGroup) -> tuple[Hop, ...]:
-        from_slices = self.has_slices and not any(one.keeps for one in group.gathers)
-        first = plan.num_hops - 1 if from_slices else 0
-        names = operation_names(plan)
-        return tuple(
-            Hop(
-                plan.gather_axes[i],
-                group.issues[i],
-                names[group.issues[i]],
-                i - plan.num_hops if group.prefetched else 0,
-            )
-            for i in range(first, plan.num_hops)
-        )
 
-
-def _reduction_hops(plan: BlockPlan, in_pipeline: bool) -> dict[int, tuple[Hop, ...]]:
-    """The hops of each group of gradients, by its number."""
-    end, names = len(plan.block.operations), [*operation_names(plan)[:-1], ""]
-    early = min(plan.reduce_early, default=end)
-    found: dict[int, list[Hop]] = {}
-    for number, group in enumerate(plan.reduce_groups):
-        if group.deferred:
-            places = [early, *[end] * (len(group.axes) - 1)]
-            hops = zip(group.axes, places, strict=True)
-            found[number] = [Hop(x, at, names[at], 1 + i) for i, (x, at) in enumerate(hops)]
-    listed = instructions_of(plan, in_pipeline=in_pipeline)
+def _hops(
+    plan: BlockPlan, listed: Sequence[Instruction]
+) -> dict[tuple[type[Instruction], int], tuple[Hop, ...]]:
+    """The hops of each group of weights and of gradients, by kind of instruction and number."""
+    names = [*operation_names(plan)[:-1], ""]
+    found: dict[tuple[type[Instruction], int], list[Hop]] = {}
     for each in itertools.chain.from_iterable(x.parts for x in listed):
-        if isinstance(each, Reduce):
-            axis = plan.reduce_groups[each.group].axes[each.axis]
-            found.setdefault(each.group, []).append(Hop(axis, each.at, names[each.at]))
-    return {number: tuple(hops) for number, hops in found.items()}
+        if isinstance(each, (Send, Reduce)):
+            is_send = isinstance(each, Send)
+            axes = plan.gather_axes if is_send else plan.reduce_groups[each.group].axes
+            hop = Hop(axes[each.axis], each.at, names[each.at], each.lag)
+            found.setdefault((type(each), each.group), []).append(hop)
+    return {key: tuple(hops) for key, hops in found.items()}
 
 
 def _reduce_steps(
