@@ -35,8 +35,6 @@ from .gradient_buckets import GradientBuckets
 from .loop import loop_prologue, run_loop
 from .loop_layers import Prologue
 from .mean_gradients import host_mean
-from .row_segments import RowSegments
-from .row_versions import RowVersions
 from .ties import tied
 from .update_in_loop import LeafUpdate
 from .weight_buckets import Bind, GatherSources, WeightBuckets
@@ -48,7 +46,6 @@ def run_block(
     inputs: Sequence[Any],
     sources: Mapping[ShardedParam, EncodedShards],
     updates: Mapping[int, LeafUpdate],
-    versions: RowVersions | None = None,
 ) -> tuple[list[Any], GatherSources, dict[int, list[Array]]]:
     """Run a block.
 
@@ -58,7 +55,6 @@ def run_block(
         inputs: an array for each input of the block; those for views of weights are ignored.
         sources: for each weight that the block uses, the shard or node slice to gather it from.
         updates: of the leaves that the loops of the block may update, by index of the leaf.
-        versions: of the program, if nodes have different numbers of rows.
 
     Returns:
         The block's outputs; the gather sources after the run, in which node slices that the
@@ -66,29 +62,20 @@ def run_block(
         `LeafUpdate.stacks`. An output with a reduction is this device's shard of the sum, in
         `accumulator_dtype`; that of an updated leaf is None.
     """
-    runner = BlockRunner(WeightBuckets(plan, comm, sources), updates, versions)
+    runner = BlockRunner(WeightBuckets(plan, comm, sources), updates)
     return runner.run(inputs), runner.weights.sources, runner.updated
 
 
 class BlockRunner:
     """One run of a block; `weights` has its plan and gathers its weights."""
 
-    def __init__(
-        self,
-        weights: WeightBuckets,
-        updates: Mapping[int, LeafUpdate],
-        versions: RowVersions | None,
-    ):
+    def __init__(self, weights: WeightBuckets, updates: Mapping[int, LeafUpdate]):
         plan = weights.plan
         self.plan = plan
         self.comm = weights.comm
         self.weights = weights
         self.gradients = GradientBuckets(plan, weights.comm)
         self.updates = updates
-        self.versions = versions
-        self.segments = None
-        if versions is not None:
-            self.segments = RowSegments(plan, versions, self._after_gather)
         self.updated: dict[int, list[Array]] = {}  # new stacks of leaves that a loop has updated
         self.prologues: dict[int, Prologue] = {}  # of the loops in this block
         self.env: dict[Value, Any] = {}  # the array of every value that is not a view of a weight
@@ -97,7 +84,7 @@ class BlockRunner:
 
     def inside(self, weights: WeightBuckets) -> BlockRunner:
         """Make a runner for the body of a loop in this block, whose plan `weights` has."""
-        return BlockRunner(weights, {}, self.versions)
+        return BlockRunner(weights, {})
 
     def run(
         self,
@@ -119,15 +106,10 @@ class BlockRunner:
         block, end = self.plan.block, len(self.plan.block.operations)
         self._reduce_previous = reduce_previous
         self.env.update(zip(block.inputs, inputs, strict=True))
-        listed = instructions_of(
-            self.plan,
-            in_pipeline=reduce_previous is not None,
-            repeated=None if self.segments is None else self.segments.repeated,
-        )
+        listed = instructions_of(self.plan, in_pipeline=reduce_previous is not None)
         by_place = {at: list(group) for at, group in itertools.groupby(listed, lambda x: x.at)}
         for at in range(end + 1):
             with self._region(at):
-                self._end_segments(at)
                 self._execute(by_place.get(at, ()))
         deferred = self.plan.deferred_values()
         return [
@@ -156,10 +138,6 @@ class BlockRunner:
         if self.plan.last_forward is None:
             return contextlib.nullcontext()
         return in_region("forward" if index <= self.plan.last_forward else "backward")
-
-    def _end_segments(self, at: int) -> None:
-        if self.segments is not None:
-            self.env.update(self.segments.end(at))
 
     # Barriers: see [Note: ties] in `_plan.ties`.
 
@@ -243,29 +221,15 @@ class BlockRunner:
 
     def read(self, atom: Value | Constant) -> Any:
         """The array of a value. For a view: the full weight, with the view's operations applied."""
-        if self.segments is not None and self.segments.is_made_here(atom):
-            return self.segments.array(atom, self._gathered)
         if isinstance(atom, Constant):
             return atom.value
         view = self.plan.uses.views.get(atom)
         return self.env[atom] if view is None else self.weights.full(view.weight, view.ops)
 
-    def _gathered(self, value: Value) -> Any:
-        """The array of a value. For a view: the full weight as it was gathered."""
-        view = self.plan.uses.views.get(value)
-        return self.env[value] if view is None else self.weights.gathered(view.weight, view.ops)[0]
-
-    def _after_gather(self, value: Value) -> tuple[movable_ops.Op, ...]:
-        weight, ops = self.plan.uses.views[value].weight, self.plan.uses.views[value].ops
-        return movable_ops.before_gather(ops, weight.layout, weight.shape)[1]
-
     # Operations.
 
     def _run(self, each: instructions.Run) -> None:
         operation = self.plan.block.operations[each.at]
-        if self.segments is not None and self.segments.takes(each.at):
-            self.segments.add(each.at, self._gathered)
-            return
         # Views of weights have no array in a barrier, which is bound without them.
         views = self.plan.uses.views if isinstance(operation, Barrier) else {}
         given = [atom for atom in operation.inputs if atom not in views]
@@ -329,7 +293,6 @@ class BlockRunner:
     # Gradients.
 
     def _encode_gradients(self, each: instructions.EncodeGradients) -> None:
-        self._end_segments(each.at + 1)
         values = self.plan.reduce_groups[each.group].values
         self.gradients.encode(each.group, [self.env.pop(value) for value in values])
 

@@ -173,7 +173,6 @@ class Zero(ShardedTrees):
         """
         options = gradient_options(
             self._devices,
-            self.config,
             argnums=argnums,
             has_aux=has_aux,
             microbatches=microbatches,
@@ -247,7 +246,6 @@ class Zero(ShardedTrees):
         check_one_program(self.config, microbatches, weighted)
         options = gradient_options(
             self._devices,
-            self.config,
             has_aux=has_aux,
             aux_reduce=aux_reduce,
             gradient_reduce=gradient_reduce,
@@ -343,7 +341,6 @@ class Zero(ShardedTrees):
         """
         options = gradient_options(
             self._devices,
-            self.config,
             argnums=argnums,
             has_aux=has_aux,
             microbatches=microbatches,
