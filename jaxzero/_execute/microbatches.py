@@ -134,7 +134,7 @@ def accumulate(
     if comm.node_microbatches is None:
         sums, others = lax.scan(body, start, scanned)
     else:
-        here = num_here(comm.node_microbatches) - (first is not None)
+        here = num_here(comm.node_microbatches) - int(first is not None)
         sums, others = _scan_first(body, start, scanned, here)
     note()
     for i, x in enumerate(before_others):
