@@ -43,11 +43,13 @@ class CommSpec:
         halves: bool = False,
         node_microbatches: tuple[int, ...] | None = None,
     ) -> CommSpec:
+        """How a program on `mesh` communicates; `halves` and the last are those of the fields."""
         sizes = {axis: mesh.shape[axis] for axis in AXES}
         is_alone = all(sizes[axis] == 1 for axis in config.axes)  # then no slice is gathered
-        hpz = config.hpz
-        if node_microbatches and config.stage == 3 and NODE in config.axes:
-            hpz = hpz or HpZ(codec=None)  # nothing is sent between nodes in later micro-batches
+        hpz, node = config.hpz, config.weights.node
+        if node_microbatches and hpz is None and config.stage == 3 and NODE in config.axes:
+            # Nothing is sent between nodes in later micro-batches: what was received is kept.
+            hpz = HpZ(codec=node if isinstance(node, Codec) else None)
         return cls(
             config.axes,
             sizes,

@@ -185,6 +185,21 @@ def test_nodes_run_a_loop_of_their_own_without_waiting_for_others():
     assert any((0, 2) in x.groups for x in collectives("\n".join(others)))
 
 
+@pytest.mark.parametrize(("codec", "num_bytes"), [(None, 4), (jz.Cast(jnp.bfloat16), 2)])
+def test_node_slices_are_kept_as_they_are_received(codec, num_bytes):
+    zero = jz.Zero(zoo.make_mesh("2x2-auto"), jz.zero3(weights=jz.PerAxis(node=codec)))
+    params = zero.shard(_params(True))
+    batch = jz.pad_batch(_batch(), zero, microbatches=2, shares=_SHARES)
+    options = {"microbatches": 2, "weighted": True, "shares": _SHARES}
+    plan = zero.plan(_loss, params, batch, **options)
+    elements = sum(x.size for x in jax.tree.leaves(_params(True)))
+    assert plan.slice_bytes == elements // 2 * num_bytes  # two devices in a node
+    axes = {bool(x.microbatches): set() for x in plan.transfers}
+    for x in plan.transfers:
+        axes[bool(x.microbatches)].add(x.axis)
+    assert axes[True] == {"local"} and "node" in axes[False]
+
+
 def test_effects_and_collectives_inside_a_node():
     ran = collections.Counter()
 
