@@ -6,6 +6,9 @@ that loop, by a program of its own, which makes the node slices that the others 
 gradients are reduced in every micro-batch and added up as shards (or as node slices, if only
 `local` was reduced); unsharded ones are added up in full. `mean_gradients` turns the sums into
 means.
+
+Where nodes run different numbers of micro-batches (`CommSpec.node_microbatches`), the loop is a
+`while` with a number of iterations of its own on each node. It has no collectives over `node`.
 """
 
 from __future__ import annotations
@@ -48,12 +51,10 @@ def check_microbatches(num: Any) -> None:
 
 
 def check_exchanges(block: Block) -> None:
-    """Check that no device waits for another node in a micro-batch, of which nodes run different
-    numbers.
+    """Raise `NotImplementedError` for a collective that may wait for devices of another node.
 
-    Raises:
-        NotImplementedError: the user's program has a collective over `node`; or a `ppermute`, in
-            which XLA lets all devices take part, whatever its axis.
+    It would wait for ever, as nodes run different numbers of micro-batches. In a `ppermute` XLA
+    lets all devices take part, whatever its axis.
     """
     for operation in block.operations:
         for name, axes in exchanges(operation):

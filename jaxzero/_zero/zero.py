@@ -145,11 +145,9 @@ class Zero(ShardedTrees):
                 share the micro-batches; see `jz.Cluster.shares`. Devices of the fastest node run
                 `microbatches`, a multiple of the largest share, and the others fewer. Arrange the
                 batch by `jz.pad_batch`: rows of micro-batches that a device does not run are
-                ignored. Means are over the micro-batches that run. Node slices of the weights are
-                kept for the step (`jz.HpZ`), and gradients are summed over nodes once, so each
-                device holds the parameters and their float32 gradients, divided by the devices of
-                a node. `f` may use collectives over `local`, but none over `node`. `aux_reduce`
-                cannot be "stack" or "concat".
+                ignored. Means are over those that run. Each device keeps its node slices of weights
+                (`jz.HpZ`) and of the sums of gradients for the step. `f` may use collectives over
+                `local`, but none over `node`. `aux_reduce` cannot be "stack" or "concat".
             batch_argnums: the argument that is the batch, split on dim 0 over all devices
                 (`batch_spec`): a position, a name, or several. By default the one argument
                 that can be: it holds an array with rows, and is neither a sharded tree nor a random
