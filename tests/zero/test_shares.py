@@ -250,11 +250,20 @@ def test_aux_is_combined_over_the_micro_batches_that_run():
     def loss(params, batch):
         counted = batch[1].sum()
         aux = {"rows": len(batch[1]), "counted": counted, "first": counted, "least": -counted}
+        aux["key"] = jax.random.key(3)
         return (params["head"].sum() * counted, counted), {**aux, "mean": counted}
 
-    how = {"rows": "sum", "counted": "sum", "first": "first", "least": "max", "mean": "mean"}
+    how = {
+        "rows": "sum",
+        "counted": "sum",
+        "first": "first",
+        "least": "max",
+        "mean": "mean",
+        "key": "first",
+    }
     _, step, args, _ = _step("zero3", True, "2x2-auto", 2, loss, has_aux=True, aux_reduce=how)
     (_, aux), _ = step(*args)
+    assert jax.random.key_data(aux.pop("key")).tolist() == [0, 3]
     want = {"rows": 18, "counted": 13, "first": 3, "least": 0, "mean": 13 / 6}
     assert {k: float(x) for k, x in aux.items()} == pytest.approx(want)
 
