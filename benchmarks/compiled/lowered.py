@@ -200,8 +200,9 @@ def _decoder(
                 tokens, weights = batch
                 return loss(params, tokens) * weights.sum(), weights.sum()
 
-            function = zero.value_and_grad(weighted, weighted=True, shares=shares)
-            batch = jz.pad_batch(batch, zero, shares=shares)
+            uneven = {"shares": shares, "microbatches": max(shares)}
+            function = zero.value_and_grad(weighted, weighted=True, **uneven)
+            batch = jz.pad_batch(batch, zero, **uneven)
         state = _wire_state(zero, params)
         return function, (params, batch), {} if state is None else {"wire_state": state}
 

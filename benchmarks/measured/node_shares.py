@@ -1,4 +1,4 @@
-"""Two nodes of different speeds: a step with equal rows, and with rows in proportion (`shares`).
+"""Two nodes of different speeds: a step with equal rows, and with `shares` of micro-batches.
 
     nice -n -10 python -m benchmarks.measured.node_shares
 
@@ -49,6 +49,7 @@ class Settings:
         size: the model; `rows` are those of a batch of both nodes.
         preset: of `jaxzero`, without codecs.
         shares: of the two nodes.
+        microbatches: of the first node, in the step with shares. Steps with equal rows have one.
         fraction: of its core that the second node may use.
         rounds: how often each step runs, in turn.
     """
@@ -58,6 +59,7 @@ class Settings:
     )
     preset: str = "zero3"
     shares: tuple[int, int] = (2, 1)
+    microbatches: int = 4
     fraction: float = 0.33
     rounds: int = 9
 
@@ -154,7 +156,7 @@ def _node(task: dict[str, Any], number: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(task["address"], 2, number)
     zero = jz.Zero(jz.make_mesh(nodes=2), getattr(jz, settings.preset)())
-    steps = {name: _step(settings, zero, shares) for name, shares in _plans(settings).items()}
+    steps = {name: _step(settings, zero, **plan) for name, plan in _plans(settings).items()}
     alone = _alone(settings)
     difference = _difference(settings, [run() for run in steps.values()])
     runs: dict[str, Callable] = {**steps, "alone": alone}
@@ -176,8 +178,9 @@ def _node(task: dict[str, Any], number: int) -> None:
     print(json.dumps(measured), flush=True)
 
 
-def _plans(settings: Settings) -> dict[str, tuple[int, int]]:
-    return {"equal": (1, 1), "shares": settings.shares}
+def _plans(settings: Settings) -> dict[str, dict[str, Any]]:
+    shares = {"shares": settings.shares, "microbatches": settings.microbatches}
+    return {"equal": {"shares": (1, 1)}, "shares": shares}
 
 
 def _tokens(settings: Settings) -> np.ndarray:
@@ -193,10 +196,13 @@ def _weighted(size: Size) -> Callable:
     return weighted
 
 
-def _step(settings: Settings, zero: jz.Zero, shares: tuple[int, int]) -> Callable:
+def _step(
+    settings: Settings, zero: jz.Zero, shares: tuple[int, int], microbatches: int = 1
+) -> Callable:
     """A compiled step that returns loss and gradients."""
+    options = {"shares": shares, "microbatches": microbatches}
     params = zero.init(lambda: init(settings.size, jax.random.key(0)))
-    batch = jz.pad_batch(_tokens(settings), zero, shares=shares)
+    batch = jz.pad_batch(_tokens(settings), zero, **options)
     if batch[1].sum() != settings.size.rows or len(batch[1]) * sum(shares) != (
         settings.size.rows * 2 * max(shares)
     ):
@@ -205,7 +211,7 @@ def _step(settings: Settings, zero: jz.Zero, shares: tuple[int, int]) -> Callabl
     batch = jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i]), batch
     )
-    step = zero.value_and_grad(_weighted(settings.size), weighted=True, shares=shares)
+    step = zero.value_and_grad(_weighted(settings.size), weighted=True, **options)
     compiled = jax.jit(step).lower(params, batch).compile()
     return lambda: compiled(params, batch)
 

@@ -32,22 +32,36 @@ class CommSpec:
     on_cpus: bool = False  # there host memory and device memory are one
     # What a sum over devices is divided by to be the mean of one micro-batch; None: their number.
     mean_divisor: float | None = None
+    # How many micro-batches the devices of each node run, where nodes run different numbers.
+    node_microbatches: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, mesh: AnyMesh, config: ZeroConfig, halves: bool = False) -> CommSpec:
+    def of(
+        cls,
+        mesh: AnyMesh,
+        config: ZeroConfig,
+        halves: bool = False,
+        node_microbatches: tuple[int, ...] | None = None,
+    ) -> CommSpec:
+        """How a program on `mesh` communicates; `halves` and the last are those of the fields."""
         sizes = {axis: mesh.shape[axis] for axis in AXES}
         is_alone = all(sizes[axis] == 1 for axis in config.axes)  # then no slice is gathered
+        hpz, node = config.hpz, config.weights.node
+        if node_microbatches and hpz is None and config.stage == 3 and NODE in config.axes:
+            # Nothing is sent between nodes in later micro-batches: what was received is kept.
+            hpz = HpZ(codec=node if isinstance(node, Codec) else None)
         return cls(
             config.axes,
             sizes,
             config.weights,
             config.gradients,
-            None if is_alone else config.hpz,
+            None if is_alone else hpz,
             config.min_quantized_size,
             config.schedule,
             halves,
             MessageForm.of(mesh),
             physical(mesh).devices.flat[0].platform == "cpu",
+            node_microbatches=node_microbatches,
         )
 
     @property
@@ -63,6 +77,12 @@ class CommSpec:
     def divisor(self) -> int | float:
         """What the sum of a gradient over devices, in one micro-batch, is divided by."""
         return self.num_devices if self.mean_divisor is None else self.mean_divisor
+
+    def num_runs(self, microbatches: int) -> int:
+        """How many micro-batches all devices run together, if the fastest run `microbatches`."""
+        if self.node_microbatches is None:
+            return self.num_devices * microbatches
+        return self.sizes[LOCAL] * sum(self.node_microbatches)
 
     @property
     def halves_axis(self) -> str:

@@ -36,8 +36,6 @@ from .._program import Barrier, Constant, Operation, Value, movable_ops
 from .gradient_buckets import GradientBuckets
 from .loops import run_loop, start_loop
 from .mean_gradients import host_mean
-from .row_segments import RowSegments
-from .row_versions import RowVersions
 from .ticks import Layers, LeafUpdate, LoopState, Tick
 from .weight_buckets import (
     Bind,
@@ -55,7 +53,6 @@ def run_block(
     inputs: Sequence[Any],
     sources: Mapping[ShardedParam, EncodedShards],
     updates: Mapping[int, LeafUpdate],
-    versions: RowVersions | None = None,
 ) -> tuple[list[Any], GatherSources, dict[int, list[Array]]]:
     """Run a block.
 
@@ -65,7 +62,6 @@ def run_block(
         inputs: an array for each input of the block; those for views of weights are ignored.
         sources: for each weight that the block uses, the shard or node slice to gather it from.
         updates: of the leaves that the loops of the block may update, by index of the leaf.
-        versions: of the program, if nodes have different numbers of rows.
 
     Returns:
         The block's outputs; the gather sources after the run, in which node slices that the
@@ -73,11 +69,11 @@ def run_block(
         `LeafUpdate.stacks`. An output with a reduction is this device's shard of the sum, in
         `accumulator_dtype`; that of an updated leaf is None.
     """
-    runner = BlockRunner(plan, comm, updates, versions)
+    runner = BlockRunner(plan, comm, updates)
     here = runner.layers[0]
     here.update({shards(x): source for x, source in sources.items()})
     here.update(zip(plan.block.inputs, inputs, strict=True))
-    runner.execute(instructions_of(plan, repeated=runner.repeated(plan)))
+    runner.execute(instructions_of(plan))
     outputs = [runner.output(i, 0) for i in range(len(plan.block.outputs))]
     return outputs, {x: here[shards(x)] for x in sources}, runner.updated
 
@@ -98,7 +94,6 @@ class BlockRunner:
         plan: BlockPlan,
         comm: CommSpec,
         updates: Mapping[int, LeafUpdate],
-        versions: RowVersions | None,
         layers: Layers | None = None,
         tick: Tick | None = None,
     ):
@@ -106,35 +101,22 @@ class BlockRunner:
         self.comm = comm
         self.gradients = GradientBuckets(plan, comm)
         self.updates = updates
-        self.versions = versions
-        self.segments = None
-        if versions is not None:
-            self.segments = RowSegments(plan, versions, self._after_gather)
         self.layers: Layers = collections.defaultdict(dict, layers or {})
         self.tick = tick
         self.starts: dict[int, LoopState] = {}
         self.updated: dict[int, list[Array]] = {}
         self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Any] = {}
         self._loop_tie: instructions.Tie | None = None  # of the loop that runs now
-        self._segments_done = 0  # operations before which all segments have ended
 
     def inside(self, body: BlockPlan, layers: Layers, tick: Tick) -> BlockRunner:
         """Make a runner for a tick of a loop in this block."""
-        return BlockRunner(body, self.comm, {}, self.versions, layers, tick)
-
-    def repeated(self, plan: BlockPlan) -> frozenset[Value] | None:
-        """As in `instructions_of`, for this block or the body of a loop in it."""
-        if self.versions is None:
-            return None
-        return RowSegments(plan, self.versions, self._after_gather).repeated
+        return BlockRunner(body, self.comm, {}, layers, tick)
 
     def execute(self, listed: Iterable[instructions.Instruction]) -> None:
-        """Execute instructions in their order, and the segments of rows between them."""
+        """Execute instructions in their order."""
         for each in listed:
             with self._region(each.at):
-                self._end_segments(each.at)
                 self._execute((each,))
-        self._end_segments(len(self.plan.block.operations))
 
     def _execute(self, listed: Iterable[instructions.Instruction]) -> None:
         for each in listed:
@@ -149,13 +131,6 @@ class BlockRunner:
         if self.plan.last_forward is None:
             return contextlib.nullcontext()
         return in_region("forward" if index <= self.plan.last_forward else "backward")
-
-    def _end_segments(self, at: int) -> None:
-        if self.segments is None:
-            return
-        for index in range(self._segments_done, at + 1):
-            self.layers[0].update(self.segments.end(index))
-        self._segments_done = max(self._segments_done, at)
 
     # Barriers: see [Note: ties] in `_plan.ties`.
 
@@ -265,8 +240,6 @@ class BlockRunner:
 
     def read(self, atom: Value | Constant, lag: int = 0) -> Any:
         """The array of a value. For a view: the full weight, with the view's operations applied."""
-        if self.segments is not None and self.segments.is_made_here(atom):
-            return self.segments.array(atom, self._gathered)
         if isinstance(atom, Constant):
             return atom.value
         if (view := self.plan.uses.views.get(atom)) is None:
@@ -282,22 +255,10 @@ class BlockRunner:
         before, after = movable_ops.before_gather(view.ops, weight.layout, weight.shape)
         return self._full[weight, before], after
 
-    def _gathered(self, value: Value) -> Any:
-        """The array of a value. For a view: the full weight as it was gathered."""
-        view = self.plan.uses.views.get(value)
-        return self.layers[0][value] if view is None else self._full_weight(view)[0]
-
-    def _after_gather(self, value: Value) -> tuple[movable_ops.Op, ...]:
-        weight, ops = self.plan.uses.views[value].weight, self.plan.uses.views[value].ops
-        return movable_ops.before_gather(ops, weight.layout, weight.shape)[1]
-
     # Operations.
 
     def _run(self, each: instructions.Run) -> None:
         operation = self.plan.block.operations[each.at]
-        if self.segments is not None and self.segments.takes(each.at):
-            self.segments.add(each.at, self._gathered)
-            return
         # Views of weights have no array in a barrier, which is bound without them.
         views = self.plan.uses.views if isinstance(operation, Barrier) else {}
         given = [atom for atom in operation.inputs if atom not in views]
@@ -361,7 +322,6 @@ class BlockRunner:
     # Gradients.
 
     def _encode_gradients(self, each: instructions.EncodeGradients) -> None:
-        self._end_segments(each.at + 1)
         here, values = self.layers[0], self.plan.reduce_groups[each.group].values
         made = self.gradients.encode(each.group, [here.pop(value) for value in values])
         here[gradient(each.group)] = made

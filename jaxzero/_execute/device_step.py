@@ -10,13 +10,11 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
@@ -35,8 +33,6 @@ from .._plan import (
     BlockPlan,
     Plan,
     ShardedParam,
-    View,
-    find_uses,
     most_held,
     slices_kept_in_program,
 )
@@ -57,9 +53,8 @@ from .._simigrad import GradientHalves
 from .block import run_block
 from .gather_sources import gather_source
 from .mean_gradients import MeanGradients, mean_over_devices
-from .microbatches import Accumulators, accumulate, split_microbatches
+from .microbatches import Accumulators, accumulate, check_exchanges, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
-from .row_versions import RowVersions, match_versions, version_shares
 from .ticks import LeafUpdate
 from .weight_differences import kept_slice, next_slice
 from .wire_state import LocalWireState
@@ -95,7 +90,6 @@ def run_on_device(
     microbatches: int,
     comm: CommSpec,
     updates: Mapping[int, LeafUpdate] | None = None,
-    shares: Sequence[int] | None = None,
     share_of_loss: Array | float | None = None,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
@@ -107,37 +101,35 @@ def run_on_device(
         wire_state: node slices and residuals from the previous step.
         inputs: this device's rows of the batch, and replicated values.
         specs: the `PartitionSpec` of each input; inputs that it splits are rows.
-        microbatches: how many equal parts the rows are cut into, run one after the other.
+        microbatches: how many equal parts the rows are cut into, run one after the other. Where
+            `comm.node_microbatches` are fewer, the devices of the node leave out the last ones.
         comm: mesh axes, codecs and schedule of all collectives.
         updates: by index of the leaf, of leaves that are updated once their gradients are known.
-        shares: of the rows of a batch, for each node; None: all are equal.
         share_of_loss: what `flat` multiplies the loss by before it differentiates it, so that the
             sum over devices and micro-batches is the mean; given to it as one more input. None: it
             differentiates the loss itself.
     """
     updates = updates or {}
-    comm = _with_loop_limit(comm, shares)
+    comm = _with_loop_limit(comm)
     if share_of_loss is not None:
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
-    trace_share = functools.partial(
-        _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
-    )
-    block, traced = trace_share()
+    block, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
+    if comm.node_microbatches is not None:
+        check_exchanges(block)
     shapes = traced.shapes
     share, not_derived = _share(share_of_loss, block, shapes, parameters)
     comm = _with_divisor(comm, share)
     program = plan_program(
         block, shapes, parameters, wire_state, microbatches, comm, updates, not_derived
     )
-    versions = _versions(program, block, trace_share, parameters, microbatches, shares)
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
 
     def run(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
         arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
-        outputs, sources_now, stacks = run_block(plan, comm, arrays, sources, updates, versions)
+        outputs, sources_now, stacks = run_block(plan, comm, arrays, sources, updates)
         if runs_first and plan is program.top:
             sources.update(sources_now)
             updated.update(stacks)
@@ -146,7 +138,7 @@ def run_on_device(
 
     first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
-    sums, others = accumulate(later, inputs, specs, microbatches, first, program.means)
+    sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
     plan = _plan_of_step(program, sources, microbatches, comm)
     result = Result(None, [], others, wire_state, plan, traced)
     if shapes[0] is None:
@@ -188,37 +180,12 @@ def _plan_of_step(
     )
 
 
-def _with_loop_limit(comm: CommSpec, shares: Sequence[int] | None) -> CommSpec:
-    """Let loops hold all their constants where gathers inside are not possible, or save nothing.
-
-    With shares, a loop may run differently often on each node. On one device weights are full.
-    """
-    if shares is None and comm.num_shards > 1:
+def _with_loop_limit(comm: CommSpec) -> CommSpec:
+    """Let loops hold all their constants on one device, where weights are full."""
+    if comm.num_shards > 1:
         return comm
     schedule = dataclasses.replace(comm.schedule, loop_constant_bytes=sys.maxsize)
     return dataclasses.replace(comm, schedule=schedule)
-
-
-def _versions(
-    program: ProgramPlan,
-    block: Block,
-    trace_share: Callable[[Fraction], tuple[Block, OpenProgram]],
-    parameters: Parameters,
-    microbatches: int,
-    shares: Sequence[int] | None,
-) -> RowVersions | None:
-    """Trace the versions of the planned program that have fewer rows, and match all."""
-    if shares is None:
-        return None
-    others = version_shares(shares)[1:]
-    blocks = [block, *(trace_share(Fraction(share, max(shares)))[0] for share in others)]
-    first, uses = 1 if microbatches > 1 else 0, []
-    for each in blocks:
-        values = each.inputs[first : first + len(parameters.leaves)]
-        weights = {values[i]: View(weight) for i, weight in program.weights.items()}
-        uses.append(program.top.uses if each is block else find_uses(each, weights, sys.maxsize))
-    plans = [program.top] if program.later is None else [program.top, program.later]
-    return match_versions(blocks, uses, plans, shares)
 
 
 def _gather_sources(
@@ -318,12 +285,8 @@ def _trace(
     specs: Sequence[Any],
     microbatches: int,
     comm: CommSpec,
-    share: Fraction = Fraction(1),
 ) -> tuple[Block, OpenProgram]:
-    """Trace one micro-batch, or a `share` of its rows, on the shapes of the full parameters.
-
-    Nothing is gathered.
-    """
+    """Trace one micro-batch on the shapes of the full parameters; nothing is gathered."""
     full = []
     avals: dict[Any, Any] = {}  # layers of an unrolled program have equal ones
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):
@@ -340,8 +303,8 @@ def _trace(
             avals[key] = gathered_aval(decoded, layout, comm)
         full.append(avals[key])
     rows = [
-        jax.eval_shape(functools.partial(_rows_of, spec, microbatches, share), x)
-        if split_dim(spec) is not None and (microbatches > 1 or share < 1)
+        jax.eval_shape(lambda x, spec=spec: split_microbatches(x, spec, microbatches)[0], x)
+        if split_dim(spec) is not None and microbatches > 1
         else x
         for x, spec in zip(inputs, specs, strict=True)
     ]
@@ -379,10 +342,3 @@ def _without_whole_weights(
     if not isinstance(loss, Value):
         return block
     return recompute_in_backward(block, list(weights.values()), loss)
-
-
-def _rows_of(spec: Any, microbatches: int, share: Fraction, x: Array) -> Array:
-    """The first `share` of the rows of a micro-batch."""
-    dim, x = split_dim(spec), split_microbatches(x, spec, microbatches)[0]
-    assert dim is not None
-    return lax.slice_in_dim(x, 0, int(x.shape[dim] * share), axis=dim)

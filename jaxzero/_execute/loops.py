@@ -86,7 +86,6 @@ class LoopRun:
             in_host=[x for x, stack in self.stacks.items() if in_host(stack.data)],
             host_rows=tuple(i for i, x in enumerate(self.rows) if x is not None and in_host(x)),
             copies_wait=bool(self.updates) and wait,
-            repeated=self.outer.repeated(self.plan.body),
         )
 
     def _stack(self, stack: Stack) -> EncodedShards:

@@ -4,7 +4,7 @@ For each leaf the program leaves an array on a device: its shard of the sum over
 node slice of the sum over its node, which is summed over nodes here, once for all micro-batches; or
 the full gradient of its own rows, which is all-reduced here. In these three cases
 
-    mean = sum / (devices x micro-batches), or sum / (sum of the weights).
+    mean = sum / (micro-batches of all devices), or sum / (sum of the weights).
 
 With one micro-batch and no weights, the array may already be this device's shard of the mean: then
 the sum was divided where it was reduced (`final_gradients`).
@@ -102,13 +102,13 @@ def mean_over_devices(
         sums: this device's sums over its micro-batches.
         targets: for each gradient in `sums`, how it was reduced and is to be stored.
         errors: for each gradient, the residual of the previous step; None if it is not kept.
-        num_microbatches: how many micro-batches were summed.
+        num_microbatches: how many micro-batches a device has summed, of the fastest node.
         comm: axes and codecs of the reductions.
         share: what each loss was multiplied by before it was differentiated; None: nothing.
     """
     with labelled("other", "loss"):
         loss = all_reduce(sums.loss, AXES)
-        count = jnp.asarray(comm.num_devices * num_microbatches, loss.dtype)
+        count = jnp.asarray(comm.num_runs(num_microbatches), loss.dtype)
         total = count if sums.weight is None else all_reduce(sums.weight, AXES)
     of_gradients = total if share is None else total * jnp.asarray(share, total.dtype)
     pairs = enumerate(zip(sums.gradients, targets, strict=True))

@@ -6,6 +6,9 @@ that loop, by a program of its own, which makes the node slices that the others 
 gradients are reduced in every micro-batch and added up as shards (or as node slices, if only
 `local` was reduced); unsharded ones are added up in full. `mean_gradients` turns the sums into
 means.
+
+Where nodes run different numbers of micro-batches (`CommSpec.node_microbatches`), the loop is a
+`while` with a number of iterations of its own on each node. It has no collectives over `node`.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from jax import lax
 from jaxtyping import Array
 
 from .._collectives import CommSpec, accumulator_dtype, all_gather, all_max, all_reduce, repeated
-from .._mesh import AXES, in_host
-from .._program import traced_once
+from .._mesh import AXES, NODE, in_host
+from .._program import Block, exchanges, traced_once
 from .._sharding import split_dim
 
 
@@ -47,6 +50,23 @@ def check_microbatches(num: Any) -> None:
         raise ValueError(f"`microbatches` must be an integer of at least 1; got {num!r}.")
 
 
+def check_exchanges(block: Block) -> None:
+    """Raise `NotImplementedError` for a collective that may wait for devices of another node.
+
+    It would wait for ever, as nodes run different numbers of micro-batches. In a `ppermute` XLA
+    lets all devices take part, whatever its axis.
+    """
+    for operation in block.operations:
+        for name, axes in exchanges(operation):
+            if NODE in axes or name == "ppermute":
+                raise NotImplementedError(
+                    f"`{name}` over {axes} at {operation.where} may wait for devices of other "
+                    "nodes, which run different numbers of micro-batches with `shares`. Use "
+                    "`psum`, `all_gather`, `all_to_all` and the like over `local`, or leave out "
+                    "`shares`."
+                )
+
+
 def split_microbatches(x: Array, spec: Any, num: int) -> Array:
     """Cut one device's rows into `num` micro-batches, on a new leading dim.
 
@@ -63,6 +83,7 @@ def accumulate(
     inputs: Sequence[Any],
     specs: Sequence[Any],
     num: int,
+    comm: CommSpec,
     first: Run | None = None,
     means: Container[int] = (),
 ) -> tuple[Accumulators, list[Any]]:
@@ -73,12 +94,14 @@ def accumulate(
         inputs: this device's rows, and replicated values.
         specs: the `PartitionSpec` of each input; those that it splits are cut into micro-batches.
         num: how many micro-batches. With one, the index is None and there is no loop.
+        comm: its `node_microbatches` say how many the devices of each node run, if not `num`.
         first: runs the first micro-batch in place of `run`, before the loop over the others.
         means: the gradients, by index, that the program of a single micro-batch leaves as means,
             which are returned as they are.
 
     Returns:
-        The sums, and the other outputs stacked over micro-batches on a new leading dim.
+        The sums, and the other outputs stacked over micro-batches on a new leading dim, with zeros
+        for those that this device does not run.
     """
     if num == 1:
         sums, others = (first or run)(None, list(inputs))
@@ -109,11 +132,41 @@ def accumulate(
     else:
         start, before_others = step(first, *before)
         scanned = jax.tree.map(lambda x: x[1:], scanned)
-    sums, others = lax.scan(body, start, scanned)
+    if comm.node_microbatches is None:
+        sums, others = lax.scan(body, start, scanned)
+    else:
+        here = num_here(comm.node_microbatches) - int(first is not None)
+        sums, others = _scan_first(body, start, scanned, here)
     note()
     for i, x in enumerate(before_others):
         others[i] = jnp.concatenate([jnp.expand_dims(x, 0), others[i]])
     return sums, others
+
+
+def num_here(node_microbatches: Sequence[int]) -> Array:
+    """How many micro-batches this device runs."""
+    return jnp.asarray(node_microbatches, jnp.int32)[lax.axis_index(NODE)]
+
+
+def _scan_first(body: Callable, start: Any, scanned: Any, num: Array) -> tuple[Any, Any]:
+    """`lax.scan` over the first `num` slices of `scanned`; the outputs of the others are zeros.
+
+    `num` may differ between nodes: nothing in the body waits for devices of other nodes.
+    """
+
+    def at(index: Any) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), scanned)
+
+    def step(index: Array, state: Any) -> Any:
+        carry, stacks = state
+        carry, outputs = body(carry, at(index))
+        write = lax.dynamic_update_index_in_dim
+        return carry, jax.tree.map(lambda stack, x: write(stack, x, index, 0), stacks, outputs)
+
+    length = len(jax.tree.leaves(scanned)[0])
+    shapes = jax.eval_shape(lambda: body(start, at(0))[1])
+    stacks = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), shapes)
+    return lax.fori_loop(0, num, step, (start, stacks))
 
 
 def _widened(sums: Accumulators, means: Container[int] = ()) -> Accumulators:
@@ -141,11 +194,18 @@ def combine(x: Array, how: str, comm: CommSpec) -> Array:
             the `shard_map` joins the devices' arrays.
     """
     if how == "mean":
-        total = all_reduce(jnp.mean(x, axis=0), AXES)
-        return total / jnp.asarray(comm.num_devices, total.dtype)
+        if comm.node_microbatches is None:
+            mean, num = jnp.mean(x, axis=0), comm.num_devices
+        else:
+            mean, num = jnp.sum(x, axis=0), comm.num_runs(len(x))
+        total = all_reduce(mean, AXES)
+        return total / jnp.asarray(num, total.dtype)
     if how == "sum":
         return all_reduce(jnp.sum(x, axis=0), AXES)
     if how == "max":
+        if comm.node_microbatches is not None:  # those that are left out repeat the first
+            ran = jnp.arange(len(x)) < num_here(comm.node_microbatches)
+            x = jnp.where(ran.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1])
         return all_max(jnp.max(x, axis=0), AXES)
     if how == "first":
         return _from_first_device(x[0])

@@ -260,15 +260,17 @@ def _targets(
 ) -> list[GradientTarget]:
     """Decide over which axes the program reduces the gradient of each differentiated leaf.
 
-    Normally these are `local` and `node`. In four cases it is `local` only, and `mean_gradients`
+    Normally these are `local` and `node`. In five cases it is `local` only, and `mean_gradients`
     sums over nodes: several micro-batches with hpZ, which keeps node slices of the weights anyway,
     so that node slices of gradients fit too; a residual that is added before the sum over nodes; a
-    gradient whose split still has to move to another dim; and `split="local"`, where nodes
-    all-reduce their slices, with several micro-batches or with half-batch sums.
+    gradient whose split still has to move to another dim; `split="local"`, where nodes all-reduce
+    their slices, with several micro-batches or with half-batch sums; and nodes that run different
+    numbers of micro-batches.
     """
     targets = []
     sum_nodes_once = comm.hpz is not None and microbatches > 1
     sum_nodes_once |= NODE not in comm.axes and (microbatches > 1 or comm.halves)
+    sum_nodes_once |= comm.node_microbatches is not None
     for i in parameters.differentiated:
         leaf, stored = parameters.leaves[i], parameters.gradient_layout(i)
         layout = weights[i].layout if i in weights else stored

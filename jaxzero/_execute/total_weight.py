@@ -69,7 +69,7 @@ def total_weight(
         outputs, _, _ = run_block(plan, comm, [*indices, *[None] * num, *rows], {}, {})
         return Accumulators(jnp.zeros(()), jnp.asarray(outputs[0]), []), []
 
-    sums, _ = accumulate(run, inputs, specs, microbatches)
+    sums, _ = accumulate(run, inputs, specs, microbatches, comm)
     with labelled("other", "loss"):
         return all_reduce(sums.weight, AXES)
 

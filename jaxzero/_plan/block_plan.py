@@ -73,13 +73,6 @@ class LoopPlan:
         return deferred or prefetched or self.window > 0
 
     @property
-    def is_local(self) -> bool:
-        """Whether it has no collectives, so that devices may run it differently."""
-        body, gradients = self.body, self.body.gradients
-        sends = body.uses.views or gradients.reduces or gradients.on_shards or gradients.at_end
-        return not sends and all(loop.is_local for loop in body.loops.values())
-
-    @property
     def updates_last_apart(self) -> bool:
         """Whether its last iterations, which also do what is left of the updates, run apart.
 

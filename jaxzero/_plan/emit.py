@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
 from .block_plan import BlockPlan
@@ -39,33 +38,28 @@ from .instructions import (
 from .lifetimes import Gather
 from .param_uses import ShardedParam
 
-_emitted: weakref.WeakKeyDictionary[BlockPlan, dict[Any, tuple[Instruction, ...]]] = (
+_emitted: weakref.WeakKeyDictionary[BlockPlan, dict[bool, tuple[Instruction, ...]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def instructions_of(
-    plan: BlockPlan, *, in_pipeline: bool = False, repeated: frozenset[Value] | None = None
-) -> tuple[Instruction, ...]:
+def instructions_of(plan: BlockPlan, *, in_pipeline: bool = False) -> tuple[Instruction, ...]:
     """The instructions of a block, in order.
 
     Args:
         plan: of the block.
         in_pipeline: whether it is the body of a pipelined loop. What the loop adds for each
             iteration (`pipeline`) is not in the list.
-        repeated: where nodes have different numbers of rows, the values that have no array of their
-            own (`_execute.row_segments`). A loop without collectives is an operation like others
-            there, which waits for nothing.
     """
-    known, options = _emitted.setdefault(plan, {}), (in_pipeline, repeated)
-    if options not in known:
-        known[options] = _Emitter(plan, *options).emit()
-    return known[options]
+    known = _emitted.setdefault(plan, {})
+    if in_pipeline not in known:
+        known[in_pipeline] = _Emitter(plan, in_pipeline).emit()
+    return known[in_pipeline]
 
 
 def deferred_instructions(plan: BlockPlan, lag: int) -> tuple[Instruction, ...]:
     """What is done `lag` ticks later with the deferred groups of a loop's body, once reduced."""
-    emitter = _Emitter(plan, True, None)
+    emitter = _Emitter(plan, True)
     emitter.at = len(plan.block.operations)
     for group in plan.deferred_groups:
         emitter.finish(group)
@@ -76,13 +70,12 @@ def deferred_instructions(plan: BlockPlan, lag: int) -> tuple[Instruction, ...]:
 class _Emitter:
     """The state of a block while its instructions are emitted."""
 
-    def __init__(self, plan: BlockPlan, in_pipeline: bool, repeated: frozenset[Value] | None):
+    def __init__(self, plan: BlockPlan, in_pipeline: bool):
         self.plan = plan
         self.operations = plan.block.operations
         self.done: list[Instruction] = []
         self.at = 0
         self._in_pipeline = in_pipeline
-        self._repeated = repeated
         self._known: set[Value] = set()  # values that have an array: no views, no unreduced ones
         self._in_flight: list[tuple[int, int]] = []  # groups of gradients, and axes done
         self._finished: list[Value] = []  # reduced gradients that wait for a tie
@@ -126,9 +119,9 @@ class _Emitter:
         return tuple(self.done)
 
     def _finish_loss(self) -> None:
-        """Let backward wait for the loss; between segments its array may not be there yet."""
+        """Let backward wait for the loss."""
         loss, before = self.plan.block.outputs[0], self.plan.loss_before
-        if self._repeated is not None or before is None or self.at != before[0]:
+        if before is None or self.at != before[0]:
             return
         if isinstance(loss, Value) and {loss, before[1]} <= self._known:
             self.done.append(FinishLoss(at=self.at, loss=loss, pin=before[1]))
@@ -178,7 +171,7 @@ class _Emitter:
         is_passed = isinstance(operation, Barrier)
         if self.at in self.plan.gradients.on_shards:
             return  # it runs once its inputs are reduced
-        if isinstance(operation, Loop) and not self._is_like_others():
+        if isinstance(operation, Loop):
             self.done.append(RunLoop(at=self.at, tie=self._tie_loop()))
         elif first in views and not is_passed:
             return
@@ -188,16 +181,12 @@ class _Emitter:
             self._store(first)
             return
         else:
-            if operation.name.startswith("scatter") and self._repeated is None:
+            if operation.name.startswith("scatter"):
                 self._make_target(operation)
             self.done.append(Run(at=self.at))
         for value in operation.outputs:
             if value not in views:
                 self._make(value)
-
-    def _is_like_others(self) -> bool:
-        """Whether a loop waits for nothing."""
-        return self._repeated is not None and self.plan.loops[self.at].is_local
 
     def _make_target(self, operation: Operation) -> None:
         target, *_, scattered = operation.inputs
@@ -229,8 +218,7 @@ class _Emitter:
         waiting = [value]
         while waiting:
             value = waiting.pop()
-            if self._repeated is None or value not in self._repeated:
-                self._known.add(value)
+            self._known.add(value)
             for index in self._readers.get(value, ()):
                 self._missing[index] -= 1
                 if not self._missing[index]:

@@ -250,7 +250,6 @@ def pipeline_of(
     in_host: Iterable[ShardedParam] = (),
     host_rows: tuple[int, ...] = (),
     copies_wait: bool = False,
-    repeated: frozenset[Value] | None = None,
 ) -> Pipeline:
     """The pipeline of a loop.
 
@@ -263,12 +262,11 @@ def pipeline_of(
         host_rows: the stacks that the program scans in host memory, by index.
         copies_wait: whether copies to and from stacks that the loop updates wait for a product in
             the middle of the body ([Note: write, then fetch] in `_execute.updates`).
-        repeated: as in `instructions_of`.
     """
     emitter = _LoopEmitter(plan, loop, uses, tuple(in_host), host_rows, copies_wait)
     first, last = plan.num_first, loop.length - plan.num_last
     cuts = tuple(dict.fromkeys((0, first, last, loop.length)))
-    listed = tuple(emitter.emit(repeated))
+    listed = tuple(emitter.emit())
     return Pipeline(plan, loop.length, listed, cuts, goes_on, emitter.kept_ahead)
 
 
@@ -310,7 +308,7 @@ class _LoopEmitter:
         made = slices_kept_in_program(self.plan.body)
         return [stack.layer for stack in self.uses.stacks if stack.layer in made]
 
-    def emit(self, repeated: frozenset[Value] | None) -> Iterator[Instruction]:
+    def emit(self) -> Iterator[Instruction]:
         plan, body, end = self.plan, self.plan.body, self._end
         taken = tuple(x.layer for x in self.uses.stacks if x.layer not in self.in_host)
         taken = (*self.uses.constants, *taken)
@@ -322,7 +320,7 @@ class _LoopEmitter:
         if taken and any(group.prefetched for group in body.gather_groups):
             yield TakeShards(at=0, lag=-body.num_hops, weights=taken)
         yield Begin(at=0, rows=self.host_rows)
-        listed = instructions_of(body, in_pipeline=plan.is_pipelined, repeated=repeated)
+        listed = instructions_of(body, in_pipeline=plan.is_pipelined)
         yield from listed
         deferred = body.deferred_values()
         late = [i for i, x in enumerate(body.block.outputs) if x in deferred]

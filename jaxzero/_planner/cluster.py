@@ -78,8 +78,8 @@ class Cluster:
         nodes: number of nodes.
         local: devices of a node.
         device: "a100", "h100", "h200", "b200", or a `Device` of your own. Where nodes differ, a
-            tuple with one for each node: `shares` then divides the rows of a batch among them;
-            plans are made for one kind.
+            tuple with one for each node: `shares` then divides the micro-batches of a step among
+            them; plans are made for one kind.
         link: bytes a second that enter a node from other nodes, over all its links.
         local_link: bytes a second that a device receives from its node; by default the device's.
         host_link: bytes a second between a device and its host, each way; by default the device's.
@@ -178,37 +178,39 @@ class Cluster:
             )
         return first
 
-    def shares(self, rows: int) -> tuple[int, ...]:
+    def shares(self, microbatches: int) -> tuple[int, ...]:
         """Shares of the nodes in a batch, in proportion to their `flops`, as small integers.
 
-        All nodes wait for the slowest, in every layer. So the shares are those with which the
-        nodes compute most rows a second, as far as whole rows allow.
+        All nodes wait for the slowest at the end of a step. So the shares are those with which the
+        nodes compute most rows a second, as far as whole micro-batches allow.
 
         Args:
-            rows: of a micro-batch on a device of the fastest node. The largest share divides it.
+            microbatches: of a device of the fastest node. The largest share divides it.
 
         Returns:
             A share for each node, for `zero.value_and_grad(..., shares=)` and `jz.pad_batch`.
 
         Raises:
-            ValueError: `rows` is not an integer of at least 1.
+            ValueError: `microbatches` is not an integer of at least 1.
 
         Example:
-            >>> jz.Cluster(nodes=2, local=8, device=("h100", "a100")).shares(rows=16)
+            >>> jz.Cluster(nodes=2, local=8, device=("h100", "a100")).shares(microbatches=16)
             (16, 5)
 
         References:
             Whale (https://arxiv.org/abs/2011.09208), hardware-aware load balance.
         """
-        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-            raise ValueError(f"`rows` must be an integer of at least 1; got {rows!r}.")
+        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+            raise ValueError(
+                f"`microbatches` must be an integer of at least 1; got {microbatches!r}."
+            )
         rates = [Fraction(device.flops) for device in self.kinds]
         speeds = [rate / max(rates) for rate in rates]
-        # Each is the largest that takes no longer than a whole number of rows on one of the nodes.
+        # Each is the largest that takes no longer than a whole number of micro-batches on a node.
         found = [
             tuple(min(most, max(1, math.floor(num * speed / slow))) for speed in speeds)
-            for most in range(1, rows + 1)
-            if rows % most == 0
+            for most in range(1, microbatches + 1)
+            if microbatches % most == 0
             for num in range(1, most + 1)
             for slow in sorted(set(speeds))
         ]
@@ -217,7 +219,7 @@ class Cluster:
             slowest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
             return sum(shares) / slowest
 
-        found = [shares for shares in found if rows % max(shares) == 0]
+        found = [shares for shares in found if microbatches % max(shares) == 0]
         return max(found, key=rows_a_second)  # the first, with the smallest integers, of equals
 
     @property

@@ -12,9 +12,6 @@ from .carried_sums import CarriedSum as CarriedSum
 from .carried_sums import addends as addends
 from .carried_sums import carried_sums as carried_sums
 from .carried_sums import makes_zeros as makes_zeros
-from .correspondence import Correspondence as Correspondence
-from .correspondence import correspondence as correspondence
-from .correspondence import is_same_constant as is_same_constant
 from .elementwise import full_reduction as full_reduction
 from .elementwise import is_broadcast as is_broadcast
 from .elementwise import is_elementwise as is_elementwise
@@ -28,7 +25,7 @@ from .ir import Constant as Constant
 from .ir import Loop as Loop
 from .ir import Operation as Operation
 from .ir import Value as Value
-from .ir import exchanged_or_effect as exchanged_or_effect
+from .ir import exchanges as exchanges
 from .ir import is_mutable as is_mutable
 from .kept_values import kept_values as kept_values
 from .known_part import known_part as known_part

@@ -226,14 +226,26 @@ def exchanged_or_effect(operation: Operation) -> str | None:
     `axis_index` is none: it tells a device where it is, and sends nothing.
     """
     for equation in _equations(operation.equation):
-        name, params = equation.primitive.name, equation.params
-        axes = params.get("axis_name", params.get("axes", ()))
-        axes = axes if isinstance(axes, tuple | list) else (axes,)
-        if any(isinstance(axis, str) for axis in axes) and name not in _LOCAL:
-            return name
-        if any("Named" not in type(effect).__name__ for effect in equation.effects):
-            return name
+        has_effects = any("Named" not in type(effect).__name__ for effect in equation.effects)
+        if has_effects or _exchanged_axes(equation):
+            return equation.primitive.name
     return None
+
+
+def exchanges(operation: Operation) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The collectives in an operation: the name of each, and the mesh axes it is over."""
+    for equation in _equations(operation.equation):
+        if axes := _exchanged_axes(equation):
+            yield equation.primitive.name, axes
+
+
+def _exchanged_axes(equation: Any) -> tuple[str, ...]:
+    """The mesh axes that a collective is over; none for other equations."""
+    if equation.primitive.name in _LOCAL:
+        return ()
+    axes = equation.params.get("axis_name", equation.params.get("axes", ()))
+    axes = axes if isinstance(axes, tuple | list) else (axes,)
+    return tuple(axis for axis in axes if isinstance(axis, str))
 
 
 def _equations(equation: Any) -> Iterator[Any]:

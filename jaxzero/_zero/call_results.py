@@ -35,7 +35,6 @@ from .transform import Transform
 
 def gradient_options(
     mesh: AnyMesh,
-    config: ZeroConfig,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -51,7 +50,7 @@ def gradient_options(
     Raises:
         ValueError: `argnums` are no integers, `microbatches` is not an integer of at least 1,
             `aux_reduce` or `gradient_reduce` names an unknown reduction, `halves` is set on a mesh
-            with one device, or `shares` does not fit the mesh or comes without `weighted`.
+            with one device, or `shares` does not fit the mesh or `microbatches`.
         NotImplementedError: `shares` does not work with another option.
     """
     check_microbatches(microbatches)
@@ -62,8 +61,8 @@ def gradient_options(
         )
     numbers = argument_numbers(argnums)
     reduce = flat_reductions("aux_reduce", aux_reduce)
-    known = known_shares(shares, mesh.shape[NODE])
-    check_shares(known, weighted, halves, mesh, config)
+    known = known_shares(shares, mesh.shape[NODE], microbatches)
+    check_shares(known, halves, mesh)
     if gradient_reduce is not None and isinstance(argnums, int):
         gradient_reduce = (gradient_reduce,)
     reductions = flat_reductions("gradient_reduce", gradient_reduce, GRADIENT_REDUCTIONS)

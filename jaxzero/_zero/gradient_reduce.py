@@ -32,20 +32,14 @@ def combined_leaves(call: Call, options: Options) -> dict[int, str]:
     Raises:
         ValueError: `gradient_reduce` is no tree prefix of the differentiated arguments, or asks for
             the maximum of complex numbers.
-        NotImplementedError: there is such a leaf, and nodes have different numbers of rows.
     """
     if not options.has_gradients:
         return {}
-    found = {
+    return {
         i: how
         for i, leaf, how in _differentiated(call, options)
         if how != "mean" and jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
-    if found and options.shares is not None:
-        raise NotImplementedError(
-            "`shares` does not work with gradients that are not reduced by 'mean'. Leave out one."
-        )
-    return found
 
 
 def parameters_of(

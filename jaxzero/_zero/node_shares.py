@@ -1,31 +1,29 @@
-"""`shares`: rows of a batch in proportion to the speed of each node.
+"""`shares`: micro-batches in proportion to the speed of each node.
 
-A batch is an array of equally many rows for every device. With shares `s` of the nodes, a
-micro-batch of `m` rows of a device of node `i` has `m * s[i] / max(s)` rows that count, before
-padding that is not computed.
+A batch is an array of equally many rows for every device, cut into `k` micro-batches. With shares
+`s` of the nodes, a device of node `i` runs the first `k * s[i] / max(s)` of its micro-batches. The
+rows of the others are padding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
 
 from .._mesh import AXES, LOCAL, NODE, AnyMesh, physical
-from .._sharding import ZeroConfig, split_dim
-from .arguments import BATCH, Call
 
 Shares = tuple[int, ...]
 
 
-def known_shares(shares: Sequence[int] | None, nodes: int) -> Shares | None:
+def known_shares(shares: Sequence[int] | None, nodes: int, microbatches: int) -> Shares | None:
     """Check shares, and divide them by what they have in common; None if all are equal.
 
     Raises:
-        ValueError: they are not one integer of at least 1 for each node.
+        ValueError: they are not one integer of at least 1 for each node, or the micro-batches
+            cannot be divided in these proportions.
     """
     if shares is None:
         return None
@@ -34,33 +32,35 @@ def known_shares(shares: Sequence[int] | None, nodes: int) -> Shares | None:
     if len(found) != nodes or not all(is_number) or min(found) < 1:
         raise ValueError(
             "`shares` must hold an integer of at least 1 for each node, and here the number of "
-            f"nodes is {nodes}; got {shares!r}. `jz.Cluster(...).shares(rows)` gives them."
+            f"nodes is {nodes}; got {shares!r}. `jz.Cluster(...).shares(microbatches)` gives them."
         )
     common = math.gcd(*found)
-    return None if len(set(found)) == 1 else tuple(int(x) // common for x in found)
+    known = tuple(int(x) // common for x in found)
+    if microbatches % max(known):
+        raise ValueError(
+            f"`microbatches` is {microbatches}, and for `shares={known}` it must be a multiple of "
+            f"{max(known)}: the devices of the fastest node run that many, and those of the others "
+            f"fewer in proportion. Give `microbatches={max(known)}` or a multiple of it."
+        )
+    return None if len(set(known)) == 1 else known
 
 
-def check_shares(
-    shares: Shares | None, weighted: bool, halves: bool, mesh: AnyMesh, config: ZeroConfig
-) -> None:
+def node_microbatches(microbatches: int, shares: Shares) -> tuple[int, ...]:
+    """How many micro-batches the devices of each node run, if the fastest run `microbatches`."""
+    return tuple(microbatches * share // max(shares) for share in shares)
+
+
+def check_shares(shares: Shares | None, halves: bool, mesh: AnyMesh) -> None:
     """Check that the other options of `value_and_grad` go with `shares`.
 
     Raises:
-        ValueError: the loss is not weighted.
-        NotImplementedError: half-batches are compared, the config offloads, or the mesh has
-            axes of its own.
+        NotImplementedError: half-batches are compared, or the mesh has axes of its own.
     """
     if shares is None:
         return
-    if not weighted:
-        raise ValueError(
-            "`shares` needs `weighted=True`: nodes with fewer rows count less in the mean. Let the "
-            "function return `(sum of losses, number of rows)`."
-        )
     others = [axis for axis, size in physical(mesh).shape.items() if axis not in AXES and size > 1]
     reasons = {
         "`halves=True`: the halves would have different numbers of rows": halves,
-        "`Offload`": config.offload is not None,
         f"the mesh axes {others} beside {AXES}": bool(others),
     }
     for reason, is_given in reasons.items():
@@ -68,42 +68,13 @@ def check_shares(
             raise NotImplementedError(f"`shares` does not work with {reason}. Leave out one.")
 
 
-def check_share_rows(
-    call: Call, arrays: Sequence[Sequence[Any]], mesh: AnyMesh, microbatches: int, shares: Shares
-) -> None:
-    """Check the arguments of a call with `shares`.
-
-    Raises:
-        ValueError: `shares` has another number of nodes than the mesh (in a program of one node),
-            no argument has rows, one is split other than by rows over all devices, or the rows
-            of a micro-batch cannot be divided in these proportions.
-    """
-    if mesh.shape[NODE] != len(shares):
+def check_share_nodes(mesh: AnyMesh, shares: Shares | None) -> None:
+    """Raise `ValueError` if a program of one node is given shares of several."""
+    if shares is not None and mesh.shape[NODE] != len(shares):
         raise ValueError(
             f"`shares` has {len(shares)} entries, and this program has {mesh.shape[NODE]} node. "
             "In `zero.local_steps` every node trains by itself: leave it out there."
         )
-    divisor = mesh.shape[NODE] * mesh.shape[LOCAL] * microbatches * max(shares)
-    num_split = 0
-    for argument, leaves in zip(call.arguments, arrays, strict=True):
-        for x, spec in zip(leaves, argument.specs, strict=False):
-            if argument.plan is not None or split_dim(spec) is None:
-                continue
-            num_split += 1
-            if spec != BATCH:
-                raise ValueError(
-                    f"{argument.name} is split by {spec}. With `shares`, arguments are split by "
-                    "`zero.batch_spec` or not at all."
-                )
-            if x.shape[0] % divisor:
-                raise ValueError(
-                    f"{argument.name} has {x.shape[0]} rows. For `shares={shares}` and "
-                    f"{microbatches} micro-batches on {mesh.size} devices that must be a multiple "
-                    f"of {divisor}. Pad it: `jz.pad_batch(batch, zero, microbatches="
-                    f"{microbatches}, shares={shares})`."
-                )
-    if not num_split:
-        raise ValueError("`shares` says how rows are split, and no argument is a batch.")
 
 
 def counted_rows(
@@ -111,7 +82,7 @@ def counted_rows(
 ) -> Bool[np.ndarray, " rows"]:
     """Which rows of a batch of `rows` rows are computed."""
     nodes, local = mesh.shape[NODE], mesh.shape[LOCAL]
-    each = rows // (nodes * local * microbatches)
-    counts = np.asarray(shares) * each // max(shares)
+    each = rows // (nodes * local)
+    counts = np.asarray(node_microbatches(microbatches, shares)) * (each // microbatches)
     is_counted = np.arange(each) < counts[:, None]  # [nodes, each]
-    return np.repeat(is_counted, local * microbatches, axis=0).reshape(-1)
+    return np.repeat(is_counted, local, axis=0).reshape(-1)

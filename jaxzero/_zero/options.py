@@ -9,6 +9,7 @@ from typing import Any
 from .._mesh import AnyMesh, check_mesh
 from .._sharding import ZeroConfig, without_defaults, zero3
 from .host_memory import check_platform
+from .node_shares import node_microbatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Options:
     halves: bool = False  # whether gradients of two half-batches are compared
     # How gradients are reduced, as `reduce`; None: as the leaves say (`overwritten_leaves`).
     gradient_reduce: tuple[tuple[str, ...], Any] | None = None
+
+    @property
+    def node_microbatches(self) -> tuple[int, ...] | None:
+        """How many micro-batches the devices of each node run; None if all run `microbatches`."""
+        return self.shares and node_microbatches(self.microbatches, self.shares)
 
 
 def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:

@@ -94,11 +94,11 @@ class Outputs:
 
     def _check_shares(self, paths: Sequence[str]) -> None:
         for path, how in zip(paths, self.how, strict=True):
-            if how not in ("sum", "first"):
+            if how in ("stack", "concat"):
                 raise ValueError(
                     f"The aux leaf `{path}` is combined by {how!r}, and with `shares` devices "
-                    "have different numbers of rows. Return a sum over rows, with 'sum' in "
-                    f"`{self._argument}`; or take 'first'."
+                    "run different numbers of micro-batches. Return a sum or a mean over rows, "
+                    f"and take 'sum', 'mean', 'max' or 'first' in `{self._argument}`."
                 )
 
     def _checked(self, how: str, path: str, leaf: Array) -> str:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float32
 from .._mesh import LOCAL, NODE
 from .._sharding import path_name
 from .batch_choice import is_split, rows_of
-from .node_shares import counted_rows, known_shares
+from .node_shares import counted_rows, known_shares, node_microbatches
 from .sharded_trees import ShardedTrees
 
 
@@ -36,8 +36,8 @@ def pad_batch(
         rows: number of rows to pad to, so that all batches have one shape and share a compiled
             program. By default the smallest multiple of devices x `microbatches`.
         microbatches: as given to `zero.value_and_grad`.
-        shares: likewise. Rows stay in order, and padding follows the rows of every micro-batch of
-            nodes with smaller shares; it takes memory and no time.
+        shares: likewise. Rows stay in order, and padding follows the rows of each device of nodes
+            with smaller shares; it is not computed.
 
     Returns:
         `(batch, weights)`: arrays `[rows, ...]`, and float32 weights, 1 for each of the n rows and
@@ -48,7 +48,7 @@ def pad_batch(
     Raises:
         ValueError: the batch has no rows, its arrays have different numbers of rows, an array may
             be rows or a raw random key, `rows` is too few or not such a multiple, or `shares` is
-            not one integer of at least 1 for each node.
+            not one integer of at least 1 for each node or does not fit `microbatches`.
 
     Example:
         >>> def loss_fn(params, batch):
@@ -59,14 +59,14 @@ def pad_batch(
         >>> loss, grads = step(params, jz.pad_batch(batch, zero))
     """
     num_rows, mesh = rows_of("`batch`", batch), zero._devices
-    known = known_shares(shares, mesh.shape[NODE]) or (1,) * mesh.shape[NODE]
-    divisor = microbatches * zero.num_devices * max(known)
-    counted = mesh.shape[LOCAL] * microbatches * sum(known)  # of each `divisor` rows
+    known = known_shares(shares, mesh.shape[NODE], microbatches) or (1,) * mesh.shape[NODE]
+    divisor = zero.num_devices * microbatches
+    counted = mesh.shape[LOCAL] * sum(node_microbatches(microbatches, known))  # of `divisor` rows
     total = -(-num_rows // counted) * divisor if rows is None else rows
     if num_rows == 0 or total % divisor or total // divisor * counted < num_rows:
         raise ValueError(
             f"`batch` has {num_rows} rows and is to be padded to {total}, for {divisor} devices x "
-            "micro-batches x largest share. It needs at least one row, and `rows` must be a "
+            "micro-batches. It needs at least one row, and `rows` must be a "
             f"multiple of {divisor} of which {counted} in each {divisor} hold a row of the batch."
         )
     is_counted = counted_rows(total, mesh, microbatches, known)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .arguments import check_meshes, check_rows, resolve
 from .batch_choice import BatchArgnums
-from .node_shares import check_share_rows
+from .node_shares import check_share_nodes
 from .options import Options
 from .sharded_trees import ShardedTrees
 from .transform import Transform
@@ -30,7 +30,7 @@ def prepare(
 
     Raises:
         ValueError: an argument does not fit; see `resolve`, `check_meshes`, `check_rows`
-            and `check_share_rows`.
+            and `check_share_nodes`.
     """
     numbers = tuple(i + len(args) if i < 0 else i for i in options.argnums)
     if len(set(numbers)) < len(numbers):
@@ -49,7 +49,6 @@ def prepare(
         num_devices=here.num_devices,
     )
     check_meshes(call, arrays, here.mesh)
+    check_share_nodes(here._devices, options.shares)
     check_rows(call, arrays, here._devices, options.microbatches)
-    if options.shares is not None:
-        check_share_rows(call, arrays, here._devices, options.microbatches, options.shares)
     return Transform(f, call, options, here._devices, zero.config), arrays

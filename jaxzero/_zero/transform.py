@@ -68,7 +68,7 @@ class Transform:
         self.devices = mesh
         self.mesh = physical(mesh)
         self.config = config
-        self.comm = CommSpec.of(mesh, config, options.halves)
+        self.comm = CommSpec.of(mesh, config, options.halves, options.node_microbatches)
         self.combined = combined_leaves(call, options)
         self.parameters = parameters_of(call, options, config, self.comm.num_shards, self.combined)
         # Set by tracing `program`: its plan, and what `flat` was traced to.
@@ -286,7 +286,6 @@ class Transform:
                 self.options.microbatches,
                 self.comm,
                 leaf_updates,
-                self.options.shares,
                 share,
             )
             num = len(outputs.how)
@@ -320,7 +319,7 @@ class Transform:
         if not self._shares_loss:
             return None
         if not self.options.weighted:
-            return 1 / (self.comm.num_devices * self.options.microbatches)
+            return 1 / self.comm.num_runs(self.options.microbatches)
         leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.parameters.leaves]
 
         def weight(stored: list[Any], inputs: list[Any]) -> Array:

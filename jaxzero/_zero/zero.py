@@ -142,9 +142,12 @@ class Zero(ShardedTrees):
                 reduce-scatters add in the order of devices, as on CPUs; with `split="local"` they
                 may round differently.
             shares: for nodes of different speeds, such as `(2, 1)`: the proportions in which nodes
-                share the rows; see `jz.Cluster.shares`. Arrange the batch by `jz.pad_batch`. `f`
-                is traced once for each number of rows, and must have no collectives or
-                effects of its own. Needs `weighted`; outputs in `aux` need "sum" or "first".
+                share the micro-batches; see `jz.Cluster.shares`. Devices of the fastest node run
+                `microbatches`, a multiple of the largest share, and the others fewer. Arrange the
+                batch by `jz.pad_batch`: rows of micro-batches that a device does not run are
+                ignored. Means are over those that run. Each device keeps its node slices of weights
+                (`jz.HpZ`) and of the sums of gradients for the step. `f` may use collectives over
+                `local`, but none over `node`. `aux_reduce` cannot be "stack" or "concat".
             batch_argnums: the argument that is the batch, split on dim 0 over all devices
                 (`batch_spec`): a position, a name, or several. By default the one argument
                 that can be: it holds an array with rows, and is neither a sharded tree nor a random
@@ -173,7 +176,6 @@ class Zero(ShardedTrees):
         """
         options = gradient_options(
             self._devices,
-            self.config,
             argnums=argnums,
             has_aux=has_aux,
             microbatches=microbatches,
@@ -247,7 +249,6 @@ class Zero(ShardedTrees):
         check_one_program(self.config, microbatches, weighted)
         options = gradient_options(
             self._devices,
-            self.config,
             has_aux=has_aux,
             aux_reduce=aux_reduce,
             gradient_reduce=gradient_reduce,
@@ -343,7 +344,6 @@ class Zero(ShardedTrees):
         """
         options = gradient_options(
             self._devices,
-            self.config,
             argnums=argnums,
             has_aux=has_aux,
             microbatches=microbatches,

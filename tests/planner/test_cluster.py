@@ -32,24 +32,24 @@ def _mixed(*speeds):
 
 
 @pytest.mark.parametrize(
-    ("speeds", "rows", "shares"),
+    ("speeds", "microbatches", "shares"),
     [
         ((1.0, 1.0), 8, (1, 1)),
         ((1.0, 0.5), 8, (2, 1)),
-        ((0.5, 1.0), 3, (1, 3)),  # 1.5 of 3 rows would keep the first node waiting for less
+        ((0.5, 1.0), 3, (1, 3)),  # 1.5 of 3 would keep the first node waiting for less
         ((3.0, 2.0, 3.0), 12, (3, 2, 3)),
         ((1.0, 0.3), 4, (4, 1)),
-        ((1.0, 0.9), 4, (1, 1)),  # a whole row less of 4 costs more than waiting
-        ((1.0, 0.01), 2, (2, 1)),  # every node has a row
+        ((1.0, 0.9), 4, (1, 1)),  # a whole one less of 4 costs more than waiting
+        ((1.0, 0.01), 2, (2, 1)),  # every node has one
     ],
 )
-def test_shares_of_nodes(speeds, rows, shares):
-    assert _mixed(*speeds).shares(rows) == shares
+def test_shares_of_nodes(speeds, microbatches, shares):
+    assert _mixed(*speeds).shares(microbatches) == shares
 
 
 def test_shares_compute_most_rows_a_second():
-    speeds, rows = (1.0, 0.7, 0.35), 8
-    found = _mixed(*speeds).shares(rows)
+    speeds = 1.0, 0.7, 0.35
+    found = _mixed(*speeds).shares(8)
 
     def rows_a_second(shares):
         return sum(shares) / max(x / speed for x, speed in zip(shares, speeds, strict=True))
@@ -59,6 +59,6 @@ def test_shares_compute_most_rows_a_second():
     assert rows_a_second(found) == pytest.approx(best)
 
 
-def test_shares_of_no_rows_are_refused():
-    with pytest.raises(ValueError, match="`rows` must be an integer of at least 1; got 0"):
+def test_shares_of_no_micro_batches_are_refused():
+    with pytest.raises(ValueError, match="`microbatches` must be an integer of at least 1; got 0"):
         jz.Cluster(nodes=2, local=2).shares(0)

@@ -92,15 +92,18 @@ def _assert_as_one_device(found, expected):
         (jz.zero3(), "2x4-explicit", {"microbatches": 2, "weighted": True}),
         (jz.ddp(), "2x4-auto", {"weighted": True}),
         (jz.ZeroConfig(stage=2), "2x4-auto", {"halves": True}),
+        (jz.zero3(), "2x4-auto", {"microbatches": 2, "shares": (2, 1)}),
         pytest.param(jz.hsdp(), "2x4-auto", {"microbatches": 2}, marks=pytest.mark.exhaustive),
     ],
-    ids=["zero3", "weighted", "ddp", "halves", "hsdp"],
+    ids=["zero3", "weighted", "ddp", "halves", "shares", "hsdp"],
 )
 def test_flax_fp8_has_the_numbers_of_one_device(one_device, config, mesh, options):
     zero = jz.Zero(zoo.make_mesh(mesh), config)
     function = _sums if options.get("weighted") else _loss
     step = jax.jit(zero.value_and_grad(function, **options))
-    loss, grads, *halves = step(zero.shard(_variables()), _batch())
+    given = {name: options[name] for name in ("microbatches", "shares") if name in options}
+    batch, _ = jz.pad_batch(_batch(), zero, **given)
+    loss, grads, *halves = step(zero.shard(_variables()), batch)
     np.testing.assert_allclose(loss, one_device[0], rtol=1e-6)
     _assert_as_one_device(jax.device_get(zero.unshard(grads)), one_device[1])
     for products in halves:
@@ -350,10 +353,3 @@ def test_messages():
     of_parameters = {"w": "max", "c": "mean"}
     with pytest.raises(ValueError, match="weight .* is computed from parameters"):
         grad(lambda p, b: (loss(p, b), p["w"].sum()), weighted=True, gradient_reduce=of_parameters)
-    with pytest.raises(NotImplementedError, match="`shares` does not work with gradients"):
-        grad(
-            lambda p, b: (loss(p, b), b.sum()),
-            weighted=True,
-            shares=(2, 1),
-            gradient_reduce=of_parameters,
-        )

@@ -1,8 +1,7 @@
-"""`shares`: nodes with different numbers of rows; loss and gradients equal those of one device."""
+"""`shares`: nodes run different numbers of micro-batches; results equal those of one device."""
 
-import dataclasses
+import collections
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,23 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
+from jaxzero._hlo.collectives import collectives
 from jaxzero._hlo.instructions import parse
 from tests import zoo
 
-_ROWS = 13  # of the batch: with shares (2, 1) on 2 x 2 devices, of 18 or 24 that are computed
+_ROWS = 13  # of the batch: of 18 that are computed, on 2 x 2 devices
 _SHARES = (2, 1)
-_PRESETS = {"zero3": jz.zero3(), "ddp": jz.ddp(), **zoo.PRESETS}
+_PRESETS = {
+    "zero3": jz.zero3(),
+    "ddp": jz.ddp(),
+    "hsdp": jz.hsdp(),
+    "stage2": jz.ZeroConfig(stage=2),
+    "no_prefetch": jz.ZeroConfig(schedule=jz.CommSchedule(prefetch=0)),
+    "offload": jz.ZeroConfig(
+        offload=jz.Offload(weights=True, gradients=True, optimizer=True, min_size=0)
+    ),
+    **zoo.PRESETS,
+}
 
 
 def _layer(x, p):
@@ -92,23 +102,22 @@ def _sizes(rows, microbatches):
 
 
 def _counts(microbatches):
-    """How many rows each device has in each micro-batch, without padding."""
-    unit = -(-_ROWS // (2 * sum(_SHARES) * microbatches))
-    left, counts = _ROWS, []
-    for share in np.repeat(_SHARES, 2 * microbatches):
-        counts.append(min(left, int(share) * unit))
+    """How many rows each micro-batch of each device has, without padding."""
+    num = 2 * sum(_SHARES) * microbatches // max(_SHARES)
+    each, left, counts = -(-_ROWS // num), _ROWS, []
+    for _ in range(num):
+        counts.append(min(left, each))
         left -= counts[-1]
     return counts
 
 
-def _step(preset, scanned, mesh, microbatches=1, loss=_loss, **options):
+def _step(preset, scanned, mesh, microbatches=2, loss=_loss, **options):
     """A sharded step with its arguments, and its wire state if the preset needs one."""
     zero = jz.Zero(zoo.make_mesh(mesh), _PRESETS[preset])
     params = zero.shard(_params(scanned))
     batch = jz.pad_batch(_batch(), zero, microbatches=microbatches, shares=_SHARES)
-    step = zero.value_and_grad(
-        loss, microbatches=microbatches, weighted=True, shares=_SHARES, **options
-    )
+    options = {"weighted": True, **options}
+    step = zero.value_and_grad(loss, microbatches=microbatches, shares=_SHARES, **options)
     needs = zero.config.needs_wire_state
     state = {"wire_state": zero.init_wire_state(params)} if needs else {}
     return zero, step, (params, batch), state
@@ -116,17 +125,21 @@ def _step(preset, scanned, mesh, microbatches=1, loss=_loss, **options):
 
 _FEW = [("zero3", True, "auto", 2)]
 _IN_CI = [
-    ("zero3", False, "explicit", 1),
-    ("zeropp", True, "explicit", 1),
-    ("zeropp4", False, "auto", 2),
-    ("ddp", True, "auto", 1),
+    ("zero3", False, "explicit", 4),
+    ("zeropp", True, "explicit", 2),
+    ("zeropp4", False, "auto", 4),
+    ("ddp", True, "auto", 2),
+    ("hsdp", True, "auto", 2),
+    ("stage2", False, "explicit", 2),
+    ("no_prefetch", True, "auto", 2),
+    ("offload", True, "auto", 4),
 ]
 _ALL = [
     (preset, scanned, kind, microbatches)
     for preset in ("zero3", "zeropp", "zeropp4")
     for scanned in (True, False)
     for kind in ("auto", "explicit")
-    for microbatches in (1, 2)
+    for microbatches in (2, 4)
 ]
 
 
@@ -151,77 +164,134 @@ def test_loss_and_gradients_are_those_of_one_device(preset, scanned, kind, micro
         zoo.assert_close(got, want, 1e-5, "grads")
 
 
-def test_collectives_are_outside_of_branches_and_products_inside():
-    _, step, args, _ = _step("zero3", True, "2x2-auto", 2)
+def test_nodes_run_a_loop_of_their_own_without_waiting_for_others():
+    _, step, args, _ = _step("zero3", True, "2x2-auto", 4)
     program = parse(jax.jit(step).lower(*args).compile().as_text())
 
     def called(name):
-        yield from (program.computations[name].instructions)
         for instruction in program.computations[name].instructions:
+            yield f"{instruction.name} = {instruction.text}"
             for names in instruction.called.values():
                 for each in names:
                     yield from called(each)
 
     everywhere = [x for each in program.computations.values() for x in each.instructions]
-    branches = [x for x in everywhere if x.op == "conditional"]
-    inside = [x for c in branches for name in c.called["branch_computations"] for x in called(name)]
-    sends = re.compile("all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute")
-    assert any(sends.match(x.op) for x in everywhere)
-    assert not [x.text for x in inside if sends.match(x.op)]
-    products = {x.name for x in everywhere if x.op == "dot"}
-    assert products and products == {x.name for x in inside if x.op == "dot"}
-    results = [0, 0]  # elements of the products in each branch
-    for c in branches:
-        for i, name in enumerate(c.called["branch_computations"]):
-            dots = (x for x in called(name) if x.op == "dot")
-            results[i] += sum(shape.size for x in dots for shape in x.results)
-    assert results[1] < 0.8 * results[0]  # half, but for the gradients of weights
+    loops = [x for x in everywhere if x.op == "while" and x.trips is None]
+    assert len(loops) == 1
+    inside = set(called(loops[0].called["body"][0]))
+    sent = collectives("\n".join(inside))
+    assert sent and all(set(x.groups) == {(0, 1), (2, 3)} for x in sent)
+    others = {f"{x.name} = {x.text}" for x in everywhere if x.op != "while"} - inside
+    assert any((0, 2) in x.groups for x in collectives("\n".join(others)))
+
+
+@pytest.mark.parametrize(("codec", "num_bytes"), [(None, 4), (jz.Cast(jnp.bfloat16), 2)])
+def test_node_slices_are_kept_as_they_are_received(codec, num_bytes):
+    zero = jz.Zero(zoo.make_mesh("2x2-auto"), jz.zero3(weights=jz.PerAxis(node=codec)))
+    params = zero.shard(_params(True))
+    batch = jz.pad_batch(_batch(), zero, microbatches=2, shares=_SHARES)
+    options = {"microbatches": 2, "weighted": True, "shares": _SHARES}
+    plan = zero.plan(_loss, params, batch, **options)
+    elements = sum(x.size for x in jax.tree.leaves(_params(True)))
+    assert plan.slice_bytes == elements // 2 * num_bytes  # two devices in a node
+    axes = {bool(x.microbatches): set() for x in plan.transfers}
+    for x in plan.transfers:
+        axes[bool(x.microbatches)].add(x.axis)
+    assert axes[True] == {"local"} and "node" in axes[False]
+
+
+def test_effects_and_collectives_inside_a_node():
+    ran = collections.Counter()
+
+    def loss(params, batch):
+        rows, weights = batch
+        jax.debug.callback(lambda node: ran.update([int(node)]), jax.lax.axis_index("node"))
+        outputs = _features(params, rows["tokens"]) @ params["head"]
+        errors = jnp.mean((outputs - rows["wanted"]) ** 2, (1, 2))
+        spread = jax.lax.pmax(jnp.max(rows["wanted"]), "local")  # of the node's micro-batch
+        return jnp.sum(weights * errors) * jax.lax.stop_gradient(spread), jnp.sum(weights)
+
+    _, step, (params, batch), _ = _step("zero3", True, "2x2-auto", 4, loss)
+    got, _ = step(params, batch)
+    jax.effects_barrier()
+    assert ran == {0: 2 * 4, 1: 2 * 2}
+
+    rows, weights = jax.tree.map(lambda x: np.asarray(x).reshape(2, 2, 4, -1, *x.shape[1:]), batch)
+    total = 0.0
+    for node, num in enumerate((4, 2)):
+        for number in range(num):
+            wanted = rows["wanted"][node, :, number]
+            for device in range(2):
+                outputs = _features(_params(True), rows["tokens"][node, device, number])
+                errors = jnp.mean((outputs @ _params(True)["head"] - wanted[device]) ** 2, (1, 2))
+                total += float(weights[node, device, number] @ errors * wanted.max())
+    zoo.assert_close(jax.device_get(got), np.float32(total / _ROWS), 1e-5, "loss")
 
 
 @pytest.mark.ci
-def test_constants_are_those_of_a_nodes_own_rows():
-    batch = {"tokens": _batch()["tokens"][:12], "wanted": _batch()["wanted"][:12]}
+def test_means_without_weights_are_over_all_micro_batches():
+    batch = jax.tree.map(lambda x: x[:12], _batch())
 
-    def loss(params, batch):  # no row of padding is computed, so none needs a weight of 0
-        outputs = _features(params, batch[0]["tokens"]) @ params["head"]
-        num = len(batch[0]["wanted"])
-        return jnp.mean((outputs - batch[0]["wanted"]) ** 2) * num, num
+    def loss(params, batch):
+        outputs = _features(params, batch["tokens"]) @ params["head"]
+        return jnp.mean((outputs - batch["wanted"]) ** 2)
 
     zero = jz.Zero(zoo.make_mesh("2x2-auto"))
-    rows = jz.pad_batch(batch, zero, shares=_SHARES)
-    assert rows[1].sum() == 12 and len(rows[1]) == 16
-    want_loss, want = jax.value_and_grad(lambda p: loss(p, (batch,))[0] / 12)(_params(True))
-    step = zero.value_and_grad(loss, weighted=True, shares=_SHARES)
+    rows, weights = jz.pad_batch(batch, zero, microbatches=2, shares=_SHARES)
+    assert weights.tolist() == [1] * 8 + [1, 1, 0, 0] * 2
+    want_loss, want = jax.value_and_grad(loss)(_params(True), batch)
+    step = zero.value_and_grad(loss, microbatches=2, shares=_SHARES)
     got_loss, grads = step(zero.shard(_params(True)), rows)
     zoo.assert_close(jax.device_get(got_loss), want_loss, 1e-5, "loss")
     zoo.assert_close(jax.device_get(zero.unshard(grads)), jax.device_get(want), 1e-5, "grads")
 
 
-def test_aux_is_a_sum_or_that_of_the_first_device():
+def test_aux_is_combined_over_the_micro_batches_that_run():
     def loss(params, batch):
-        rows = {"rows": len(batch[1]), "counted": batch[1].sum(), "first": batch[1].sum()}
-        return (params["head"].sum() * batch[1].sum(), batch[1].sum()), rows
+        counted = batch[1].sum()
+        aux = {"rows": len(batch[1]), "counted": counted, "first": counted, "least": -counted}
+        aux["key"] = jax.random.key(3)
+        return (params["head"].sum() * counted, counted), {**aux, "mean": counted}
 
-    how = {"rows": "sum", "counted": "sum", "first": "first"}
-    _, step, args, _ = _step("zero3", True, "2x2-auto", 1, loss, has_aux=True, aux_reduce=how)
+    how = {
+        "rows": "sum",
+        "counted": "sum",
+        "first": "first",
+        "least": "max",
+        "mean": "mean",
+        "key": "first",
+    }
+    _, step, args, _ = _step("zero3", True, "2x2-auto", 2, loss, has_aux=True, aux_reduce=how)
     (_, aux), _ = step(*args)
-    assert {k: float(x) for k, x in aux.items()} == {"rows": 18, "counted": 13, "first": 6}
+    assert jax.random.key_data(aux.pop("key")).tolist() == [0, 3]
+    want = {"rows": 18, "counted": 13, "first": 3, "least": 0, "mean": 13 / 6}
+    assert {k: float(x) for k, x in aux.items()} == pytest.approx(want)
 
-    bad = {**how, "first": "mean"}
-    _, step, args, _ = _step("zero3", True, "2x2-auto", 1, loss, has_aux=True, aux_reduce=bad)
-    with pytest.raises(ValueError, match=r"aux leaf `first` is combined by 'mean'"):
+    def positive(params, batch):
+        return (params["head"].sum() * batch[1].sum(), batch[1].sum()), -1.0 - batch[1].sum()
+
+    options = {"has_aux": True, "aux_reduce": "max"}
+    _, step, args, _ = _step("zero3", True, "2x2-auto", 2, positive, **options)
+    assert float(step(*args)[0][1]) == -1.0
+
+    bad = {**how, "first": "stack"}
+    _, step, args, _ = _step("zero3", True, "2x2-auto", 2, loss, has_aux=True, aux_reduce=bad)
+    with pytest.raises(ValueError, match=r"aux leaf `first` is combined by 'stack'"):
         step(*args)
 
 
-def test_pad_batch_puts_the_rows_of_a_node_first():
+def test_pad_batch_puts_the_micro_batches_that_run_first():
     zero = jz.Zero(zoo.make_mesh("2x2-auto"))
     rows, weights = jz.pad_batch(np.arange(10), zero, microbatches=2, shares=(2, 1))
-    assert rows.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 9, 9, 9, 9, 9]
-    assert weights.tolist() == [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0]
-    assert len(jz.pad_batch(np.arange(10), zero, rows=32, shares=(4, 2))[0]) == 32
+    assert rows.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9, 9]
+    assert weights.tolist() == [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    rows, weights = jz.pad_batch(np.arange(11), zero, microbatches=4, shares=(1, 2))
+    assert rows.tolist() == [0, 1, 1, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9, 10, 10]
+    assert weights.tolist() == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0]
+    assert len(jz.pad_batch(np.arange(10), zero, rows=32, microbatches=2, shares=(4, 2))[0]) == 32
     for rows in (8, 20):
         with pytest.raises(ValueError, match="multiple of 8 of which 6 in each 8"):
-            jz.pad_batch(np.arange(10), zero, rows=rows, shares=(2, 1))
+            jz.pad_batch(np.arange(10), zero, rows=rows, microbatches=2, shares=(2, 1))
     even, weights = jz.pad_batch(np.arange(8), zero, shares=(3, 3))
     assert even.tolist() == list(range(8)) and weights.tolist() == [1] * 8
 
@@ -233,24 +303,20 @@ def test_pad_batch_puts_the_rows_of_a_node_first():
         ({"shares": (2, 0)}, ValueError, r"at least 1 for each node.*got \(2, 0\)"),
         ({"shares": 2}, ValueError, "an integer of at least 1 for each node"),
         ({"shares": (2.0, 1.0)}, ValueError, "an integer of at least 1"),
-        ({"weighted": False}, ValueError, "`shares` needs `weighted=True`"),
+        ({"shares": (6, 4)}, ValueError, r"`shares=\(3, 2\)` it must be a multiple of 3"),
         ({"halves": True}, NotImplementedError, "does not work with `halves=True`"),
     ],
 )
 def test_options_that_do_not_go_together(options, error, match):
     zero = jz.Zero(zoo.make_mesh("2x2-auto"))
     with pytest.raises(error, match=match):
-        zero.value_and_grad(_loss, **{"weighted": True, "shares": (2, 1), **options})
+        zero.value_and_grad(_loss, **{"microbatches": 2, "shares": (2, 1), **options})
 
 
-def test_offload_and_other_axes_are_refused():
-    config = dataclasses.replace(jz.zero3(), offload=jz.Offload(optimizer=True))
-    for zero, match in (
-        (jz.Zero(zoo.make_mesh("2x2-auto"), config), "does not work with `Offload`"),
-        (jz.Zero(zoo.make_mesh("2x2x2-auto")), r"does not work with the mesh axes \['tensor'\]"),
-    ):
-        with pytest.raises(NotImplementedError, match=match):
-            zero.value_and_grad(_loss, weighted=True, shares=(2, 1))
+def test_other_mesh_axes_are_refused():
+    zero = jz.Zero(zoo.make_mesh("2x2x2-auto"))
+    with pytest.raises(NotImplementedError, match=r"with the mesh axes \['tensor'\]"):
+        zero.value_and_grad(_loss, microbatches=2, shares=(2, 1))
 
 
 def _with_psum(params, batch):
@@ -258,54 +324,34 @@ def _with_psum(params, batch):
     return total / jax.lax.psum(1.0 * weight, ("node", "local")), weight
 
 
-def _with_print(params, batch):
-    jax.debug.print("{}", batch[1].sum())
-    return _loss(params, batch)
-
-
-def _with_a_branch(params, batch):
+def _with_nested_pmean(params, batch):
     total, weight = _loss(params, batch)
-    return (total if len(batch[1]) > 4 else jnp.sin(total)), weight
+    _, means = jax.lax.scan(lambda x, _: (x, jax.lax.pmean(x, "node")), total, length=2)
+    return means.sum(), weight
 
 
-def _with_scaled_gradients(params, batch):
-    params = jax.tree.map(lambda x: x / len(batch[1]), params)
-    return _loss(params, batch)
+def _with_permutation(params, batch):
+    total, weight = _loss(params, batch)
+    return jax.lax.ppermute(total, "local", [(0, 1), (1, 0)]), weight
 
 
 @pytest.mark.parametrize(
     ("loss", "match"),
     [
-        (_with_psum, "`psum.*` at .*test_shares.py.* is not computed by all devices alike"),
-        (_with_print, "`debug_.*` at .*is not computed by all devices alike"),
-        (_with_a_branch, "traces must differ in sizes only"),
-        (_with_scaled_gradients, "works on shards"),
+        (_with_psum, r"`psum.*` over \('node', 'local'\) at .*test_shares.py.* may wait"),
+        (_with_nested_pmean, r"`psum.*` over \('node',\) at .*may wait"),
+        (_with_permutation, r"`ppermute` over \('local',\) at .*may wait"),
     ],
 )
-def test_functions_that_differ_by_rows_are_refused(loss, match):
+def test_collectives_that_may_wait_for_other_nodes_are_refused(loss, match):
     _, step, args, _ = _step("zero3", True, "2x2-auto", loss=loss)
     with pytest.raises(NotImplementedError, match=match):
         jax.eval_shape(step, *args)
 
 
-def test_batches_that_cannot_be_divided():
-    zero = jz.Zero(zoo.make_mesh("2x2-auto"))
-    params = zero.shard(_params(True))
-    step = zero.value_and_grad(_loss, weighted=True, shares=(2, 1))
-    with pytest.raises(ValueError, match="must be a multiple of 8. Pad it"):
-        step(params, jz.pad_batch(_batch(), zero, rows=20))
-    spec = jax.sharding.PartitionSpec("local")
-    step = zero.value_and_grad(_loss, weighted=True, shares=(2, 1), in_specs=(None, spec))
-    with pytest.raises(ValueError, match=r"split by .*local.*`zero.batch_spec` or not at all"):
-        step(params, jz.pad_batch(_batch(), zero, shares=(2, 1)))
-    step = zero.value_and_grad(_loss, weighted=True, shares=(2, 1), batch_argnums=())
-    with pytest.raises(ValueError, match="no argument is a batch"):
-        step(params, jz.pad_batch(_batch(), zero, shares=(2, 1)))
-
-
 def test_local_steps_train_each_node_with_the_same_rows():
     zero = jz.Zero(zoo.make_mesh("2x2-auto"))
-    gradients = zero.value_and_grad(_loss, weighted=True, shares=(2, 1))
+    gradients = zero.value_and_grad(_loss, microbatches=2, weighted=True, shares=(2, 1))
 
     def step(params, opt_state, batch):
         loss, _ = gradients(params, batch)
