@@ -22,8 +22,7 @@ from jaxzero.interop._rules import (
 )
 
 from .names import Tensor, pieces_of, words_of
-from .pairs import TRANSPOSED, Pair
-from .possible_steps import Steps
+from .pairs import TRANSPOSED, Pair, Steps
 
 Decided = Sequence[tuple[Pair, Mapping[str, Steps]]]
 _META = re.compile(r"(^|\.)(wq|wk|wqkv|rope\.freqs|freqs_cis|tok_embeddings)(\.|$)")

@@ -1,16 +1,14 @@
 """Propose rules that map tensors of a checkpoint to parameters, from names and shapes alone.
 
 1. Names are parsed into modules (`names`). Two modules *fit* if they have the same roles (weight,
-   bias, running mean and variance) and known steps convert each shape to the other
-   (`possible_steps`).
+   bias, running mean and variance) and known steps convert each shape to the other.
 2. Of the modules that fit, the most similar are paired (`pairs`). Ties remain undecided.
 3. If several steps are possible for a tensor, it takes the steps of the other tensors of its kind;
    if there are none, the usual steps for the parameter's name.
 4. Rules that differ only in numbers are merged (`generalize`).
 
 Undecided parameters are reported rather than guessed, also where a tensor fuses query, key and
-value in an unknown layout (`fused`). `assumed` lists the rules that rest on names that differ.
-"""
+value in an unknown layout (`fused`). `assumed` lists the rules that rest on names that differ."""
 
 import collections
 import fnmatch
@@ -32,16 +30,12 @@ from jaxzero.interop._rules import (
 )
 from jaxzero.interop._tensors import LazyTensor, named_leaves, other_names
 
+from .derived import from_tensors, stacks_of, tensors_of, with_weights
 from .fused import find_fused
-from .generalize import generalize
 from .layouts import Layer, Question, flattened, is_meta, layer_of, rotary, text_of
-from .misfits import misfits_of
 from .names import Module, modules_of, parts_of
-from .pairs import Pair, pair
-from .possible_steps import Steps
-from .proposal import Proposal
-from .stacks import stacks_of
-from .weight_norms import from_tensors, tensors_of, with_weights
+from .pairs import Pair, Steps, misfits_of, pair
+from .proposal import Proposal, generalize, matches
 
 # torch's update counter of running statistics, and the state of Transformer Engine's fp8.
 _LEFT_OUT = ("*num_batches_tracked", "*_extra_state")
@@ -265,3 +259,46 @@ def _rules(
         else:
             undecided |= {path: (f"a third of {name!r}",) for path in paths.values()}
     return rules, undecided
+
+
+def settled(
+    tree: Any,
+    source: Mapping[str, LazyTensor],
+    *,
+    accept: str | Rule | Iterable[str | Rule],
+    ignore: Iterable[str],
+) -> Proposal:
+    """Propose rules, and raise unless they cover everything and the assumed ones are accepted.
+
+    Args:
+        tree: parameters of the model.
+        source: tensors of the checkpoint, by name.
+        accept: rules to use as they are, and patterns (with `*`) for paths of parameters whose
+            assumed rules are right.
+        ignore: patterns (with `*`) for names of tensors that are not parameters.
+
+    Raises:
+        ValueError: something is undecided, unused, or assumed and not accepted; or `accept` has
+            something else than rules and patterns, or one that matches no parameter.
+    """
+    if isinstance(accept, str | Rule) or not isinstance(accept, Iterable):
+        given = (accept,)
+    else:
+        given = tuple(accept)
+    rules = [each for each in given if isinstance(each, Rule)]
+    patterns = [each for each in given if isinstance(each, str)]
+    if len(rules) + len(patterns) != len(given):
+        raise ValueError(
+            "`accept` takes rules, and patterns for paths of parameters such as 'layers.*' ('*' "
+            f"for all); got {accept!r}."
+        )
+    paths = named_leaves(tree).leaves
+    for pattern in patterns:
+        if not any(matches(path, [pattern]) for path in paths):
+            raise ValueError(
+                f"{pattern!r} in `accept` matches no parameter. Paths are such as "
+                f"{next(iter(paths), '(the tree is empty)')!r}."
+            )
+    proposal = match(tree, source, rules=rules, ignore=ignore)
+    proposal.raise_if_undecided(accept=patterns)
+    return proposal

@@ -28,7 +28,7 @@ from .lazy import LazyTensor as LazyTensor
 from .lazy import as_lazy as as_lazy
 from .lazy import concatenate as concatenate
 from .lazy import stack as stack
-from .named_leaves import named_leaves as named_leaves
-from .plain_names import by_plain_name as by_plain_name
-from .plain_names import plain_name as plain_name
+from .names import by_plain_name as by_plain_name
+from .names import named_leaves as named_leaves
+from .names import plain_name as plain_name
 from .sharded import ShardedTensor as ShardedTensor

@@ -13,9 +13,17 @@ from typing import Any
 from jaxzero._text import shown
 from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, check_no_others
 
-from .global_steps import check_global_steps, check_optimizer_step
-from .model_state import read_model_state, tensors_of, untrained_of_stage_3, with_aliases
-from .param_shapes import check_order, check_values, param_shapes
+from .model_state import (
+    check_global_steps,
+    check_optimizer_step,
+    check_order,
+    check_values,
+    param_shapes,
+    read_model_state,
+    tensors_of,
+    untrained_of_stage_3,
+    with_aliases,
+)
 from .universal import open_universal
 from .zero_partitions import MOMENTS, check_ranks, fragments_of, join, read_ranks
 

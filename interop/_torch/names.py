@@ -19,8 +19,7 @@ import numpy as np
 from jaxzero._text import escaped, shown
 from jaxzero.interop._tensors import MAX_DIMS
 
-from .pickle_machine import Maker, PickleMachine
-from .record import RecordKind
+from .pickle_machine import Maker, PickleMachine, RecordKind
 
 DTYPES: dict[str, np.dtype] = {
     "bool": np.dtype(np.bool_),

@@ -17,7 +17,7 @@ from jaxzero.interop._tensors import (
 )
 
 from .moments import Order, moments_of
-from .record import Record
+from .pickle_machine import Record
 from .torch_file import TorchTensor, read_torch_file
 
 WEIGHTS = "pytorch_model.bin"

@@ -5,28 +5,36 @@ holds the bytes of a storage, which tensors view with an offset and strides. `un
 description without executing it; of a storage only the byte range is recorded. Reading a slice maps
 the file and copies that slice bit for bit, bfloat16 included.
 
-Distributed checkpoints put several such archives into one file, so an archive is a byte range.
-"""
+Distributed checkpoints put several such archives into one file, so an archive is a byte range."""
 
 import dataclasses
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from jaxzero._regular_file import regular_size
 from jaxzero._text import shown
-from jaxzero.interop._tensors import Box, LazyTensor
+from jaxzero.interop._tensors import MAX_DIMS, Box, LazyTensor
 
 from .archive import NOT_ZIP, Archive, ByteRange, not_an_archive
 from .legacy import HEAD_BYTES, LegacyFile, is_legacy
 from .names import TorchStorage
-from .record import RecordKind
-from .sizes import are_sizes
+from .pickle_machine import RecordKind
 from .torchscript import script_state_dict
 from .unpickle import unpickle
+
+
+def are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
+    """Return True for a tuple of at most `MAX_DIMS` integers from 0 to 2**63 - 1."""
+    return (
+        type(value) is tuple
+        and len(value) <= MAX_DIMS
+        and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    )
+
 
 # A tensor may repeat elements of its storage (`expand`); a file may do so up to this many bytes.
 _MAX_REPEATED_BYTES = 2**28

@@ -30,11 +30,9 @@ from jaxzero.interop._tensors import (
     read_step,
 )
 
-from .model_state import tensors_of, untrained_of_stage_3, with_aliases
-from .param_shapes import param_shapes
-from .partition import Shape
+from .model_state import param_shapes, tensors_of, untrained_of_stage_3, with_aliases
 from .torch_file import read_torch_file
-from .zero_partitions import MOMENTS, called
+from .zero_partitions import MOMENTS, Shape, called
 
 _OPTIMIZER = "optimizer_state.pt"
 

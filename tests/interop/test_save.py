@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxzero import interop
 from jaxzero.interop._safetensors import atomic
 from jaxzero.interop._safetensors.header import DTYPES
-from jaxzero.interop._safetensors.write_file import create_file, write_boxes
+from jaxzero.interop._safetensors.write import create_file, write_boxes
 from jaxzero.interop._tensors.lazy import ArrayTensor
 from tests.processes import run
 
@@ -40,7 +40,7 @@ def test_bytes_are_those_of_the_library(tmp_path: Path):
 
 
 def test_tensors_in_another_memory_order_are_written_piece_by_piece(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("jaxzero.interop._safetensors.write_file._CHUNK_BYTES", 64)
+    monkeypatch.setattr("jaxzero.interop._safetensors.write._CHUNK_BYTES", 64)
     array = np.arange(30 * 20).astype(ml_dtypes.bfloat16).reshape(30, 20)
     interop.save_tensors({"x": ArrayTensor(array, "x").transpose()}, tmp_path / "c")
     np.testing.assert_array_equal(
@@ -49,7 +49,7 @@ def test_tensors_in_another_memory_order_are_written_piece_by_piece(tmp_path: Pa
 
 
 def test_boxes_of_several_writers_make_the_file_of_one(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("jaxzero.interop._safetensors.write_file._CHUNK_BYTES", 64)
+    monkeypatch.setattr("jaxzero.interop._safetensors.write._CHUNK_BYTES", 64)
     rng = np.random.default_rng(0)
     held = {
         "cube": rng.normal(size=(5, 6, 7)).astype(ml_dtypes.bfloat16),
