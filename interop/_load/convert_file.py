@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from jaxzero._processes import new_directory, new_file
 from jaxzero._text import shown
-from jaxzero.interop._safetensors import new_directory, new_file, save_tensors
+from jaxzero.interop._safetensors import save_tensors
 from jaxzero.interop._tensors import LazyTensor, as_lazy
 from jaxzero.interop._torch import DTYPES
 

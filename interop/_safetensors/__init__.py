@@ -3,8 +3,6 @@
 In: a path, or named tensors. Out: lazy tensors, or a directory that other libraries load.
 """
 
-from .atomic import new_directory as new_directory
-from .atomic import new_file as new_file
 from .read import INDEX as INDEX
 from .read import INDEX_SUFFIX as INDEX_SUFFIX
 from .read import SINGLE as SINGLE

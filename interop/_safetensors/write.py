@@ -19,13 +19,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxzero._processes import all_write, new_directory
 from jaxzero._raw import raw
 from jaxzero.interop._tensors import Box, LazyTensor, as_lazy, box_shape, runs, whole_box
 
-from .atomic import new_directory
 from .carry import CARRIED, carried_from
 from .header import check_writable, file_order, header_of
-from .processes import all_succeed, sum_of_all
 from .read import INDEX, SINGLE
 
 _CHUNK_BYTES = 4 * 2**20  # a tensor is copied and written in chunks of this size
@@ -161,16 +160,18 @@ def save_tensors(
         )
     files = _divide(tensors, max_shard_bytes)
     carried = None
-    with all_succeed(f"Writing {str(directory)!r}"):
+    with all_write(directory):
         if source is not None and jax.process_index() == 0:
             carried = carried_from(Path(source))
     with new_directory(directory, replaces=_OWN) as folder:
-        what = f"Writing {str(directory)!r}"
-        _create_files(folder, files, what)
+        with all_write(directory):
+            if jax.process_count() > 1 and jax.process_index() == 0:
+                for file, held in files.items():
+                    create_file(folder / file, held)
         # All have written before one of them flushes, so that no block goes to the disk twice.
-        with all_succeed(what):
-            num_bytes = _write_files(folder, files)
-        _check_whole(sum_of_all(num_bytes), tensors)
+        with all_write(directory) as told:
+            told["bytes"] = _write_files(folder, files)
+        _check_whole(sum(each["bytes"] for each in told.of_all), tensors)
         if jax.process_index() == 0:
             _write_index(folder, files)
             if carried is not None:
@@ -194,13 +195,6 @@ def _divide(tensors: Mapping[str, LazyTensor], max_bytes: int) -> dict[str, dict
         f"model-{number:05}-of-{len(parts):05}.safetensors": part
         for number, part in enumerate(parts, start=1)
     }
-
-
-def _create_files(folder: Path, files: dict[str, dict[str, LazyTensor]], what: str) -> None:
-    with all_succeed(what):
-        if jax.process_count() > 1 and jax.process_index() == 0:
-            for file, tensors in files.items():
-                create_file(folder / file, tensors)
 
 
 def _write_files(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> int:

@@ -28,9 +28,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from .agreement import new_name, tell_all
+from .._processes import all_succeed
 from .digests import FileRecord, record_files, write_records
-from .directory import keep_newest, list_steps, make_temporary, publish
+from .directory import keep_newest, list_steps, make_temporary, new_name, publish
 
 STATE, EXTRA = "state", "extra"
 
@@ -95,24 +95,20 @@ class Saver:
             ValueError: the step or a digest differs between processes.
         """
         self._step, self._name = step, new_name()
-        folder, error = None, None
-        if jax.process_index() == 0:
-            try:
-                if step not in list_steps(self._directory):
-                    folder = make_temporary(self._directory, step)
-            except OSError as raised:
-                error = raised
-        facts = {"folder": folder and folder.name, "step": step, "own": own}
+        folder = None
         try:
-            reports = tell_all(f"{self._name}-begin", self._seconds, error=error, **facts)
-            _check_same(reports)
+            with all_succeed(f"{self._name}-begin", self._seconds) as told:
+                if jax.process_index() == 0 and step not in list_steps(self._directory):
+                    folder = make_temporary(self._directory, step)
+                told |= {"folder": folder and folder.name, "step": step, "own": own}
+            _check_same(told.of_all)
         except Exception as raised:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(raised, ValueError):
                 raise
             raise self._not_saved(raised) from raised
-        made = reports[0]["folder"]
+        made = told.of_all[0]["folder"]
         return None if made is None else self._directory / made
 
     def write(self, folder: Path, content: Content) -> None:
@@ -125,22 +121,16 @@ class Saver:
 
     def _save(self, folder: Path, content: Content, copied: threading.Event) -> OSError | None:
         """Run the background part; return the error of deleting old checkpoints, if any."""
-        is_first, name = jax.process_index() == 0, self._name
-        error, records = None, {}
+        is_first = jax.process_index() == 0
         try:
-            records = self._write(folder, content.arrays, copied)
-        except Exception as raised:
-            error = raised
-        finally:
-            copied.set()
-        try:
-            reports = tell_all(f"{name}-written", self._seconds, error=error, records=records)
-            if is_first:
+            with all_succeed(f"{self._name}-written", self._seconds) as told:
                 try:
-                    self._complete(folder, content, reports)
-                except Exception as raised:
-                    error = raised
-            tell_all(f"{name}-done", self._seconds, error=error)
+                    told["records"] = self._write(folder, content.arrays, copied)
+                finally:
+                    copied.set()
+            with all_succeed(f"{self._name}-done", self._seconds):
+                if is_first:
+                    self._complete(folder, content, told.of_all)
         finally:
             if is_first:
                 shutil.rmtree(folder, ignore_errors=True)  # if it was not renamed

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxzero import interop
-from jaxzero.interop._safetensors import atomic
+from jaxzero._processes import atomic
 from jaxzero.interop._safetensors.header import DTYPES
 from jaxzero.interop._safetensors.write import create_file, write_boxes
 from jaxzero.interop._tensors.lazy import ArrayTensor
@@ -267,7 +267,7 @@ def test_elements_that_no_process_holds_are_missed(tmp_path: Path):
 
 
 def test_a_file_system_that_keeps_one_writer_is_refused(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 2)  # the other one writes nothing
+    monkeypatch.setattr(atomic, "process_count", lambda: 2)  # the other one writes nothing
     (tmp_path / "probe").write_bytes(bytes(2))
     atomic._write_probe(tmp_path / "probe", 0)
     with pytest.raises(OSError, match="does not keep what several processes write .* 2 bytes .* 1"):
