@@ -3,7 +3,8 @@
 Flax NNX, Equinox and plain classes have no common way to record, so `__call__` of their classes is
 replaced while the function runs. A submodule is recognised by the arrays that it holds: `nnx.merge`
 and `eqx.combine` make other objects of them. In a `scan` or with `nnx.vmap` the arrays are others
-too, so what is in there is not recorded. PyTorch has hooks."""
+too, so what is in there is not recorded. PyTorch has hooks.
+"""
 
 import contextlib
 import dataclasses

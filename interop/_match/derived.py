@@ -3,7 +3,8 @@
 *Stacks*: a checkpoint may have a tensor for each layer, where the model has one parameter for all.
 Which names fill a range is decided for all at once, in arrays: of a hundred thousand names, each
 with several numbers, few may. *Weights*: torch stores some as norm and direction (`weight_norm`).
-*Parts*: query, key and value of a tensor that fuses them in a known layout."""
+*Parts*: query, key and value of a tensor that fuses them in a known layout.
+"""
 
 import itertools
 import math

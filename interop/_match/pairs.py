@@ -9,7 +9,8 @@ possibilities are listed.
 Two modules are paired when each is the other's best candidate by a margin; this repeats with the
 remaining modules until nothing changes. A tie is resolved only when one of its candidates has been
 paired with another module. A module fits or not as a whole: where its kernel has another shape, its
-bias is undecided too, so `misfits_of` finds the leaf that is to blame."""
+bias is undecided too, so `misfits_of` finds the leaf that is to blame.
+"""
 
 import collections
 import dataclasses

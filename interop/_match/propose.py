@@ -8,7 +8,8 @@
 4. Rules that differ only in numbers are merged (`generalize`).
 
 Undecided parameters are reported rather than guessed, also where a tensor fuses query, key and
-value in an unknown layout (`fused`). `assumed` lists the rules that rest on names that differ."""
+value in an unknown layout (`fused`). `assumed` lists the rules that rest on names that differ.
+"""
 
 import collections
 import fnmatch

@@ -2,7 +2,8 @@
 
 The library (https://github.com/huggingface/safetensors) maps the file and parses its header for
 every slice, which is slow for many tensors on many devices. Here a slice is a map of its own byte
-range, which lives as long as its array: mapped pages count as memory of the process."""
+range, which lives as long as its array: mapped pages count as memory of the process.
+"""
 
 import dataclasses
 import json

@@ -7,7 +7,8 @@ process holds more than its shards and one tensor, and nothing is sent. A tensor
 holds in full is written by one of them, in turn. The files are identical to those of the library.
 
 A box that does not span the last dimension is many short runs of bytes. Processes may write to the
-same block of a file, never to the same byte."""
+same block of a file, never to the same byte.
+"""
 
 import itertools
 import json

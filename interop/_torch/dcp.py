@@ -5,7 +5,8 @@ is an archive of its own (`torch_file`). A slice is assembled from the chunks th
 PyTorch reads `.metadata` with plain `pickle.load`, which executes code from the file; here the safe
 reader of `unpickle` reads it.
 
-https://docs.pytorch.org/docs/stable/distributed.checkpoint.html"""
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
 
 import collections
 import dataclasses

@@ -8,7 +8,8 @@ of Adam, is an optimizer's. A model's names go without the keys above its state 
 which lies all that an optimizer has trained, or the only key at the top.
 
 Numbers and lists, such as a step that is no tensor or the parameters of a group, are pickled
-objects in the files."""
+objects in the files.
+"""
 
 import bisect
 import re

@@ -4,7 +4,8 @@
 in another order, every size may still add up. Stages 1 and 2 also store the model itself, so some
 elements of each parameter, of each process that holds some, are compared with it. Stage 3 stores
 only the names of the model's parameters, and the order of each group must be theirs. Two of its
-shapes that were exchanged do not show in the files."""
+shapes that were exchanged do not show in the files.
+"""
 
 import collections
 import dataclasses

@@ -5,7 +5,8 @@ after group, and the shape of a moment is that of its parameter. A shape that on
 model has names its parameter. Otherwise each group must be in the order of `model.parameters()`:
 then all ways are followed in which the groups, in their order, take names from the model's list,
 some of which they may leave out (frozen parameters, buffers). A number is known if in all these
-ways it gets the same name."""
+ways it gets the same name.
+"""
 
 import collections
 import dataclasses

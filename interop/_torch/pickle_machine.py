@@ -8,7 +8,8 @@ Ctrl-C has no effect. Here every opcode is a step of Python code, and
 - hashing and copying may together take a fixed multiple of the length of the pickle,
 - an opcode that PyTorch does not write, such as one that calls `setattr`, is refused.
 
-https://github.com/python/cpython/blob/main/Lib/pickletools.py describes the opcodes."""
+https://github.com/python/cpython/blob/main/Lib/pickletools.py describes the opcodes.
+"""
 
 import collections
 import pickle

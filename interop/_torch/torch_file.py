@@ -5,7 +5,8 @@ holds the bytes of a storage, which tensors view with an offset and strides. `un
 description without executing it; of a storage only the byte range is recorded. Reading a slice maps
 the file and copies that slice bit for bit, bfloat16 included.
 
-Distributed checkpoints put several such archives into one file, so an archive is a byte range."""
+Distributed checkpoints put several such archives into one file, so an archive is a byte range.
+"""
 
 import dataclasses
 import math

@@ -17,7 +17,8 @@ flat tensor must end with the last element of the last parameter, or with the pa
 arithmetic gives for it. A parameter is a view (`_tensors`) of its shards, so that reading a slice
 reads no other shards.
 
-ZeRO (https://arxiv.org/abs/1910.02054), section 5."""
+ZeRO (https://arxiv.org/abs/1910.02054), section 5.
+"""
 
 import dataclasses
 import math

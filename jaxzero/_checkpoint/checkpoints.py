@@ -2,7 +2,8 @@
 
 Orbax writes and reads the arrays. The other modules of this package remove padding
 (`stored_leaves`), write folders atomically (`saver`), select one (`directory`), and detect damage
-by digests (`digests`)."""
+by digests (`digests`).
+"""
 
 from __future__ import annotations
 

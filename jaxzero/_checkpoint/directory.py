@@ -11,7 +11,8 @@ the name of a complete one. Only one run at a time may write to a directory.
 The newest checkpoint that matches its digests is restored. Each process verifies a share of the
 files, and all processes agree on the result. A damaged checkpoint is renamed instead of deleted:
 its step can be saved again, and part of it may be recoverable. If all checkpoints are damaged,
-every start fails with an error until the user acts; starting from scratch would hide the loss."""
+every start fails with an error until the user acts; starting from scratch would hide the loss.
+"""
 
 from __future__ import annotations
 
