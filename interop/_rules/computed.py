@@ -6,14 +6,12 @@ product are not the sum or the product of the moments: `check_moves` refuses suc
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
 
 from jaxzero.interop._tensors import BySlice, concatenate
 
-from .rule import Rule
 from .steps import Step, Tensors
 
 Cell = Literal["rnn", "lstm", "gru"]
@@ -35,6 +33,7 @@ class AddBiases(Step):
             zeros as `bias_hh`; "halves" writes one half as each.
     """
 
+    computes = True
     cell: Cell
     back: Back = "first"
 
@@ -115,6 +114,7 @@ class WeightNorm(Step):
         dim: dimension that keeps a norm for each of its elements; None for one norm of all.
     """
 
+    computes = True
     dim: int | None = 0
 
     def __post_init__(self):
@@ -175,17 +175,3 @@ def _norms(dim: int | None, weight: np.ndarray) -> np.ndarray:
 
 def _wide(x: np.ndarray) -> np.ndarray:
     return x if x.dtype == np.float64 else x.astype(np.float32)
-
-
-COMPUTING: tuple[type[Step], ...] = (AddBiases, WeightNorm)
-
-
-def check_moves(rules: Iterable[Rule]) -> None:
-    """Raise `ValueError` if a rule computes values, so that it does not map moments."""
-    for rule in rules:
-        if any(isinstance(step, COMPUTING) for step in rule.steps):
-            raise ValueError(
-                f"{rule} computes a parameter from several tensors, so the moments of these are "
-                "not those of the parameter. Start with a new optimizer state; weights can be "
-                "loaded without it."
-            )

@@ -6,10 +6,11 @@ of *reading*; writing runs their inverses in reverse order, so that both directi
 
 import abc
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxzero.interop._tensors import LazyTensor, concatenate
 
@@ -18,6 +19,8 @@ Tensors = tuple[LazyTensor, ...]
 
 class Step(abc.ABC):
     """One invertible step from a checkpoint towards parameters."""
+
+    computes: ClassVar[bool] = False  # whether it changes values; others only move elements
 
     @abc.abstractmethod
     def __call__(self, tensors: Tensors) -> Tensors:
@@ -82,21 +85,7 @@ class Split(Step):
         _normalise(self, may_count=True)
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        (whole,) = _count(self, tensors, 1)
-        _check_dim(self, whole, self.dim)
-        total, sizes = whole.shape[self.dim], self.sizes
-        if isinstance(sizes, int):
-            sizes = (total // sizes,) * sizes
-        if sum(sizes) != total:
-            raise ValueError(
-                f"{self} does not fit {whole.label}, which has {total} along dimension {self.dim} "
-                f"of its shape {whole.shape}."
-            )
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        return tuple(
-            whole.narrow(self.dim, start, start + size)
-            for start, size in zip(starts, sizes, strict=True)
-        )
+        return _divided(self, tensors, 1)
 
     @property
     def inverse(self) -> "Merge":
@@ -120,17 +109,7 @@ class Merge(Step):
         _normalise(self, may_count=True)
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        equal = isinstance(self.sizes, int)
-        _count(self, tensors, self.sizes if isinstance(self.sizes, int) else len(self.sizes))
-        for each in tensors:
-            _check_dim(self, each, self.dim)
-        given = tuple(each.shape[self.dim] for each in tensors)
-        if len(set(given)) != 1 if equal else given != self.sizes:
-            raise ValueError(
-                f"{self} does not fit {tensors[0].label} and the other tensors of the rule, which "
-                f"have {given} along dimension {self.dim}."
-            )
-        return (concatenate(tensors, self.dim),)
+        return _joined(self, tensors, 1)
 
     @property
     def inverse(self) -> Split:
@@ -165,25 +144,7 @@ class SplitHeads(Step):
         _check_heads(self)
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        (whole,) = _count(self, tensors, 1)
-        _check_dim(self, whole, self.dim)
-        total, sizes = whole.shape[self.dim], self.sizes
-        if isinstance(sizes, int):
-            sizes = (total // (self.num_heads * sizes),) * sizes
-        if self.num_heads * sum(sizes) != total:
-            raise ValueError(
-                f"{self} does not fit {whole.label}, which has {total} along dimension {self.dim} "
-                f"of its shape {whole.shape}."
-            )
-        before, after = whole.shape[: self.dim], whole.shape[self.dim + 1 :]
-        blocks = whole.reshape((*before, self.num_heads, sum(sizes), *after))
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        return tuple(
-            blocks.narrow(self.dim + 1, start, start + size).reshape(
-                (*before, self.num_heads * size, *after)
-            )
-            for start, size in zip(starts, sizes, strict=True)
-        )
+        return _divided(self, tensors, self.num_heads)
 
     @property
     def inverse(self) -> "MergeHeads":
@@ -209,27 +170,7 @@ class MergeHeads(Step):
         _check_heads(self)
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        equal = isinstance(self.sizes, int)
-        _count(self, tensors, self.sizes if isinstance(self.sizes, int) else len(self.sizes))
-        for each in tensors:
-            _check_dim(self, each, self.dim)
-        given = tuple(each.shape[self.dim] for each in tensors)
-        sizes = tuple(total // self.num_heads for total in given)
-        whole = all(total % self.num_heads == 0 for total in given)
-        if not whole or (len(set(sizes)) != 1 if equal else sizes != self.sizes):
-            raise ValueError(
-                f"{self} does not fit {tensors[0].label} and the other tensors of the rule, which "
-                f"have {given} along dimension {self.dim}."
-            )
-        blocks = tuple(
-            each.reshape(
-                (*each.shape[: self.dim], self.num_heads, size, *each.shape[self.dim + 1 :])
-            )
-            for each, size in zip(tensors, sizes, strict=True)
-        )
-        fused = concatenate(blocks, self.dim + 1)
-        before, after = fused.shape[: self.dim], fused.shape[self.dim + 2 :]
-        return (fused.reshape((*before, self.num_heads * sum(sizes), *after)),)
+        return _joined(self, tensors, self.num_heads)
 
     @property
     def inverse(self) -> SplitHeads:
@@ -308,6 +249,61 @@ def run(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
 def run_back(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
     """Convert parameters to tensors of the checkpoint."""
     return run(tuple(step.inverse for step in reversed(steps)), tensors)
+
+
+def _divided(step: Split | SplitHeads, tensors: Tensors, num_heads: int) -> Tensors:
+    """Divide each of `num_heads` blocks of a tensor along `step.dim` among several tensors."""
+    (whole,) = _count(step, tensors, 1)
+    _check_dim(step, whole, step.dim)
+    total, sizes = whole.shape[step.dim], step.sizes
+    if isinstance(sizes, int):
+        sizes = (total // (num_heads * sizes),) * sizes
+    if num_heads * sum(sizes) != total:
+        raise ValueError(
+            f"{step} does not fit {whole.label}, which has {total} along dimension {step.dim} of "
+            f"its shape {whole.shape}."
+        )
+    blocks = _in_heads(whole, step.dim, num_heads)
+    ends = list(itertools.accumulate(sizes))
+    parts = [
+        blocks.narrow(blocks.ndim - whole.ndim + step.dim, end - size, end)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    return tuple(_without_heads(part, step.dim, num_heads) for part in parts)
+
+
+def _joined(step: Merge | MergeHeads, tensors: Tensors, num_heads: int) -> Tensors:
+    """Undo `_divided`."""
+    equal = isinstance(step.sizes, int)
+    _count(step, tensors, step.sizes if isinstance(step.sizes, int) else len(step.sizes))
+    for each in tensors:
+        _check_dim(step, each, step.dim)
+    given = tuple(each.shape[step.dim] for each in tensors)
+    sizes = tuple(total // num_heads for total in given)
+    whole = all(total % num_heads == 0 for total in given)
+    if not whole or (len(set(sizes)) != 1 if equal else sizes != step.sizes):
+        raise ValueError(
+            f"{step} does not fit {tensors[0].label} and the other tensors of the rule, which have "
+            f"{given} along dimension {step.dim}."
+        )
+    blocks = tuple(_in_heads(each, step.dim, num_heads) for each in tensors)
+    fused = concatenate(blocks, blocks[0].ndim - tensors[0].ndim + step.dim)
+    return (_without_heads(fused, step.dim, num_heads),)
+
+
+def _in_heads(tensor: LazyTensor, dim: int, num_heads: int) -> LazyTensor:
+    """Divide a dimension into `[num_heads, size]`; into nothing if there is one head."""
+    if num_heads == 1:
+        return tensor
+    before, after = tensor.shape[:dim], tensor.shape[dim + 1 :]
+    return tensor.reshape((*before, num_heads, tensor.shape[dim] // num_heads, *after))
+
+
+def _without_heads(blocks: LazyTensor, dim: int, num_heads: int) -> LazyTensor:
+    if num_heads == 1:
+        return blocks
+    before, after = blocks.shape[:dim], blocks.shape[dim + 2 :]
+    return blocks.reshape((*before, num_heads * blocks.shape[dim + 1], *after))
 
 
 def _count(step: Step, tensors: Tensors, wanted: int) -> Tensors:

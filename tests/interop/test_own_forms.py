@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxzero import interop
-from jaxzero.interop._huggingface import family as families
+from jaxzero.interop._huggingface import families
 from jaxzero.interop._load import forms
 
 
