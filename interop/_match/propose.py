@@ -266,29 +266,39 @@ def settled(
     tree: Any,
     source: Mapping[str, LazyTensor],
     *,
+    rules: Iterable[Rule] | None,
     accept: str | Rule | Iterable[str | Rule],
     ignore: Iterable[str],
-) -> Proposal:
-    """Propose rules, and raise unless they cover everything and the assumed ones are accepted.
+) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
+    """Return the rules that a caller has given; or propose some, once the assumed are accepted.
 
     Args:
         tree: parameters of the model.
         source: tensors of the checkpoint, by name.
-        accept: rules to use as they are, and patterns (with `*`) for paths of parameters whose
-            assumed rules are right.
+        rules: what the caller has given; None to propose them.
+        accept: proposed rules to use as they are, and patterns (with `*`) for paths of parameters
+            whose assumed rules are right.
         ignore: patterns (with `*`) for names of tensors that are not parameters.
+
+    Returns:
+        Rules, and patterns for names of tensors that are not parameters.
 
     Raises:
         ValueError: something is undecided, unused, or assumed and not accepted; or `accept` has
             something else than rules and patterns, or one that matches no parameter.
     """
+    ignore = patterns_in(ignore)
+    if rules is not None:
+        if accept:
+            raise ValueError("`accept` is for rules that are proposed, when `rules` is left out.")
+        return rules_in(rules), ignore
     if isinstance(accept, str | Rule) or not isinstance(accept, Iterable):
         given = (accept,)
     else:
         given = tuple(accept)
-    rules = [each for each in given if isinstance(each, Rule)]
+    known = [each for each in given if isinstance(each, Rule)]
     patterns = [each for each in given if isinstance(each, str)]
-    if len(rules) + len(patterns) != len(given):
+    if len(known) + len(patterns) != len(given):
         raise ValueError(
             "`accept` takes rules, and patterns for paths of parameters such as 'layers.*' ('*' "
             f"for all); got {accept!r}."
@@ -300,6 +310,6 @@ def settled(
                 f"{pattern!r} in `accept` matches no parameter. Paths are such as "
                 f"{next(iter(paths), '(the tree is empty)')!r}."
             )
-    proposal = match(tree, source, rules=rules, ignore=ignore)
+    proposal = match(tree, source, rules=known, ignore=ignore)
     proposal.raise_if_undecided(accept=patterns)
-    return proposal
+    return proposal.rules, (*ignore, *proposal.left_out)

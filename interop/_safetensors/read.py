@@ -6,7 +6,6 @@ range, which lives as long as its array: mapped pages count as memory of the pro
 """
 
 import dataclasses
-import json
 import math
 import mmap
 import re
@@ -14,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxzero._regular_file import read_regular
 from jaxzero._text import escaped, first_names, shown
-from jaxzero.interop._tensors import Box, LazyTensor, box_shape, check_no_other
+from jaxzero.interop._tensors import Box, LazyTensor, box_shape, read_index
 
 from .header import read_header
 
@@ -69,7 +67,6 @@ def files_in(path: Path) -> list[Path]:
     return others
 
 
-_MAX_INDEX_BYTES = 2**26
 _LEAST_MAPPED = 2**16  # bytes; reading less than this takes no longer than mapping it
 
 
@@ -160,9 +157,7 @@ def tensors_and_aliases(path: Path | str) -> tuple[dict[str, FileTensor], dict[s
     index = given or index_in(path)
     if index is None:
         return _tensors_in_files(files_in(path), path)
-    file_of = _read_index(index)
-    if given is None:
-        check_no_other(index, file_of.values())
+    file_of = read_index(index, "safetensors", was_named=given is not None)
     folder = index.parent
     tensors, aliases = _tensors_in_files(
         [folder / name for name in sorted(set(file_of.values()))], folder
@@ -174,20 +169,6 @@ def tensors_and_aliases(path: Path | str) -> tuple[dict[str, FileTensor], dict[s
                 "not hold it. Copy or download the checkpoint again."
             )
     return tensors, aliases
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
-        file_of = json.loads(read_regular(index, _MAX_INDEX_BYTES))["weight_map"]
-        plain = all(isinstance(file, str) and Path(file).name == file for file in file_of.values())
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        plain = False
-    if not plain or not file_of:
-        raise ValueError(
-            f"{str(index)!r} is not an index of safetensors files: its `weight_map` must give a "
-            "file of the same directory for each tensor. Copy or download it again."
-        )
-    return file_of
 
 
 def _tensors_in_files(

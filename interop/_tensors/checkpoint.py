@@ -3,18 +3,21 @@
 import collections
 import contextlib
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from jaxzero._collectives import readable_bytes
+from jaxzero._regular_file import IrregularFile, read_regular
 from jaxzero._text import escaped, first_names, shown
 
 from .lazy import LazyTensor
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")  # before their indexes, for transformers
 _ADAM = ("exp_avg", "exp_avg_sq", "step")
+_MAX_INDEX_BYTES = 2**26
 Moments = Callable[[Sequence[str] | None], "AdamMoments"]
 
 
@@ -200,7 +203,39 @@ def read_step(value: Any) -> int:
     return int(value)
 
 
-def check_no_other(index: Path, files: Iterable[str]) -> None:
+def read_index(index: Path, kind: str, *, was_named: bool) -> dict[str, str]:
+    """Read an index of Hugging Face: name of each tensor -> file in the same directory.
+
+    Args:
+        index: the index.
+        kind: of the files, for messages.
+        was_named: whether the user named the index, and not its directory.
+
+    Raises:
+        ValueError: the index is broken, or names a file elsewhere; or there is a whole file beside
+            it, which may be the one to read.
+    """
+    file_of: dict[str, str] = {}
+    try:
+        file_of = json.loads(read_regular(index, _MAX_INDEX_BYTES))["weight_map"]
+        others = [x for x in file_of.values() if not isinstance(x, str) or Path(x).name != x]
+        wrong = f"it names {shown(others[0])}, which is not a file beside it" if others else ""
+        wrong = wrong or ("" if file_of else "it has an empty `weight_map`")
+    except IrregularFile:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        wrong = f"its `weight_map` must give files ({type(error).__name__}: {escaped(error)})"
+    if wrong:
+        raise ValueError(
+            f"{str(index)!r} is not an index of {kind} files: {wrong}. Copy or download the "
+            "checkpoint again."
+        )
+    if not was_named:
+        _check_no_other(index, file_of.values())
+    return file_of
+
+
+def _check_no_other(index: Path, files: Iterable[str]) -> None:
     """Raise `ValueError` if an index names other files than the whole one beside it.
 
     Saving a model in one file over a model in parts, or in parts over one file, leaves the other

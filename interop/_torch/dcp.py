@@ -31,10 +31,9 @@ from jaxzero.interop._tensors import (
 )
 
 from .dcp_names import model_names, paths_of, read_moments, sort_tensors
-from .names import TorchDtype
 from .pickle_machine import Record
 from .torch_file import are_sizes, read_torch_file
-from .unpickle import unpickle
+from .unpickle import TorchDtype, unpickle
 
 _MAX_SPLIT_DIMS = 4  # a chunk has 2^n corners in n dimensions
 

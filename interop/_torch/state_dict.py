@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from jaxzero.interop._tensors import (
     Checkpoint,
     LazyTensor,
     by_plain_name,
-    check_no_other,
+    read_index,
 )
 
 from .moments import Order, moments_of
@@ -59,7 +58,14 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
         tensors = _named(_state_dict(read_torch_file(file, records=records), file), file)
         return Checkpoint(path=directory, form="torch.save", tensors=tensors, in_order=True)
     tensors: dict[str, LazyTensor] = {}
-    file_of = by_plain_name(read_index(index, was_named=not is_directory), repr(str(index)))
+    file_of = read_index(index, "torch.save", was_named=not is_directory)
+    missing = [name for name in sorted(set(file_of.values())) if not (directory / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{str(directory)!r} lacks {first_names(missing)}, which {index.name} names. Copy or "
+            "download the checkpoint again."
+        )
+    file_of = by_plain_name(file_of, repr(str(index)))
     for file in sorted({directory / name for name in file_of.values()}):
         held = _named(_state_dict(read_torch_file(file, records=records), file), file)
         absent = [name for name in file_of if file_of[name] == file.name and name not in held]
@@ -76,43 +82,6 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
             )
         tensors |= held
     return Checkpoint(path=directory, form="torch.save", tensors=tensors)
-
-
-def read_index(index: Path, *, was_named: bool) -> dict[str, str]:
-    """Read an index of Hugging Face and return tensor name -> file name.
-
-    Raises:
-        ValueError: the index is broken, names a file outside its directory, or a file is missing;
-            or there is a whole file beside it, unless the index itself `was_named`.
-    """
-    try:
-        file_of = json.loads(index.read_bytes())["weight_map"]
-        outside = [name for name in file_of.values() if Path(name).name != name]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{str(index)!r} is not an index: it must hold a `weight_map` from tensors to files "
-            f"({type(error).__name__}: {escaped(error)}). Copy or download the checkpoint again."
-        ) from error
-    if not file_of:
-        raise ValueError(
-            f"{str(index)!r} has an empty `weight_map`. Copy or download the checkpoint again."
-        )
-    if outside:
-        raise ValueError(
-            f"{str(index)!r} names {shown(outside[0])}, which is not a file beside it. Do not load "
-            "it."
-        )
-    if not was_named:
-        check_no_other(index, file_of.values())
-    missing = [
-        name for name in sorted(set(file_of.values())) if not (index.parent / name).is_file()
-    ]
-    if missing:
-        raise ValueError(
-            f"{str(index.parent)!r} lacks {first_names(missing)}, which {index.name} names. Copy "
-            "or download the checkpoint again."
-        )
-    return file_of
 
 
 def read_optimizer(

@@ -22,10 +22,9 @@ from jaxzero.interop._tensors import MAX_DIMS, Box, LazyTensor
 
 from .archive import NOT_ZIP, Archive, ByteRange, not_an_archive
 from .legacy import HEAD_BYTES, LegacyFile, is_legacy
-from .names import TorchStorage
 from .pickle_machine import RecordKind
 from .torchscript import script_state_dict
-from .unpickle import unpickle
+from .unpickle import TorchStorage, unpickle
 
 
 def are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
