@@ -1,20 +1,10 @@
-"""Find the safetensors files of a checkpoint, and read slices of their tensors.
+"""Which safetensors files make up a checkpoint (https://github.com/huggingface/safetensors)."""
 
-The library (https://github.com/huggingface/safetensors) maps the file and parses its header for
-every slice, which is slow for many tensors on many devices. Here a slice is a map of its own byte
-range, which lives as long as its array: mapped pages count as memory of the process.
-"""
-
-import dataclasses
-import math
-import mmap
 import re
 from pathlib import Path
 
-import numpy as np
-
 from jaxzero._text import escaped, first_names, shown
-from jaxzero.interop._tensors import Box, LazyTensor, box_shape, read_index
+from jaxzero.interop._tensors import FileTensor, read_index
 
 from .header import read_header
 
@@ -65,68 +55,6 @@ def files_in(path: Path) -> list[Path]:
             f"of them: {first_names(differing)}. Copy or download it again."
         )
     return others
-
-
-_LEAST_MAPPED = 2**16  # bytes; reading less than this takes no longer than mapping it
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class FileTensor(LazyTensor):
-    """A tensor in a safetensors file; it holds neither data nor an open file.
-
-    Indexing reads the bytes of that slice from the file.
-    """
-
-    file: Path
-    name: str  # in the file
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    offset: int  # of its first byte, from the start of the file
-
-    @property
-    def label(self) -> str:
-        """Name and file."""
-        return f"{shown(self.name)} in {str(self.file)!r}"
-
-    @property
-    def is_in_file(self) -> bool:
-        """True: it is mapped, or so small that reading it takes as long."""
-        return True
-
-    def _read_box(self, box: Box) -> np.ndarray:
-        if self.file.stat().st_size < self.offset + self.nbytes:
-            raise ValueError(
-                f"{str(self.file)!r} ends inside tensor {shown(self.name)}: it was cut off after "
-                "it was opened. Copy or download it again."
-            )
-        lows, highs = [start for start, _ in box], [stop - 1 for _, stop in box]
-        first, last = self._number(lows), self._number(highs)
-        start, size = self.offset + first * self.dtype.itemsize, last + 1 - first
-        if size == math.prod(box_shape(box)) and size * self.dtype.itemsize < _LEAST_MAPPED:
-            with open(self.file, "rb") as file:
-                file.seek(start)
-                return np.fromfile(file, self.dtype, size).reshape(box_shape(box))
-        return self._mapped(start, size, box_shape(box))
-
-    def _number(self, index: list[int]) -> int:
-        """Number of an element in row-major order."""
-        number = 0
-        for each, size in zip(index, self.shape, strict=True):
-            number = number * size + each
-        return number
-
-    def _mapped(self, start: int, size: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Map `size` elements from byte `start` on, and view those of a box in them."""
-        before = start % mmap.ALLOCATIONGRANULARITY  # where a map may begin
-        length = before + size * self.dtype.itemsize
-        with open(self.file, "rb") as file:
-            mapped = mmap.mmap(
-                file.fileno(), length, offset=start - before, access=mmap.ACCESS_READ
-            )
-        strides = [
-            self.dtype.itemsize * math.prod(self.shape[dim + 1 :]) for dim in range(self.ndim)
-        ]
-        return np.ndarray(shape, self.dtype, mapped, before, strides)
 
 
 def tensors_in(path: Path | str) -> dict[str, FileTensor]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from jaxzero._text import shown
 from jaxzero.interop._tensors import (
     AdamMoments,
+    FileTensor,
     LazyTensor,
     by_plain_name,
     check_is_adam,
@@ -23,8 +24,6 @@ from jaxzero.interop._tensors import (
     plain_name,
     read_step,
 )
-
-from .torch_file import TorchTensor
 
 Shape = tuple[int, ...]
 _Taken = tuple[int, ...]  # how many parameters each group has
@@ -56,7 +55,7 @@ def parameters_in(tensors: Mapping[str, LazyTensor]) -> list[str]:
         layer, _, last = name.rpartition(".")
         stem = f"{layer}." if layer else ""
         is_statistic = last in _BATCH_NORM and all(stem + each in tensors for each in _BATCH_NORM)
-        place = tensor.place if isinstance(tensor, TorchTensor) and tensor.size else name
+        place = tensor.place if isinstance(tensor, FileTensor) and tensor.size else name
         if tensor.dtype.kind not in "biu" and not is_statistic and place not in seen:
             names.append(name)
         seen.add(place)
@@ -275,7 +274,7 @@ def _matched(
 def _with_name(name: str, held: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: dataclasses.replace(value, name=f"{name}.{key}")
-        if isinstance(value, TorchTensor)
+        if isinstance(value, FileTensor)
         else value
         for key, value in held.items()
     }

@@ -10,6 +10,7 @@ from jaxzero._text import escaped, first_names, shown
 from jaxzero.interop._tensors import (
     AdamMoments,
     Checkpoint,
+    FileTensor,
     LazyTensor,
     by_plain_name,
     read_index,
@@ -17,7 +18,7 @@ from jaxzero.interop._tensors import (
 
 from .moments import Order, moments_of
 from .pickle_machine import Record
-from .torch_file import TorchTensor, read_torch_file
+from .torch_file import read_torch_file
 
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"  # maps each tensor to one of several files
@@ -202,7 +203,7 @@ def _named(held: Mapping[Any, Any], file: Path) -> dict[str, LazyTensor]:
                 f"{str(file)!r} has a tensor of the name {shown(key)}, but names must be different "
                 "texts. Rename it in the state dict and save that again."
             )
-        if isinstance(value, TorchTensor):
+        if isinstance(value, FileTensor):
             tensors[name] = dataclasses.replace(value, name=name)
         elif value is not None and not name.endswith(_EXTRA):
             kind = value.name if isinstance(value, Record) else type(value).__name__

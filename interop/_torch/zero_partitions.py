@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import LazyTensor, concatenate, read_step
+from jaxzero.interop._tensors import FileTensor, LazyTensor, concatenate, read_step
 
 from .pickle_machine import Record
-from .torch_file import TorchTensor, read_torch_file
+from .torch_file import read_torch_file
 
 Shape = tuple[int, ...]
 
@@ -299,7 +299,7 @@ def join(
 
 def called(name: str, tensor: LazyTensor) -> LazyTensor:
     """Return the tensor with the name that messages should use."""
-    return dataclasses.replace(tensor, name=name) if isinstance(tensor, TorchTensor) else tensor
+    return dataclasses.replace(tensor, name=name) if isinstance(tensor, FileTensor) else tensor
 
 
 def _of_stage_2(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> Fragments:
