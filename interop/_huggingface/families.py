@@ -7,7 +7,7 @@ is a row of `ENCODERS`.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Family(abc.ABC):
     remedy: str
 
     @abc.abstractmethod
-    def read_config(self, directory: Path | str, changes: Mapping[str, Any]) -> Any:
+    def read_config(self, directory: Path | str, changes: dict[str, Any]) -> Any:
         """Read the config of a directory, with some fields changed."""
 
     @abc.abstractmethod
@@ -110,7 +110,7 @@ class DecoderFamily(Family):
         language-model head, are derived from them.
         """
 
-    def read_config(self, directory: Path | str, changes: Mapping[str, Any]) -> DecoderConfig:
+    def read_config(self, directory: Path | str, changes: dict[str, Any]) -> DecoderConfig:
         """The config, from `fields`."""
         content, path = read_config(directory)
         return make_config(DecoderConfig, self.fields(content, path) | changes, path)
@@ -164,7 +164,7 @@ class EncoderFamily(Family):
         "heads and prefixes."
     )
 
-    def read_config(self, directory: Path | str, changes: Mapping[str, Any]) -> Any:
+    def read_config(self, directory: Path | str, changes: dict[str, Any]) -> Any:
         return self.config.from_json(directory, **changes)
 
     def make(self, config: Any, *, rngs: nnx.Rngs) -> nnx.Module:

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -184,7 +184,7 @@ class _Opened(NamedTuple):
     abstract: Any  # shapes of the parameters
 
 
-def _opened(family: Family, directory: Path | str, changes: Mapping[str, Any]) -> _Opened:
+def _opened(family: Family, directory: Path | str, changes: dict[str, Any]) -> _Opened:
     config = family.read_config(directory, changes)
     checkpoint = open_checkpoint(directory)
     rules = family.rules_for(config, checkpoint)

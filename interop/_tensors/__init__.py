@@ -14,13 +14,9 @@ from .boxes import whole_box as whole_box
 from .by_slice import BySlice as BySlice
 from .checkpoint import AdamMoments as AdamMoments
 from .checkpoint import Checkpoint as Checkpoint
-from .checkpoint import check_is_adam as check_is_adam
-from .checkpoint import check_no_others as check_no_others
-from .checkpoint import gather_moments as gather_moments
 from .checkpoint import laid_out_as as laid_out_as
 from .checkpoint import other_names as other_names
 from .checkpoint import read_index as read_index
-from .checkpoint import read_step as read_step
 from .file_tensor import FileTensor as FileTensor
 from .file_tensor import span as span
 from .first_bytes import kind_of_archive as kind_of_archive

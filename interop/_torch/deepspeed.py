@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, check_no_others
+from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor
 
 from .model_state import (
     check_global_steps,
@@ -24,8 +24,9 @@ from .model_state import (
     untrained_of_stage_3,
     with_aliases,
 )
+from .moments import MOMENTS, check_no_others
 from .universal import open_universal
-from .zero_partitions import MOMENTS, check_ranks, fragments_of, join, read_ranks
+from .zero_partitions import check_ranks, fragments_of, join, read_ranks
 
 LATEST = ("latest", "latest_universal")
 _MAX_TAG_BYTES = 4096  # of the name of a directory

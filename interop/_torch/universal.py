@@ -24,15 +24,13 @@ from jaxzero.interop._tensors import (
     Checkpoint,
     LazyTensor,
     by_plain_name,
-    check_no_others,
-    gather_moments,
     plain_name,
-    read_step,
 )
 
 from .model_state import param_shapes, tensors_of, untrained_of_stage_3, with_aliases
+from .moments import MOMENTS, check_no_others, gather_moments, read_step
 from .torch_file import read_torch_file
-from .zero_partitions import MOMENTS, Shape, called
+from .zero_partitions import Shape, called
 
 _OPTIMIZER = "optimizer_state.pt"
 

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import FileTensor, LazyTensor, concatenate, read_step
+from jaxzero.interop._tensors import FileTensor, LazyTensor, concatenate
 
+from .moments import MOMENTS, read_step
 from .pickle_machine import Record
 from .torch_file import read_torch_file
 
@@ -155,7 +156,6 @@ def _at(values: Any, index: int) -> Any:
     return values[index] if inside and type(values[index]) is int else None
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _SAMPLE = 16  # elements
 
 
