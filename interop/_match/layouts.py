@@ -75,10 +75,8 @@ def flattened(
 ) -> dict[str, Question]:
     """Ask about linear layers beside convolutions, and norms between them.
 
-    Args:
-        decided: pairs of modules with the steps of each role.
-        known: layers of rules that the caller has given.
-        shapes: name -> shape of all tensors, in the order of the checkpoint.
+    `known` are layers of rules that the caller has given; `shapes` has all tensors in the order of
+    the checkpoint.
 
     Returns:
         Path of a parameter -> the question.
@@ -290,11 +288,6 @@ def rotary(
     decided: Decided, shapes: Mapping[str, tuple[int, ...]], paths: Iterable[str]
 ) -> dict[str, Question]:
     """Ask about queries and keys, if names of the checkpoint or of the model are Meta's.
-
-    Args:
-        decided: pairs of modules with the steps of each role.
-        shapes: name -> shape, of all tensors of the checkpoint.
-        paths: paths of all parameters.
 
     Returns:
         Path of a parameter -> the question.

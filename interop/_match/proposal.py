@@ -16,10 +16,7 @@ _LETTERS = "nmlk"  # distinct from the letters "ij" that `names` uses for stacks
 def generalize(rules: Sequence[Rule], paths: Iterable[str]) -> tuple[Rule, ...]:
     """Replace numbers that occur on both sides of a rule by variables.
 
-    Args:
-        rules: rules without variables in `ours`.
-        paths: paths of all parameters. A merged rule matches exactly the paths that its members
-            match.
+    A merged rule matches exactly those of all `paths` that its members match.
     """
     paths = list(paths)
     rules = list(rules)

@@ -272,13 +272,7 @@ def settled(
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
     """Return the rules that a caller has given; or propose some, once the assumed are accepted.
 
-    Args:
-        tree: parameters of the model.
-        source: tensors of the checkpoint, by name.
-        rules: what the caller has given; None to propose them.
-        accept: proposed rules to use as they are, and patterns (with `*`) for paths of parameters
-            whose assumed rules are right.
-        ignore: patterns (with `*`) for names of tensors that are not parameters.
+    Arguments are those of `load_into`.
 
     Returns:
         Rules, and patterns for names of tensors that are not parameters.

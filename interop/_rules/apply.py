@@ -28,14 +28,7 @@ _DDP = "module."  # what `DistributedDataParallel` puts before all names
 
 
 def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Turn parameters into tensors of a checkpoint.
-
-    Args:
-        rules: rules for all parameters.
-        ours: dotted path -> parameter, for every parameter.
-
-    Returns:
-        Tensor name -> view of the parameters, in the order of the rules.
+    """Turn parameters, by dotted path, into tensors of a checkpoint, by name.
 
     Raises:
         ValueError: the rules do not fit the parameters.
@@ -105,17 +98,9 @@ def check_names(
     ignore: Iterable[str] = (),
     remedy: str = _NAME_EVERY_TENSOR,
 ) -> None:
-    """Check that a checkpoint has all expected tensors and no others.
+    """Raise `ValueError` unless a checkpoint has all tensors that the rules need, and no others.
 
-    Args:
-        given: names of the tensors in the checkpoint.
-        wanted: names that the rules need.
-        where: description of the checkpoint, for messages.
-        ignore: patterns (with `*`) for names that are allowed but not needed.
-        remedy: advice, for messages.
-
-    Raises:
-        ValueError: a tensor is missing, or is unknown and not ignored.
+    See `to_ours`.
     """
     given, wanted, ignore = set(given), set(wanted), patterns_in(ignore)
     missing = sorted(wanted - given)

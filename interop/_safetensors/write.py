@@ -42,14 +42,9 @@ def create_file(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
 def write_boxes(
     path: Path, tensors: Mapping[str, LazyTensor], boxes: Mapping[str, list[Box]]
 ) -> None:
-    """Write boxes of tensors to a file, without flushing it to disk.
+    """Write boxes of a file's tensors to it, without flushing it to disk.
 
     If there is no such file, it is created with its header, and written from start to end.
-
-    Args:
-        path: the file.
-        tensors: all tensors of the file, each readable in its boxes.
-        boxes: what to write of each tensor.
     """
     ordered = _ordered(tensors)
     header = header_of(ordered)

@@ -124,14 +124,9 @@ def _summary(tensors: Sequence[LazyTensor]) -> str:
 def read_index(index: Path, kind: str, *, was_named: bool) -> dict[str, str]:
     """Read an index of Hugging Face: name of each tensor -> file in the same directory.
 
-    Args:
-        index: the index.
-        kind: of the files, for messages.
-        was_named: whether the user named the index, and not its directory.
-
     Raises:
         ValueError: the index is broken, or names a file elsewhere; or there is a whole file beside
-            it, which may be the one to read.
+            it, which may be the one to read, unless the user named the index itself.
     """
     file_of: dict[str, str] = {}
     try:

@@ -124,10 +124,7 @@ class DcpTensor(LazyTensor):
 def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
     """Open a directory that `torch.distributed.checkpoint.save` wrote.
 
-    Args:
-        directory: the directory.
-        key: dotted path of the model's state dict in the dict that was saved, or the beginning of
-            its names if the dict was not flattened; None to find it.
+    `key` is that of `open_checkpoint`.
 
     Raises:
         ValueError: a file is missing or truncated, `.metadata` refers to code, the chunks do

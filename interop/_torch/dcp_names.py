@@ -235,10 +235,6 @@ def read_moments(
         where: the directory, for messages.
         names: names of the parameters, if the optimizer has numbers in their place.
         in_order: whether `tensors` are in the order of the model's state dict.
-
-    Raises:
-        ValueError: there are two states for one parameter; it is not clear which parameters of the
-            model they are; or the state is not Adam's.
     """
     found: dict[str, dict[str, Any]] = {}
     owner: dict[str, tuple[Path, str]] = {}

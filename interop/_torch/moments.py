@@ -68,14 +68,13 @@ def names_of_numbers(
     *,
     of_trainer: bool,
 ) -> dict[int, str]:
-    """Return the name of every number that has moments.
+    """Return the name of every number that has moments, given the numbers of each group.
 
     Args:
         groups: the numbers of each group, in its order.
         moments: number -> shape, of those that have a state.
         shapes: name -> shape, of all tensors that may be parameters.
-        order: returns names of `shapes` in the order of the model, or raises a `ValueError` with
-            the reason why it is not known.
+        order: as that of `moments_of`.
         of_trainer: whether the Trainer of transformers made the groups.
 
     Raises:
@@ -286,14 +285,9 @@ def gather_moments(
     step: Callable[[object], int],
     betas: object = None,
 ) -> AdamMoments:
-    """Convert an optimizer state that is grouped by parameter to `AdamMoments`.
+    """Convert an optimizer state that is grouped by the names of parameters to `AdamMoments`.
 
-    Args:
-        state: name -> dict of `exp_avg`, `exp_avg_sq` and `step`.
-        shapes: name -> shape of the parameter.
-        where: the file or directory, for messages.
-        step: converts a stored step (a number or a tensor) to an integer.
-        betas: what the file says that they are.
+    `betas` is what the file says that they are.
     """
     means, squares, steps = {}, {}, {}
     for name, held in state.items():

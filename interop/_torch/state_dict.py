@@ -27,14 +27,7 @@ _MAX_DEPTH, _MAX_PATH = 16, 1000  # of dicts that contain a state dict; characte
 
 
 def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Checkpoint:
-    """Open a `.pt`, `.pth`, `.bin` or `.ckpt` file.
-
-    Args:
-        file: holds a model's state dict, or a dict that contains one and may also contain an
-            optimizer's.
-        key: dotted path of the model's state dict; needed if there are several dicts of tensors.
-        records: full names of classes that a pickle may name; they are not imported.
-    """
+    """Open a `.pt`, `.pth`, `.bin` or `.ckpt` file; it may also hold the state of an optimizer."""
     content = read_torch_file(file, records=records)
     held = _entry(content, key, file) if key is not None else _state_dict(content, file)
     tensors = _named(held, file)

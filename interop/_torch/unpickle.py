@@ -119,13 +119,7 @@ MakeTensor = Callable[[Any, np.dtype | None, int, tuple[int, ...], tuple[int, ..
 
 
 class Names:
-    """Looks up names for one pickle.
-
-    Args:
-        where: file name, for messages.
-        tensor: makes a tensor; None if the pickle may hold none.
-        records: full names of further classes to be read as `Record`s, or patterns (with `*`).
-    """
+    """Looks up names for one pickle; the arguments are those of `unpickle`."""
 
     def __init__(self, where: str, tensor: MakeTensor | None, records: Collection[str]):
         self._where, self._tensor, self._records = where, tensor, tuple(records)

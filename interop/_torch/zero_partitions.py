@@ -21,6 +21,7 @@ ZeRO (https://arxiv.org/abs/1910.02054), section 5.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,14 @@ from .moments import MOMENTS, read_step
 from .pickle_machine import Record
 from .torch_file import read_torch_file
 
+AGAIN = "Copy the checkpoint again."
+OTHERS = "The files belong to different checkpoints: copy those of one."
 Shape = tuple[int, ...]
+
+
+def wrong(file: Path, what: str, remedy: str) -> ValueError:
+    """The error "'file' {what}. {remedy}"."""
+    return ValueError(f"{str(file)!r} {what}. {remedy}")
 
 
 class Fragment(NamedTuple):
@@ -67,62 +75,47 @@ _PARTITION_MULTIPLE = 2  # of elements in a partition
 def paddings_of(group: Mapping[str, Shape], index: int, ranks: Sequence[Rank]) -> list[int]:
     """Return the number of padding elements after each parameter of a group of stage 1 or 2.
 
-    Raises:
-        ValueError: they are not what aligning the parameters gives, or processes differ.
+    They must be what aligning the parameters gives, and the same in all processes.
     """
-    file = str(ranks[0].file)
-    stated = [rank.paddings for rank in ranks]
-    if any(each != stated[0] for each in stated):
-        raise ValueError(
-            f"`param_alignment_paddings` of {file!r} differ from those of other processes. The "
-            "files belong to different checkpoints."
-        )
-    if stated[0] is None:
+    file, stated = ranks[0].file, ranks[0].paddings
+    if any(rank.paddings != stated for rank in ranks):
+        what = "has other `param_alignment_paddings` than the files of other processes"
+        raise wrong(file, what, OTHERS)
+    if stated is None:
         return [0] * len(group)
-    held = stated[0][index] if isinstance(stated[0], list) and index < len(stated[0]) else None
+    held = stated[index] if isinstance(stated, list) and index < len(stated) else None
     if not isinstance(held, list) or len(held) != len(group):
         count = len(held) if isinstance(held, list) else shown(held)
-        raise ValueError(
-            f"{file!r} has {count} paddings for the {len(group)} parameters of group {index}. Copy "
-            "the checkpoint again."
-        )
+        what = f"has {count} paddings for the {len(group)} parameters of group {index}"
+        raise wrong(file, what, AGAIN)
     sizes = [math.prod(shape) for shape in group.values()]
     possible = [[-size % unit for size in sizes[:-1]] + [0] for unit in _ALIGNMENTS]
     if held not in possible or not all(type(each) is int for each in held):
-        raise ValueError(
-            f"{file!r} has the paddings {shown(held)} (`param_alignment_paddings`) for parameters "
-            f"of {shown(sizes)} elements in group {index}, which no alignment to 16 bytes gives. "
-            "Copy the checkpoint again."
+        what = (
+            f"has the paddings {shown(held)} (`param_alignment_paddings`) for parameters of "
+            f"{shown(sizes)} elements in group {index}, which no alignment to 16 bytes gives"
         )
+        raise wrong(file, what, AGAIN)
     return held
 
 
 def check_partitions(total: int, index: int, ranks: Sequence[Rank]) -> None:
-    """Check the flat tensors of a group of stage 1 or 2, of `total` elements with paddings.
-
-    Raises:
-        ValueError: a flat tensor is longer or shorter than it must be.
-    """
-    multiple = _PARTITION_MULTIPLE
-    size = -(-total // (len(ranks) * multiple)) * multiple
+    """Check the flat tensors of a group of stage 1 or 2, of `total` elements with paddings."""
+    size = -(-total // (len(ranks) * _PARTITION_MULTIPLE)) * _PARTITION_MULTIPLE
     for number, rank in enumerate(ranks):
         padding = min(size, max(0, (number + 1) * size - total))
         given = rank.group_paddings
         if given is not None and _at(given, index) != padding:
-            raise ValueError(
-                f"{str(rank.file)!r} gives group {index} a padding of {shown(_at(given, index))} "
-                f"(`group_paddings`), but it must be {padding}: the parameters have {total} "
-                "elements with alignment. The files belong to different checkpoints."
+            what = (
+                f"gives group {index} a padding of {shown(_at(given, index))} (`group_paddings`), "
+                f"but it must be {padding}: the parameters have {total} elements with alignment"
             )
+            raise wrong(rank.file, what, OTHERS)
         _check_sizes(rank, index, {size, size - padding})
 
 
 def check_pieces(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> None:
-    """Check the flat tensors of stage 3.
-
-    Raises:
-        ValueError: a flat tensor is longer or shorter than it must be.
-    """
+    """Check the flat tensors of stage 3."""
     sizes = [
         sum(-(-math.prod(shape) // len(ranks)) for shape in group.values()) for group in groups
     ]
@@ -130,11 +123,11 @@ def check_pieces(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -
         held = [tensor.size for tensor in rank.flat["fp32"]]
         # Older versions describe all groups of a process as one.
         if len(held) != len(sizes) and sum(held) != sum(sizes):
-            raise ValueError(
-                f"{str(rank.file)!r} holds {sum(held)} elements in {len(held)} groups, but "
-                f"`param_shapes` gives {sum(sizes)} in {len(sizes)}. The files belong to different "
-                "checkpoints."
+            what = (
+                f"holds {sum(held)} elements in {len(held)} groups, but `param_shapes` gives "
+                f"{sum(sizes)} in {len(sizes)}"
             )
+            raise wrong(rank.file, what, OTHERS)
         for index, size in enumerate(sizes if len(held) == len(sizes) else held):
             _check_sizes(rank, index, {size})
 
@@ -170,52 +163,40 @@ def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[R
         state = read_torch_file(file, records=records)
         state = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
         if not isinstance(state, Mapping) or "partition_count" not in state:
-            raise ValueError(
-                f"{str(file)!r} is not an optimizer state of ZeRO: it was not partitioned."
-            )
+            what = "is not an optimizer state of ZeRO: it was not partitioned"
+            raise wrong(file, what, AGAIN)
         stage = state.get("zero_stage", 1)  # `BF16_Optimizer` omits it and partitions as stage 1
         stage = stage.arguments[0] if isinstance(stage, Record) else stage
         stages.add(stage if type(stage) is int else shown(stage))
         count = state["partition_count"]
         count = max(count) if isinstance(count, list) else count
         if type(count) is not int or count != len(files):
-            raise ValueError(
-                f"{str(file.parent)!r} has the optimizer states of {len(files)} processes, but "
-                f"{shown(count)} wrote them. Copy the files of all processes."
-            )
+            what = f"has the optimizer states of {len(files)} processes, but {shown(count)} wrote"
+            raise wrong(file.parent, f"{what} them", "Copy the files of all processes.")
         ranks.append(_read_rank(file, state))
     if len(stages) != 1 or not stages <= {1, 2, 3}:
-        raise ValueError(
-            f"{str(files[0].parent)!r} holds states of ZeRO stages {sorted(map(str, stages))}, but "
-            "must hold one stage: 1, 2 or 3. It contains files of two checkpoints."
-        )
+        what = f"holds states of ZeRO stages {sorted(map(str, stages))}, but must hold one stage: "
+        raise wrong(files[0].parent, f"{what}1, 2 or 3", OTHERS)
     return stages.pop(), ranks
 
 
 def check_ranks(ranks: Sequence[Rank]) -> None:
-    """Check that the files are of one step, and each of a process of its own.
+    """Raise `ValueError` unless the files are of one step, and each of a process of its own.
 
     In stages 1 and 2 elements are also compared with the model (`check_values`), moments are not.
-
-    Raises:
-        ValueError: two files have different steps, or the same partition.
     """
     first = ranks[0]
     for rank in ranks:
         if rank.steps != first.steps:
-            raise ValueError(
-                f"{str(rank.file)!r} is of step {shown(sorted(rank.steps))}, but "
-                f"{first.file.name} of step {shown(sorted(first.steps))}. The files belong to "
-                "different checkpoints: copy those of one."
-            )
+            steps, others = (shown(sorted(each.steps)) for each in (rank, first))
+            what = f"is of step {steps}, but {first.file.name} of step {others}"
+            raise wrong(rank.file, what, OTHERS)
     seen: dict[bytes, Rank] = {}
     for rank in ranks:
         sample = _sample(rank)
         if sample in seen:
-            raise ValueError(
-                f"{str(rank.file)!r} holds the same elements as {seen[sample].file.name}, so one "
-                "is a copy of the other. Copy the files of all processes again."
-            )
+            what = f"holds the same elements as {seen[sample].file.name}, so one is a copy of the"
+            raise wrong(rank.file, f"{what} other", "Copy the files of all processes again.")
         if sample is not None:
             seen[sample] = rank
 
@@ -256,12 +237,9 @@ def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
     for kind in MOMENTS:
         if len(held) == len(weights) and all(kind in each for each in held):
             flat[kind] = [each[kind] for each in held]
-    for tensors in flat.values():
-        for tensor in tensors:
-            if not isinstance(tensor, LazyTensor) or tensor.ndim != 1:
-                raise ValueError(
-                    f"{str(file)!r} holds a group that is not a flat tensor. Copy it again."
-                )
+    for tensor in itertools.chain(*flat.values()):
+        if not isinstance(tensor, LazyTensor) or tensor.ndim != 1:
+            raise wrong(file, "holds a group that is not a flat tensor", AGAIN)
     steps = [each["step"] for each in held if "step" in each]
     steps += [state["base_optimizer_state_step"]] if "base_optimizer_state_step" in state else []
     paddings = (state.get("param_alignment_paddings"), state.get("group_paddings"))
@@ -272,12 +250,7 @@ def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
 def fragments_of(
     stage: int, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]
 ) -> Fragments:
-    """Locate each parameter in the flat tensors.
-
-    Args:
-        stage: ZeRO stage, 1 to 3.
-        groups: name -> shape of the parameters of each group, in storage order.
-        ranks: optimizer states of all processes.
+    """Locate each parameter of the groups, which are in storage order, in the flat tensors.
 
     Raises:
         ValueError: the flat tensors do not have exactly the elements of the parameters, with the
@@ -308,10 +281,8 @@ def _of_stage_2(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) ->
     found: dict[str, list[Fragment]] = {}
     for rank in ranks:
         if len(rank.flat["fp32"]) != len(groups):
-            raise ValueError(
-                f"{str(rank.file)!r} holds {len(rank.flat['fp32'])} groups, but `param_shapes` "
-                f"describes {len(groups)}. The files belong to different checkpoints."
-            )
+            what = f"holds {len(rank.flat['fp32'])} groups, but `param_shapes` describes"
+            raise wrong(rank.file, f"{what} {len(groups)}", OTHERS)
     for index, group in enumerate(groups):
         sizes = [((rank, index), each.flat["fp32"][index].size) for rank, each in enumerate(ranks)]
         paddings = paddings_of(group, index, ranks)

@@ -81,12 +81,7 @@ def has_no_records(folder: Path) -> bool:
 
 
 def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
-    """Compare this process's share of a checkpoint's files with their digests.
-
-    Args:
-        folder: folder of the checkpoint.
-        number: index of this process among those that share the work.
-        count: number of these processes.
+    """Compare files of a checkpoint with their digests: the share of process `number` of `count`.
 
     Returns:
         A description of the files that differ; None if all agree.

@@ -46,10 +46,7 @@ class Content(NamedTuple):
 class Saver:
     """Saves one checkpoint at a time to a directory, and keeps the newest `keep`.
 
-    Args:
-        directory: directory on a file system that all processes share.
-        keep: number of checkpoints to keep.
-        seconds: timeout of a save, and of waiting for other processes.
+    `seconds` is the timeout of a save, and of waiting for other processes.
     """
 
     def __init__(self, directory: Path, *, keep: int, seconds: float):
@@ -83,9 +80,7 @@ class Saver:
     def begin(self, step: int, own: Mapping[str, str]) -> Path | None:
         """Begin a save in a temporary folder, which process 0 creates. Collective.
 
-        Args:
-            step: step of the checkpoint.
-            own: path -> digest of the process-local arrays, which must agree on all processes.
+        `own` has the digests of the process-local arrays by path, which all processes must share.
 
         Returns:
             The folder; None if a checkpoint of this step exists.

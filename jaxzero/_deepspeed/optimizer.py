@@ -22,13 +22,7 @@ CommSchedule = Callable[[Any], Any]
 def read_optimizer(
     keys: DeepSpeedKeys, given: MakeOptimizer | None, mask: Any
 ) -> optax.GradientTransformation:
-    """Build the optimizer of a configuration, with its schedule.
-
-    Args:
-        keys: keys of the configuration.
-        given: a function of the learning rate that replaces the optimizer of the file, or None.
-        mask: parameters with weight decay, as for `optax.adamw`.
-    """
+    """Build the optimizer of a configuration, or the one that is `given`, with its schedule."""
     kind = keys.get("optimizer.type")
     rate = keys.get("optimizer.params.lr", None if kind is None else 1e-3)
     schedule = _read_schedule(keys, rate)
