@@ -12,16 +12,7 @@ from typing import NamedTuple
 from jaxzero.interop._rules import Flatten, Rule, Split, SplitHeads, Step, Transpose, Unflatten
 from jaxzero.models import DecoderConfig
 
-from .layer_rules import (
-    GATE_UP,
-    LAYER,
-    QUERY_KEY_VALUE,
-    attention,
-    embedding,
-    fused,
-    linear,
-    norm,
-)
+from .layer_rules import GATE_UP, LAYER, QUERY_KEY_VALUE, attention, embedding, fused, linear, norm
 
 _THEIRS = "model.layers.{i}"
 
@@ -188,9 +179,7 @@ def _gpt_oss(config: DecoderConfig) -> tuple[Rule, ...]:
         *linear(f"{LAYER}.mlp.router", f"{_THEIRS}.mlp.router"),
         Rule(GATE_UP, f"{theirs}.gate_up_proj", *alternate(2)),
         Rule(
-            tuple(f"{each}_bias" for each in GATE_UP),
-            f"{theirs}.gate_up_proj_bias",
-            *alternate(1),
+            tuple(f"{each}_bias" for each in GATE_UP), f"{theirs}.gate_up_proj_bias", *alternate(1)
         ),
         Rule(f"{LAYER}.mlp.down", f"{theirs}.down_proj"),
         Rule(f"{LAYER}.mlp.down_bias", f"{theirs}.down_proj_bias"),

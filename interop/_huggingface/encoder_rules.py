@@ -112,9 +112,7 @@ def vit_rules(config: ViTConfig) -> tuple[Rule, ...]:
     rules = (
         Rule("class_token", "embeddings.cls_token", Flatten(0, (1, 1, config.hidden_size))),
         Rule(
-            "positions",
-            "embeddings.position_embeddings",
-            Flatten(0, (1, config.num_patches + 1)),
+            "positions", "embeddings.position_embeddings", Flatten(0, (1, config.num_patches + 1))
         ),
         # A convolution with the stride of its kernel is a projection of each patch.
         Rule(

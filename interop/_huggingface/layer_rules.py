@@ -46,10 +46,7 @@ def attention(theirs: str, query: str, key: str, value: str, output: str) -> tup
 
 def norm(ours: str, theirs: str) -> tuple[Rule, ...]:
     """Rules of a LayerNorm, or of an RMSNorm, which has no bias."""
-    return (
-        Rule(f"{ours}.scale", f"{theirs}.weight"),
-        Rule(f"{ours}.bias", f"{theirs}.bias"),
-    )
+    return (Rule(f"{ours}.scale", f"{theirs}.weight"), Rule(f"{ours}.bias", f"{theirs}.bias"))
 
 
 def stacked(rules: Iterable[Rule]) -> tuple[Rule, ...]:

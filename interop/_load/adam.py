@@ -21,21 +21,8 @@ import optax
 
 from jaxzero._sharding import data_of
 from jaxzero.interop._match import settled
-from jaxzero.interop._rules import (
-    Rule,
-    Shapes,
-    check_moves,
-    rules_in,
-    to_ours,
-    to_theirs,
-    uses_of,
-)
-from jaxzero.interop._tensors import (
-    AdamMoments,
-    Checkpoint,
-    LazyTensor,
-    named_leaves,
-)
+from jaxzero.interop._rules import Rule, Shapes, check_moves, rules_in, to_ours, to_theirs, uses_of
+from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, named_leaves
 
 from .load_into import lazy_leaf
 

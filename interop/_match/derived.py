@@ -90,10 +90,7 @@ def _full_range(members: Mapping[Indices, Module]) -> Indices | None:
 
 
 def _stacked(
-    pattern: str,
-    positions: Indices,
-    stack: Indices,
-    members: Mapping[Indices, Module],
+    pattern: str, positions: Indices, stack: Indices, members: Mapping[Indices, Module]
 ) -> Module:
     first = next(iter(members.values()))
     left = [rank for place, rank in enumerate(first.ranks) if 2 * place + 1 not in positions]

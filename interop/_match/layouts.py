@@ -12,14 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxzero.interop._rules import (
-    Flatten,
-    RotaryPairs,
-    Rule,
-    Step,
-    Transpose,
-    Unflatten,
-)
+from jaxzero.interop._rules import Flatten, RotaryPairs, Rule, Step, Transpose, Unflatten
 
 from .names import Tensor, pieces_of, words_of
 from .pairs import TRANSPOSED, Pair, Steps

@@ -15,13 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple, TypeGuard
 
 from jaxzero._text import escaped, first_names, shown
-from jaxzero.interop._tensors import (
-    AdamMoments,
-    FileTensor,
-    LazyTensor,
-    by_plain_name,
-    plain_name,
-)
+from jaxzero.interop._tensors import AdamMoments, FileTensor, LazyTensor, by_plain_name, plain_name
 
 Shape = tuple[int, ...]
 _Taken = tuple[int, ...]  # how many parameters each group has

@@ -19,13 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import (
-    AdamMoments,
-    Checkpoint,
-    LazyTensor,
-    by_plain_name,
-    plain_name,
-)
+from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, by_plain_name, plain_name
 
 from .model_state import ModelState, param_shapes, untrained_of_stage_3, with_aliases
 from .moments import MOMENTS, check_no_others, gather_moments, read_step
@@ -133,11 +127,7 @@ def _check_optimizer(optimizer: Any, file: Path) -> None:
 
 
 def _shaped(
-    tensor: LazyTensor,
-    folder: Path,
-    kind: str,
-    shapes: Mapping[str, Shape],
-    cut: Sequence[Path],
+    tensor: LazyTensor, folder: Path, kind: str, shapes: Mapping[str, Shape], cut: Sequence[Path]
 ) -> LazyTensor:
     """Give a tensor of stage 3 the shape of its parameter.
 

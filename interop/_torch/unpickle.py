@@ -33,19 +33,13 @@ DTYPES = {
     )
 }
 _STORAGES = {
-    "BoolStorage": "bool",
-    "ByteStorage": "uint8",
-    "CharStorage": "int8",
-    "ShortStorage": "int16",
-    "IntStorage": "int32",
-    "LongStorage": "int64",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "FloatStorage": "float32",
-    "DoubleStorage": "float64",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-    "UntypedStorage": "uint8",
+    f"{name}Storage": dtype
+    for name, dtype in (
+        *(("Bool", "bool"), ("Byte", "uint8"), ("Char", "int8"), ("Untyped", "uint8")),
+        *(("Short", "int16"), ("Int", "int32"), ("Long", "int64")),
+        *(("Half", "float16"), ("BFloat16", "bfloat16"), ("Float", "float32")),
+        *(("Double", "float64"), ("ComplexFloat", "complex64"), ("ComplexDouble", "complex128")),
+    )
 }
 # Any class or function whose full name begins with one of these becomes a `Record`.
 _DESCRIPTIONS = (
