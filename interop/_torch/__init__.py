@@ -9,6 +9,7 @@ from .deepspeed import is_deepspeed as is_deepspeed
 from .deepspeed import is_part_of_deepspeed as is_part_of_deepspeed
 from .deepspeed import open_deepspeed as open_deepspeed
 from .moments import ModelOrder as ModelOrder
+from .moments import Origin as Origin
 from .moments import parameters_in as parameters_in
 from .state_dict import INDEX as INDEX
 from .state_dict import WEIGHTS as WEIGHTS

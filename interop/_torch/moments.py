@@ -36,6 +36,19 @@ class ModelOrder(NamedTuple):
     decayed: Collection[str] | None = None
 
 
+class Origin(NamedTuple):
+    """What is known of the program that wrote an optimizer.
+
+    Attributes:
+        order: returns the order of the model's parameters, or raises a `ValueError` with the reason
+            why it is not known.
+        of_trainer: whether it is the Trainer of transformers, which made the optimizer's groups.
+    """
+
+    order: Callable[[], ModelOrder]
+    of_trainer: bool = False
+
+
 def parameters_in(tensors: Mapping[str, LazyTensor]) -> list[str]:
     """Return the names in a model's state dict that `model.named_parameters()` may have.
 
@@ -54,22 +67,15 @@ def parameters_in(tensors: Mapping[str, LazyTensor]) -> list[str]:
     return names
 
 
-def names_of_numbers(
+def _names_of_numbers(
     groups: Sequence[Sequence[int]],
     moments: Mapping[int, Shape],
     shapes: Mapping[str, Shape],
-    order: Callable[[], ModelOrder],
-    *,
-    of_trainer: bool,
+    origin: Origin,
 ) -> dict[int, str]:
     """Return the name of every number that has moments, given the numbers of each group.
 
-    Args:
-        groups: the numbers of each group, in its order.
-        moments: number -> shape, of those that have a state.
-        shapes: name -> shape, of all tensors that may be parameters.
-        order: as that of `moments_of`.
-        of_trainer: whether the Trainer of transformers made the groups.
+    `moments` has the shapes of those with a state, `shapes` those of all that may be parameters.
 
     Raises:
         ValueError: a number cannot be told; the message is the reason.
@@ -79,7 +85,7 @@ def names_of_numbers(
         alike[shape].append(name)
     found = {number: alike[shape] for number, shape in moments.items()}
     if _doubtful(found) is not None:
-        ways = _Ways(groups, moments, shapes, order(), of_trainer).candidates()
+        ways = _Ways(groups, moments, shapes, origin.order(), origin.of_trainer).candidates()
         found = {number: ways[number] for number in moments}
     if (number := _doubtful(found)) is not None:
         names = " or ".join(map(shown, found[number][:2])) or "none"
@@ -156,7 +162,6 @@ class _Ways:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Order = Callable[[], ModelOrder]
 
 
 def moments_of(
@@ -164,9 +169,7 @@ def moments_of(
     tensors: Mapping[str, LazyTensor],
     where: str,
     names: Sequence[str] | None = None,
-    *,
-    order: Order | None = None,
-    of_trainer: bool = False,
+    origin: Origin | None = None,
 ) -> AdamMoments:
     """Extract Adam's moments from an optimizer's state dict.
 
@@ -176,11 +179,8 @@ def moments_of(
         tensors: tensors of the model by name.
         where: file name, for messages.
         names: names of the parameters in the optimizer's order. If None, the names that the
-            optimizer recorded; or those that `names_of_numbers` finds.
-        order: returns the order of the model's parameters, or raises a `ValueError` with the
-            reason why it is not known. If None, `tensors` are in the order of the model's state
-            dict.
-        of_trainer: whether the Trainer of transformers made the optimizer's groups.
+            optimizer recorded; or those that follow from shapes and the order of the model.
+        origin: where that order is known from; if None, `tensors` are in that of a state dict.
     """
     state = dict(optimizer["state"])
     if not state:
@@ -191,13 +191,13 @@ def moments_of(
         )
     groups = optimizer["param_groups"]
     if not all(isinstance(each, str) for each in state):
-        order = order or (lambda: ModelOrder(parameters_in(tensors)))
-        state = _by_name(state, groups, tensors, where, names, order, of_trainer)
+        origin = origin or Origin(lambda: ModelOrder(parameters_in(tensors)))
+        state = _by_name(state, groups, tensors, where, names, origin)
     state = by_plain_name(state, where)
     state = {name: _with_name(name, held) for name, held in state.items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     betas = groups[0].get("betas") if groups else None
-    return gather_moments(state, shapes, where, read_step, betas)
+    return gather_moments(state, shapes, where, betas)
 
 
 def _by_name(
@@ -206,15 +206,14 @@ def _by_name(
     tensors: Mapping[str, LazyTensor],
     where: str,
     names: Sequence[str] | None,
-    order: Order,
-    of_trainer: bool,
+    origin: Origin,
 ) -> dict[str, Any]:
     numbers = [number for group in groups for number in group["params"]]
     kept = [name for group in groups for name in group.get("param_names", ())]
     if names is None and len(kept) == len(numbers):
         names = [plain_name(name) for name in kept]
     if names is None:
-        return _matched(state, groups, tensors, where, order, of_trainer)
+        return _matched(state, groups, tensors, where, origin)
     if len(names) != len(numbers):
         raise ValueError(
             f"`names` must name the {len(numbers)} parameters of the optimizer in {where}; got "
@@ -229,27 +228,25 @@ def _matched(
     groups: Sequence[Mapping[str, Any]],
     tensors: Mapping[str, LazyTensor],
     where: str,
-    order: Order,
-    of_trainer: bool,
+    origin: Origin,
 ) -> dict[str, Any]:
     def ordered() -> ModelOrder:
         # The Trainer's first group decays.
-        known = of_trainer and len(groups) == 2 and groups[1].get("weight_decay") == 0
+        known = origin.of_trainer and len(groups) == 2 and groups[1].get("weight_decay") == 0
         if len(groups) != 1 and not known:
             raise ValueError(f"nothing says how they were divided into {len(groups)} groups")
-        return order()
+        return origin.order()
 
     for held in state.values():
         if "exp_avg" not in held:
             check_is_adam(held, f"The optimizer in {where}, whose parameters are numbers,")
     names = parameters_in(tensors)
     try:
-        found = names_of_numbers(
+        found = _names_of_numbers(
             [group["params"] for group in groups],
             {number: tuple(held["exp_avg"].shape) for number, held in state.items()},
             {name: tensors[name].shape for name in names},
-            ordered,
-            of_trainer=of_trainer,
+            Origin(ordered, origin.of_trainer),
         )
     except ValueError as error:
         count = sum(len(group["params"]) for group in groups)
@@ -276,7 +273,6 @@ def gather_moments(
     state: Mapping[str, Mapping],
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
-    step: Callable[[object], int],
     betas: object = None,
 ) -> AdamMoments:
     """Convert an optimizer state that is grouped by the names of parameters to `AdamMoments`.
@@ -294,7 +290,7 @@ def gather_moments(
                     "different runs, or `names` is in another order than the optimizer's."
                 )
         means[name], squares[name] = held["exp_avg"], held["exp_avg_sq"]
-        steps[name] = step(held["step"])
+        steps[name] = read_step(held["step"])
     if not steps:
         raise ValueError(f"{where} has no optimizer state of a parameter. Start with a new one.")
     last = max(steps.values())

@@ -16,7 +16,7 @@ from jaxzero.interop._tensors import (
     read_index,
 )
 
-from .moments import Order, moments_of
+from .moments import Origin, moments_of
 from .pickle_machine import Record
 from .torch_file import read_torch_file
 
@@ -29,7 +29,7 @@ _MAX_DEPTH, _MAX_PATH = 16, 1000  # of dicts that contain a state dict; characte
 def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Checkpoint:
     """Open a `.pt`, `.pth`, `.bin` or `.ckpt` file; it may also hold the state of an optimizer."""
     content = read_torch_file(file, records=records)
-    held = _entry(content, key, file) if key is not None else _state_dict(content, file)
+    held = _state_dict(content, file, key)
     tensors = _named(held, file)
     optimizers = _optimizers_in(content)
     moments = functools.partial(_only_moments, optimizers, tensors, str(file))
@@ -82,18 +82,14 @@ def read_optimizer(
     file: Path,
     checkpoint: Checkpoint,
     names: Sequence[str] | None,
-    *,
-    order: Order,
-    of_trainer: bool,
+    origin: Origin,
     records: Collection[str],
 ) -> AdamMoments:
     """Read the moments of a model from a file that holds an optimizer; see `moments_of`."""
     optimizers = _optimizers_in(read_torch_file(file, records=records))
     if not optimizers:
         raise ValueError(f"{str(file)!r} holds no state of an optimizer. Give one that does.")
-    return _only_moments(
-        optimizers, checkpoint.tensors, repr(str(file)), names, order=order, of_trainer=of_trainer
-    )
+    return _only_moments(optimizers, checkpoint.tensors, repr(str(file)), names, origin)
 
 
 def _only_moments(
@@ -101,9 +97,7 @@ def _only_moments(
     tensors: Mapping[str, LazyTensor],
     where: str,
     names: Sequence[str] | None = None,
-    *,
-    order: Order | None = None,
-    of_trainer: bool = False,
+    origin: Origin | None = None,
 ) -> AdamMoments:
     if len(optimizers) > 1:
         paths = first_names([path for path, _ in optimizers])
@@ -112,12 +106,19 @@ def _only_moments(
             "the model that is read. Save each model with its optimizer in a file of its own, and "
             "open that. Weights can be read without it."
         )
-    return moments_of(optimizers[0][1], tensors, where, names, order=order, of_trainer=of_trainer)
+    return moments_of(optimizers[0][1], tensors, where, names, origin)
 
 
-def _state_dict(content: Any, file: Path) -> Mapping[str, Any]:
-    """Find the only dict of tensors in a file."""
+def _state_dict(content: Any, file: Path, key: str | None = None) -> Mapping[str, Any]:
+    """Find the dict of tensors at a dotted path in a file, or the only one."""
     found = _dicts_of_tensors(content, file)
+    if key is not None and key not in found:
+        raise ValueError(
+            f"`key` must be one of {first_names(list(found)) or 'none'}, which are the dicts of "
+            f"tensors in {str(file)!r}; got {key!r}."
+        )
+    if key is not None:
+        return found[key]
     if len(found) == 1:
         return next(iter(found.values()))
     if not found and _optimizers_in(content):
@@ -175,16 +176,6 @@ def _joined(path: str, key: Any, file: Path) -> str:
             f"{_MAX_PATH} characters. Save only the state dict of the model."
         )
     return f"{path}.{text}" if path else text
-
-
-def _entry(content: Any, key: str, file: Path) -> Mapping[str, Any]:
-    found = _dicts_of_tensors(content, file)
-    if key not in found:
-        raise ValueError(
-            f"`key` must be one of {first_names(list(found)) or 'none'}, which are the dicts of "
-            f"tensors in {str(file)!r}; got {key!r}."
-        )
-    return found[key]
 
 
 def _named(held: Mapping[Any, Any], file: Path) -> dict[str, LazyTensor]:

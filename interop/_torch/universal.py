@@ -70,7 +70,7 @@ def open_universal(
             for name in trained
         }
         sizes = {name: tensor.shape for name, tensor in kept.items()}
-        return gather_moments(state, sizes, repr(str(directory)), read_step)
+        return gather_moments(state, sizes, repr(str(directory)))
 
     return with_aliases(
         Checkpoint(
