@@ -20,6 +20,7 @@ from ._regular_file import IrregularFile, read_regular
 
 MOST_BYTES = 2**24  # configurations have some kilobytes, with long vocabularies some megabytes
 MOST_LEVELS = 64  # of nesting
+LARGEST = 2**31 - 1  # sizes and positions are int32
 
 
 def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
@@ -77,9 +78,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {name[:80]!r} is there twice")
         content[name] = value
     return content
-
-
-LARGEST = 2**31 - 1  # sizes and positions are int32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,8 @@ from flax import nnx
 from jaxzero._mesh import is_traced
 from jaxzero.interop._tensors import plain_name
 
+Calls = dict[str, list[np.ndarray]]  # by name: the first array of the output of each call
+
 
 class Named(NamedTuple):
     """A model's outputs."""
@@ -134,9 +136,6 @@ def call(function: Callable[..., Any], inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return function(**inputs)
     return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
-
-
-Calls = dict[str, list[np.ndarray]]  # by name: the first array of the output of each call
 
 
 @contextlib.contextmanager

@@ -32,6 +32,8 @@ from jaxzero.interop._torch import (
 
 from .beside import with_optimizer
 
+_NO_WEIGHTS = (".json", ".jsonl", ".txt", ".md", ".py", ".html", ".xml")
+
 
 class CheckpointForm(abc.ABC):
     """One way in which checkpoints are written.
@@ -197,9 +199,6 @@ def check_form(form: object) -> None:
             "A form must be an instance of a subclass of `interop.CheckpointForm`, such as "
             f"`MyForm()`; got {form!r}."
         )
-
-
-_NO_WEIGHTS = (".json", ".jsonl", ".txt", ".md", ".py", ".html", ".xml")
 
 
 def open_checkpoint(

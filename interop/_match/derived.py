@@ -6,6 +6,7 @@ with several numbers, few may. *Weights*: torch stores some as norm and directio
 *Parts*: query, key and value of a tensor that fuses them in a known layout.
 """
 
+import dataclasses
 import itertools
 import math
 import re
@@ -21,6 +22,7 @@ from .names import Module, Tensor, pieces_of, shapes_of
 
 _MAX_NUMBERS = 6  # in a name whose modules are stacked: each pair of them is tried
 Indices = tuple[int, ...]
+_PARAMETRIZED = re.compile(r"((?:.*\.)?)parametrizations\.(\w+)\.original0")
 
 
 def stacks_of(modules: Sequence[Module]) -> list[Module]:
@@ -110,9 +112,6 @@ def _pattern(pieces: list[str], positions: tuple[int, ...]) -> str:
     return "".join(pieces)
 
 
-_PARAMETRIZED = re.compile(r"((?:.*\.)?)parametrizations\.(\w+)\.original0")
-
-
 class Normed(NamedTuple):
     """Two tensors of the checkpoint that are one weight.
 
@@ -171,3 +170,27 @@ def _dims(norms: tuple[int, ...], directions: tuple[int, ...]) -> list[int | Non
     """The dims of which each element has a norm; more than one where the result is the same."""
     dims: list[int | None] = [None, *range(len(directions))]
     return [dim for dim in dims if WeightNorm(dim).norms_of(directions) == norms]
+
+
+def parts_of(modules: Iterable[Module]) -> list[Module]:
+    """Return query, key and value parts of each `in_proj` of `torch.nn.MultiheadAttention`.
+
+    Only of its `in_proj_weight` and `in_proj_bias`, whose layout is known. A linear layer that is
+    called `in_proj`, with an `in_proj.weight`, may have any layout.
+    """
+    parts = []
+    for module in modules:
+        prefix, _, last = module.name.rpartition("in_proj")
+        suffixes = ("in_proj_weight", "in_proj_bias")
+        named = all(tensor.name.endswith(suffixes) for tensor in module.tensors.values())
+        rows = {tensor.shape[0] % 3 for tensor in module.tensors.values() if tensor.shape}
+        if not last and named and rows == {0}:
+            tensors = {
+                role: Tensor(each.name, (each.shape[0] // 3, *each.shape[1:]))
+                for role, each in module.tensors.items()
+            }
+            for number, word in enumerate(("query", "key", "value")):
+                parts.append(
+                    dataclasses.replace(module, name=prefix + word, tensors=tensors, part=number)
+                )
+    return parts

@@ -27,6 +27,10 @@ from .names import Module, Tensor, fuses_attention, say_the_same, shapes_of, sim
 
 Steps = tuple[Step, ...]
 Shape = tuple[int, ...]
+TRANSPOSED = re.compile(r"transpose|deconv|upconv|convt(?![a-z])|tconv", re.IGNORECASE)
+_MARGIN = 0.05  # required lead in similarity of the best candidate over the second
+Candidates = dict[int, dict[int, float]]  # number of ours -> number of theirs -> similarity
+_MOST = 8  # modules that are looked up, each among all of the checkpoint
 
 
 def possible_steps(name: str, ours: Shape, theirs: Shape) -> list[Steps]:
@@ -54,10 +58,6 @@ def _with_heads(steps: Steps, ours: Shape, theirs: Shape) -> list[Steps]:
         if rest == ours and math.prod(sizes) == theirs[dim]:
             found.append((*steps, Unflatten(dim, sizes)))
     return found
-
-
-TRANSPOSED = re.compile(r"transpose|deconv|upconv|convt(?![a-z])|tconv", re.IGNORECASE)
-_MARGIN = 0.05  # required lead in similarity of the best candidate over the second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +123,6 @@ def pair(
         for role, tensor in ours[mine].tensors.items()
     }
     return made, undecided
-
-
-Candidates = dict[int, dict[int, float]]  # number of ours -> number of theirs -> similarity
 
 
 def _candidates(ours: Sequence[Module], theirs: Sequence[Module]) -> Candidates:
@@ -201,9 +198,6 @@ def _claims(module: Module) -> set[tuple[str, int]]:
     """List the (tensor, third) of the checkpoint that a module uses: one third, or all three."""
     parts = range(3) if module.part is None else (module.part,)
     return {(name, part) for name in module.members for part in parts}
-
-
-_MOST = 8  # modules that are looked up, each among all of the checkpoint
 
 
 def misfits_of(ours: Iterable[Module], theirs: Sequence[Module]) -> dict[str, str]:

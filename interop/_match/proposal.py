@@ -11,6 +11,7 @@ from jaxzero.interop._rules import Rule, pattern_of
 
 _NUMBER = re.compile(r"\d+")
 _LETTERS = "nmlk"  # distinct from the letters "ij" that `names` uses for stacks
+_SHOWN = 8  # rules in an error
 
 
 def generalize(rules: Sequence[Rule], paths: Iterable[str]) -> tuple[Rule, ...]:
@@ -60,9 +61,6 @@ def _with_letter(rule: Rule, letter: str) -> Rule:
 def _speaks_of(rule: Rule, paths: list[str]) -> list[str]:
     pattern = pattern_of(rule.ours[0])
     return sorted(path for path in paths if pattern.fullmatch(path))
-
-
-_SHOWN = 8  # rules in an error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,10 @@ from jaxzero.interop._rules import (
 )
 from jaxzero.interop._tensors import LazyTensor, named_leaves, other_names
 
-from .derived import from_tensors, stacks_of, tensors_of, with_weights
+from .derived import from_tensors, parts_of, stacks_of, tensors_of, with_weights
 from .fused import find_fused
 from .layouts import Layer, Question, flattened, is_meta, layer_of, rotary, text_of
-from .names import Module, modules_of, parts_of
+from .names import Module, modules_of
 from .pairs import Pair, Steps, misfits_of, pair
 from .proposal import Proposal, generalize, matches
 

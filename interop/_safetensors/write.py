@@ -29,6 +29,8 @@ from .header import check_writable, file_order, header_of
 from .read import INDEX, SINGLE
 
 _CHUNK_BYTES = 4 * 2**20  # a tensor is copied and written in chunks of this size
+# Patterns of the files of an earlier checkpoint, which a new one replaces.
+_OWN = ("*.safetensors", INDEX, "config.json", *CARRIED)
 
 
 def create_file(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
@@ -100,10 +102,6 @@ def _chunks(box: Box, array: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
     rows = max(1, _CHUNK_BYTES // max(1, values[:1].nbytes))
     for start, stop in itertools.pairwise([*range(begin, end, rows), end]):
         yield ((start, stop), *rest), values[start - begin : stop - begin]
-
-
-# Patterns of the files of an earlier checkpoint, which a new one replaces.
-_OWN = ("*.safetensors", INDEX, "config.json", *CARRIED)
 
 
 def save_tensors(

@@ -15,6 +15,9 @@ from flax import nnx
 from jaxzero._sharding import is_stored
 from jaxzero._text import shown
 
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+Value = TypeVar("Value")
+
 
 class NamedLeaves(NamedTuple):
     """The leaves of a tree by dotted path."""
@@ -61,10 +64,6 @@ def _key(entry: Any) -> Any:
         if hasattr(entry, attribute):
             return getattr(entry, attribute)
     return entry
-
-
-_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
-Value = TypeVar("Value")
 
 
 def plain_name(name: Any) -> Any:

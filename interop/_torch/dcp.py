@@ -36,6 +36,9 @@ from .torch_file import are_sizes, read_torch_file
 from .unpickle import TorchDtype, unpickle
 
 _MAX_SPLIT_DIMS = 4  # a chunk has 2^n corners in n dimensions
+METADATA = ".metadata"
+_TENSOR = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
+_BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"  # a pickled object
 
 
 def covers_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
@@ -60,11 +63,6 @@ def covers_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
             corner = tuple(box[dim][each] for dim, each in zip(dims, upper, strict=True))
             corners[corner] += sign * (-1) ** sum(upper)
     return not any(corners.values())
-
-
-METADATA = ".metadata"
-_TENSOR = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
-_BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"  # a pickled object
 
 
 class _Chunk(NamedTuple):

@@ -25,6 +25,7 @@ Path = tuple[str | int, ...]  # keys of nested dicts and lists
 # What optimizers of PyTorch keep for each element.
 _KEPT = frozenset({"exp_avg", "exp_inf", "momentum_buffer", "square_avg", "sum"})
 _MAX_KEYS_ABOVE = 3
+States = Mapping[Path, Mapping[str, Mapping[str, Any]]]
 
 
 class StateEntry(NamedTuple):
@@ -212,9 +213,6 @@ def _fits(trained: set[str], above: Path, below: Mapping[Path, Mapping[str, str]
         return True
     bare = {name.removeprefix("module.") for name in plain}
     return (*above, "module") not in below and trained <= bare
-
-
-States = Mapping[Path, Mapping[str, Mapping[str, Any]]]
 
 
 def read_moments(

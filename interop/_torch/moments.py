@@ -21,6 +21,7 @@ Shape = tuple[int, ...]
 _Taken = tuple[int, ...]  # how many parameters each group has
 _MAX_STATES = 2**20
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ModelOrder(NamedTuple):
@@ -159,9 +160,6 @@ class _Ways:
         if self.order.decayed is None:
             return group == 1 or "bias" not in name
         return (name in self.order.decayed) == (group == 0)
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def moments_of(

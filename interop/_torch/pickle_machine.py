@@ -19,6 +19,10 @@ from typing import Any
 
 from jaxzero._text import shown
 
+_MAX_DEPTH = 100  # of nested tuples
+_MAX_COMPOUND_KEYS = 10_000  # tuples and frozensets; their hashes can be made to collide
+_BINARY = 2  # first protocol that is announced by its opcode, and uses no opcodes of text
+
 
 class Record:
     """Description of a pickled object; it runs nothing and compares by identity."""
@@ -46,11 +50,6 @@ class RecordKind:
     def __call__(self, *arguments: Any) -> Record:
         """Keep the positional arguments."""
         return Record(self.name, arguments)
-
-
-_MAX_DEPTH = 100  # of nested tuples
-_MAX_COMPOUND_KEYS = 10_000  # tuples and frozensets; their hashes can be made to collide
-_BINARY = 2  # first protocol that is announced by its opcode, and uses no opcodes of text
 
 
 class Maker:

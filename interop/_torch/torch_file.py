@@ -25,6 +25,9 @@ from .pickle_machine import RecordKind
 from .torchscript import script_state_dict
 from .unpickle import TorchStorage, unpickle
 
+# A tensor may repeat elements of its storage (`expand`); a file may do so up to this many bytes.
+_MAX_REPEATED_BYTES = 2**28
+
 
 def are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
     """Return True for a tuple of at most `MAX_DIMS` integers from 0 to 2**63 - 1."""
@@ -33,10 +36,6 @@ def are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
         and len(value) <= MAX_DIMS
         and all(type(size) is int and 0 <= size < 2**63 for size in value)
     )
-
-
-# A tensor may repeat elements of its storage (`expand`); a file may do so up to this many bytes.
-_MAX_REPEATED_BYTES = 2**28
 
 
 class _Storage(NamedTuple):

@@ -37,6 +37,10 @@ from .torch_file import read_torch_file
 AGAIN = "Copy the checkpoint again."
 OTHERS = "The files belong to different checkpoints: copy those of one."
 Shape = tuple[int, ...]
+# A parameter may begin at a multiple of 16 bytes of the model's dtype: of 8, 4, 2 or 1 bytes.
+_ALIGNMENTS = (1, 2, 4, 8, 16)
+_PARTITION_MULTIPLE = 2  # of elements in a partition
+_SAMPLE = 16  # elements
 
 
 def wrong(file: Path, what: str, remedy: str) -> ValueError:
@@ -65,11 +69,6 @@ class Rank(NamedTuple):
     entries: frozenset  # names of what the optimizer keeps, of any parameter: exp_avg and others
     paddings: Any  # number of padding elements after each parameter, per group; as in the file
     group_paddings: Any  # number of padding elements at the end of each group; as in the file
-
-
-# A parameter may begin at a multiple of 16 bytes of the model's dtype: of 8, 4, 2 or 1 bytes.
-_ALIGNMENTS = (1, 2, 4, 8, 16)
-_PARTITION_MULTIPLE = 2  # of elements in a partition
 
 
 def paddings_of(group: Mapping[str, Shape], index: int, ranks: Sequence[Rank]) -> list[int]:
@@ -147,9 +146,6 @@ def _check_sizes(rank: Rank, index: int, allowed: set[int]) -> None:
 def _at(values: Any, index: int) -> Any:
     inside = isinstance(values, list) and index < len(values)
     return values[index] if inside and type(values[index]) is int else None
-
-
-_SAMPLE = 16  # elements
 
 
 def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[Rank]]:

@@ -37,6 +37,8 @@ from .stored_leaves import (
     with_arrays,
 )
 
+_PACKAGES = ("jaxzero", "jax", "orbax-checkpoint")
+
 
 class Restored(NamedTuple):
     """The content of a checkpoint."""
@@ -235,9 +237,6 @@ def _may_be_deleted(folder: Path) -> Iterator[None]:
             f"The checkpoint {str(folder)!r} was deleted while it was read. A run that saves there "
             "keeps the newest only: restore again, or give that run a larger `keep`."
         ) from error
-
-
-_PACKAGES = ("jaxzero", "jax", "orbax-checkpoint")
 
 
 def describe(step: int, named: Mapping[str, Named], zero: Zero) -> dict[str, Any]:
