@@ -1,6 +1,5 @@
 """Load and export the models of Hugging Face directories: weights, `config.json`, tokenizer."""
 
-import fnmatch
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxzero._text import matches
 from jaxzero.interop._load import open_checkpoint, tensors_from
 from jaxzero.interop._rules import Rule, to_ours
 from jaxzero.interop._safetensors import save_tensors
@@ -228,9 +228,11 @@ def _export(
     tensors = tensors_from(
         params, opened.rules, like=opened.abstract, dtype=held if as_there else dtype
     )
-    for name in held.keys() - tensors.keys():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in family.buffers):
-            tensors[name] = held[name]
+    tensors |= {
+        name: tensor
+        for name, tensor in held.items()
+        if name not in tensors and matches(name, family.buffers)
+    }
     # Not `held.path`: DeepSpeed's is that of a step in the directory, which has no config.
     source = Path(source)
     return save_tensors(tensors, directory, source=source.parent if source.is_file() else source)

@@ -1,12 +1,11 @@
 """What `match` proposes: rules, those of them to confirm, and what it could not decide."""
 
 import dataclasses
-import fnmatch
 import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from jaxzero._text import escaped, first_names, shown
+from jaxzero._text import escaped, first_names, matches, shown
 from jaxzero.interop._rules import Rule, pattern_of
 
 _NUMBER = re.compile(r"\d+")
@@ -181,8 +180,3 @@ _PAIRS = (
     "`jaxzero.models` and transformers rotate halves. `RotaryPairs` converts one to the other, and "
     "shapes do not tell the number of heads. The rule is one of:"
 )
-
-
-def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Return True if one of the patterns (with `*`) matches a path."""
-    return any(fnmatch.fnmatchcase(path, each) for each in patterns)

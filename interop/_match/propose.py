@@ -12,10 +12,10 @@ value in an unknown layout (`fused`). `assumed` lists the rules that rest on nam
 """
 
 import collections
-import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxzero._text import matches
 from jaxzero._without_gc import without_gc
 from jaxzero.interop._rules import (
     RotaryPairs,
@@ -36,7 +36,7 @@ from .fused import find_fused
 from .layouts import Layer, Question, flattened, is_meta, layer_of, rotary, text_of
 from .names import Module, modules_of
 from .pairs import Pair, Steps, misfits_of, pair
-from .proposal import Proposal, generalize, matches
+from .proposal import Proposal, generalize
 
 # torch's update counter of running statistics, and the state of Transformer Engine's fp8.
 _LEFT_OUT = ("*num_batches_tracked", "*_extra_state")
@@ -80,7 +80,7 @@ def match(
     known_paths, known_names, known_layers = _covered(known, shapes, held)
     ours = modules_of({path: shapes[path] for path in leaves if path not in known_paths})
     ignore = (*patterns_in(ignore), *_LEFT_OUT)
-    out = [name for name in source if any(fnmatch.fnmatchcase(name, each) for each in ignore)]
+    out = [name for name in source if matches(name, ignore)]
     left = {name: x for name, x in held.items() if name not in {*out, *known_names}}
     weights, normed = with_weights(left)
     single = modules_of(weights)

@@ -6,12 +6,11 @@ reported in errors, as they are in the file.
 """
 
 import dataclasses
-import fnmatch
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxzero._text import first_names, shown
+from jaxzero._text import first_names, matches, shown
 from jaxzero.interop._tensors import Box, LazyTensor, as_lazy, other_names, stack
 
 from .rule import TWO_NAMES, Index, Rule, Shapes, Use, patterns_in, rules_in, uses_of
@@ -104,11 +103,7 @@ def check_names(
     """
     given, wanted, ignore = set(given), set(wanted), patterns_in(ignore)
     missing = sorted(wanted - given)
-    unknown = sorted(
-        name
-        for name in given - wanted
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
-    )
+    unknown = sorted(name for name in given - wanted if not matches(name, ignore))
     prefix = _prefix(missing, unknown) if missing else ""
     if prefix:
         if remedy == _NAME_EVERY_TENSOR:

@@ -69,8 +69,54 @@ class Transpose(Step):
         return f"Transpose{self.dims}" if len(self.dims) != 1 else f"Transpose({self.dims[0]})"
 
 
+class _Sized(Step):
+    """Base class of steps with sizes along a dimension; it checks both."""
+
+    may_count: ClassVar[bool] = False  # whether `sizes` may be the number of equal ones
+    dim: int
+    sizes: tuple[int, ...] | int
+
+    def __post_init__(self):
+        dim, number, given = _integer(self.dim), _integer(self.sizes), self.sizes
+        if dim is None or dim < 0:
+            raise ValueError(
+                "`dim` must be an integer from 0 on: in the other direction, the tensor has another"
+                f" number of dimensions to count from its end. Got {self}."
+            )
+        sizes = tuple(_integer(x) for x in given) if isinstance(given, Iterable) else ()
+        if number is None:
+            fits = all(x is not None and x >= 0 for x in sizes) and isinstance(given, Iterable)
+            fits = fits and bool(sizes or not self.may_count)
+        else:
+            fits = self.may_count and number >= 1
+        if not fits:
+            count = ", or the number of equal parts" if self.may_count else ""
+            raise ValueError(f"`sizes` must be a tuple of integers from 0 on{count}; got {self}.")
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "sizes", sizes if number is None else number)
+
+
+class _Parts(_Sized):
+    """Base class of steps that divide a dimension among tensors, or join it of several."""
+
+    may_count = True
+    num_heads: int = 1
+
+
+class _HeadParts(_Parts):
+    """Base class of steps that do so in each of `num_heads` blocks."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        sizes = self.sizes if isinstance(self.sizes, tuple) else (self.sizes,)
+        num_heads = _integer(self.num_heads)
+        if num_heads is None or not all(x >= 1 for x in (num_heads, *sizes)):
+            raise ValueError(f"`num_heads` and `sizes` must be positive integers; got {self}.")
+        object.__setattr__(self, "num_heads", num_heads)
+
+
 @dataclasses.dataclass(frozen=True)
-class Split(Step):
+class Split(_Parts):
     """Split one tensor of the checkpoint along `dim` into several parameters.
 
     Attributes:
@@ -81,11 +127,8 @@ class Split(Step):
     dim: int
     sizes: tuple[int, ...] | int
 
-    def __post_init__(self):
-        _normalise(self, may_count=True)
-
     def __call__(self, tensors: Tensors) -> Tensors:
-        return _divided(self, tensors, 1)
+        return _divided(self, tensors)
 
     @property
     def inverse(self) -> "Merge":
@@ -94,7 +137,7 @@ class Split(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class Merge(Step):
+class Merge(_Parts):
     """Concatenate several tensors of the checkpoint along `dim` into one parameter.
 
     Attributes:
@@ -105,11 +148,8 @@ class Merge(Step):
     dim: int
     sizes: tuple[int, ...] | int
 
-    def __post_init__(self):
-        _normalise(self, may_count=True)
-
     def __call__(self, tensors: Tensors) -> Tensors:
-        return _joined(self, tensors, 1)
+        return _joined(self, tensors)
 
     @property
     def inverse(self) -> Split:
@@ -118,7 +158,7 @@ class Merge(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitHeads(Step):
+class SplitHeads(_HeadParts):
     """Split one tensor that is fused head by head into several parameters, as query, key and value.
 
     Along `dim` the tensor has `num_heads` blocks, one for each head: the head's rows of the first
@@ -140,11 +180,8 @@ class SplitHeads(Step):
     num_heads: int
     sizes: tuple[int, ...] | int = 3
 
-    def __post_init__(self):
-        _check_heads(self)
-
     def __call__(self, tensors: Tensors) -> Tensors:
-        return _divided(self, tensors, self.num_heads)
+        return _divided(self, tensors)
 
     @property
     def inverse(self) -> "MergeHeads":
@@ -153,7 +190,7 @@ class SplitHeads(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class MergeHeads(Step):
+class MergeHeads(_HeadParts):
     """Fuse several tensors of the checkpoint head by head into one parameter.
 
     Attributes:
@@ -166,11 +203,8 @@ class MergeHeads(Step):
     num_heads: int
     sizes: tuple[int, ...] | int = 3
 
-    def __post_init__(self):
-        _check_heads(self)
-
     def __call__(self, tensors: Tensors) -> Tensors:
-        return _joined(self, tensors, self.num_heads)
+        return _joined(self, tensors)
 
     @property
     def inverse(self) -> SplitHeads:
@@ -179,7 +213,7 @@ class MergeHeads(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unflatten(Step):
+class Unflatten(_Sized):
     """Split one dimension of each tensor into several, as `torch.nn.Unflatten`.
 
     `Unflatten(1, (heads, size))` converts a projection `[d, heads * size]` to `[d, heads, size]`.
@@ -187,9 +221,6 @@ class Unflatten(Step):
 
     dim: int
     sizes: tuple[int, ...]
-
-    def __post_init__(self):
-        _normalise(self)
 
     def __call__(self, tensors: Tensors) -> Tensors:
         for each in tensors:
@@ -211,14 +242,11 @@ class Unflatten(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class Flatten(Step):
+class Flatten(_Sized):
     """Join consecutive dimensions of each tensor, beginning at `dim`, into one."""
 
     dim: int
     sizes: tuple[int, ...]
-
-    def __post_init__(self):
-        _normalise(self)
 
     def __call__(self, tensors: Tensors) -> Tensors:
         end = self.dim + len(self.sizes)
@@ -251,8 +279,9 @@ def run_back(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
     return run(tuple(step.inverse for step in reversed(steps)), tensors)
 
 
-def _divided(step: Split | SplitHeads, tensors: Tensors, num_heads: int) -> Tensors:
-    """Divide each of `num_heads` blocks of a tensor along `step.dim` among several tensors."""
+def _divided(step: _Parts, tensors: Tensors) -> Tensors:
+    """Divide each block of a tensor along `step.dim` among several tensors."""
+    num_heads = step.num_heads
     (whole,) = _count(step, tensors, 1)
     _check_dim(step, whole, step.dim)
     total, sizes = whole.shape[step.dim], step.sizes
@@ -272,9 +301,9 @@ def _divided(step: Split | SplitHeads, tensors: Tensors, num_heads: int) -> Tens
     return tuple(_without_heads(part, step.dim, num_heads) for part in parts)
 
 
-def _joined(step: Merge | MergeHeads, tensors: Tensors, num_heads: int) -> Tensors:
+def _joined(step: _Parts, tensors: Tensors) -> Tensors:
     """Undo `_divided`."""
-    equal = isinstance(step.sizes, int)
+    equal, num_heads = isinstance(step.sizes, int), step.num_heads
     _count(step, tensors, step.sizes if isinstance(step.sizes, int) else len(step.sizes))
     for each in tensors:
         _check_dim(step, each, step.dim)
@@ -313,43 +342,6 @@ def _count(step: Step, tensors: Tensors, wanted: int) -> Tensors:
             f"{', '.join(each.label for each in tensors)}. Name {wanted} in the rule."
         )
     return tensors
-
-
-def _check_heads(step: SplitHeads | MergeHeads) -> None:
-    _normalise(step, may_count=True)
-    sizes = step.sizes if isinstance(step.sizes, tuple) else (step.sizes,)
-    num_heads = _integer(step.num_heads)
-    if num_heads is None or not all(x >= 1 for x in (num_heads, *sizes)):
-        raise ValueError(f"`num_heads` and `sizes` must be positive integers; got {step}.")
-    object.__setattr__(step, "num_heads", num_heads)
-
-
-def _normalise(
-    step: Split | Merge | SplitHeads | MergeHeads | Unflatten | Flatten, *, may_count: bool = False
-) -> None:
-    """Check `dim` and `sizes`, and make a tuple of a list: sizes are compared with shapes.
-
-    Raises:
-        ValueError: `dim` is no integer from 0 on, or `sizes` are no sizes (nor, if it `may_count`,
-            the number of equal ones).
-    """
-    dim, number, given = _integer(step.dim), _integer(step.sizes), step.sizes
-    if dim is None or dim < 0:
-        raise ValueError(
-            "`dim` must be an integer from 0 on: in the other direction, the tensor has another "
-            f"number of dimensions to count from its end. Got {step}."
-        )
-    sizes = tuple(_integer(x) for x in given) if isinstance(given, Iterable) else ()
-    if number is None:
-        fits = all(x is not None and x >= 0 for x in sizes) and isinstance(given, Iterable)
-        fits = fits and bool(sizes or not may_count)
-    else:
-        fits = may_count and number >= 1
-    if not fits:
-        count = ", or the number of equal parts" if may_count else ""
-        raise ValueError(f"`sizes` must be a tuple of integers from 0 on{count}; got {step}.")
-    object.__setattr__(step, "dim", dim)
-    object.__setattr__(step, "sizes", sizes if number is None else number)
 
 
 def _integer(x: Any) -> int | None:

@@ -44,17 +44,11 @@ def create_file(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
 def write_boxes(
     path: Path, tensors: Mapping[str, LazyTensor], boxes: Mapping[str, list[Box]]
 ) -> None:
-    """Write boxes of a file's tensors to it, without flushing it to disk.
-
-    If there is no such file, it is created with its header, and written from start to end.
-    """
+    """Write boxes of tensors to the file that was created of them, without flushing it to disk."""
     ordered = _ordered(tensors)
-    header = header_of(ordered)
-    exists, start = path.exists(), len(header)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    start = len(header_of(ordered))
+    descriptor = os.open(path, os.O_WRONLY)
     try:
-        if not exists:
-            _write_all(descriptor, memoryview(header), 0)
         for name, tensor in ordered.items():
             for box in boxes[name]:
                 inside = tuple(slice(*bounds) for bounds in box)
@@ -82,14 +76,8 @@ def write_box(
         for done, position in zip(range(0, len(flat), length), positions, strict=True):
             run = flat[done : done + length]
             written = os.pwrite(descriptor, run, position)
-            if written < length:
-                _write_all(descriptor, run[written:], position + written)
-
-
-def _write_all(descriptor: int, data: memoryview, position: int) -> None:
-    while data:  # a write may be cut short, for example when the disk is nearly full
-        written = os.pwrite(descriptor, data, position)
-        data, position = data[written:], position + written
+            while written < length:  # cut short, for example when the disk is nearly full
+                written += os.pwrite(descriptor, run[written:], position + written)
 
 
 def _chunks(box: Box, array: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
@@ -159,7 +147,7 @@ def save_tensors(
             carried = carried_from(Path(source))
     with new_directory(directory, replaces=_OWN) as folder:
         with all_write(directory):
-            if jax.process_count() > 1 and jax.process_index() == 0:
+            if jax.process_index() == 0:
                 for file, held in files.items():
                     create_file(folder / file, held)
         # All have written before one of them flushes, so that no block goes to the disk twice.
@@ -197,7 +185,7 @@ def _write_files(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> int:
     turn = itertools.cycle(range(jax.process_count()))
     for file, tensors in files.items():
         boxes = {name: _boxes_to_write(tensor, next(turn)) for name, tensor in tensors.items()}
-        if any(boxes.values()) or jax.process_count() == 1:
+        if any(boxes.values()):
             own = {name: tensor.own() for name, tensor in tensors.items()}
             write_boxes(folder / file, own, boxes)
             for name, held in boxes.items():

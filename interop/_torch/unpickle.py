@@ -9,7 +9,6 @@ globals": https://docs.python.org/3/library/pickle.html
 """
 
 import collections
-import fnmatch
 import functools
 import pickle
 import re
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxzero._text import escaped, shown
+from jaxzero._text import escaped, matches, shown
 from jaxzero.interop._tensors import MAX_DIMS
 
 from .pickle_machine import Maker, PickleMachine, RecordKind
@@ -143,7 +142,7 @@ class Names:
         if full in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             return _Marker(full)
         known = full in _DESCRIBING or full.startswith(_DESCRIPTIONS)
-        if known or any(fnmatch.fnmatchcase(full, each) for each in self._records):
+        if known or matches(full, self._records):
             return RecordKind(full)
         if full == _SUBCLASS:
             raise Refused(

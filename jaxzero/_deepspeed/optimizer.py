@@ -4,6 +4,7 @@ A schedule gives the learning rate of update t = 0, 1, 2, ... DeepSpeed steps it
 an update, so update t uses the rate of their iteration t - 1, and update 0 the lowest rate.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,18 +46,11 @@ def read_optimizer(
     return _OPTIMIZERS[name](keys, rate if schedule is None else schedule, mask)
 
 
-def _adam(keys: DeepSpeedKeys, rate: Rate, mask: Any) -> optax.GradientTransformation:
-    return _any_adam(keys, rate, mask, keys.get("optimizer.params.adam_w_mode", True))
-
-
-def _adamw(keys: DeepSpeedKeys, rate: Rate, mask: Any) -> optax.GradientTransformation:
-    keys.get("optimizer.params.adam_w_mode", True)  # of no effect on AdamW
-    return _any_adam(keys, rate, mask, True)
-
-
-def _any_adam(
-    keys: DeepSpeedKeys, rate: Rate, mask: Any, decoupled: bool
+def _adam(
+    keys: DeepSpeedKeys, rate: Rate, mask: Any, *, decoupled: bool = False
 ) -> optax.GradientTransformation:
+    # The key has no effect on AdamW.
+    decoupled = keys.get("optimizer.params.adam_w_mode", True) or decoupled
     # `torch.optim.AdamW` has the same updates, but its own default weight decay.
     by_torch = keys.get("optimizer.params.torch_adam", False)
     if not keys.get("optimizer.params.bias_correction", True):
@@ -104,7 +98,7 @@ def _lion(keys: DeepSpeedKeys, rate: Rate, mask: Any) -> optax.GradientTransform
 
 _OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adam": _adam,
-    "adamw": _adamw,
+    "adamw": functools.partial(_adam, decoupled=True),
     "lion": _lion,
     "sgd": _sgd,
 }

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import os
 import shutil
 import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from .._text import first_names
+from .._text import first_names, matches
 from .agreement import Facts, all_succeed
 from .coordination import of_first, process_count, process_index
 
@@ -165,11 +164,7 @@ def _check_replaced(target: Path, replaces: Collection[str]) -> None:
         return
     if not target.is_dir():
         raise ValueError(f"{str(target)!r} is a file. Name a directory to write a checkpoint to.")
-    others = sorted(
-        path.name
-        for path in target.iterdir()
-        if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in replaces)
-    )
+    others = sorted(x.name for x in target.iterdir() if not matches(x.name, replaces))
     if others:
         raise ValueError(
             f"{str(target)!r} holds {first_names(others)}, which are not part of such a checkpoint "
