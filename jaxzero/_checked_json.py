@@ -255,12 +255,13 @@ class JsonKeys:
         Raises:
             ValueError: the value is not of the key's kind.
         """
+        assert key in self._kinds, f"The table lacks a line for `{key}`."
         if key not in self._content:
             return self._defaults.get(key, default)
         return self._checked(key, self._content[key])
 
     def _checked(self, key: str, value: Any) -> Any:
-        kind = self._kinds[key]  # a KeyError is a missing line of the table
+        kind = self._kinds[key]
         if not kind.accepts(value):
             raise self.error(key, f"must be {kind.text}; got {shown(value)}")
         return kind.convert(value)

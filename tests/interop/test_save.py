@@ -279,7 +279,8 @@ def test_a_file_system_that_keeps_one_writer_is_refused(tmp_path: Path, monkeypa
 def test_a_process_that_fails_leaves_nothing(two_processes):
     _, folder, said = two_processes
     assert said[1] == ["OSError", "No space left on device"]
-    assert said[0][0] == "RuntimeError" and "failed' failed on process 1" in said[0][1]
+    reason = "failed' failed on process 1: OSError: No space left on device"
+    assert said[0][0] == "RuntimeError" and reason in said[0][1]
     assert {path.name for path in folder.iterdir()} == {"more", "one", "saved"}
 
 
