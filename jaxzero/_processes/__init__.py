@@ -5,7 +5,6 @@ files and folders that are written as a whole or not at all. Any package may use
 uses arrays.
 """
 
-from .agreement import all_succeed as all_succeed
 from .atomic import all_write as all_write
 from .atomic import flush_tree as flush_tree
 from .atomic import hidden as hidden
@@ -13,6 +12,7 @@ from .atomic import new_directory as new_directory
 from .atomic import new_file as new_file
 from .atomic import put_in_place as put_in_place
 from .atomic import remove as remove
+from .coordination import all_succeed as all_succeed
 from .coordination import barrier as barrier
 from .coordination import describe_process as describe_process
 from .coordination import detect_cluster as detect_cluster

@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from .._text import first_names, matches
-from .agreement import Facts, all_succeed
-from .coordination import of_first, process_count, process_index
+from .coordination import Facts, all_succeed, of_first, process_count, process_index
 
 _NAME = "writing a checkpoint"
 _SECONDS = 3600.0  # timeout: processes may take very different times to write their files
