@@ -68,10 +68,10 @@ from jaxzero.interop._rules import SplitHeads as SplitHeads
 from jaxzero.interop._rules import Transpose as Transpose
 from jaxzero.interop._rules import Unflatten as Unflatten
 from jaxzero.interop._rules import WeightNorm as WeightNorm
-from jaxzero.interop._safetensors import FileTensor as FileTensor
 from jaxzero.interop._safetensors import save_tensors as save_tensors
 from jaxzero.interop._safetensors import tensors_in as tensors_in
 from jaxzero.interop._tensors import AdamMoments as AdamMoments
 from jaxzero.interop._tensors import ArrayTensor as ArrayTensor
 from jaxzero.interop._tensors import Checkpoint as Checkpoint
+from jaxzero.interop._tensors import FileTensor as FileTensor
 from jaxzero.interop._tensors import LazyTensor as LazyTensor

@@ -7,6 +7,7 @@ such value safe to print, in time that does not depend on its size.
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,11 @@ def first_names(names: Sequence[str]) -> str:
     """Format the first three names of a list, and the number of the others."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(shown(name) for name in names[:3]) + rest
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns (with `*`) matches a name."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def to_download(path: Path) -> str:

@@ -12,11 +12,21 @@ import numpy as np
 from jaxzero._text import first_names
 from jaxzero.interop._rules import Rule
 
-from .jax_run import Calls, calls_in, recorded, submodules_of
 from .pairs import Pair, pairs_of
 from .result import ComparedOutput, Comparison
-from .torch_run import TorchCall, run_torch
-from .trees import Named, call, jax_array, map_arrays, named_arrays
+from .runs import (
+    Calls,
+    Named,
+    TorchCall,
+    call,
+    calls_in,
+    jax_array,
+    map_arrays,
+    named_arrays,
+    recorded,
+    run_torch,
+    submodules_of,
+)
 
 _FACTOR = 2.0
 _USELESS = 0.5  # a bound that zeros or other weights may keep

@@ -71,15 +71,8 @@ def pairs_of(
 ) -> list[Pair]:
     """Pair the submodules that were recorded.
 
-    Args:
-        names: True for equal names; a mapping from ours to theirs, with variables as in rules; or
-            rules.
-        ours: names of our submodules.
-        theirs: names of PyTorch's.
-        dims: number of dimensions of PyTorch's parameters, by name.
-
-    Raises:
-        ValueError: `names` is none of these.
+    `names` is True for equal names, a mapping from ours to theirs with variables as in rules, or
+    rules of parameters, of which those of PyTorch have `dims` dimensions.
     """
     ours, theirs = list(ours), list(theirs)
     if names is True:

@@ -6,35 +6,38 @@ mainly in the norms before and after attention and the MLP. `{i}` is a layer, `{
 Scanned layers have the same rules without `{i}` in the paths of parameters.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from jaxzero.interop._rules import Flatten, Rule, Split, SplitHeads, Step, Transpose, Unflatten
 from jaxzero.models import DecoderConfig
 
-from .layer_rules import LAYER, embedding, linear, norm
+from .layer_rules import GATE_UP, LAYER, QUERY_KEY_VALUE, attention, embedding, fused, linear, norm
 
 _THEIRS = "model.layers.{i}"
 
 # In files, but no parameters: masks and speeds of rotation, which are computed here.
 BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
-MORE_BUFFERS = {
-    "deepseek_v3": ("model.layers.61.*",),  # a layer that predicts the token after the next
-    "gpt_neox": ("*.attention.bias", "*.attention.masked_bias"),
-}
 HEAD = "lm_head.weight"
-OTHER_HEADS = {"gpt_neox": "embed_out.weight"}
 PREFIXES = ("model.", "transformer.", "gpt_neox.")  # of the names of all tensors but the head
 EMBEDDINGS = "embedding.embedding"  # of ours
 
 
-def rules_of(model_type: str, config: DecoderConfig) -> tuple[Rule, ...]:
-    """The table of a family, for layers in a list."""
-    made = _MADE.get(model_type)
-    return _TABLES[model_type] if made is None else made(config)
+class Names(NamedTuple):
+    """The names of tensors in the checkpoints of a family; see `DecoderFamily`."""
+
+    rules: Callable[[DecoderConfig], tuple[Rule, ...]]  # for layers in a list
+    buffers: tuple[str, ...] = BUFFERS
+    head: str = HEAD
 
 
-def without_prefix(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The names in a checkpoint that was saved without its head: not `model.norm`, but `norm`."""
+def without_prefix(rules: tuple[Rule, ...], names: Iterable[str]) -> tuple[Rule, ...]:
+    """The rules for the names in a checkpoint: not `model.norm`, but `norm`, if none has a prefix.
+
+    A model that was saved without its head has such names. That is sufficient if the head is tied.
+    """
+    if any(name.startswith(PREFIXES) for name in names):
+        return rules
     return tuple(
         Rule(rule.ours, tuple(_after_prefix(name) for name in rule.theirs), *rule.steps)
         for rule in rules
@@ -70,22 +73,24 @@ _ENDS = (
     *norm("norm", "model.norm"),
     *linear("head", "lm_head"),
 )
-_PROJECTIONS = (
-    *linear(f"{LAYER}.attention.query", f"{_THEIRS}.self_attn.q_proj"),
-    *linear(f"{LAYER}.attention.key", f"{_THEIRS}.self_attn.k_proj"),
-    *linear(f"{LAYER}.attention.value", f"{_THEIRS}.self_attn.v_proj"),
-    *linear(f"{LAYER}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
-)
+_PROJECTIONS = attention(f"{_THEIRS}.self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
 _ATTENTION = (
     *_PROJECTIONS,
     *norm(f"{LAYER}.attention.query_norm", f"{_THEIRS}.self_attn.q_norm"),
     *norm(f"{LAYER}.attention.key_norm", f"{_THEIRS}.self_attn.k_norm"),
 )
-_MLP = (
-    *linear(f"{LAYER}.mlp.gate", f"{_THEIRS}.mlp.gate_proj"),
-    *linear(f"{LAYER}.mlp.up", f"{_THEIRS}.mlp.up_proj"),
-    *linear(f"{LAYER}.mlp.down", f"{_THEIRS}.mlp.down_proj"),
-)
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def _gated(ours: str, theirs: str) -> tuple[Rule, ...]:
+    return tuple(
+        rule
+        for name in _GATED
+        for rule in linear(f"{ours}.{name.removesuffix('_proj')}", f"{theirs}.{name}")
+    )
+
+
+_MLP = _gated(f"{LAYER}.mlp", f"{_THEIRS}.mlp")
 _NORMS_BEFORE = _norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 _NORMS_AFTER = _norms(
     attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"
@@ -96,9 +101,6 @@ _NORMS_AROUND = _norms(
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
-
-_LLAMA = (*_ENDS, *_ATTENTION, *_MLP, *_NORMS_BEFORE)
-_GEMMA = (*_ENDS, *_ATTENTION, *_MLP, *_NORMS_AROUND)
 
 
 def _gpt2() -> tuple[Rule, ...]:
@@ -111,19 +113,17 @@ def _gpt2() -> tuple[Rule, ...]:
             Rule(f"{LAYER}.{ours}.bias", f"{theirs}.{name}.bias"),
         )
 
-    thirds = [f"{LAYER}.attention.{part}" for part in ("query", "key", "value")]
+    kernels, biases = (
+        tuple(f"{part}.{kind}" for part in QUERY_KEY_VALUE) for kind in ("kernel", "bias")
+    )
     return (
         *embedding("embedding", "transformer.wte"),
         *embedding("positions", "transformer.wpe"),
         *norm("norm", "transformer.ln_f"),
         *linear("head", "lm_head"),
         *norm(f"{LAYER}.attention_norm", f"{theirs}.ln_1"),
-        Rule(
-            tuple(f"{part}.kernel" for part in thirds),
-            f"{theirs}.attn.c_attn.weight",
-            Split(1, 3),
-        ),
-        Rule(tuple(f"{part}.bias" for part in thirds), f"{theirs}.attn.c_attn.bias", Split(0, 3)),
+        Rule(kernels, f"{theirs}.attn.c_attn.weight", Split(1, 3)),
+        Rule(biases, f"{theirs}.attn.c_attn.bias", Split(0, 3)),
         *conv("attention.output", "attn.c_proj"),
         *norm(f"{LAYER}.mlp_norm", f"{theirs}.ln_2"),
         *conv("mlp.up", "mlp.c_fc"),
@@ -134,16 +134,13 @@ def _gpt2() -> tuple[Rule, ...]:
 def _neox(config: DecoderConfig) -> tuple[Rule, ...]:
     # Queries, keys and values are one projection, in which each head has its three together.
     theirs = "gpt_neox.layers.{i}"
-    fused, parts = f"{theirs}.attention.query_key_value", ("query", "key", "value")
-    thirds = [f"{LAYER}.attention.{part}" for part in parts]
     split = SplitHeads(0, config.num_heads, 3)
     return (
         *embedding("embedding", "gpt_neox.embed_in"),
         *norm("norm", "gpt_neox.final_layer_norm"),
         *linear("head", "embed_out"),
         *norm(f"{LAYER}.attention_norm", f"{theirs}.input_layernorm"),
-        Rule(tuple(f"{part}.kernel" for part in thirds), f"{fused}.weight", split, Transpose()),
-        Rule(tuple(f"{part}.bias" for part in thirds), f"{fused}.bias", split),
+        *fused(QUERY_KEY_VALUE, f"{theirs}.attention.query_key_value", split),
         *linear(f"{LAYER}.attention.output", f"{theirs}.attention.dense"),
         *norm(f"{LAYER}.mlp_norm", f"{theirs}.post_attention_layernorm"),
         *linear(f"{LAYER}.mlp.up", f"{theirs}.mlp.dense_h_to_4h"),
@@ -157,19 +154,9 @@ def _phi3(config: DecoderConfig) -> tuple[Rule, ...]:
     sizes = tuple(num * config.head_size for num in (num_query, num_key, num_key))
     return (
         *_ENDS,
-        Rule(
-            tuple(f"{LAYER}.attention.{part}.kernel" for part in ("query", "key", "value")),
-            f"{_THEIRS}.self_attn.qkv_proj.weight",
-            Split(0, sizes),
-            Transpose(),
-        ),
+        *fused(QUERY_KEY_VALUE, f"{_THEIRS}.self_attn.qkv_proj", Split(0, sizes)),
         *linear(f"{LAYER}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
-        Rule(
-            (f"{LAYER}.mlp.gate.kernel", f"{LAYER}.mlp.up.kernel"),
-            f"{_THEIRS}.mlp.gate_up_proj.weight",
-            Split(0, 2),
-            Transpose(),
-        ),
+        *fused(GATE_UP, f"{_THEIRS}.mlp.gate_up_proj", Split(0, 2)),
         *linear(f"{LAYER}.mlp.down", f"{_THEIRS}.mlp.down_proj"),
         *_NORMS_BEFORE,
     )
@@ -190,11 +177,9 @@ def _gpt_oss(config: DecoderConfig) -> tuple[Rule, ...]:
         Rule(f"{LAYER}.attention.sinks", f"{_THEIRS}.self_attn.sinks"),
         *_NORMS_BEFORE,
         *linear(f"{LAYER}.mlp.router", f"{_THEIRS}.mlp.router"),
-        Rule((f"{LAYER}.mlp.gate", f"{LAYER}.mlp.up"), f"{theirs}.gate_up_proj", *alternate(2)),
+        Rule(GATE_UP, f"{theirs}.gate_up_proj", *alternate(2)),
         Rule(
-            (f"{LAYER}.mlp.gate_bias", f"{LAYER}.mlp.up_bias"),
-            f"{theirs}.gate_up_proj_bias",
-            *alternate(1),
+            tuple(f"{each}_bias" for each in GATE_UP), f"{theirs}.gate_up_proj_bias", *alternate(1)
         ),
         Rule(f"{LAYER}.mlp.down", f"{theirs}.down_proj"),
         Rule(f"{LAYER}.mlp.down_bias", f"{theirs}.down_proj_bias"),
@@ -213,11 +198,9 @@ _DEEPSEEK = (
     *linear(f"{LAYER}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
     *_NORMS_BEFORE,
     *_MLP,
-    *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    *_experts("mlp", *_GATED),
     Rule(f"{LAYER}.mlp.correction", f"{_THEIRS}.mlp.gate.e_score_correction_bias"),
-    *linear(f"{LAYER}.mlp.shared.gate", f"{_THEIRS}.mlp.shared_experts.gate_proj"),
-    *linear(f"{LAYER}.mlp.shared.up", f"{_THEIRS}.mlp.shared_experts.up_proj"),
-    *linear(f"{LAYER}.mlp.shared.down", f"{_THEIRS}.mlp.shared_experts.down_proj"),
+    *_gated(f"{LAYER}.mlp.shared", f"{_THEIRS}.mlp.shared_experts"),
 )
 
 # StableLM has a tensor for the norm of each head, which are one parameter here.
@@ -229,37 +212,50 @@ _NORMS_OF_HEADS = tuple(
     for ours, theirs in (("query", "q"), ("key", "k"))
 )
 
-_MADE = {"gpt_neox": _neox, "gpt_oss": _gpt_oss, "phi3": _phi3}  # from the sizes of the model
-_TABLES: dict[str, tuple[Rule, ...]] = {
-    "gpt2": _gpt2(),
-    "llama": _LLAMA,
-    "smollm3": _LLAMA,
-    "granite": _LLAMA,
-    "gemma": _LLAMA,
-    "cohere": _LLAMA,
-    "cohere2": _LLAMA,
-    "stablelm": (*_ENDS, *_PROJECTIONS, *_NORMS_OF_HEADS, *_MLP, *_NORMS_BEFORE),
-    "starcoder2": (
-        *_ENDS,
-        *_ATTENTION,
-        *linear(f"{LAYER}.mlp.up", f"{_THEIRS}.mlp.c_fc"),
-        *linear(f"{LAYER}.mlp.down", f"{_THEIRS}.mlp.c_proj"),
-        *_NORMS_BEFORE,
+
+def _fixed(*rules: Rule) -> Names:
+    """Names that do not depend on the sizes of the model."""
+    return Names(lambda config: rules)
+
+
+# Not every layer of Mixtral need have experts; what this version of transformers holds in memory as
+# one tensor of all experts is a tensor for each in the file.
+_MIXTRAL = (*_ENDS, *_ATTENTION, *_NORMS_BEFORE, *_experts("block_sparse_moe", "w1", "w3", "w2"))
+_STARCODER = (
+    *_ENDS,
+    *_ATTENTION,
+    *linear(f"{LAYER}.mlp.up", f"{_THEIRS}.mlp.c_fc"),
+    *linear(f"{LAYER}.mlp.down", f"{_THEIRS}.mlp.c_proj"),
+    *_NORMS_BEFORE,
+)
+_LIKE_LLAMA = (
+    "llama",
+    "smollm3",
+    "granite",
+    "gemma",
+    "cohere",
+    "cohere2",
+    "mistral",
+    "qwen2",
+    "qwen3",
+)
+
+DECODER_NAMES: dict[str, Names] = {
+    **dict.fromkeys(_LIKE_LLAMA, _fixed(*_ENDS, *_ATTENTION, *_MLP, *_NORMS_BEFORE)),
+    **dict.fromkeys(("gemma2", "gemma3_text"), _fixed(*_ENDS, *_ATTENTION, *_MLP, *_NORMS_AROUND)),
+    "gpt2": _fixed(*_gpt2()),
+    "stablelm": _fixed(*_ENDS, *_PROJECTIONS, *_NORMS_OF_HEADS, *_MLP, *_NORMS_BEFORE),
+    "starcoder2": _fixed(*_STARCODER),
+    "olmo2": _fixed(*_ENDS, *_ATTENTION, *_MLP, *_NORMS_AFTER),
+    "mixtral": _fixed(*_MIXTRAL),
+    "qwen3_moe": _fixed(*_ENDS, *_ATTENTION, *_MLP, *_NORMS_BEFORE, *_experts("mlp", *_GATED)),
+    # Layer 61 predicts the token after the next.
+    "deepseek_v3": _fixed(*_DEEPSEEK)._replace(buffers=(*BUFFERS, "model.layers.61.*")),
+    "gpt_neox": Names(
+        _neox,
+        buffers=(*BUFFERS, "*.attention.bias", "*.attention.masked_bias"),
+        head="embed_out.weight",
     ),
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-    "olmo2": (*_ENDS, *_ATTENTION, *_MLP, *_NORMS_AFTER),
-    # Not every layer need have experts; what this version of transformers holds in memory as one
-    # tensor of all experts is a tensor for each in the file.
-    "mixtral": (
-        *_ENDS,
-        *_ATTENTION,
-        *_NORMS_BEFORE,
-        *_experts("block_sparse_moe", "w1", "w3", "w2"),
-    ),
-    "deepseek_v3": _DEEPSEEK,
-    "qwen3_moe": (*_LLAMA, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "gpt_oss": Names(_gpt_oss),
+    "phi3": Names(_phi3),
 }

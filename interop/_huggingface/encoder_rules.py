@@ -1,16 +1,23 @@
-"""Rules, by model family, that map checkpoints to the parameters of the encoders.
-
-A rule that matches no parameter is ignored, so one table serves models with and without biases.
-"""
+"""Rules that map tensors of a checkpoint to parameters of the encoders, by family."""
 
 from collections.abc import Iterable
 
 from jaxzero.interop._rules import Flatten, Merge, Rule, Split, Step, Transpose, Unflatten
 from jaxzero.models import ModernBertConfig, ViTConfig
 
-from .layer_rules import LAYER, embedding, linear, norm, stacked
+from .layer_rules import (
+    GATE_UP,
+    LAYER,
+    QUERY_KEY_VALUE,
+    attention,
+    embedding,
+    fused,
+    linear,
+    norm,
+    stacked,
+)
 
-_BERT_LAYER, _DISTIL, _MODERN = "encoder.layer.{i}", "transformer.layer.{i}", "layers.{i}"
+_BERT, _DISTIL, _MODERN = "encoder.layer.{i}", "transformer.layer.{i}", "layers.{i}"
 
 _EMBEDDINGS = (
     *embedding("embeddings.word", "embeddings.word_embeddings"),
@@ -20,40 +27,21 @@ _EMBEDDINGS = (
 )
 BERT = (
     *_EMBEDDINGS,
-    *linear(f"{LAYER}.attention.query", f"{_BERT_LAYER}.attention.self.query"),
-    *linear(f"{LAYER}.attention.key", f"{_BERT_LAYER}.attention.self.key"),
-    *linear(f"{LAYER}.attention.value", f"{_BERT_LAYER}.attention.self.value"),
-    *linear(f"{LAYER}.attention.output", f"{_BERT_LAYER}.attention.output.dense"),
-    *norm(f"{LAYER}.attention_norm", f"{_BERT_LAYER}.attention.output.LayerNorm"),
-    *linear(f"{LAYER}.up", f"{_BERT_LAYER}.intermediate.dense"),
-    *linear(f"{LAYER}.down", f"{_BERT_LAYER}.output.dense"),
-    *norm(f"{LAYER}.mlp_norm", f"{_BERT_LAYER}.output.LayerNorm"),
+    *attention(f"{_BERT}.attention", "self.query", "self.key", "self.value", "output.dense"),
+    *norm(f"{LAYER}.attention_norm", f"{_BERT}.attention.output.LayerNorm"),
+    *linear(f"{LAYER}.up", f"{_BERT}.intermediate.dense"),
+    *linear(f"{LAYER}.down", f"{_BERT}.output.dense"),
+    *norm(f"{LAYER}.mlp_norm", f"{_BERT}.output.LayerNorm"),
 )
 
 DISTILBERT = (
     *_EMBEDDINGS,
-    *linear(f"{LAYER}.attention.query", f"{_DISTIL}.attention.q_lin"),
-    *linear(f"{LAYER}.attention.key", f"{_DISTIL}.attention.k_lin"),
-    *linear(f"{LAYER}.attention.value", f"{_DISTIL}.attention.v_lin"),
-    *linear(f"{LAYER}.attention.output", f"{_DISTIL}.attention.out_lin"),
+    *attention(f"{_DISTIL}.attention", "q_lin", "k_lin", "v_lin", "out_lin"),
     *norm(f"{LAYER}.attention_norm", f"{_DISTIL}.sa_layer_norm"),
     *linear(f"{LAYER}.up", f"{_DISTIL}.ffn.lin1"),
     *linear(f"{LAYER}.down", f"{_DISTIL}.ffn.lin2"),
     *norm(f"{LAYER}.mlp_norm", f"{_DISTIL}.output_layer_norm"),
 )
-
-
-def _fused(parts: tuple[str, ...], theirs: str) -> tuple[Rule, ...]:
-    """Linear layers of ours that are one in the checkpoint, their outputs one after the other."""
-    return (
-        Rule(
-            tuple(f"{part}.kernel" for part in parts),
-            f"{theirs}.weight",
-            Split(0, len(parts)),
-            Transpose(),
-        ),
-        Rule(tuple(f"{part}.bias" for part in parts), f"{theirs}.bias", Split(0, len(parts))),
-    )
 
 
 _MODERN_ENDS = (
@@ -63,13 +51,10 @@ _MODERN_ENDS = (
 )
 _MODERN_LAYERS = (
     *norm(f"{LAYER}.attention_norm", f"{_MODERN}.attn_norm"),
-    *_fused(
-        tuple(f"{LAYER}.attention.{part}" for part in ("query", "key", "value")),
-        f"{_MODERN}.attn.Wqkv",
-    ),
+    *fused(QUERY_KEY_VALUE, f"{_MODERN}.attn.Wqkv", Split(0, 3)),
     *linear(f"{LAYER}.attention.output", f"{_MODERN}.attn.Wo"),
     *norm(f"{LAYER}.mlp_norm", f"{_MODERN}.mlp_norm"),
-    *_fused((f"{LAYER}.mlp.gate", f"{LAYER}.mlp.up"), f"{_MODERN}.mlp.Wi"),
+    *fused(GATE_UP, f"{_MODERN}.mlp.Wi", Split(0, 2)),
     *linear(f"{LAYER}.mlp.down", f"{_MODERN}.mlp.Wo"),
 )
 
@@ -110,14 +95,13 @@ def _of_stack(step: Step) -> Step:
 
 
 _VIT_LAYERS = (
-    *norm(f"{LAYER}.attention_norm", f"{_BERT_LAYER}.layernorm_before"),
-    *linear(f"{LAYER}.attention.query", f"{_BERT_LAYER}.attention.attention.query"),
-    *linear(f"{LAYER}.attention.key", f"{_BERT_LAYER}.attention.attention.key"),
-    *linear(f"{LAYER}.attention.value", f"{_BERT_LAYER}.attention.attention.value"),
-    *linear(f"{LAYER}.attention.output", f"{_BERT_LAYER}.attention.output.dense"),
-    *norm(f"{LAYER}.mlp_norm", f"{_BERT_LAYER}.layernorm_after"),
-    *linear(f"{LAYER}.mlp.up", f"{_BERT_LAYER}.intermediate.dense"),
-    *linear(f"{LAYER}.mlp.down", f"{_BERT_LAYER}.output.dense"),
+    *norm(f"{LAYER}.attention_norm", f"{_BERT}.layernorm_before"),
+    *attention(
+        f"{_BERT}.attention", "attention.query", "attention.key", "attention.value", "output.dense"
+    ),
+    *norm(f"{LAYER}.mlp_norm", f"{_BERT}.layernorm_after"),
+    *linear(f"{LAYER}.mlp.up", f"{_BERT}.intermediate.dense"),
+    *linear(f"{LAYER}.mlp.down", f"{_BERT}.output.dense"),
     *norm("norm", "layernorm"),
 )
 
@@ -128,9 +112,7 @@ def vit_rules(config: ViTConfig) -> tuple[Rule, ...]:
     rules = (
         Rule("class_token", "embeddings.cls_token", Flatten(0, (1, 1, config.hidden_size))),
         Rule(
-            "positions",
-            "embeddings.position_embeddings",
-            Flatten(0, (1, config.num_patches + 1)),
+            "positions", "embeddings.position_embeddings", Flatten(0, (1, config.num_patches + 1))
         ),
         # A convolution with the stride of its kernel is a projection of each patch.
         Rule(

@@ -1,10 +1,15 @@
-"""Building blocks of the rule tables: rules of common modules, and of stacked layers."""
+"""Building blocks of the rule tables: rules of common modules, and of stacked layers.
+
+A rule that matches no parameter is ignored, so one table serves models with and without biases.
+"""
 
 from collections.abc import Iterable
 
-from jaxzero.interop._rules import Rule, Transpose
+from jaxzero.interop._rules import Rule, Step, Transpose
 
 LAYER = "layers.{i}"  # path of a layer in our tree, if layers are a list
+QUERY_KEY_VALUE = tuple(f"{LAYER}.attention.{part}" for part in ("query", "key", "value"))
+GATE_UP = (f"{LAYER}.mlp.gate", f"{LAYER}.mlp.up")
 
 
 def embedding(ours: str, theirs: str) -> tuple[Rule, ...]:
@@ -20,12 +25,28 @@ def linear(ours: str, theirs: str) -> tuple[Rule, ...]:
     )
 
 
+def fused(ours: Iterable[str], theirs: str, split: Step) -> tuple[Rule, ...]:
+    """Rules of linear layers that are one in the checkpoint, whose outputs `split` divides."""
+    ours = tuple(ours)
+    return (
+        Rule(tuple(f"{each}.kernel" for each in ours), f"{theirs}.weight", split, Transpose()),
+        Rule(tuple(f"{each}.bias" for each in ours), f"{theirs}.bias", split),
+    )
+
+
+def attention(theirs: str, query: str, key: str, value: str, output: str) -> tuple[Rule, ...]:
+    """Rules of the four projections of attention, whose names follow `theirs`."""
+    names = {"query": query, "key": key, "value": value, "output": output}
+    return tuple(
+        rule
+        for ours, name in names.items()
+        for rule in linear(f"{LAYER}.attention.{ours}", f"{theirs}.{name}")
+    )
+
+
 def norm(ours: str, theirs: str) -> tuple[Rule, ...]:
     """Rules of a LayerNorm, or of an RMSNorm, which has no bias."""
-    return (
-        Rule(f"{ours}.scale", f"{theirs}.weight"),
-        Rule(f"{ours}.bias", f"{theirs}.bias"),
-    )
+    return (Rule(f"{ours}.scale", f"{theirs}.weight"), Rule(f"{ours}.bias", f"{theirs}.bias"))
 
 
 def stacked(rules: Iterable[Rule]) -> tuple[Rule, ...]:

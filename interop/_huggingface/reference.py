@@ -18,10 +18,8 @@ from jaxzero.interop._compare import Comparison, compare
 from jaxzero.interop._rules import Rule
 from jaxzero.models import DecoderConfig, ViTConfig, read_config
 
-from .decoder import LoadedDecoder, load_decoder
-from .encoder import LoadedEncoder, load_encoder
-from .encoder_family import ENCODERS, encoder_family
-from .family import family_of
+from .families import ENCODERS, decoder_family_of, encoder_family_of
+from .load import LoadedDecoder, LoadedEncoder, load_decoder, load_encoder
 
 # Modules of a ViT as transformers 5 calls them in memory; in files they keep these names.
 _RENAMED = {
@@ -127,21 +125,20 @@ def compare_with_transformers(directory: Path | str, *, submodules: bool = False
 
 def _load(directory: Path | str) -> tuple[LoadedDecoder | LoadedEncoder, Any]:
     """A checkpoint in float32, with its layers in a list, and its rules."""
-    content, path = read_config(directory)
     options: dict[str, Any] = {
         "dtype": "float32",
         "compute_dtype": "float32",
         "scan_layers": False,
         "remat": "none",
     }
-    if content.get("model_type") in ENCODERS:
+    if read_config(directory)[0].get("model_type") in ENCODERS:
         loaded = load_encoder(directory, **options)
-        rules = encoder_family(directory).rules(loaded.config)
+        rules = encoder_family_of(directory).rules(loaded.config)
         if isinstance(loaded.config, ViTConfig):
             rules += tuple(Rule(x.ours, tuple(map(_renamed, x.theirs)), *x.steps) for x in rules)
         return loaded, rules
     loaded = load_decoder(directory, **options)
-    return loaded, family_of(content, path).rules(loaded.config)
+    return loaded, decoder_family_of(directory).rules(loaded.config)
 
 
 def _renamed(name: str) -> str:

@@ -2,11 +2,16 @@
 
 Both keep two running means per parameter and a number of steps. The rules that map a parameter
 therefore also map its means, and a run that moves to JAX continues without a new warm-up.
+
+PyTorch counts steps for each parameter, and optax for each Adam. The count corrects the bias of the
+means: an update after t steps is multiplied by `sqrt(1 - beta2**t) / (1 - beta1**t)`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -15,20 +20,11 @@ import numpy as np
 import optax
 
 from jaxzero._sharding import data_of
-from jaxzero._text import shown
 from jaxzero.interop._match import settled
-from jaxzero.interop._rules import Rule, check_moves, patterns_in, rules_in, to_ours, to_theirs
-from jaxzero.interop._tensors import (
-    AdamMoments,
-    ArrayTensor,
-    Checkpoint,
-    LazyTensor,
-    ShardedTensor,
-    named_leaves,
-)
+from jaxzero.interop._rules import Rule, Shapes, check_moves, rules_in, to_ours, to_theirs, uses_of
+from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, named_leaves
 
-from .adam_steps import counts_of, steps_of_names, steps_of_paths
-from .convert_file import to_torch
+from .load_into import lazy_leaf
 
 # States that hold more than a counter, and the field that counts all updates of the run.
 _COUNTER_OF: dict[type, str] = {
@@ -97,22 +93,19 @@ def load_adam(
             "`source` must be what `interop.open_checkpoint` returns, or its `adam(names)`; got "
             f"{source!r}."
         )
-    rules, ignore = rules_in(rules or ()), patterns_in(ignore)
-    if not rules:
-        if not isinstance(source, Checkpoint):
-            raise ValueError("`rules` are required unless `source` is a `Checkpoint`. Pass them.")
-        proposal = settled(tree, source, accept=accept, ignore=ignore)
-        rules, ignore = tuple(proposal.rules), (*ignore, *proposal.left_out)
-    elif accept:
-        raise ValueError("`accept` is for rules that are proposed, when `rules` is left out.")
-    check_moves(rules)
+    given = rules_in(rules or ()) or None
+    if given is None and not isinstance(source, Checkpoint):
+        raise ValueError("`rules` are required unless `source` is a `Checkpoint`. Pass them.")
+    named: Any = source
+    found, ignore = settled(tree, named, rules=given, accept=accept, ignore=ignore)
+    check_moves(found)
     moments = source.adam() if isinstance(source, Checkpoint) else source
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
-    states = adam_states(opt_state)
+    states = _adam_states(opt_state)
     wanted = {path: shapes[path] for path in _paths_of(states, shapes)}
-    counts = counts_of(states, steps_of_paths(rules, wanted, moments), moments, steps)
+    counts = _counts_of(states, _steps_of_paths(found, wanted, moments), moments, steps)
     kinds = {
-        kind: to_ours(rules, wanted, held, where=f"(`{name}`)", ignore=ignore, remedy=_FROZEN)
+        kind: to_ours(found, wanted, held, where=f"(`{name}`)", ignore=ignore, remedy=_FROZEN)
         for kind, name, held in (
             ("mu", "exp_avg", moments.exp_avg),
             ("nu", "exp_avg_sq", moments.exp_avg_sq),
@@ -186,7 +179,7 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
             not those of `tree`; or parameters of one tensor have taken different steps.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
-    states = adam_states(opt_state)
+    states = _adam_states(opt_state)
     paths = _paths_of(states, shapes)
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
@@ -205,7 +198,7 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         to_theirs(
             rules,
             {
-                path: _held(leaf, shapes[path], path)
+                path: lazy_leaf(leaf, shapes[path], path)
                 for state in states
                 for path, leaf in named_leaves(getattr(state, kind)).leaves.items()
             },
@@ -217,64 +210,11 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         step=last,
         exp_avg=means,
         exp_avg_sq=squares,
-        steps={name: n for name, n in steps_of_names(rules, shapes, steps_of) if n != last},
+        steps={name: n for name, n in _steps_of_names(rules, shapes, steps_of) if n != last},
     )
 
 
-def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, Any]]) -> dict:
-    """Convert moments to a state dict for `torch.optim.AdamW(...).load_state_dict`; needs PyTorch.
-
-    Args:
-        moments: from `adam_from`, or from a checkpoint.
-        param_groups: like those of `optimizer.state_dict()` (`lr`, `betas`, ...), except that
-            `params` lists the names of the group's parameters, in the order in which they were
-            passed to the optimizer.
-
-    Raises:
-        ValueError: a parameter that has moments is in no group, or one is given by its number.
-    """
-    import torch
-
-    if any(isinstance(name, int) for group in param_groups for name in group["params"]):
-        raise ValueError(
-            "`param_groups` holds the numbers of PyTorch, and moments go by names. "
-            "Put names in their place, in the order in which the parameters were passed to the "
-            "optimizer: `[{**group, 'params': [names[i] for i in group['params']]} for group in "
-            "param_groups]`, with `names = [name for name, _ in model.named_parameters()]`."
-        )
-    numbers = {
-        name: number
-        for number, name in enumerate(name for group in param_groups for name in group["params"])
-    }
-    missing = sorted(moments.exp_avg.keys() - numbers.keys())
-    if missing:
-        raise ValueError(
-            f"`param_groups` leaves out {shown(missing[0])} ({len(missing)} such parameters), "
-            "which has moments. Name every parameter in one group."
-        )
-
-    means, squares = (to_torch(kind) for kind in (moments.exp_avg, moments.exp_avg_sq))
-    state = {
-        number: {
-            "step": torch.tensor(float(moments.steps.get(name, moments.step))),
-            "exp_avg": means[name],
-            "exp_avg_sq": squares[name],
-        }
-        for name, number in numbers.items()
-        if name in moments.exp_avg
-    }
-    groups = [
-        {**group, "params": [numbers[name] for name in group["params"]]} for group in param_groups
-    ]
-    return {"state": state, "param_groups": groups}
-
-
-def adam_states(opt_state: Any) -> list[optax.ScaleByAdamState]:
-    """Find every Adam state in an optimizer state.
-
-    Raises:
-        ValueError: there is none.
-    """
+def _adam_states(opt_state: Any) -> list[optax.ScaleByAdamState]:
     found = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(leaf)]
     if not found:
         raise ValueError(
@@ -335,8 +275,79 @@ def _read_like(tensor: LazyTensor, like: Any) -> Any:
     return jax.make_array_from_callback(like.shape, like.sharding, read)
 
 
-def _held(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
-    leaf = data_of(leaf)  # padded, where the mesh does not divide it
-    if isinstance(leaf, jax.Array):
-        return ShardedTensor(leaf, shape, path)
-    return ArrayTensor(np.asarray(leaf), path)
+def _steps_of_names(
+    rules: Iterable[Rule], shapes: Shapes, steps_of: Mapping[str, int]
+) -> Iterator[tuple[str, int]]:
+    """Yield the name of each tensor, and the steps that its parameters have all taken."""
+    for use in uses_of(rules, {path: shapes[path] for path in steps_of}):
+        steps = {steps_of[path]: path for path in chain(*use.ours.values())}
+        if len(steps) > 1:
+            raise ValueError(
+                f"The Adams in `opt_state` have taken different steps: {steps}, and {use.rule} "
+                "makes one tensor of these parameters. Pass the part of `opt_state` that is meant."
+            )
+        yield from ((name, next(iter(steps))) for name in chain(*use.theirs.values()))
+
+
+def _steps_of_paths(
+    rules: Iterable[Rule], shapes: Shapes, moments: AdamMoments
+) -> dict[str, set[int]]:
+    """Map the path of each parameter to the steps that its tensors have taken."""
+    return {
+        path: {moments.steps.get(name, moments.step) for name in chain(*use.theirs.values())}
+        for use in uses_of(rules, shapes)
+        for path in chain(*use.ours.values())
+    }
+
+
+def _counts_of(
+    states: Sequence[optax.ScaleByAdamState],
+    steps_of: Mapping[str, set[int]],
+    moments: AdamMoments,
+    given: int | None,
+) -> dict[int, int]:
+    """Map the `id` of each Adam state to its count.
+
+    It is `given` for an Adam whose parameters have taken different numbers of steps (`steps_of`, by
+    path): an error if there is such an Adam and none is given, or none and one is given.
+    """
+    if given is not None and (type(given) is not int or not 0 < given < 2**31):
+        raise ValueError(f"`steps` must be a positive number of steps; got {given!r}.")
+    counts, differing = {}, []
+    for state in states:
+        found = {n: path for path in named_leaves(state.mu).leaves for n in steps_of[path]}
+        differing += [found] if len(found) > 1 else []
+        counts[id(state)] = next(iter(found), moments.step) if len(found) < 2 else given
+    if differing and given is None:
+        raise ValueError(_different_steps(differing[0], moments.betas))
+    if given is not None and not differing:
+        raise ValueError(
+            f"`steps` is {given}, but all parameters of each Adam have taken as many steps as the "
+            "others. Leave it out."
+        )
+    return counts
+
+
+def _different_steps(found: Mapping[int, str], betas: tuple[float, float]) -> str:
+    """Say what one count would change, given number of steps -> a parameter."""
+    least, most = min(found), max(found)
+
+    def factor(count: int, steps: int) -> float:  # of the next update
+        ours, theirs = (
+            math.sqrt(1 - betas[1] ** (n + 1)) / (1 - betas[0] ** (n + 1)) for n in (count, steps)
+        )
+        return ours / theirs
+
+    def changes(count: int) -> str:
+        steps = max(found, key=lambda each: abs(math.log(factor(count, each))))
+        return f"`steps={count}` multiplies the next update of `{found[steps]}` by " + (
+            f"{factor(count, steps):.4g}"
+        )
+
+    return (
+        f"An Adam in `opt_state` has one count of steps, but `{found[most]}` took {most}, and "
+        f"`{found[least]}` {least}. Give parameters with different counts an Adam each, with "
+        "`optax.partition`, which is exact; or choose one count with `steps=`, which changes the "
+        f"correction of bias: {changes(most)}, and {changes(least)} (betas {betas}); the factors "
+        "tend to 1."
+    )

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxzero._text import escaped, shown
 from jaxzero.interop._tensors import AdamMoments, Checkpoint
-from jaxzero.interop._torch import ModelOrder, parameters_in, read_optimizer
+from jaxzero.interop._torch import ModelOrder, Origin, parameters_in, read_optimizer
 
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_1.bin")  # the last: of several
 _OF_TRAINER = "trainer_state.json"
@@ -51,14 +51,9 @@ def with_optimizer(
                 "nothing says which trained the model. Name one: `open_checkpoint(path, "
                 "optimizer=file)`."
             )
-        return read_optimizer(
-            found[0],
-            checkpoint,
-            names,
-            order=functools.partial(_order, checkpoint, directory),
-            of_trainer=(found[0].parent / _OF_TRAINER).is_file(),
-            records=records,
-        )
+        of_trainer = (found[0].parent / _OF_TRAINER).is_file()
+        origin = Origin(functools.partial(_order, checkpoint, directory), of_trainer)
+        return read_optimizer(found[0], checkpoint, names, origin, records)
 
     return dataclasses.replace(checkpoint, moments=moments)
 

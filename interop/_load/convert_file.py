@@ -3,15 +3,16 @@
 import contextlib
 import importlib.util
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from jaxzero._processes import new_directory, new_file
 from jaxzero._text import shown
-from jaxzero.interop._safetensors import new_directory, new_file, save_tensors
-from jaxzero.interop._tensors import LazyTensor, as_lazy
+from jaxzero.interop._safetensors import save_tensors
+from jaxzero.interop._tensors import AdamMoments, LazyTensor, as_lazy
 from jaxzero.interop._torch import DTYPES
 
 from .open import open_checkpoint
@@ -142,6 +143,54 @@ def to_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
                 f"of PyTorch. Cast it to one of {', '.join(DTYPES)}."
             )
     return {name: _tensor(tensor.read()) for name, tensor in tensors.items()}
+
+
+def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, Any]]) -> dict:
+    """Convert moments to a state dict for `torch.optim.AdamW(...).load_state_dict`; needs PyTorch.
+
+    Args:
+        moments: from `adam_from`, or from a checkpoint.
+        param_groups: like those of `optimizer.state_dict()` (`lr`, `betas`, ...), except that
+            `params` lists the names of the group's parameters, in the order in which they were
+            passed to the optimizer.
+
+    Raises:
+        ValueError: a parameter that has moments is in no group, or one is given by its number.
+    """
+    import torch
+
+    if any(isinstance(name, int) for group in param_groups for name in group["params"]):
+        raise ValueError(
+            "`param_groups` holds the numbers of PyTorch, and moments go by names. "
+            "Put names in their place, in the order in which the parameters were passed to the "
+            "optimizer: `[{**group, 'params': [names[i] for i in group['params']]} for group in "
+            "param_groups]`, with `names = [name for name, _ in model.named_parameters()]`."
+        )
+    numbers = {
+        name: number
+        for number, name in enumerate(name for group in param_groups for name in group["params"])
+    }
+    missing = sorted(moments.exp_avg.keys() - numbers.keys())
+    if missing:
+        raise ValueError(
+            f"`param_groups` leaves out {shown(missing[0])} ({len(missing)} such parameters), "
+            "which has moments. Name every parameter in one group."
+        )
+
+    means, squares = (to_torch(kind) for kind in (moments.exp_avg, moments.exp_avg_sq))
+    state = {
+        number: {
+            "step": torch.tensor(float(moments.steps.get(name, moments.step))),
+            "exp_avg": means[name],
+            "exp_avg_sq": squares[name],
+        }
+        for name, number in numbers.items()
+        if name in moments.exp_avg
+    }
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]]} for group in param_groups
+    ]
+    return {"state": state, "param_groups": groups}
 
 
 def _tensor(array: np.ndarray) -> Any:

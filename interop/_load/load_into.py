@@ -62,11 +62,7 @@ def load_into(
         tensors, where = source, "in `source`" if path is None else f"in {str(path)!r}"
     else:
         tensors, where = open_checkpoint(source), f"in {str(source)!r}"
-    if rules is None:
-        proposal = settled(tree, tensors, accept=accept, ignore=ignore)
-        rules, ignore = proposal.rules, proposal.left_out
-    elif accept:
-        raise ValueError("`accept` is for rules that are proposed, when `rules` is left out.")
+    rules, ignore = settled(tree, tensors, rules=rules, accept=accept, ignore=ignore)
     loaded = to_ours(rules, shapes, tensors, where=where, ignore=ignore)
     return named.rebuild(
         {
@@ -133,10 +129,16 @@ def _held(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
             f"The parameters are stored as messages of {leaf.form.codec} at `{path}`. Pass the "
             "parameters before encoding, or `zero.unshard(tree)`."
         )
+    return lazy_leaf(leaf, shape, path)
+
+
+def lazy_leaf(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
+    """View a leaf of a tree as a lazy tensor of `shape`, without padding."""
     if isinstance(leaf, LazyTensor):
         return leaf
-    if isinstance(leaf, StoredArray | jax.Array):
-        return ShardedTensor(data_of(leaf), shape, path)
+    leaf = data_of(leaf)
+    if isinstance(leaf, jax.Array):
+        return ShardedTensor(leaf, shape, path)
     return ArrayTensor(np.asarray(leaf), path)
 
 

@@ -1,16 +1,204 @@
-"""One way to open a checkpoint, whatever wrote it."""
+"""One way to open a checkpoint, whatever wrote it: the forms are tried one after the other.
 
+A form recognizes the paths of its checkpoints, and opens one as tensors by name. The names of
+files decide: a form reads nothing before it is chosen. Forms of the user come before those here.
+"""
+
+import abc
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from jaxzero._text import first_names, shown, to_download
-from jaxzero.interop._tensors import Checkpoint, kind_of_file
-from jaxzero.interop._torch import METADATA, WEIGHTS
+from jaxzero.interop._safetensors import INDEX as SAFETENSORS_INDEX
+from jaxzero.interop._safetensors import INDEX_SUFFIX, SINGLE, tensors_and_aliases
+from jaxzero.interop._tensors import (
+    Checkpoint,
+    by_plain_name,
+    kind_of_file,
+    laid_out_as,
+    plain_name,
+)
+from jaxzero.interop._torch import (
+    INDEX,
+    METADATA,
+    WEIGHTS,
+    is_deepspeed,
+    is_part_of_deepspeed,
+    open_dcp,
+    open_deepspeed,
+    open_torch_file,
+    open_torch_parts,
+)
 
 from .beside import with_optimizer
-from .forms import CheckpointForm, adapter_in, check_form, known_forms
 
 _NO_WEIGHTS = (".json", ".jsonl", ".txt", ".md", ".py", ".html", ".xml")
+
+
+class CheckpointForm(abc.ABC):
+    """One way in which checkpoints are written.
+
+    Subclass it, and pass an instance to `open_checkpoint(path, forms=[...])`, or register it with
+    `register_checkpoint_form`, so that every `open_checkpoint` tries it.
+
+    Attributes:
+        name: for messages, such as "safetensors".
+    """
+
+    name: str
+
+    @abc.abstractmethod
+    def recognizes(self, path: Path) -> bool:
+        """Whether `path`, a file or a directory that exists, is a checkpoint of this form."""
+
+    @abc.abstractmethod
+    def open(
+        self, path: Path, *, key: str | None = None, records: Collection[str] = ()
+    ) -> Checkpoint:
+        """The tensors by name.
+
+        Args:
+            path: a path that `recognizes` has accepted.
+            key: see `open_checkpoint`; a form of one state dict refuses it.
+            records: see `open_checkpoint`; a form that holds no pickle ignores it.
+
+        Raises:
+            ValueError: the checkpoint is incomplete or broken, or has no entry `key`.
+        """
+
+
+class DistributedCheckpoint(CheckpointForm):
+    """A directory of `torch.distributed.checkpoint`: FSDP, FSDP2."""
+
+    name = "torch.distributed.checkpoint"
+
+    def recognizes(self, path: Path) -> bool:
+        is_part = path.name == METADATA or path.suffix == ".distcp"
+        return (path / METADATA).is_file() or (path.is_file() and is_part)
+
+    def open(self, path, *, key=None, records=()):
+        if path.is_file():
+            raise ValueError(
+                f"{str(path)!r} is one file of a directory that torch.distributed.checkpoint wrote."
+                f" Give the directory, {str(path.parent)!r}."
+            )
+        with laid_out_as(self.name, path):
+            return open_dcp(path, key)
+
+
+class DeepSpeed(CheckpointForm):
+    """A directory of DeepSpeed, ZeRO stages 1 to 3, or a universal one."""
+
+    name = "DeepSpeed"
+
+    def recognizes(self, path: Path) -> bool:
+        return path.is_dir() and is_deepspeed(path)
+
+    def open(self, path, *, key=None, records=()):
+        _refuse_key(self.name, path, key)
+        with laid_out_as(self.name, path):
+            return open_deepspeed(path, records)
+
+
+class TorchSave(CheckpointForm):
+    """A file of `torch.save`, or a directory with parts of one."""
+
+    name = "torch.save"
+
+    def recognizes(self, path: Path) -> bool:
+        if path.is_file():
+            return not path.name.endswith((".safetensors", INDEX_SUFFIX))
+        has_parts = (path / WEIGHTS).is_file() or (path / INDEX).is_file()
+        return has_parts and not _is_whole_model(path)
+
+    def open(self, path, *, key=None, records=()):
+        if path.is_file() and is_part_of_deepspeed(path):
+            raise ValueError(
+                f"{str(path)!r} is one file of a checkpoint of DeepSpeed, and holds a part of each "
+                f"tensor. Give the directory, {str(path.parent)!r}."
+            )
+        if path.is_file() and not path.name.endswith(".bin.index.json"):
+            return open_torch_file(path, key, records)
+        _refuse_key("torch.save in parts", path, key)
+        return open_torch_parts(path, records)
+
+
+class Safetensors(CheckpointForm):
+    """A file of safetensors, or a directory with one or with parts and their index."""
+
+    name = "safetensors"
+
+    def recognizes(self, path: Path) -> bool:
+        if path.is_file():
+            return path.name.endswith((".safetensors", INDEX_SUFFIX))
+        return _is_whole_model(path) or any(path.glob("*.safetensors"))
+
+    def open(self, path, *, key=None, records=()):
+        _refuse_key(self.name, path, key)
+        if path.is_dir() and not _is_whole_model(path) and (told := adapter_in(path)):
+            raise ValueError(f"{str(path)!r} {told}")
+        held, tied = tensors_and_aliases(path)
+        tied = by_plain_name(tied, repr(str(path)))
+        aliases = {name: plain_name(other) for name, other in tied.items()}
+        tensors = by_plain_name(held, repr(str(path)))
+        tensors |= {name: tensors[other] for name, other in aliases.items()}
+        return Checkpoint(path=path, form=self.name, tensors=tensors, aliases=aliases)
+
+
+def _refuse_key(form: str, path: Path, key: str | None) -> None:
+    if key is not None:
+        raise ValueError(
+            f"`key` is {key!r}, but {str(path)!r} ({form}) holds the tensors of one model, not "
+            "several state dicts. Leave `key` out."
+        )
+
+
+def adapter_in(path: Path) -> str | None:
+    """What to do with a directory of PEFT, as the rest of a sentence; None if it is none."""
+    if not (path / "adapter_config.json").is_file():
+        return None
+    files = [file.name for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
+    return (
+        "holds an adapter of PEFT, such as LoRA, and not the model that it changes. Merge them: "
+        "`peft.AutoPeftModelForCausalLM.from_pretrained(directory).merge_and_unload()"
+        ".save_pretrained(merged)`, and give `merged`. For the tensors of the adapter itself, give "
+        f"its file: {first_names(files)}."
+    )
+
+
+def _is_whole_model(path: Path) -> bool:
+    """Whether safetensors of a full model are there; others may be of adapters beside it."""
+    return any((path / name).is_file() for name in (SINGLE, SAFETENSORS_INDEX))
+
+
+_FORMS = (DistributedCheckpoint(), DeepSpeed(), TorchSave(), Safetensors())
+_registered: list[CheckpointForm] = []
+
+
+def register_checkpoint_form(form: CheckpointForm) -> None:
+    """Register a form for `open_checkpoint` and everything that uses it, such as `jaxzero inspect`.
+
+    It is tried before the others; of several that were registered, the last comes first.
+
+    Raises:
+        ValueError: it is not an instance of a `CheckpointForm`.
+    """
+    check_form(form)
+    _registered.insert(0, form)
+
+
+def known_forms() -> tuple[CheckpointForm, ...]:
+    """Registered forms, then those here."""
+    return (*_registered, *_FORMS)
+
+
+def check_form(form: object) -> None:
+    """Raise `ValueError` if `form` is not an instance of a `CheckpointForm`."""
+    if not isinstance(form, CheckpointForm):
+        raise ValueError(
+            "A form must be an instance of a subclass of `interop.CheckpointForm`, such as "
+            f"`MyForm()`; got {form!r}."
+        )
 
 
 def open_checkpoint(

@@ -5,4 +5,4 @@ In: named tensors of a checkpoint and named leaves of a tree. Out: a `Proposal` 
 
 from .proposal import Proposal as Proposal
 from .propose import match as match
-from .settle import settled as settled
+from .propose import settled as settled

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from jaxzero.interop._rules import RotaryPairs, Rule, Split, SplitHeads, Transpose
 
-from .generalize import generalize
 from .names import Module, Tensor, similarity, words_of
-from .possible_steps import Steps, possible_steps
+from .pairs import Steps, possible_steps
+from .proposal import generalize
 
 _PARTS = ("query", "key", "value")
 _UNKNOWN = (0, 0, 0)  # numbers of heads, until they are written

@@ -12,18 +12,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxzero.interop._rules import (
-    Flatten,
-    RotaryPairs,
-    Rule,
-    Step,
-    Transpose,
-    Unflatten,
-)
+from jaxzero.interop._rules import Flatten, RotaryPairs, Rule, Step, Transpose, Unflatten
 
 from .names import Tensor, pieces_of, words_of
-from .pairs import TRANSPOSED, Pair
-from .possible_steps import Steps
+from .pairs import TRANSPOSED, Pair, Steps
 
 Decided = Sequence[tuple[Pair, Mapping[str, Steps]]]
 _META = re.compile(r"(^|\.)(wq|wk|wqkv|rope\.freqs|freqs_cis|tok_embeddings)(\.|$)")
@@ -76,10 +68,8 @@ def flattened(
 ) -> dict[str, Question]:
     """Ask about linear layers beside convolutions, and norms between them.
 
-    Args:
-        decided: pairs of modules with the steps of each role.
-        known: layers of rules that the caller has given.
-        shapes: name -> shape of all tensors, in the order of the checkpoint.
+    `known` are layers of rules that the caller has given; `shapes` has all tensors in the order of
+    the checkpoint.
 
     Returns:
         Path of a parameter -> the question.
@@ -291,11 +281,6 @@ def rotary(
     decided: Decided, shapes: Mapping[str, tuple[int, ...]], paths: Iterable[str]
 ) -> dict[str, Question]:
     """Ask about queries and keys, if names of the checkpoint or of the model are Meta's.
-
-    Args:
-        decided: pairs of modules with the steps of each role.
-        shapes: name -> shape, of all tensors of the checkpoint.
-        paths: paths of all parameters.
 
     Returns:
         Path of a parameter -> the question.

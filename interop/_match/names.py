@@ -93,30 +93,6 @@ def modules_of(shapes: Mapping[str, tuple[int, ...]]) -> list[Module]:
     return _ranked(modules)
 
 
-def parts_of(modules: Iterable[Module]) -> list[Module]:
-    """Return query, key and value parts of each `in_proj` of `torch.nn.MultiheadAttention`.
-
-    Only of its `in_proj_weight` and `in_proj_bias`, whose layout is known. A linear layer that is
-    called `in_proj`, with an `in_proj.weight`, may have any layout.
-    """
-    parts = []
-    for module in modules:
-        prefix, _, last = module.name.rpartition("in_proj")
-        suffixes = ("in_proj_weight", "in_proj_bias")
-        named = all(tensor.name.endswith(suffixes) for tensor in module.tensors.values())
-        rows = {tensor.shape[0] % 3 for tensor in module.tensors.values() if tensor.shape}
-        if not last and named and rows == {0}:
-            tensors = {
-                role: Tensor(each.name, (each.shape[0] // 3, *each.shape[1:]))
-                for role, each in module.tensors.items()
-            }
-            for number, word in enumerate(("query", "key", "value")):
-                parts.append(
-                    dataclasses.replace(module, name=prefix + word, tensors=tensors, part=number)
-                )
-    return parts
-
-
 def shapes_of(module: Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The shape of each role."""
     return tuple(sorted((role, each.shape) for role, each in module.tensors.items()))

@@ -1,9 +1,15 @@
 """Pair modules of a model with modules of a checkpoint by mutual best similarity.
 
-Candidates have the same roles, and shapes that known steps convert into each other. Two modules
-are paired when each is the other's best candidate by a margin; this repeats with the remaining
-modules until nothing changes. A tie is resolved only when one of its candidates has been paired
-with another module.
+Candidates have the same roles, and shapes that known steps convert into each other. Flax stores
+kernels as `[in, out]` and `[*window, in, out]` and names them `kernel`; PyTorch and Equinox store
+them as `[out, in]` and `[out, in, *window]` and name them `weight`. Attention in Flax splits a
+dimension into heads. If a shape is ambiguous (a square matrix may or may not be transposed), all
+possibilities are listed.
+
+Two modules are paired when each is the other's best candidate by a margin; this repeats with the
+remaining modules until nothing changes. A tie is resolved only when one of its candidates has been
+paired with another module. A module fits or not as a whole: where its kernel has another shape, its
+bias is undecided too, so `misfits_of` finds the leaf that is to blame.
 """
 
 import collections
@@ -12,13 +18,46 @@ import heapq
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxzero._text import shown
+from jaxzero.interop._rules import Step, Transpose, Unflatten
 
 from .names import Module, Tensor, fuses_attention, say_the_same, shapes_of, similarity, words_of
-from .possible_steps import Steps, possible_steps
 
+Steps = tuple[Step, ...]
+Shape = tuple[int, ...]
 TRANSPOSED = re.compile(r"transpose|deconv|upconv|convt(?![a-z])|tconv", re.IGNORECASE)
 _MARGIN = 0.05  # required lead in similarity of the best candidate over the second
+Candidates = dict[int, dict[int, float]]  # number of ours -> number of theirs -> similarity
+_MOST = 8  # modules that are looked up, each among all of the checkpoint
+
+
+def possible_steps(name: str, ours: Shape, theirs: Shape) -> list[Steps]:
+    """List sequences of steps from shape `theirs` to `ours` that suit a parameter named `name`."""
+    as_is: list[Steps] = [()] if ours == theirs else []
+    turned: list[Steps] = []
+    if len(theirs) >= 2 and name not in ("embedding", "scale", "bias"):
+        # The dimensions of a convolution's window keep their order. A matrix is just transposed.
+        window = tuple(range(2, len(theirs)))
+        dims = (*window, 1, 0)
+        step = Transpose(*dims) if window else Transpose()
+        shape = tuple(theirs[dim] for dim in dims)
+        turned = [(step,)] if shape == ours else _with_heads((step,), ours, shape)
+    unturned = [*as_is, *_with_heads((), ours, theirs)]
+    return [*turned, *unturned] if name == "kernel" else [*unturned, *turned]
+
+
+def _with_heads(steps: Steps, ours: Shape, theirs: Shape) -> list[Steps]:
+    """Extend `steps` by an `Unflatten` of one dimension, such as into `[heads, size]`."""
+    found = []
+    more = len(ours) - len(theirs)
+    for dim in range(len(theirs)) if more > 0 else ():
+        sizes = ours[dim : dim + more + 1]
+        rest = (*theirs[:dim], *sizes, *theirs[dim + 1 :])
+        if rest == ours and math.prod(sizes) == theirs[dim]:
+            found.append((*steps, Unflatten(dim, sizes)))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +123,6 @@ def pair(
         for role, tensor in ours[mine].tensors.items()
     }
     return made, undecided
-
-
-Candidates = dict[int, dict[int, float]]  # number of ours -> number of theirs -> similarity
 
 
 def _candidates(ours: Sequence[Module], theirs: Sequence[Module]) -> Candidates:
@@ -162,3 +198,50 @@ def _claims(module: Module) -> set[tuple[str, int]]:
     """List the (tensor, third) of the checkpoint that a module uses: one third, or all three."""
     parts = range(3) if module.part is None else (module.part,)
     return {(name, part) for name in module.members for part in parts}
+
+
+def misfits_of(ours: Iterable[Module], theirs: Sequence[Module]) -> dict[str, str]:
+    """Map path -> why nothing fits, for the leaves to blame.
+
+    Args:
+        ours: modules of the model that nothing fits.
+        theirs: modules of the checkpoint that are left, also stacked ones.
+    """
+    found: dict[str, str] = {}
+    for module in list(ours)[:_MOST]:
+        words = words_of(module.name)
+        alike = [other for other in theirs if words & words_of(other.name)]
+        alike = alike or (theirs if len({x.members for x in theirs}) == 1 else [])
+        if alike:
+            found |= _differences(module, max(alike, key=lambda x: _nearness(module, x)))
+    return found
+
+
+def _nearness(ours: Module, theirs: Module) -> tuple[float, int, int]:
+    shared = ours.tensors.keys() & theirs.tensors.keys()
+    same_rank = sum(
+        len(ours.tensors[role].shape) == len(theirs.stack) + len(theirs.tensors[role].shape)
+        for role in shared
+    )
+    return similarity(ours, theirs), same_rank, len(shared)
+
+
+def _differences(ours: Module, theirs: Module) -> dict[str, str]:
+    found = {}
+    names = [tensor.name for tensor in theirs.tensors.values()]
+    for role, tensor in ours.tensors.items():
+        if role not in theirs.tensors:
+            found[tensor.name] = f"the checkpoint has no such tensor beside {shown(names[0])}"
+            continue
+        other = theirs.tensors[role]
+        if not ways_of(tensor, other, theirs.stack):
+            shape = (*theirs.stack, *other.shape)
+            found[tensor.name] = (
+                f"its shape is {shown(tensor.shape)}, and {shown(other.name)}, the nearest of the "
+                f"tensors that are left, has {shown(shape)}"
+            )
+    if not found:
+        more = [each.name for role, each in theirs.tensors.items() if role not in ours.tensors]
+        first = next(iter(ours.tensors.values())).name
+        found = {first: f"the model has nothing beside it for {shown(more[0])}"} if more else {}
+    return found

@@ -1,13 +1,65 @@
 """What `match` proposes: rules, those of them to confirm, and what it could not decide."""
 
 import dataclasses
-import fnmatch
-from collections.abc import Collection, Iterable, Mapping
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from jaxzero._text import escaped, first_names, shown
-from jaxzero.interop._rules import Rule
+from jaxzero._text import escaped, first_names, matches, shown
+from jaxzero.interop._rules import Rule, pattern_of
 
+_NUMBER = re.compile(r"\d+")
+_LETTERS = "nmlk"  # distinct from the letters "ij" that `names` uses for stacks
 _SHOWN = 8  # rules in an error
+
+
+def generalize(rules: Sequence[Rule], paths: Iterable[str]) -> tuple[Rule, ...]:
+    """Replace numbers that occur on both sides of a rule by variables.
+
+    A merged rule matches exactly those of all `paths` that its members match.
+    """
+    paths = list(paths)
+    rules = list(rules)
+    for letter in _LETTERS:
+        rules, before = _one_variable(rules, letter, paths), rules
+        if rules == before:
+            break
+    return tuple(rules)
+
+
+def _one_variable(rules: list[Rule], letter: str, paths: list[str]) -> list[Rule]:
+    groups: dict[Rule, list[Rule]] = {}
+    for rule in rules:
+        groups.setdefault(_with_letter(rule, letter), []).append(rule)
+    made = []
+    for general, members in groups.items():
+        before = itertools.chain(*(_speaks_of(member, paths) for member in members))
+        if _speaks_of(general, paths) == sorted(before):
+            made.append(general)
+        else:
+            made.extend(members)
+    return made
+
+
+def _with_letter(rule: Rule, letter: str) -> Rule:
+    """Replace the first number that all names of the rule share by a variable."""
+    numbers = [_NUMBER.findall(name) for name in (*rule.ours, *rule.theirs)]
+    shared = set(numbers[0]).intersection(*numbers)
+    number = next((each for each in numbers[0] if each in shared), None)
+    if number is None:
+        return rule
+
+    def general(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(
+            re.sub(rf"(?<!\d){number}(?!\d)", f"{{{letter}}}", name, count=1) for name in names
+        )
+
+    return Rule(general(rule.ours), general(rule.theirs), *rule.steps)
+
+
+def _speaks_of(rule: Rule, paths: list[str]) -> list[str]:
+    pattern = pattern_of(rule.ours[0])
+    return sorted(path for path in paths if pattern.fullmatch(path))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,8 +180,3 @@ _PAIRS = (
     "`jaxzero.models` and transformers rotate halves. `RotaryPairs` converts one to the other, and "
     "shapes do not tell the number of heads. The rule is one of:"
 )
-
-
-def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Return True if one of the patterns (with `*`) matches a path."""
-    return any(fnmatch.fnmatchcase(path, each) for each in patterns)

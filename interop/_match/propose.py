@@ -1,8 +1,7 @@
 """Propose rules that map tensors of a checkpoint to parameters, from names and shapes alone.
 
 1. Names are parsed into modules (`names`). Two modules *fit* if they have the same roles (weight,
-   bias, running mean and variance) and known steps convert each shape to the other
-   (`possible_steps`).
+   bias, running mean and variance) and known steps convert each shape to the other.
 2. Of the modules that fit, the most similar are paired (`pairs`). Ties remain undecided.
 3. If several steps are possible for a tensor, it takes the steps of the other tensors of its kind;
    if there are none, the usual steps for the parameter's name.
@@ -13,10 +12,10 @@ value in an unknown layout (`fused`). `assumed` lists the rules that rest on nam
 """
 
 import collections
-import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxzero._text import matches
 from jaxzero._without_gc import without_gc
 from jaxzero.interop._rules import (
     RotaryPairs,
@@ -32,16 +31,12 @@ from jaxzero.interop._rules import (
 )
 from jaxzero.interop._tensors import LazyTensor, named_leaves, other_names
 
+from .derived import from_tensors, parts_of, stacks_of, tensors_of, with_weights
 from .fused import find_fused
-from .generalize import generalize
 from .layouts import Layer, Question, flattened, is_meta, layer_of, rotary, text_of
-from .misfits import misfits_of
-from .names import Module, modules_of, parts_of
-from .pairs import Pair, pair
-from .possible_steps import Steps
-from .proposal import Proposal
-from .stacks import stacks_of
-from .weight_norms import from_tensors, tensors_of, with_weights
+from .names import Module, modules_of
+from .pairs import Pair, Steps, misfits_of, pair
+from .proposal import Proposal, generalize
 
 # torch's update counter of running statistics, and the state of Transformer Engine's fp8.
 _LEFT_OUT = ("*num_batches_tracked", "*_extra_state")
@@ -85,7 +80,7 @@ def match(
     known_paths, known_names, known_layers = _covered(known, shapes, held)
     ours = modules_of({path: shapes[path] for path in leaves if path not in known_paths})
     ignore = (*patterns_in(ignore), *_LEFT_OUT)
-    out = [name for name in source if any(fnmatch.fnmatchcase(name, each) for each in ignore)]
+    out = [name for name in source if matches(name, ignore)]
     left = {name: x for name, x in held.items() if name not in {*out, *known_names}}
     weights, normed = with_weights(left)
     single = modules_of(weights)
@@ -265,3 +260,50 @@ def _rules(
         else:
             undecided |= {path: (f"a third of {name!r}",) for path in paths.values()}
     return rules, undecided
+
+
+def settled(
+    tree: Any,
+    source: Mapping[str, LazyTensor],
+    *,
+    rules: Iterable[Rule] | None,
+    accept: str | Rule | Iterable[str | Rule],
+    ignore: Iterable[str],
+) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
+    """Return the rules that a caller has given; or propose some, once the assumed are accepted.
+
+    Arguments are those of `load_into`.
+
+    Returns:
+        Rules, and patterns for names of tensors that are not parameters.
+
+    Raises:
+        ValueError: something is undecided, unused, or assumed and not accepted; or `accept` has
+            something else than rules and patterns, or one that matches no parameter.
+    """
+    ignore = patterns_in(ignore)
+    if rules is not None:
+        if accept:
+            raise ValueError("`accept` is for rules that are proposed, when `rules` is left out.")
+        return rules_in(rules), ignore
+    if isinstance(accept, str | Rule) or not isinstance(accept, Iterable):
+        given = (accept,)
+    else:
+        given = tuple(accept)
+    known = [each for each in given if isinstance(each, Rule)]
+    patterns = [each for each in given if isinstance(each, str)]
+    if len(known) + len(patterns) != len(given):
+        raise ValueError(
+            "`accept` takes rules, and patterns for paths of parameters such as 'layers.*' ('*' "
+            f"for all); got {accept!r}."
+        )
+    paths = named_leaves(tree).leaves
+    for pattern in patterns:
+        if not any(matches(path, [pattern]) for path in paths):
+            raise ValueError(
+                f"{pattern!r} in `accept` matches no parameter. Paths are such as "
+                f"{next(iter(paths), '(the tree is empty)')!r}."
+            )
+    proposal = match(tree, source, rules=known, ignore=ignore)
+    proposal.raise_if_undecided(accept=patterns)
+    return proposal.rules, (*ignore, *proposal.left_out)

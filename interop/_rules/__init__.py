@@ -8,10 +8,10 @@ from .apply import to_ours as to_ours
 from .apply import to_theirs as to_theirs
 from .computed import AddBiases as AddBiases
 from .computed import WeightNorm as WeightNorm
-from .computed import check_moves as check_moves
 from .rotary_pairs import RotaryPairs as RotaryPairs
 from .rule import Rule as Rule
 from .rule import Shapes as Shapes
+from .rule import check_moves as check_moves
 from .rule import pattern_of as pattern_of
 from .rule import patterns_in as patterns_in
 from .rule import rules_in as rules_in

@@ -6,12 +6,11 @@ reported in errors, as they are in the file.
 """
 
 import dataclasses
-import fnmatch
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from jaxzero._text import first_names, shown
+from jaxzero._text import first_names, matches, shown
 from jaxzero.interop._tensors import Box, LazyTensor, as_lazy, other_names, stack
 
 from .rule import TWO_NAMES, Index, Rule, Shapes, Use, patterns_in, rules_in, uses_of
@@ -28,14 +27,7 @@ _DDP = "module."  # what `DistributedDataParallel` puts before all names
 
 
 def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Turn parameters into tensors of a checkpoint.
-
-    Args:
-        rules: rules for all parameters.
-        ours: dotted path -> parameter, for every parameter.
-
-    Returns:
-        Tensor name -> view of the parameters, in the order of the rules.
+    """Turn parameters, by dotted path, into tensors of a checkpoint, by name.
 
     Raises:
         ValueError: the rules do not fit the parameters.
@@ -105,25 +97,13 @@ def check_names(
     ignore: Iterable[str] = (),
     remedy: str = _NAME_EVERY_TENSOR,
 ) -> None:
-    """Check that a checkpoint has all expected tensors and no others.
+    """Raise `ValueError` unless a checkpoint has all tensors that the rules need, and no others.
 
-    Args:
-        given: names of the tensors in the checkpoint.
-        wanted: names that the rules need.
-        where: description of the checkpoint, for messages.
-        ignore: patterns (with `*`) for names that are allowed but not needed.
-        remedy: advice, for messages.
-
-    Raises:
-        ValueError: a tensor is missing, or is unknown and not ignored.
+    See `to_ours`.
     """
     given, wanted, ignore = set(given), set(wanted), patterns_in(ignore)
     missing = sorted(wanted - given)
-    unknown = sorted(
-        name
-        for name in given - wanted
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
-    )
+    unknown = sorted(name for name in given - wanted if not matches(name, ignore))
     prefix = _prefix(missing, unknown) if missing else ""
     if prefix:
         if remedy == _NAME_EVERY_TENSOR:

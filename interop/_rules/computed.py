@@ -4,24 +4,50 @@ The other steps only move elements, and so they also map Adam's moments. Those o
 product are not the sum or the product of the moments: `check_moves` refuses such rules for them.
 """
 
+import abc
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
 
 from jaxzero.interop._tensors import BySlice, concatenate
 
-from .rule import Rule
 from .steps import Step, Tensors
 
 Cell = Literal["rnn", "lstm", "gru"]
 Back = Literal["first", "halves"]
 
 
+class _Computing(Step):
+    """A step that computes values."""
+
+    computes = True
+
+    @abc.abstractmethod
+    def undo(self, tensors: Tensors) -> Tensors:
+        """Make tensors from which the step computes these."""
+
+    @property
+    def inverse(self) -> Step:
+        """The step that runs `undo`."""
+        return _Undo(self)
+
+
 @dataclasses.dataclass(frozen=True)
-class AddBiases(Step):
+class _Undo(Step):
+    of: _Computing
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        return self.of.undo(tensors)
+
+    @property
+    def inverse(self) -> Step:
+        return self.of
+
+
+@dataclasses.dataclass(frozen=True)
+class AddBiases(_Computing):
     """Add the two biases of a recurrent layer of torch, where the model has one.
 
     From `(bias_ih, bias_hh)` of `torch.nn.RNN` or `LSTM`, `[gates * h]`, it makes their sum. In
@@ -63,25 +89,12 @@ class AddBiases(Step):
         apart = [each.narrow(0, end, size) for each in tensors] if end < size else []
         return (concatenate((total, *apart), 0),)
 
-    @property
-    def inverse(self) -> Step:
-        """Divides the sum by the rule of `back`."""
-        return _DivideBias(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class _DivideBias(Step):
-    of: AddBiases
-
-    @property
-    def inverse(self) -> AddBiases:
-        return self.of
-
-    def __call__(self, tensors: Tensors) -> Tensors:
-        parts = 4 if self.of.cell == "gru" else 1
+    def undo(self, tensors: Tensors) -> Tensors:
+        """Divide the sum by the rule of `back`."""
+        parts = 4 if self.cell == "gru" else 1
         if len(tensors) != 1 or tensors[0].ndim != 1 or tensors[0].shape[0] % parts:
             raise ValueError(
-                f"{self.of} makes one bias"
+                f"{self} makes one bias"
                 f"{' of 4 equal parts' if parts == 4 else ''}; got {[x.shape for x in tensors]}."
             )
         (total,) = tensors
@@ -89,7 +102,7 @@ class _DivideBias(Step):
         added = total.narrow(0, 0, 2 * each) if parts == 4 else total
         divided = (
             (added, BySlice((added,), added.shape, 0, np.zeros_like))
-            if self.of.back == "first"
+            if self.back == "first"
             else (BySlice((added,), added.shape, 0, _half),) * 2
         )
         if parts == 1:
@@ -103,7 +116,7 @@ def _half(x: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightNorm(Step):
+class WeightNorm(_Computing):
     """Compute a weight that torch stores as norm and direction, `g * v / |v|`.
 
     The tensors are `(weight_g, weight_v)` of `torch.nn.utils.weight_norm`, or
@@ -137,26 +150,12 @@ class WeightNorm(Step):
             return ()
         return tuple(size if dim == self.dim else 1 for dim, size in enumerate(shape))
 
-    @property
-    def inverse(self) -> Step:
-        """Computes the norms; the directions are the weight itself."""
-        return _TakeNorms(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TakeNorms(Step):
-    of: WeightNorm
-
-    @property
-    def inverse(self) -> WeightNorm:
-        return self.of
-
-    def __call__(self, tensors: Tensors) -> Tensors:
-        if len(tensors) != 1 or not self.of._fits(tensors[0].shape):
+    def undo(self, tensors: Tensors) -> Tensors:
+        """Compute the norms; the directions are the weight itself."""
+        if len(tensors) != 1 or not self._fits(tensors[0].shape):
             shapes = [each.shape for each in tensors]
-            raise ValueError(f"{self.of} makes one weight; got shapes {shapes}.")
-        dim = self.of.dim
-        shape = self.of.norms_of(tensors[0].shape)
+            raise ValueError(f"{self} makes one weight; got shapes {shapes}.")
+        dim, shape = self.dim, self.norms_of(tensors[0].shape)
         norms = BySlice(tensors, shape, dim, lambda w: _norms(dim, w).astype(w.dtype))
         return norms, tensors[0]
 
@@ -175,17 +174,3 @@ def _norms(dim: int | None, weight: np.ndarray) -> np.ndarray:
 
 def _wide(x: np.ndarray) -> np.ndarray:
     return x if x.dtype == np.float64 else x.astype(np.float32)
-
-
-COMPUTING: tuple[type[Step], ...] = (AddBiases, WeightNorm)
-
-
-def check_moves(rules: Iterable[Rule]) -> None:
-    """Raise `ValueError` if a rule computes values, so that it does not map moments."""
-    for rule in rules:
-        if any(isinstance(step, COMPUTING) for step in rule.steps):
-            raise ValueError(
-                f"{rule} computes a parameter from several tensors, so the moments of these are "
-                "not those of the parameter. Start with a new optimizer state; weights can be "
-                "loaded without it."
-            )

@@ -111,6 +111,17 @@ def patterns_in(ignore: Any) -> tuple[str, ...]:
     return given
 
 
+def check_moves(rules: Iterable[Rule]) -> None:
+    """Raise `ValueError` if a rule computes values, so that it does not map moments."""
+    for rule in rules:
+        if any(step.computes for step in rule.steps):
+            raise ValueError(
+                f"{rule} computes a parameter from several tensors, so the moments of these are "
+                "not those of the parameter. Start with a new optimizer state; weights can be "
+                "loaded without it."
+            )
+
+
 class Use(NamedTuple):
     """A rule with values for its shared variables.
 

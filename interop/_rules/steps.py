@@ -6,10 +6,11 @@ of *reading*; writing runs their inverses in reverse order, so that both directi
 
 import abc
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxzero.interop._tensors import LazyTensor, concatenate
 
@@ -18,6 +19,8 @@ Tensors = tuple[LazyTensor, ...]
 
 class Step(abc.ABC):
     """One invertible step from a checkpoint towards parameters."""
+
+    computes: ClassVar[bool] = False  # whether it changes values; others only move elements
 
     @abc.abstractmethod
     def __call__(self, tensors: Tensors) -> Tensors:
@@ -66,8 +69,54 @@ class Transpose(Step):
         return f"Transpose{self.dims}" if len(self.dims) != 1 else f"Transpose({self.dims[0]})"
 
 
+class _Sized(Step):
+    """Base class of steps with sizes along a dimension; it checks both."""
+
+    may_count: ClassVar[bool] = False  # whether `sizes` may be the number of equal ones
+    dim: int
+    sizes: tuple[int, ...] | int
+
+    def __post_init__(self):
+        dim, number, given = _integer(self.dim), _integer(self.sizes), self.sizes
+        if dim is None or dim < 0:
+            raise ValueError(
+                "`dim` must be an integer from 0 on: in the other direction, the tensor has another"
+                f" number of dimensions to count from its end. Got {self}."
+            )
+        sizes = tuple(_integer(x) for x in given) if isinstance(given, Iterable) else ()
+        if number is None:
+            fits = all(x is not None and x >= 0 for x in sizes) and isinstance(given, Iterable)
+            fits = fits and bool(sizes or not self.may_count)
+        else:
+            fits = self.may_count and number >= 1
+        if not fits:
+            count = ", or the number of equal parts" if self.may_count else ""
+            raise ValueError(f"`sizes` must be a tuple of integers from 0 on{count}; got {self}.")
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "sizes", sizes if number is None else number)
+
+
+class _Parts(_Sized):
+    """Base class of steps that divide a dimension among tensors, or join it of several."""
+
+    may_count = True
+    num_heads: int = 1
+
+
+class _HeadParts(_Parts):
+    """Base class of steps that do so in each of `num_heads` blocks."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        sizes = self.sizes if isinstance(self.sizes, tuple) else (self.sizes,)
+        num_heads = _integer(self.num_heads)
+        if num_heads is None or not all(x >= 1 for x in (num_heads, *sizes)):
+            raise ValueError(f"`num_heads` and `sizes` must be positive integers; got {self}.")
+        object.__setattr__(self, "num_heads", num_heads)
+
+
 @dataclasses.dataclass(frozen=True)
-class Split(Step):
+class Split(_Parts):
     """Split one tensor of the checkpoint along `dim` into several parameters.
 
     Attributes:
@@ -78,25 +127,8 @@ class Split(Step):
     dim: int
     sizes: tuple[int, ...] | int
 
-    def __post_init__(self):
-        _normalise(self, may_count=True)
-
     def __call__(self, tensors: Tensors) -> Tensors:
-        (whole,) = _count(self, tensors, 1)
-        _check_dim(self, whole, self.dim)
-        total, sizes = whole.shape[self.dim], self.sizes
-        if isinstance(sizes, int):
-            sizes = (total // sizes,) * sizes
-        if sum(sizes) != total:
-            raise ValueError(
-                f"{self} does not fit {whole.label}, which has {total} along dimension {self.dim} "
-                f"of its shape {whole.shape}."
-            )
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        return tuple(
-            whole.narrow(self.dim, start, start + size)
-            for start, size in zip(starts, sizes, strict=True)
-        )
+        return _divided(self, tensors)
 
     @property
     def inverse(self) -> "Merge":
@@ -105,7 +137,7 @@ class Split(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class Merge(Step):
+class Merge(_Parts):
     """Concatenate several tensors of the checkpoint along `dim` into one parameter.
 
     Attributes:
@@ -116,21 +148,8 @@ class Merge(Step):
     dim: int
     sizes: tuple[int, ...] | int
 
-    def __post_init__(self):
-        _normalise(self, may_count=True)
-
     def __call__(self, tensors: Tensors) -> Tensors:
-        equal = isinstance(self.sizes, int)
-        _count(self, tensors, self.sizes if isinstance(self.sizes, int) else len(self.sizes))
-        for each in tensors:
-            _check_dim(self, each, self.dim)
-        given = tuple(each.shape[self.dim] for each in tensors)
-        if len(set(given)) != 1 if equal else given != self.sizes:
-            raise ValueError(
-                f"{self} does not fit {tensors[0].label} and the other tensors of the rule, which "
-                f"have {given} along dimension {self.dim}."
-            )
-        return (concatenate(tensors, self.dim),)
+        return _joined(self, tensors)
 
     @property
     def inverse(self) -> Split:
@@ -139,7 +158,7 @@ class Merge(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitHeads(Step):
+class SplitHeads(_HeadParts):
     """Split one tensor that is fused head by head into several parameters, as query, key and value.
 
     Along `dim` the tensor has `num_heads` blocks, one for each head: the head's rows of the first
@@ -161,29 +180,8 @@ class SplitHeads(Step):
     num_heads: int
     sizes: tuple[int, ...] | int = 3
 
-    def __post_init__(self):
-        _check_heads(self)
-
     def __call__(self, tensors: Tensors) -> Tensors:
-        (whole,) = _count(self, tensors, 1)
-        _check_dim(self, whole, self.dim)
-        total, sizes = whole.shape[self.dim], self.sizes
-        if isinstance(sizes, int):
-            sizes = (total // (self.num_heads * sizes),) * sizes
-        if self.num_heads * sum(sizes) != total:
-            raise ValueError(
-                f"{self} does not fit {whole.label}, which has {total} along dimension {self.dim} "
-                f"of its shape {whole.shape}."
-            )
-        before, after = whole.shape[: self.dim], whole.shape[self.dim + 1 :]
-        blocks = whole.reshape((*before, self.num_heads, sum(sizes), *after))
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        return tuple(
-            blocks.narrow(self.dim + 1, start, start + size).reshape(
-                (*before, self.num_heads * size, *after)
-            )
-            for start, size in zip(starts, sizes, strict=True)
-        )
+        return _divided(self, tensors)
 
     @property
     def inverse(self) -> "MergeHeads":
@@ -192,7 +190,7 @@ class SplitHeads(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class MergeHeads(Step):
+class MergeHeads(_HeadParts):
     """Fuse several tensors of the checkpoint head by head into one parameter.
 
     Attributes:
@@ -205,31 +203,8 @@ class MergeHeads(Step):
     num_heads: int
     sizes: tuple[int, ...] | int = 3
 
-    def __post_init__(self):
-        _check_heads(self)
-
     def __call__(self, tensors: Tensors) -> Tensors:
-        equal = isinstance(self.sizes, int)
-        _count(self, tensors, self.sizes if isinstance(self.sizes, int) else len(self.sizes))
-        for each in tensors:
-            _check_dim(self, each, self.dim)
-        given = tuple(each.shape[self.dim] for each in tensors)
-        sizes = tuple(total // self.num_heads for total in given)
-        whole = all(total % self.num_heads == 0 for total in given)
-        if not whole or (len(set(sizes)) != 1 if equal else sizes != self.sizes):
-            raise ValueError(
-                f"{self} does not fit {tensors[0].label} and the other tensors of the rule, which "
-                f"have {given} along dimension {self.dim}."
-            )
-        blocks = tuple(
-            each.reshape(
-                (*each.shape[: self.dim], self.num_heads, size, *each.shape[self.dim + 1 :])
-            )
-            for each, size in zip(tensors, sizes, strict=True)
-        )
-        fused = concatenate(blocks, self.dim + 1)
-        before, after = fused.shape[: self.dim], fused.shape[self.dim + 2 :]
-        return (fused.reshape((*before, self.num_heads * sum(sizes), *after)),)
+        return _joined(self, tensors)
 
     @property
     def inverse(self) -> SplitHeads:
@@ -238,7 +213,7 @@ class MergeHeads(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unflatten(Step):
+class Unflatten(_Sized):
     """Split one dimension of each tensor into several, as `torch.nn.Unflatten`.
 
     `Unflatten(1, (heads, size))` converts a projection `[d, heads * size]` to `[d, heads, size]`.
@@ -246,9 +221,6 @@ class Unflatten(Step):
 
     dim: int
     sizes: tuple[int, ...]
-
-    def __post_init__(self):
-        _normalise(self)
 
     def __call__(self, tensors: Tensors) -> Tensors:
         for each in tensors:
@@ -270,14 +242,11 @@ class Unflatten(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class Flatten(Step):
+class Flatten(_Sized):
     """Join consecutive dimensions of each tensor, beginning at `dim`, into one."""
 
     dim: int
     sizes: tuple[int, ...]
-
-    def __post_init__(self):
-        _normalise(self)
 
     def __call__(self, tensors: Tensors) -> Tensors:
         end = self.dim + len(self.sizes)
@@ -310,6 +279,62 @@ def run_back(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
     return run(tuple(step.inverse for step in reversed(steps)), tensors)
 
 
+def _divided(step: _Parts, tensors: Tensors) -> Tensors:
+    """Divide each block of a tensor along `step.dim` among several tensors."""
+    num_heads = step.num_heads
+    (whole,) = _count(step, tensors, 1)
+    _check_dim(step, whole, step.dim)
+    total, sizes = whole.shape[step.dim], step.sizes
+    if isinstance(sizes, int):
+        sizes = (total // (num_heads * sizes),) * sizes
+    if num_heads * sum(sizes) != total:
+        raise ValueError(
+            f"{step} does not fit {whole.label}, which has {total} along dimension {step.dim} of "
+            f"its shape {whole.shape}."
+        )
+    blocks = _in_heads(whole, step.dim, num_heads)
+    ends = list(itertools.accumulate(sizes))
+    parts = [
+        blocks.narrow(blocks.ndim - whole.ndim + step.dim, end - size, end)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    return tuple(_without_heads(part, step.dim, num_heads) for part in parts)
+
+
+def _joined(step: _Parts, tensors: Tensors) -> Tensors:
+    """Undo `_divided`."""
+    equal, num_heads = isinstance(step.sizes, int), step.num_heads
+    _count(step, tensors, step.sizes if isinstance(step.sizes, int) else len(step.sizes))
+    for each in tensors:
+        _check_dim(step, each, step.dim)
+    given = tuple(each.shape[step.dim] for each in tensors)
+    sizes = tuple(total // num_heads for total in given)
+    whole = all(total % num_heads == 0 for total in given)
+    if not whole or (len(set(sizes)) != 1 if equal else sizes != step.sizes):
+        raise ValueError(
+            f"{step} does not fit {tensors[0].label} and the other tensors of the rule, which have "
+            f"{given} along dimension {step.dim}."
+        )
+    blocks = tuple(_in_heads(each, step.dim, num_heads) for each in tensors)
+    fused = concatenate(blocks, blocks[0].ndim - tensors[0].ndim + step.dim)
+    return (_without_heads(fused, step.dim, num_heads),)
+
+
+def _in_heads(tensor: LazyTensor, dim: int, num_heads: int) -> LazyTensor:
+    """Divide a dimension into `[num_heads, size]`; into nothing if there is one head."""
+    if num_heads == 1:
+        return tensor
+    before, after = tensor.shape[:dim], tensor.shape[dim + 1 :]
+    return tensor.reshape((*before, num_heads, tensor.shape[dim] // num_heads, *after))
+
+
+def _without_heads(blocks: LazyTensor, dim: int, num_heads: int) -> LazyTensor:
+    if num_heads == 1:
+        return blocks
+    before, after = blocks.shape[:dim], blocks.shape[dim + 2 :]
+    return blocks.reshape((*before, num_heads * blocks.shape[dim + 1], *after))
+
+
 def _count(step: Step, tensors: Tensors, wanted: int) -> Tensors:
     if len(tensors) != wanted:
         raise ValueError(
@@ -317,43 +342,6 @@ def _count(step: Step, tensors: Tensors, wanted: int) -> Tensors:
             f"{', '.join(each.label for each in tensors)}. Name {wanted} in the rule."
         )
     return tensors
-
-
-def _check_heads(step: SplitHeads | MergeHeads) -> None:
-    _normalise(step, may_count=True)
-    sizes = step.sizes if isinstance(step.sizes, tuple) else (step.sizes,)
-    num_heads = _integer(step.num_heads)
-    if num_heads is None or not all(x >= 1 for x in (num_heads, *sizes)):
-        raise ValueError(f"`num_heads` and `sizes` must be positive integers; got {step}.")
-    object.__setattr__(step, "num_heads", num_heads)
-
-
-def _normalise(
-    step: Split | Merge | SplitHeads | MergeHeads | Unflatten | Flatten, *, may_count: bool = False
-) -> None:
-    """Check `dim` and `sizes`, and make a tuple of a list: sizes are compared with shapes.
-
-    Raises:
-        ValueError: `dim` is no integer from 0 on, or `sizes` are no sizes (nor, if it `may_count`,
-            the number of equal ones).
-    """
-    dim, number, given = _integer(step.dim), _integer(step.sizes), step.sizes
-    if dim is None or dim < 0:
-        raise ValueError(
-            "`dim` must be an integer from 0 on: in the other direction, the tensor has another "
-            f"number of dimensions to count from its end. Got {step}."
-        )
-    sizes = tuple(_integer(x) for x in given) if isinstance(given, Iterable) else ()
-    if number is None:
-        fits = all(x is not None and x >= 0 for x in sizes) and isinstance(given, Iterable)
-        fits = fits and bool(sizes or not may_count)
-    else:
-        fits = may_count and number >= 1
-    if not fits:
-        count = ", or the number of equal parts" if may_count else ""
-        raise ValueError(f"`sizes` must be a tuple of integers from 0 on{count}; got {step}.")
-    object.__setattr__(step, "dim", dim)
-    object.__setattr__(step, "sizes", sizes if number is None else number)
 
 
 def _integer(x: Any) -> int | None:

@@ -7,7 +7,6 @@ cache as links from `snapshots/<revision>` to `blobs`, so links to these are fol
 
 import collections
 import dataclasses
-import fnmatch
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxzero._regular_file import read_regular
+from jaxzero._text import matches
 from jaxzero.interop._tensors import LazyTensor
 
 _CONFIG = "config.json"
@@ -85,7 +85,7 @@ def carried_from(source: Path) -> Carried:
         roots.append(roots[0].parent.parent / "blobs")
     found = {}
     for path in sorted(source.iterdir()):
-        if any(fnmatch.fnmatchcase(path.name, each) for each in (_CONFIG, *CARRIED)):
+        if matches(path.name, (_CONFIG, *CARRIED)):
             for file in _files_under(path):
                 found[file.relative_to(source).as_posix()] = _regular(file, roots)
     config = found.pop(_CONFIG, None)

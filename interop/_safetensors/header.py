@@ -23,22 +23,15 @@ from jaxzero.interop._tensors import MAX_DIMS, LazyTensor, kind_of_file
 
 # The order is that of the library, which writes tensors from the last dtype to the first, so that
 # each begins at a multiple of its element size.
-DTYPES: dict[str, np.dtype] = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "I16": np.dtype(np.int16),
-    "U16": np.dtype(np.uint16),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I32": np.dtype(np.int32),
-    "U32": np.dtype(np.uint32),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-    "I64": np.dtype(np.int64),
-    "U64": np.dtype(np.uint64),
+DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, kind, kind))
+    for name, kind in (
+        *(("BOOL", "bool"), ("U8", "uint8"), ("I8", "int8")),
+        *(("F8_E5M2", "float8_e5m2"), ("F8_E4M3", "float8_e4m3fn")),
+        *(("I16", "int16"), ("U16", "uint16"), ("F16", "float16"), ("BF16", "bfloat16")),
+        *(("I32", "int32"), ("U32", "uint32"), ("F32", "float32")),
+        *(("F64", "float64"), ("I64", "int64"), ("U64", "uint64")),
+    )
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(DTYPES)}

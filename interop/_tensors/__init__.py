@@ -14,13 +14,11 @@ from .boxes import whole_box as whole_box
 from .by_slice import BySlice as BySlice
 from .checkpoint import AdamMoments as AdamMoments
 from .checkpoint import Checkpoint as Checkpoint
-from .checkpoint import check_is_adam as check_is_adam
-from .checkpoint import check_no_other as check_no_other
-from .checkpoint import check_no_others as check_no_others
-from .checkpoint import gather_moments as gather_moments
 from .checkpoint import laid_out_as as laid_out_as
 from .checkpoint import other_names as other_names
-from .checkpoint import read_step as read_step
+from .checkpoint import read_index as read_index
+from .file_tensor import FileTensor as FileTensor
+from .file_tensor import span as span
 from .first_bytes import kind_of_archive as kind_of_archive
 from .first_bytes import kind_of_file as kind_of_file
 from .lazy import ArrayTensor as ArrayTensor
@@ -28,7 +26,7 @@ from .lazy import LazyTensor as LazyTensor
 from .lazy import as_lazy as as_lazy
 from .lazy import concatenate as concatenate
 from .lazy import stack as stack
-from .named_leaves import named_leaves as named_leaves
-from .plain_names import by_plain_name as by_plain_name
-from .plain_names import plain_name as plain_name
+from .names import by_plain_name as by_plain_name
+from .names import named_leaves as named_leaves
+from .names import plain_name as plain_name
 from .sharded import ShardedTensor as ShardedTensor

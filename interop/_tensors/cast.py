@@ -7,13 +7,9 @@ import numpy as np
 def checked_cast(array: np.ndarray, dtype: np.dtype, label: str) -> np.ndarray:
     """Cast an array; values are rounded, also to 0.
 
-    Args:
-        array: any shape and dtype.
-        dtype: dtype of the result.
-        label: the tensor, for messages.
-
     Raises:
-        ValueError: a finite number would be infinite or NaN, or an integer dtype lacks a value.
+        ValueError: a finite number would be infinite or NaN, or an integer dtype lacks a value. The
+            message names the tensor by `label`.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         if array.size and not _covers(dtype, array.dtype):

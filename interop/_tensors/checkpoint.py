@@ -3,18 +3,19 @@
 import collections
 import contextlib
 import dataclasses
-import math
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from jaxzero._collectives import readable_bytes
+from jaxzero._regular_file import IrregularFile, read_regular
 from jaxzero._text import escaped, first_names, shown
 
 from .lazy import LazyTensor
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")  # before their indexes, for transformers
-_ADAM = ("exp_avg", "exp_avg_sq", "step")
+_MAX_INDEX_BYTES = 2**26
 Moments = Callable[[Sequence[str] | None], "AdamMoments"]
 
 
@@ -120,87 +121,34 @@ def _summary(tensors: Sequence[LazyTensor]) -> str:
     return f"{len(tensors)} tensors of {num_bytes}{kinds}"
 
 
-def gather_moments(
-    state: Mapping[str, Mapping],
-    shapes: Mapping[str, tuple[int, ...]],
-    where: str,
-    step: Callable[[object], int],
-    betas: object = None,
-) -> AdamMoments:
-    """Convert an optimizer state that is grouped by parameter to `AdamMoments`.
+def read_index(index: Path, kind: str, *, was_named: bool) -> dict[str, str]:
+    """Read an index of Hugging Face: name of each tensor -> file in the same directory.
 
-    Args:
-        state: name -> dict of `exp_avg`, `exp_avg_sq` and `step`.
-        shapes: name -> shape of the parameter.
-        where: the file or directory, for messages.
-        step: converts a stored step (a number or a tensor) to an integer.
-        betas: what the file says that they are.
+    Raises:
+        ValueError: the index is broken, or names a file elsewhere; or there is a whole file beside
+            it, which may be the one to read, unless the user named the index itself.
     """
-    means, squares, steps = {}, {}, {}
-    for name, held in state.items():
-        check_is_adam(held, f"The optimizer state of {shown(name)} in {where}")
-        for key in ("exp_avg", "exp_avg_sq"):
-            if name in shapes and tuple(held[key].shape) != tuple(shapes[name]):
-                raise ValueError(
-                    f"`{key}` of {shown(name)} in {where} has shape {tuple(held[key].shape)}, but "
-                    f"the parameter has {tuple(shapes[name])}. Model and optimizer state belong to "
-                    "different runs, or `names` is in another order than the optimizer's."
-                )
-        means[name], squares[name] = held["exp_avg"], held["exp_avg_sq"]
-        steps[name] = step(held["step"])
-    if not steps:
-        raise ValueError(f"{where} has no optimizer state of a parameter. Start with a new one.")
-    last = max(steps.values())
-    fewer = {name: count for name, count in steps.items() if count != last}
-    known = {"betas": betas} if _are_betas(betas) else {}
-    return AdamMoments(step=last, exp_avg=means, exp_avg_sq=squares, steps=fewer, **known)
+    file_of: dict[str, str] = {}
+    try:
+        file_of = json.loads(read_regular(index, _MAX_INDEX_BYTES))["weight_map"]
+        others = [x for x in file_of.values() if not isinstance(x, str) or Path(x).name != x]
+        wrong = f"it names {shown(others[0])}, which is not a file beside it" if others else ""
+        wrong = wrong or ("" if file_of else "it has an empty `weight_map`")
+    except IrregularFile:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        wrong = f"its `weight_map` must give files ({type(error).__name__}: {escaped(error)})"
+    if wrong:
+        raise ValueError(
+            f"{str(index)!r} is not an index of {kind} files: {wrong}. Copy or download the "
+            "checkpoint again."
+        )
+    if not was_named:
+        _check_no_other(index, file_of.values())
+    return file_of
 
 
-def _are_betas(value: Any) -> TypeGuard[tuple[float, float]]:
-    pair = isinstance(value, tuple | list) and len(value) == 2
-    return pair and all(type(beta) is float and 0 <= beta < 1 for beta in value)
-
-
-def check_no_others(entries: Iterable[Any], what: str) -> None:
-    """Raise `ValueError` if an optimizer state has entries that Adam's lacks; see `check_is_adam`.
-
-    It may lack some of Adam's.
-    """
-    check_is_adam(dict.fromkeys((*_ADAM, *entries)), what)
-
-
-def check_is_adam(held: Mapping, what: str) -> None:
-    """Raise `ValueError` unless the optimizer state of a parameter has exactly Adam's entries.
-
-    `what` names the state in the message, which begins with it.
-    """
-    if held.keys() == set(_ADAM):
-        return
-    keys = sorted(key if isinstance(key, str) else shown(key) for key in held)
-    others = [key for key in keys if key not in _ADAM]
-    missing = [key for key in _ADAM if key not in held]
-    wrong = f"has {first_names(others)}" if others else f"has no {first_names(missing)}"
-    raise ValueError(
-        f"{what} {wrong}: it holds {escaped(', '.join(keys))}. Adam and AdamW "
-        "have `exp_avg`, `exp_avg_sq` and `step`, and no other optimizer is read. Weights can be "
-        "loaded without it: start with a new optimizer state."
-    )
-
-
-def read_step(value: Any) -> int:
-    """Convert a step, stored as a number or a tensor with one element, to an integer."""
-    if isinstance(value, LazyTensor):
-        if value.size != 1:
-            raise ValueError(f"A step must be one number; {value.label} has shape {value.shape}.")
-        value = value.read().reshape(()).item()
-    if type(value) not in (int, float) or not math.isfinite(value) or value != int(value):
-        raise ValueError(f"A step must be a whole number; got {shown(value)}.")
-    if not 0 <= value < 2**63:
-        raise ValueError(f"A step must be a count that is not negative; got {shown(value)}.")
-    return int(value)
-
-
-def check_no_other(index: Path, files: Iterable[str]) -> None:
+def _check_no_other(index: Path, files: Iterable[str]) -> None:
     """Raise `ValueError` if an index names other files than the whole one beside it.
 
     Saving a model in one file over a model in parts, or in parts over one file, leaves the other

@@ -69,11 +69,7 @@ class ByteRange(io.RawIOBase):
 class Archive:
     """The entries of one archive, checked.
 
-    Args:
-        file: the file that contains the archive.
-        start: offset of the archive in the file, in bytes.
-        where: file name, for messages.
-        opened: the bytes of the archive.
+    `opened` are its bytes, which begin at byte `start` of `file`.
 
     Raises:
         ValueError: `torch.save` did not write the archive, or it is damaged. Damage may also raise

@@ -8,10 +8,12 @@ reader of `unpickle` reads it.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,18 +30,39 @@ from jaxzero.interop._tensors import (
     slices_within,
 )
 
-from .chunk_cover import covers_exactly
-from .dcp_moments import read_moments
-from .dcp_names import model_names, paths_of, sort_tensors
-from .names import TorchDtype
-from .record import Record
-from .sizes import are_sizes
-from .torch_file import read_torch_file
-from .unpickle import unpickle
+from .dcp_names import model_names, paths_of, read_moments, sort_tensors
+from .pickle_machine import Record
+from .torch_file import are_sizes, read_torch_file
+from .unpickle import TorchDtype, unpickle
 
+_MAX_SPLIT_DIMS = 4  # a chunk has 2^n corners in n dimensions
 METADATA = ".metadata"
 _TENSOR = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
 _BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"  # a pickled object
+
+
+def covers_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Return True if boxes, none of them empty, cover a shape without gap or overlap.
+
+    Dimensions that no box divides are left out.
+
+    Raises:
+        ValueError: the boxes divide too many dimensions.
+    """
+    if 0 in shape:
+        return not boxes
+    whole = tuple((0, size) for size in shape)
+    dims = [dim for dim in range(len(shape)) if any(box[dim] != whole[dim] for box in boxes)]
+    if len(dims) > _MAX_SPLIT_DIMS:
+        raise ValueError(
+            f"chunks divide {len(dims)} dimensions, and at most {_MAX_SPLIT_DIMS} are supported"
+        )
+    corners: collections.Counter[tuple[int, ...]] = collections.Counter()
+    for box, sign in [*((box, 1) for box in boxes), (whole, -1)]:
+        for upper in itertools.product((0, 1), repeat=len(dims)):
+            corner = tuple(box[dim][each] for dim, each in zip(dims, upper, strict=True))
+            corners[corner] += sign * (-1) ** sum(upper)
+    return not any(corners.values())
 
 
 class _Chunk(NamedTuple):
@@ -99,10 +122,7 @@ class DcpTensor(LazyTensor):
 def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
     """Open a directory that `torch.distributed.checkpoint.save` wrote.
 
-    Args:
-        directory: the directory.
-        key: dotted path of the model's state dict in the dict that was saved, or the beginning of
-            its names if the dict was not flattened; None to find it.
+    `key` is that of `open_checkpoint`.
 
     Raises:
         ValueError: a file is missing or truncated, `.metadata` refers to code, the chunks do

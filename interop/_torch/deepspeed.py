@@ -6,18 +6,25 @@ universal checkpoint instead has a folder with unpartitioned tensors (see `unive
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, check_no_others
+from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor
 
-from .global_steps import check_global_steps, check_optimizer_step
-from .model_state import read_model_state, tensors_of, untrained_of_stage_3, with_aliases
-from .param_shapes import check_order, check_values, param_shapes
+from .model_state import (
+    ModelState,
+    check_global_steps,
+    check_optimizer_step,
+    check_order,
+    check_values,
+    param_shapes,
+    untrained_of_stage_3,
+    with_aliases,
+)
+from .moments import MOMENTS, check_no_others
 from .universal import open_universal
-from .zero_partitions import MOMENTS, check_ranks, fragments_of, join, read_ranks
+from .zero_partitions import check_ranks, fragments_of, join, read_ranks, wrong
 
 LATEST = ("latest", "latest_universal")
 _MAX_TAG_BYTES = 4096  # of the name of a directory
@@ -42,10 +49,7 @@ def is_part_of_deepspeed(file: Path) -> bool:
 def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
     """Open a checkpoint that `engine.save_checkpoint` or `ds_to_universal` wrote.
 
-    Args:
-        directory: directory of a run, whose `latest` file names the newest checkpoint; or the
-            directory of one checkpoint.
-        records: full names of classes that a pickle may name; they are not imported.
+    The directory is that of a run, whose `latest` file names the newest checkpoint, or of one step.
 
     Raises:
         ValueError: a file is missing, truncated or of another checkpoint, or sizes disagree.
@@ -59,10 +63,10 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
             f"{str(directory)!r} has no `*_model_states.pt`. Give the directory that holds the "
             "`latest` file of a DeepSpeed run."
         )
-    states = [read_model_state(file, records, merged=is_universal) for file in models]
-    check_global_steps(models, states)
+    states = [ModelState(file, records, merged=is_universal) for file in models]
+    check_global_steps(states)
     if is_universal:
-        return open_universal(directory, models, states, records)
+        return open_universal(directory, states, records)
     files = _ranked(directory, _OPTIMIZER)
     if not files:
         raise ValueError(
@@ -70,7 +74,7 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
             f"ZeRO: its weights are the entry 'module' of {models[0].name}. Open that file, with "
             "`key='module'`."
         )
-    return _open_zero(directory, models, states, files, records)
+    return _open_zero(directory, states, files, records)
 
 
 def _tagged(directory: Path) -> Path:
@@ -135,22 +139,16 @@ def _ranked(directory: Path, pattern: re.Pattern[str], *, merged: bool = False) 
 
 
 def _open_zero(
-    directory: Path,
-    models: list[Path],
-    states: list[Mapping[str, Any]],
-    files: list[Path],
-    records: Collection[str],
+    directory: Path, states: list[ModelState], files: list[Path], records: Collection[str]
 ) -> Checkpoint:
     stage, ranks = read_ranks(files, records)
     check_ranks(ranks)
-    check_optimizer_step(stage, models[0], states[0], ranks[0])
-    groups = param_shapes(models, states)
+    check_optimizer_step(stage, states[0], ranks[0])
+    groups = param_shapes(states)
     shapes = {name: shape for group in groups for name, shape in group.items()}
     fragments = fragments_of(stage, groups, ranks)
-    if stage == 3:
-        tensors = untrained_of_stage_3(states, directory)
-    else:
-        tensors = tensors_of(states[0], leaving_out=shapes)
+    whole = states[0].tensors(leaving_out=shapes)
+    tensors = untrained_of_stage_3(states) if stage == 3 else whole
 
     def of(kind: str) -> dict[str, LazyTensor]:
         return {name: join(name, kind, shape, fragments, ranks) for name, shape in shapes.items()}
@@ -160,18 +158,17 @@ def _open_zero(
             check_no_others(rank.entries, f"The optimizer state in {str(rank.file)!r}")
         steps = sorted(ranks[0].steps)  # `check_ranks` has compared them
         if len(steps) != 1:
-            raise ValueError(
-                f"{str(ranks[0].file)!r} gives its groups the steps {steps} instead of one. optax "
-                "has one step count for all; train every parameter in each step."
-            )
+            what = f"gives its groups the steps {steps} instead of one"
+            remedy = "optax has one step count for all; train every parameter in each step."
+            raise wrong(ranks[0].file, what, remedy)
         means, squares = map(of, MOMENTS)
         return AdamMoments(step=steps[0], exp_avg=means, exp_avg_sq=squares)
 
     trained = of("fp32")
     if stage == 3:
-        check_order(models[0], states[0], groups)
+        check_order(states[0], groups)
     else:
-        check_values(models[0], states[0], trained, fragments)
+        check_values(states[0], trained, fragments)
     has_moments = all(kind in rank.flat for rank in ranks for kind in MOMENTS)
     return with_aliases(
         Checkpoint(

@@ -33,13 +33,7 @@ def is_legacy(head: bytes) -> bool:
 
 
 class LegacyFile:
-    """The parts of one file, checked; it has the methods of `Archive` that read storages.
-
-    Args:
-        file: the file.
-        start: offset of its first byte, and `length`: number of bytes, if it is a part of `file`.
-        where: file name, for messages.
-        records: full names of classes that a pickle may name; they are not imported.
+    """The parts of `length` bytes of a file, checked; it reads storages as `Archive` does.
 
     Raises:
         ValueError: the file is damaged, was written on a big-endian machine, or names code.

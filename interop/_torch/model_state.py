@@ -1,112 +1,278 @@
-"""What the model states of DeepSpeed hold: buffers, frozen parameters and names of tied ones."""
+"""What the model states of DeepSpeed hold: shapes, buffers, frozen parameters and tied names.
 
+`param_shapes` lists the parameters of each group in the order of the flat tensors. If it lists them
+in another order, every size may still add up. Stages 1 and 2 also store the model itself, so some
+elements of each parameter, of each process that holds some, are compared with it. Stage 3 stores
+only the names of the model's parameters, and the order of each group must be theirs. Two of its
+shapes that were exchanged do not show in the files.
+"""
+
+import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxzero._text import shown
-from jaxzero.interop._tensors import (
-    Checkpoint,
-    LazyTensor,
-    by_plain_name,
-    concatenate,
-    plain_name,
-)
+from jaxzero._warnings import warn
+from jaxzero.interop._tensors import Checkpoint, LazyTensor, by_plain_name, concatenate, plain_name
 
-from .param_shapes import checked_shape
-from .torch_file import read_torch_file
-from .zero_partitions import called
+from .torch_file import are_sizes, read_torch_file
+from .zero_partitions import AGAIN, OTHERS, Fragments, Rank, Shape, called, wrong
+
+_WINDOW = 16  # elements that are compared at the start, in the middle and at the end of a fragment
 
 
-def read_model_state(
-    file: Path, records: Collection[str], *, merged: bool = False
-) -> Mapping[str, Any]:
-    """Read a model state.
+class ModelState:
+    """The model state that one process wrote; names are those without PyTorch's wrappers.
 
-    `merged` is for universal checkpoints. If those are of a pipeline, which writes its layers to
-    other files, `module` is None; it becomes an empty dict.
+    Args:
+        file: the file.
+        records: full names of classes that a pickle may name; they are not imported.
+        merged: for universal checkpoints. If those are of a pipeline, which writes its layers to
+            other files, `module` is None; it becomes an empty dict.
+
+    Raises:
+        ValueError: it is not a model state.
+
+    Attributes:
+        module: the model's state dict; stage 3 stores empty tensors for parameters.
+        frozen: name of a parameter that is not trained -> its shape.
+        fragments: name of such a parameter -> this process's part of it.
+        shared: second name of a tied parameter -> the first.
+        buffers: names of buffers.
     """
-    state = read_torch_file(file, records=records)
-    if merged and isinstance(state, Mapping) and state.get("module", state) is None:
-        state = {**state, "module": {}}
-    if not isinstance(state, Mapping) or not isinstance(state.get("module"), Mapping):
-        raise ValueError(f"{str(file)!r} has no `module`, so it is not a DeepSpeed model state.")
-    return _with_plain_names(file, state)
+
+    def __init__(self, file: Path, records: Collection[str], *, merged: bool = False):
+        content = read_torch_file(file, records=records)
+        held = content if isinstance(content, Mapping) else {}
+        module = held.get("module")
+        module = {} if merged and module is None and "module" in held else module
+        if not isinstance(module, Mapping):
+            what = "has no `module`, so it is not a DeepSpeed model state"
+            raise wrong(file, what, "Copy the directory of the checkpoint again.")
+        self.file, self._content = file, held
+        self.module = self._plain("module", module)
+        self.frozen = self._plain("frozen_param_shapes", held.get("frozen_param_shapes"))
+        self.fragments = self._plain("frozen_param_fragments", held.get("frozen_param_fragments"))
+        shared, buffers = held.get("shared_params"), held.get("buffer_names")
+        shared = shared.items() if isinstance(shared, Mapping) else ()
+        self.shared = {plain_name(name): plain_name(other) for name, other in shared}
+        self.buffers = {plain_name(name) for name in buffers or ()}
+
+    def _plain(self, key: str, held: Any) -> dict[str, Any]:
+        return by_plain_name(held or {}, f"`{key}` of {str(self.file)!r}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return another entry of the file."""
+        return self._content.get(key, default)
+
+    def tensors(self, *, leaving_out: Collection[str]) -> dict[str, LazyTensor]:
+        """Unpartitioned tensors: buffers, and parameters without optimizer state."""
+        return {
+            name: called(name, value)
+            for name, value in self.module.items()
+            if isinstance(value, LazyTensor) and name not in leaving_out
+        }
+
+    def not_there(self, name: str) -> ValueError:
+        """The error for a parameter that has a shape, and is not in the model."""
+        what = f"gives {shown(name)} a shape, but the model there (`module`) has no such tensor, so"
+        return wrong(self.file, f"{what} it cannot be checked", AGAIN)
 
 
-def _with_plain_names(file: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Remove wrappers from names, which `module` and `param_shapes` do not have alike."""
-    plain = dict(state)
-    for key in ("module", "frozen_param_shapes", "frozen_param_fragments"):
-        if isinstance(held := state.get(key), Mapping):
-            plain[key] = by_plain_name(held, f"`{key}` of {str(file)!r}")
-    shared, buffers = state.get("shared_params"), state.get("buffer_names")
-    if isinstance(shared, Mapping):
-        plain["shared_params"] = {plain_name(k): plain_name(v) for k, v in shared.items()}
-    if isinstance(buffers, list | tuple):
-        plain["buffer_names"] = [plain_name(name) for name in buffers]
-    return plain
+def param_shapes(states: Sequence[ModelState]) -> list[dict[str, Shape]]:
+    """Return name -> shape for the parameters of each group, in storage order.
+
+    Raises:
+        ValueError: there are no shapes, one is malformed, or processes differ.
+    """
+    groups = [_groups_of(state) for state in states]
+    items = [[list(group.items()) for group in each] for each in groups]
+    for state, each in zip(states, items, strict=True):
+        if each != items[0]:
+            raise ValueError(
+                f"`param_shapes` of {str(state.file)!r} differs from that of {states[0].file.name}."
+                f" {OTHERS}"
+            )
+    return groups[0]
+
+
+def _groups_of(state: ModelState) -> list[dict[str, Shape]]:
+    given = state.get("param_shapes")
+    given = [given] if isinstance(given, Mapping) else given
+    if not isinstance(given, list) or not all(isinstance(group, Mapping) for group in given):
+        what = "has no `param_shapes`, which describes the contents of the flat tensors"
+        raise wrong(state.file, what, "It was not written by ZeRO.")
+    where = f"`param_shapes` of {str(state.file)!r}"
+    groups = [
+        {name: _shape(name, x, state.file) for name, x in by_plain_name(group, where).items()}
+        for group in given
+    ]
+    counts = collections.Counter(name for group in groups for name in group)
+    twice, count = next(iter(counts.most_common(1)), ("", 0))
+    if count > 1:
+        raise wrong(state.file, f"has {shown(twice)} in two groups of `param_shapes`", AGAIN)
+    return groups
+
+
+def _shape(name: Any, shape: Any, where: Path) -> Shape:
+    sizes = tuple(shape) if type(shape) is list else shape
+    if type(name) is not str or not are_sizes(sizes) or math.prod(sizes) >= 2**60:
+        raise ValueError(
+            f"{shown(name)} in {str(where)!r} has the shape {shown(shape)}, which is not a list of "
+            f"sizes. {AGAIN}"
+        )
+    return sizes
+
+
+def check_order(state: ModelState, groups: Sequence[Mapping[str, Shape]]) -> None:
+    """Check that each group of stage 3 lists parameters in the order of the model.
+
+    Raises:
+        ValueError: it does not, or the model has no parameter of a name.
+    """
+    position = {name: number for number, name in enumerate(state.module)}
+    for group in groups:
+        for name in group:
+            if name not in position:
+                raise state.not_there(name)
+        for name, after in itertools.pairwise(group):
+            if position[name] > position[after]:
+                raise ValueError(
+                    f"`param_shapes` of {str(state.file)!r} lists {shown(name)} before "
+                    f"{shown(after)}, but the model has them in the other order, so it is not "
+                    "clear which elements are whose. Copy the checkpoint again; if the optimizer "
+                    "did get parameters in that order, convert the checkpoint with DeepSpeed's "
+                    "`ds_to_universal.py`."
+                )
+
+
+def check_values(
+    state: ModelState, trained: Mapping[str, LazyTensor], fragments: Fragments
+) -> None:
+    """Check that some elements of each fragment are those of the model that stages 1 and 2 store.
+
+    Raises:
+        ValueError: they differ, shapes do, or the model lacks a parameter.
+    """
+    file = state.file
+    for name in state.frozen:
+        if name not in state.module:
+            raise state.not_there(name)
+    for name, tensor in trained.items():
+        held = state.module.get(name)
+        if not isinstance(held, LazyTensor):
+            raise state.not_there(name)
+        if held.shape != tensor.shape:
+            raise ValueError(
+                f"{shown(name)} has shape {tensor.shape} in `param_shapes` of {str(file)!r}, but "
+                f"{held.shape} in the model there. {AGAIN}"
+            )
+        flat, model = (each.reshape((each.size,)) for each in (tensor, held))
+        for start in _starts([fragment.size for fragment in fragments[name]]):
+            window = (slice(start, start + _WINDOW),)
+            with np.errstate(over="ignore", invalid="ignore"):
+                cast = flat[window].astype(held.dtype)
+            if not np.array_equal(cast.astype(float), model[window].astype(float), equal_nan=True):
+                raise ValueError(
+                    f"{shown(name)} in the flat tensors of {str(file.parent)!r} differs from the "
+                    f"model in {file.name}, from element {start} on. Sizes or the order in "
+                    "`param_shapes` are wrong, or the files belong to different checkpoints: copy "
+                    "them again."
+                )
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """First elements of the windows of a parameter: three for each of its fragments."""
+    found, begin = {0}, 0
+    for size in sizes:
+        middle, last = (max(0, each - _WINDOW) for each in (size // 2, size))
+        found |= {begin, begin + middle, begin + last}
+        begin += size
+    return sorted(found)
+
+
+def check_global_steps(states: Sequence[ModelState]) -> None:
+    """Raise `ValueError` unless the model states of all processes are of one step."""
+    first = states[0].get("global_steps")
+    for state in states:
+        step = state.get("global_steps")
+        if type(step) is type(first) is int and step != first:
+            what = f"is of step {step}, but {states[0].file.name} of step {first}"
+            raise wrong(state.file, what, OTHERS)
+
+
+def check_optimizer_step(stage: int, state: ModelState, rank: Rank) -> None:
+    """Compare the step of a model state with that of the optimizer states (`check_ranks`).
+
+    The optimizer may have taken fewer steps, if the run once loaded a checkpoint without its
+    optimizer. In stages 1 and 2 that is no question, since parameters are compared with the model.
+    In stage 3 the files may also be of two checkpoints, so there it is a warning.
+
+    Raises:
+        ValueError: the optimizer has taken more steps than the run.
+    """
+    run, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
+    if type(run) is not int or type(skipped) is not int or not rank.steps:
+        return
+    taken = max(rank.steps)
+    what = f"is of an optimizer's step {shown(taken)}, but {state.file.name} of step {run}"
+    if taken > run:
+        raise wrong(rank.file, what, OTHERS)
+    if stage == 3 and taken != run - skipped:
+        after = f", of which {skipped} were skipped" if skipped else ""
+        warn(
+            f"{str(rank.file)!r} {what}{after}. If the run did not restart its optimizer, the "
+            "files belong to different checkpoints: then buffers and frozen parameters, which are "
+            "in the model states, are those of another step. Copy the files of one checkpoint."
+        )
 
 
 def with_aliases(
-    checkpoint: Checkpoint, state: Mapping[str, Any], trained: Collection[str], *, cut: bool = False
+    checkpoint: Checkpoint, state: ModelState, trained: Collection[str], *, cut: bool = False
 ) -> Checkpoint:
     """Add the second names of tied parameters.
 
-    Args:
-        checkpoint: all other tensors.
-        state: a model state.
-        trained: names of parameters that have optimizer state.
-        cut: the model state may hold parts of tensors only, because of tensor parallelism.
+    `trained` are the parameters that have optimizer state. If it is `cut`, the model state may hold
+    parts of tensors only, because of tensor parallelism.
 
     Raises:
         ValueError: such a name has a shape or elements of its own.
     """
-    shared = state.get("shared_params") or {}
-    aliases = {name: other for name, other in shared.items() if other in checkpoint.tensors}
-    module = state["module"]
+    aliases = {name: other for name, other in state.shared.items() if other in checkpoint.tensors}
     for name, other in aliases.items():
-        tied, held = checkpoint.tensors[other], module.get(name)
-        stored = isinstance(held, LazyTensor) and held.size > 0  # stage 3 stores empty tensors
-        differs = stored and not cut and held.shape != tied.shape
-        if name != other and (name in trained or differs):
+        tied, held = checkpoint.tensors[other], state.module.get(name)
+        # Stage 3 stores empty tensors.
+        stored = held if isinstance(held, LazyTensor) and held.size else tied
+        if name != other and (name in trained or not cut and stored.shape != tied.shape):
             raise ValueError(
                 f"`shared_params` in {str(checkpoint.path)!r} says that {shown(name)} is "
-                f"{shown(other)}, but it has a shape or elements of its own. Copy the checkpoint "
-                "again."
+                f"{shown(other)}, but it has a shape or elements of its own. {AGAIN}"
             )
     tied = {name: checkpoint.tensors[other] for name, other in aliases.items()}
     tensors = {**checkpoint.tensors, **tied}
     return dataclasses.replace(checkpoint, tensors=tensors, aliases=aliases)
 
 
-def tensors_of(state: Mapping[str, Any], *, leaving_out: Collection[str]) -> dict[str, LazyTensor]:
-    """Unpartitioned tensors of a model state: buffers, and parameters without optimizer state."""
-    return {
-        name: called(name, value)
-        for name, value in state["module"].items()
-        if isinstance(value, LazyTensor) and name not in leaving_out
-    }
-
-
-def untrained_of_stage_3(
-    states: Sequence[Mapping[str, Any]], directory: Path
-) -> dict[str, LazyTensor]:
-    buffers = set(states[0].get("buffer_names") or ())
-    others = set(states[0]["module"]) - buffers  # stage 3 stores empty tensors for parameters
-    tensors = tensors_of(states[0], leaving_out=others)
-    for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
-        shape = checked_shape(name, shape, directory)
-        parts = [state["frozen_param_fragments"][name] for state in states]
+def untrained_of_stage_3(states: Sequence[ModelState]) -> dict[str, LazyTensor]:
+    """Buffers, and frozen parameters, of which each process holds a part."""
+    first = states[0]
+    tensors = first.tensors(leaving_out=first.module.keys() - first.buffers)
+    for name, given in first.frozen.items():
+        shape = _shape(name, given, first.file)
+        parts = [state.fragments[name] for state in states]
         size = math.prod(shape)
         piece = -(-size // len(parts))
         if any(not isinstance(part, LazyTensor) or part.shape != (piece,) for part in parts):
             raise ValueError(
                 f"The processes do not hold {piece} elements each of {shown(name)} in "
-                f"{str(directory)!r}, but its shape is {shape}. Files are missing or belong to "
-                "different checkpoints."
+                f"{str(first.file.parent)!r}, but its shape is {shape}. Files are missing or belong"
+                " to different checkpoints."
             )
         whole = concatenate([called(name, part) for part in parts], 0)
         tensors[name] = whole.narrow(0, 0, size).reshape(shape)

@@ -1,23 +1,165 @@
-"""Adam's moments by the names of parameters, from an optimizer's state dict."""
+"""Adam's moments by the names of parameters, from an optimizer's state dict.
 
+`optimizer.state_dict()` numbers the parameters in the order in which the optimizer got them, group
+after group, and the shape of a moment is that of its parameter. A shape that only one tensor of the
+model has names its parameter. Otherwise each group must be in the order of `model.parameters()`:
+then all ways are followed in which the groups, in their order, take names from the model's list,
+some of which they may leave out (frozen parameters, buffers). A number is known if in all these
+ways it gets the same name.
+"""
+
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
-from jaxzero.interop._tensors import (
-    AdamMoments,
-    LazyTensor,
-    by_plain_name,
-    check_is_adam,
-    gather_moments,
-    plain_name,
-    read_step,
-)
+from jaxzero._text import escaped, first_names, shown
+from jaxzero.interop._tensors import AdamMoments, FileTensor, LazyTensor, by_plain_name, plain_name
 
-from .numbered import ModelOrder, names_of_numbers, parameters_in
-from .torch_file import TorchTensor
+Shape = tuple[int, ...]
+_Taken = tuple[int, ...]  # how many parameters each group has
+_MAX_STATES = 2**20
+_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-Order = Callable[[], ModelOrder]
+
+class ModelOrder(NamedTuple):
+    """The parameters of a model, and how the Trainer of transformers divides them.
+
+    Attributes:
+        names: in the order of `model.parameters()`.
+        decayed: those of the first of its two groups; None if it is only known that no name with
+            "bias" in it is one of them.
+    """
+
+    names: Sequence[str]
+    decayed: Collection[str] | None = None
+
+
+class Origin(NamedTuple):
+    """What is known of the program that wrote an optimizer.
+
+    Attributes:
+        order: returns the order of the model's parameters, or raises a `ValueError` with the reason
+            why it is not known.
+        of_trainer: whether it is the Trainer of transformers, which made the optimizer's groups.
+    """
+
+    order: Callable[[], ModelOrder]
+    of_trainer: bool = False
+
+
+def parameters_in(tensors: Mapping[str, LazyTensor]) -> list[str]:
+    """Return the names in a model's state dict that `model.named_parameters()` may have.
+
+    It has no integers, no statistics of batch normalization, and no second name of a tied weight,
+    which is the same place in the file. Other buffers cannot be told from parameters.
+    """
+    seen, names = set(), []
+    for name, tensor in tensors.items():
+        layer, _, last = name.rpartition(".")
+        stem = f"{layer}." if layer else ""
+        is_statistic = last in _BATCH_NORM and all(stem + each in tensors for each in _BATCH_NORM)
+        place = tensor.place if isinstance(tensor, FileTensor) and tensor.size else name
+        if tensor.dtype.kind not in "biu" and not is_statistic and place not in seen:
+            names.append(name)
+        seen.add(place)
+    return names
+
+
+def _names_of_numbers(
+    groups: Sequence[Sequence[int]],
+    moments: Mapping[int, Shape],
+    shapes: Mapping[str, Shape],
+    origin: Origin,
+) -> dict[int, str]:
+    """Return the name of every number that has moments, given the numbers of each group.
+
+    `moments` has the shapes of those with a state, `shapes` those of all that may be parameters.
+
+    Raises:
+        ValueError: a number cannot be told; the message is the reason.
+    """
+    alike = collections.defaultdict(list)
+    for name, shape in shapes.items():
+        alike[shape].append(name)
+    found = {number: alike[shape] for number, shape in moments.items()}
+    if _doubtful(found) is not None:
+        ways = _Ways(groups, moments, shapes, origin.order(), origin.of_trainer).candidates()
+        found = {number: ways[number] for number in moments}
+    if (number := _doubtful(found)) is not None:
+        names = " or ".join(map(shown, found[number][:2])) or "none"
+        raise ValueError(f"number {number}, of shape {moments[number]}, may be {names}")
+    return {number: names[0] for number, names in found.items()}
+
+
+def _doubtful(found: Mapping[int, Sequence[str]]) -> int | None:
+    """Return a number that has not one name of its own; None if all have."""
+    counts = collections.Counter(name for names in found.values() for name in names)
+    return next(
+        (key for key, names in found.items() if len(names) != 1 or counts[names[0]] > 1), None
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ways:
+    """The ways in which groups can take their parameters from a list of names."""
+
+    groups: Sequence[Sequence[int]]
+    moments: Mapping[int, Shape]
+    shapes: Mapping[str, Shape]
+    order: ModelOrder
+    of_trainer: bool
+
+    def candidates(self) -> dict[int, list[str]]:
+        """Return the names that each number can have."""
+        end = tuple(map(len, self.groups))
+        spare = len(self.order.names) - sum(end)  # names that no group takes
+        reached = [{(0,) * len(end)}]
+        num_states = 0
+        for index, name in enumerate(self.order.names):
+            reached.append(
+                {
+                    after
+                    for before in reached[-1]
+                    for after, _ in self._moves(before, name)
+                    if index + 1 - sum(after) <= spare
+                }
+            )
+            num_states += len(reached[-1])
+            if num_states > _MAX_STATES:
+                raise ValueError("there are too many ways to match their shapes")
+        if end not in reached[-1]:
+            raise ValueError(
+                "their shapes do not follow each other in the model, which may have "
+                f"{len(self.order.names)} parameters"
+            )
+        found = collections.defaultdict(list)
+        alive = {end}
+        for name, befores in zip(self.order.names[::-1], reached[-2::-1], strict=True):
+            moves = [(b, n) for b in befores for a, n in self._moves(b, name) if a in alive]
+            alive = {before for before, _ in moves}
+            for number in {number for _, number in moves if number is not None}:
+                found[number].insert(0, name)
+        return found
+
+    def _moves(self, before: _Taken, name: str) -> Iterator[tuple[_Taken, int | None]]:
+        """List what can follow when a name is left out, or taken by a group as its next."""
+        yield before, None
+        for index, group in enumerate(self.groups):
+            taken = before[index]
+            if taken == len(group) or not self._may_hold(index, name):
+                continue
+            if self.moments.get(group[taken], self.shapes[name]) == self.shapes[name]:
+                yield (*before[:index], taken + 1, *before[index + 1 :]), group[taken]
+
+    def _may_hold(self, group: int, name: str) -> bool:
+        if not self.of_trainer or len(self.groups) != 2:
+            return True
+        if self.order.decayed is None:
+            return group == 1 or "bias" not in name
+        return (name in self.order.decayed) == (group == 0)
 
 
 def moments_of(
@@ -25,9 +167,7 @@ def moments_of(
     tensors: Mapping[str, LazyTensor],
     where: str,
     names: Sequence[str] | None = None,
-    *,
-    order: Order | None = None,
-    of_trainer: bool = False,
+    origin: Origin | None = None,
 ) -> AdamMoments:
     """Extract Adam's moments from an optimizer's state dict.
 
@@ -37,11 +177,8 @@ def moments_of(
         tensors: tensors of the model by name.
         where: file name, for messages.
         names: names of the parameters in the optimizer's order. If None, the names that the
-            optimizer recorded; or those that `names_of_numbers` finds.
-        order: returns the order of the model's parameters, or raises a `ValueError` with the
-            reason why it is not known. If None, `tensors` are in the order of the model's state
-            dict.
-        of_trainer: whether the Trainer of transformers made the optimizer's groups.
+            optimizer recorded; or those that follow from shapes and the order of the model.
+        origin: where that order is known from; if None, `tensors` are in that of a state dict.
     """
     state = dict(optimizer["state"])
     if not state:
@@ -52,13 +189,13 @@ def moments_of(
         )
     groups = optimizer["param_groups"]
     if not all(isinstance(each, str) for each in state):
-        order = order or (lambda: ModelOrder(parameters_in(tensors)))
-        state = _by_name(state, groups, tensors, where, names, order, of_trainer)
+        origin = origin or Origin(lambda: ModelOrder(parameters_in(tensors)))
+        state = _by_name(state, groups, tensors, where, names, origin)
     state = by_plain_name(state, where)
     state = {name: _with_name(name, held) for name, held in state.items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     betas = groups[0].get("betas") if groups else None
-    return gather_moments(state, shapes, where, read_step, betas)
+    return gather_moments(state, shapes, where, betas)
 
 
 def _by_name(
@@ -67,15 +204,14 @@ def _by_name(
     tensors: Mapping[str, LazyTensor],
     where: str,
     names: Sequence[str] | None,
-    order: Order,
-    of_trainer: bool,
+    origin: Origin,
 ) -> dict[str, Any]:
     numbers = [number for group in groups for number in group["params"]]
     kept = [name for group in groups for name in group.get("param_names", ())]
     if names is None and len(kept) == len(numbers):
         names = [plain_name(name) for name in kept]
     if names is None:
-        return _matched(state, groups, tensors, where, order, of_trainer)
+        return _matched(state, groups, tensors, where, origin)
     if len(names) != len(numbers):
         raise ValueError(
             f"`names` must name the {len(numbers)} parameters of the optimizer in {where}; got "
@@ -90,27 +226,25 @@ def _matched(
     groups: Sequence[Mapping[str, Any]],
     tensors: Mapping[str, LazyTensor],
     where: str,
-    order: Order,
-    of_trainer: bool,
+    origin: Origin,
 ) -> dict[str, Any]:
     def ordered() -> ModelOrder:
         # The Trainer's first group decays.
-        known = of_trainer and len(groups) == 2 and groups[1].get("weight_decay") == 0
+        known = origin.of_trainer and len(groups) == 2 and groups[1].get("weight_decay") == 0
         if len(groups) != 1 and not known:
             raise ValueError(f"nothing says how they were divided into {len(groups)} groups")
-        return order()
+        return origin.order()
 
     for held in state.values():
         if "exp_avg" not in held:
             check_is_adam(held, f"The optimizer in {where}, whose parameters are numbers,")
     names = parameters_in(tensors)
     try:
-        found = names_of_numbers(
+        found = _names_of_numbers(
             [group["params"] for group in groups],
             {number: tuple(held["exp_avg"].shape) for number, held in state.items()},
             {name: tensors[name].shape for name in names},
-            ordered,
-            of_trainer=of_trainer,
+            Origin(ordered, origin.of_trainer),
         )
     except ValueError as error:
         count = sum(len(group["params"]) for group in groups)
@@ -127,7 +261,81 @@ def _matched(
 def _with_name(name: str, held: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: dataclasses.replace(value, name=f"{name}.{key}")
-        if isinstance(value, TorchTensor)
+        if isinstance(value, FileTensor)
         else value
         for key, value in held.items()
     }
+
+
+def gather_moments(
+    state: Mapping[str, Mapping],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
+    betas: object = None,
+) -> AdamMoments:
+    """Convert an optimizer state that is grouped by the names of parameters to `AdamMoments`.
+
+    `betas` is what the file says that they are.
+    """
+    means, squares, steps = {}, {}, {}
+    for name, held in state.items():
+        check_is_adam(held, f"The optimizer state of {shown(name)} in {where}")
+        for key in MOMENTS:
+            if name in shapes and tuple(held[key].shape) != tuple(shapes[name]):
+                raise ValueError(
+                    f"`{key}` of {shown(name)} in {where} has shape {tuple(held[key].shape)}, but "
+                    f"the parameter has {tuple(shapes[name])}. Model and optimizer state belong to "
+                    "different runs, or `names` is in another order than the optimizer's."
+                )
+        means[name], squares[name] = held["exp_avg"], held["exp_avg_sq"]
+        steps[name] = read_step(held["step"])
+    if not steps:
+        raise ValueError(f"{where} has no optimizer state of a parameter. Start with a new one.")
+    last = max(steps.values())
+    fewer = {name: count for name, count in steps.items() if count != last}
+    known = {"betas": betas} if _are_betas(betas) else {}
+    return AdamMoments(step=last, exp_avg=means, exp_avg_sq=squares, steps=fewer, **known)
+
+
+def _are_betas(value: Any) -> TypeGuard[tuple[float, float]]:
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    return pair and all(type(beta) is float and 0 <= beta < 1 for beta in value)
+
+
+def check_no_others(entries: Iterable[Any], what: str) -> None:
+    """Raise `ValueError` if an optimizer state has entries that Adam's lacks; see `check_is_adam`.
+
+    It may lack some of Adam's.
+    """
+    check_is_adam(dict.fromkeys((*(*MOMENTS, "step"), *entries)), what)
+
+
+def check_is_adam(held: Mapping, what: str) -> None:
+    """Raise `ValueError` unless the optimizer state of a parameter has exactly Adam's entries.
+
+    `what` names the state in the message, which begins with it.
+    """
+    if held.keys() == set((*MOMENTS, "step")):
+        return
+    keys = sorted(key if isinstance(key, str) else shown(key) for key in held)
+    others = [key for key in keys if key not in (*MOMENTS, "step")]
+    missing = [key for key in (*MOMENTS, "step") if key not in held]
+    wrong = f"has {first_names(others)}" if others else f"has no {first_names(missing)}"
+    raise ValueError(
+        f"{what} {wrong}: it holds {escaped(', '.join(keys))}. Adam and AdamW "
+        "have `exp_avg`, `exp_avg_sq` and `step`, and no other optimizer is read. Weights can be "
+        "loaded without it: start with a new optimizer state."
+    )
+
+
+def read_step(value: Any) -> int:
+    """Convert a step, stored as a number or a tensor with one element, to an integer."""
+    if isinstance(value, LazyTensor):
+        if value.size != 1:
+            raise ValueError(f"A step must be one number; {value.label} has shape {value.shape}.")
+        value = value.read().reshape(()).item()
+    if type(value) not in (int, float) or not math.isfinite(value) or value != int(value):
+        raise ValueError(f"A step must be a whole number; got {shown(value)}.")
+    if not 0 <= value < 2**63:
+        raise ValueError(f"A step must be a count that is not negative; got {shown(value)}.")
+    return int(value)

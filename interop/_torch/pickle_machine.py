@@ -19,11 +19,37 @@ from typing import Any
 
 from jaxzero._text import shown
 
-from .record import Record, RecordKind
-
 _MAX_DEPTH = 100  # of nested tuples
 _MAX_COMPOUND_KEYS = 10_000  # tuples and frozensets; their hashes can be made to collide
 _BINARY = 2  # first protocol that is announced by its opcode, and uses no opcodes of text
+
+
+class Record:
+    """Description of a pickled object; it runs nothing and compares by identity."""
+
+    __slots__ = ("arguments", "name", "state")
+
+    def __init__(self, name: str, arguments: tuple[Any, ...]):
+        self.name = name  # full name of the class, with its module
+        self.arguments = arguments  # positional arguments of the constructor
+        self.state: Any = None  # state that the pickle set afterwards; see `field`
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """Return a field of the object, or `default` if its state has no such field."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+class RecordKind:
+    """A class that is not imported; calling it makes a `Record`."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, *arguments: Any) -> Record:
+        """Keep the positional arguments."""
+        return Record(self.name, arguments)
 
 
 class Maker:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,15 @@ from jaxzero._text import escaped, first_names, shown
 from jaxzero.interop._tensors import (
     AdamMoments,
     Checkpoint,
+    FileTensor,
     LazyTensor,
     by_plain_name,
-    check_no_other,
+    read_index,
 )
 
-from .moments import Order, moments_of
-from .record import Record
-from .torch_file import TorchTensor, read_torch_file
+from .moments import Origin, moments_of
+from .pickle_machine import Record
+from .torch_file import read_torch_file
 
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"  # maps each tensor to one of several files
@@ -27,16 +27,9 @@ _MAX_DEPTH, _MAX_PATH = 16, 1000  # of dicts that contain a state dict; characte
 
 
 def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Checkpoint:
-    """Open a `.pt`, `.pth`, `.bin` or `.ckpt` file.
-
-    Args:
-        file: holds a model's state dict, or a dict that contains one and may also contain an
-            optimizer's.
-        key: dotted path of the model's state dict; needed if there are several dicts of tensors.
-        records: full names of classes that a pickle may name; they are not imported.
-    """
+    """Open a `.pt`, `.pth`, `.bin` or `.ckpt` file; it may also hold the state of an optimizer."""
     content = read_torch_file(file, records=records)
-    held = _entry(content, key, file) if key is not None else _state_dict(content, file)
+    held = _state_dict(content, file, key)
     tensors = _named(held, file)
     optimizers = _optimizers_in(content)
     moments = functools.partial(_only_moments, optimizers, tensors, str(file))
@@ -59,7 +52,14 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
         tensors = _named(_state_dict(read_torch_file(file, records=records), file), file)
         return Checkpoint(path=directory, form="torch.save", tensors=tensors, in_order=True)
     tensors: dict[str, LazyTensor] = {}
-    file_of = by_plain_name(read_index(index, was_named=not is_directory), repr(str(index)))
+    file_of = read_index(index, "torch.save", was_named=not is_directory)
+    missing = [name for name in sorted(set(file_of.values())) if not (directory / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{str(directory)!r} lacks {first_names(missing)}, which {index.name} names. Copy or "
+            "download the checkpoint again."
+        )
+    file_of = by_plain_name(file_of, repr(str(index)))
     for file in sorted({directory / name for name in file_of.values()}):
         held = _named(_state_dict(read_torch_file(file, records=records), file), file)
         absent = [name for name in file_of if file_of[name] == file.name and name not in held]
@@ -78,59 +78,18 @@ def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
     return Checkpoint(path=directory, form="torch.save", tensors=tensors)
 
 
-def read_index(index: Path, *, was_named: bool) -> dict[str, str]:
-    """Read an index of Hugging Face and return tensor name -> file name.
-
-    Raises:
-        ValueError: the index is broken, names a file outside its directory, or a file is missing;
-            or there is a whole file beside it, unless the index itself `was_named`.
-    """
-    try:
-        file_of = json.loads(index.read_bytes())["weight_map"]
-        outside = [name for name in file_of.values() if Path(name).name != name]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{str(index)!r} is not an index: it must hold a `weight_map` from tensors to files "
-            f"({type(error).__name__}: {escaped(error)}). Copy or download the checkpoint again."
-        ) from error
-    if not file_of:
-        raise ValueError(
-            f"{str(index)!r} has an empty `weight_map`. Copy or download the checkpoint again."
-        )
-    if outside:
-        raise ValueError(
-            f"{str(index)!r} names {shown(outside[0])}, which is not a file beside it. Do not load "
-            "it."
-        )
-    if not was_named:
-        check_no_other(index, file_of.values())
-    missing = [
-        name for name in sorted(set(file_of.values())) if not (index.parent / name).is_file()
-    ]
-    if missing:
-        raise ValueError(
-            f"{str(index.parent)!r} lacks {first_names(missing)}, which {index.name} names. Copy "
-            "or download the checkpoint again."
-        )
-    return file_of
-
-
 def read_optimizer(
     file: Path,
     checkpoint: Checkpoint,
     names: Sequence[str] | None,
-    *,
-    order: Order,
-    of_trainer: bool,
+    origin: Origin,
     records: Collection[str],
 ) -> AdamMoments:
     """Read the moments of a model from a file that holds an optimizer; see `moments_of`."""
     optimizers = _optimizers_in(read_torch_file(file, records=records))
     if not optimizers:
         raise ValueError(f"{str(file)!r} holds no state of an optimizer. Give one that does.")
-    return _only_moments(
-        optimizers, checkpoint.tensors, repr(str(file)), names, order=order, of_trainer=of_trainer
-    )
+    return _only_moments(optimizers, checkpoint.tensors, repr(str(file)), names, origin)
 
 
 def _only_moments(
@@ -138,9 +97,7 @@ def _only_moments(
     tensors: Mapping[str, LazyTensor],
     where: str,
     names: Sequence[str] | None = None,
-    *,
-    order: Order | None = None,
-    of_trainer: bool = False,
+    origin: Origin | None = None,
 ) -> AdamMoments:
     if len(optimizers) > 1:
         paths = first_names([path for path, _ in optimizers])
@@ -149,12 +106,19 @@ def _only_moments(
             "the model that is read. Save each model with its optimizer in a file of its own, and "
             "open that. Weights can be read without it."
         )
-    return moments_of(optimizers[0][1], tensors, where, names, order=order, of_trainer=of_trainer)
+    return moments_of(optimizers[0][1], tensors, where, names, origin)
 
 
-def _state_dict(content: Any, file: Path) -> Mapping[str, Any]:
-    """Find the only dict of tensors in a file."""
+def _state_dict(content: Any, file: Path, key: str | None = None) -> Mapping[str, Any]:
+    """Find the dict of tensors at a dotted path in a file, or the only one."""
     found = _dicts_of_tensors(content, file)
+    if key is not None and key not in found:
+        raise ValueError(
+            f"`key` must be one of {first_names(list(found)) or 'none'}, which are the dicts of "
+            f"tensors in {str(file)!r}; got {key!r}."
+        )
+    if key is not None:
+        return found[key]
     if len(found) == 1:
         return next(iter(found.values()))
     if not found and _optimizers_in(content):
@@ -214,16 +178,6 @@ def _joined(path: str, key: Any, file: Path) -> str:
     return f"{path}.{text}" if path else text
 
 
-def _entry(content: Any, key: str, file: Path) -> Mapping[str, Any]:
-    found = _dicts_of_tensors(content, file)
-    if key not in found:
-        raise ValueError(
-            f"`key` must be one of {first_names(list(found)) or 'none'}, which are the dicts of "
-            f"tensors in {str(file)!r}; got {key!r}."
-        )
-    return found[key]
-
-
 def _named(held: Mapping[Any, Any], file: Path) -> dict[str, LazyTensor]:
     tensors: dict[str, LazyTensor] = {}
     for key, value in held.items():
@@ -233,7 +187,7 @@ def _named(held: Mapping[Any, Any], file: Path) -> dict[str, LazyTensor]:
                 f"{str(file)!r} has a tensor of the name {shown(key)}, but names must be different "
                 "texts. Rename it in the state dict and save that again."
             )
-        if isinstance(value, TorchTensor):
+        if isinstance(value, FileTensor):
             tensors[name] = dataclasses.replace(value, name=name)
         elif value is not None and not name.endswith(_EXTRA):
             kind = value.name if isinstance(value, Record) else type(value).__name__

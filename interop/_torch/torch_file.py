@@ -8,64 +8,34 @@ the file and copies that slice bit for bit, bfloat16 included.
 Distributed checkpoints put several such archives into one file, so an archive is a byte range.
 """
 
-import dataclasses
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from jaxzero._regular_file import regular_size
 from jaxzero._text import shown
-from jaxzero.interop._tensors import Box, LazyTensor
+from jaxzero.interop._tensors import MAX_DIMS, FileTensor, span
 
 from .archive import NOT_ZIP, Archive, ByteRange, not_an_archive
 from .legacy import HEAD_BYTES, LegacyFile, is_legacy
-from .names import TorchStorage
-from .record import RecordKind
-from .sizes import are_sizes
+from .pickle_machine import RecordKind
 from .torchscript import script_state_dict
-from .unpickle import unpickle
+from .unpickle import TorchStorage, unpickle
 
 # A tensor may repeat elements of its storage (`expand`); a file may do so up to this many bytes.
 _MAX_REPEATED_BYTES = 2**28
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class TorchTensor(LazyTensor):
-    """A tensor in a file that `torch.save` wrote. It holds neither data nor an open file."""
-
-    file: Path
-    name: str  # within the file, for messages
-    start: int  # offset of the first element in the file, in bytes
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
-    dtype: np.dtype
-
-    @property
-    def label(self) -> str:
-        """Name and file, for messages."""
-        return f"{shown(self.name)} in {str(self.file)!r}"
-
-    @property
-    def place(self) -> tuple:
-        """What two names of one tensor have in common, in a file."""
-        return self.file, self.start, self.shape, self.strides, self.dtype
-
-    @property
-    def _span(self) -> int:
-        """Number of elements from the first to the last, including gaps between strides."""
-        return _span(self.shape, self.strides)
-
-    def _read_box(self, box: Box) -> np.ndarray:
-        mapped = np.memmap(
-            self.file, np.uint8, "r", self.start, (self._span * self.dtype.itemsize,)
-        )
-        strides = [stride * self.dtype.itemsize for stride in self.strides]
-        # Not `as_strided`, which does not know float8_e5m2.
-        whole = np.ndarray(self.shape, self.dtype, mapped, 0, strides)
-        return np.array(whole[tuple(slice(*bounds) for bounds in box)])
+def are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
+    """Return True for a tuple of at most `MAX_DIMS` integers from 0 to 2**63 - 1."""
+    return (
+        type(value) is tuple
+        and len(value) <= MAX_DIMS
+        and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    )
 
 
 class _Storage(NamedTuple):
@@ -81,7 +51,7 @@ def read_torch_file(
     name: str = "",
     records: Collection[str] = (),
 ) -> Any:
-    """Read an object that `torch.save` wrote: containers, numbers, strings and `TorchTensor`s.
+    """Read an object that `torch.save` wrote: containers, numbers, strings and `FileTensor`s.
 
     Args:
         file: the file.
@@ -166,19 +136,19 @@ class _Reader:
         offset: int,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
-    ) -> TorchTensor:
+    ) -> FileTensor:
         if not isinstance(held, _Storage):
             raise ValueError(f"a tensor whose storage is {shown(held)}")
         dtype = held.dtype if dtype is None else dtype
-        span = _span(shape, strides)
+        size = span(shape, strides)
         # numpy limits the product of the dimensions that are not 0.
         too_large = math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63
-        if too_large or (span and (offset + span) * dtype.itemsize > held.size):
+        if too_large or (size and (offset + size) * dtype.itemsize > held.size):
             raise ValueError(
                 f"a tensor of shape {shown(shape)}, strides {shown(strides)} and offset "
                 f"{shown(offset)} in a storage of {held.size} bytes"
             )
-        self._repeated_bytes += max(0, math.prod(shape) - span) * dtype.itemsize
+        self._repeated_bytes += max(0, math.prod(shape) - size) * dtype.itemsize
         if self._repeated_bytes > _MAX_REPEATED_BYTES:
             raise ValueError(
                 f"a tensor of shape {shown(shape)} and strides {shown(strides)}, which repeats "
@@ -186,18 +156,11 @@ class _Reader:
                 f"more than the file holds, and {_MAX_REPEATED_BYTES} are allowed; save "
                 "`tensor.contiguous()`"
             )
-        return TorchTensor(
+        return FileTensor(
             file=self._archive.file,
             name=self._name,
-            start=held.start + offset * dtype.itemsize,
+            offset=held.start + offset * dtype.itemsize,
             shape=shape,
             strides=strides,
             dtype=dtype,
         )
-
-
-def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    if 0 in shape:
-        return 0
-    steps = ((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return 1 + sum(steps)

@@ -14,7 +14,7 @@ from jaxzero._text import shown
 from jaxzero.interop._tensors import LazyTensor
 
 from .archive import Archive
-from .record import Record
+from .pickle_machine import Record
 
 _DECLARED = re.compile(r"^class (\w+)(.*):$|^  __(parameters|buffers)__ = \[(.*)\]$", re.MULTILINE)
 _NAMES = re.compile(r'("[^"\\]*", )*')

@@ -19,39 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import (
-    AdamMoments,
-    Checkpoint,
-    LazyTensor,
-    by_plain_name,
-    check_no_others,
-    gather_moments,
-    plain_name,
-    read_step,
-)
+from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, by_plain_name, plain_name
 
-from .model_state import tensors_of, untrained_of_stage_3, with_aliases
-from .param_shapes import param_shapes
-from .partition import Shape
+from .model_state import ModelState, param_shapes, untrained_of_stage_3, with_aliases
+from .moments import MOMENTS, check_no_others, gather_moments, read_step
 from .torch_file import read_torch_file
-from .zero_partitions import MOMENTS, called
+from .zero_partitions import Shape, called
 
 _OPTIMIZER = "optimizer_state.pt"
 
 
 def open_universal(
-    directory: Path,
-    models: Sequence[Path],
-    states: Sequence[Mapping[str, Any]],
-    records: Collection[str],
+    directory: Path, states: Sequence[ModelState], records: Collection[str]
 ) -> Checkpoint:
-    """Open the directory of a step that has a folder `zero`.
-
-    Args:
-        directory: the directory.
-        models: files of the model states, of all processes of data parallelism.
-        states: what they hold.
-        records: full names of classes that a pickle may name; they are not imported.
+    """Open the directory of a step that has a folder `zero`, beside the model states.
 
     Raises:
         ValueError: a file is missing or damaged, or shapes disagree.
@@ -59,18 +40,17 @@ def open_universal(
     """
     folders = _folders(directory / "zero")
     trained = [name for name, folder in folders.items() if _is_trained(folder)]
-    of_stage_3 = models[0].name.startswith("zero_")
-    shapes = _shapes(models, states) if of_stage_3 else None
+    of_stage_3 = states[0].file.name.startswith("zero_")
+    groups = param_shapes(states) if of_stage_3 else []
+    shapes = {name: shape for group in groups for name, shape in group.items()}
     cut = _of_tensor_parallelism(directory, "zero_pp_rank_*_" if of_stage_3 else "")
 
     def whole(name: str, kind: str) -> LazyTensor:
         held = _whole(folders[name], kind, records)
-        return held if shapes is None else _shaped(held, folders[name], kind, shapes, cut)
+        return _shaped(held, folders[name], kind, shapes, cut) if of_stage_3 else held
 
-    if of_stage_3:
-        others = untrained_of_stage_3(states, directory)
-    else:
-        others = tensors_of(states[0], leaving_out=trained)
+    unmerged = states[0].tensors(leaving_out=trained)
+    others = untrained_of_stage_3(states) if of_stage_3 else unmerged
     _check_whole(states[0], folders | others, trained, cut)
     kept = {name: whole(name, "fp32") for name in folders}
     if not of_stage_3:
@@ -90,7 +70,7 @@ def open_universal(
             for name in trained
         }
         sizes = {name: tensor.shape for name, tensor in kept.items()}
-        return gather_moments(state, sizes, repr(str(directory)), read_step)
+        return gather_moments(state, sizes, repr(str(directory)))
 
     return with_aliases(
         Checkpoint(
@@ -134,9 +114,7 @@ def _check_optimizer(optimizer: Any, file: Path) -> None:
     Older converters copy the entries of Adam only: then this file alone shows others.
     """
     what, groups = f"The optimizer in {str(file)!r}", optimizer.get("param_groups") or ()
-    held = optimizer.get("optimizer_state_dict")
-    states = held.get("state") if isinstance(held, Mapping) else None
-    for state in states.values() if isinstance(states, Mapping) else ():
+    for state in _states_in(optimizer):
         check_no_others(state, what)
     for group in groups:
         for option in ("amsgrad", "momentum_decay"):  # the second: of NAdam
@@ -148,16 +126,8 @@ def _check_optimizer(optimizer: Any, file: Path) -> None:
                 )
 
 
-def _shapes(models: Sequence[Path], states: Sequence[Mapping[str, Any]]) -> dict[str, Shape]:
-    return {name: shape for group in param_shapes(models, states) for name, shape in group.items()}
-
-
 def _shaped(
-    tensor: LazyTensor,
-    folder: Path,
-    kind: str,
-    shapes: Mapping[str, Shape],
-    cut: Sequence[Path],
+    tensor: LazyTensor, folder: Path, kind: str, shapes: Mapping[str, Shape], cut: Sequence[Path]
 ) -> LazyTensor:
     """Give a tensor of stage 3 the shape of its parameter.
 
@@ -174,16 +144,13 @@ def _shaped(
         return tensor
     if not cut and tensor.shape == (math.prod(shape),):
         return tensor.reshape(shape)
-    if not cut or len(tensor.shape) != len(shape) or _num_other(tensor.shape, shape) > 1:
+    pairs = zip(tensor.shape, shape, strict=False)
+    if not cut or len(tensor.shape) != len(shape) or sum(a != b for a, b in pairs) > 1:
         raise ValueError(
             f"{str(folder / kind)!r}.pt has shape {tensor.shape}, but `param_shapes` in the model "
             f"states gives {shape}. Files belong to different checkpoints: convert again."
         )
     return tensor
-
-
-def _num_other(sizes: Shape, others: Shape) -> int:
-    return sum(a != b for a, b in zip(sizes, others, strict=True))
 
 
 def _check_copies(
@@ -206,23 +173,15 @@ def _of_tensor_parallelism(directory: Path, prefix: str) -> list[Path]:
 
 
 def _check_whole(
-    state: Mapping[str, Any],
-    names: Collection[str],
-    trained: Collection[str],
-    cut: Sequence[Path],
+    state: ModelState, names: Collection[str], trained: Collection[str], cut: Sequence[Path]
 ) -> None:
     """Check that no parameter is taken from a model state that may hold a part of it.
 
-    Args:
-        state: the first model state.
-        names: all tensors of the checkpoint.
-        trained: those that were merged over tensor parallelism.
-        cut: model states of other processes of tensor parallelism.
+    Those that were `trained` have been merged over tensor parallelism; `cut` are the model states
+    of its other processes.
     """
-    buffers = state.get("buffer_names") or ()
-    shared = state.get("shared_params") or {}
-    merged = {*trained, *(name for name, other in shared.items() if other in trained)}
-    parameters = [name for name in names if name not in merged and name not in buffers]
+    merged = {*trained, *(name for name, other in state.shared.items() if other in trained)}
+    parameters = [name for name in names if name not in merged and name not in state.buffers]
     if cut and parameters:
         raise NotImplementedError(
             f"{shown(parameters[0])} ({len(parameters)} such parameters) has no optimizer state, "
@@ -235,21 +194,21 @@ def _check_whole(
 def _step(folder: Path, records: Collection[str], read_optimizer: Callable[[], Any]) -> Any:
     if (folder / "step.pt").exists():
         return _content(folder / "step.pt", records)
-    optimizer = read_optimizer()
-    held = optimizer.get("optimizer_state_dict") if isinstance(optimizer, Mapping) else None
-    groups = held.get("state") if isinstance(held, Mapping) else None
-    groups = list(groups.values()) if isinstance(groups, Mapping) else []
-    steps = {
-        read_step(group["step"])
-        for group in groups
-        if isinstance(group, Mapping) and "step" in group
-    }
+    groups = [group for group in _states_in(read_optimizer()) if isinstance(group, Mapping)]
+    steps = {read_step(group["step"]) for group in groups if "step" in group}
     if len(steps) != 1:
         raise ValueError(
             f"{str(folder)!r} lacks step.pt, and {str(folder.parent / _OPTIMIZER)!r} gives the "
             f"steps {sorted(steps)} instead of one. Convert the checkpoint again."
         )
     return steps.pop()
+
+
+def _states_in(optimizer: Any) -> Collection[Any]:
+    """The states of all groups in `zero/optimizer_state.pt`."""
+    held = optimizer.get("optimizer_state_dict") if isinstance(optimizer, Mapping) else None
+    states = held.get("state") if isinstance(held, Mapping) else None
+    return states.values() if isinstance(states, Mapping) else ()
 
 
 def _whole(folder: Path, kind: str, records: Collection[str]) -> LazyTensor:

@@ -7,9 +7,9 @@ Entry points use `Checkpoints` and the lists of what a directory holds.
 from .checkpoints import Checkpoints as Checkpoints
 from .digests import DESCRIPTION as DESCRIPTION
 from .digests import read_description as read_description
+from .directory import NoCheckpoint as NoCheckpoint
 from .directory import drop_after as drop_after
 from .directory import list_damaged as list_damaged
 from .directory import list_steps as list_steps
-from .selection import NoCheckpoint as NoCheckpoint
-from .selection import list_together as list_together
-from .selection import say_all_damaged as say_all_damaged
+from .directory import list_together as list_together
+from .directory import say_all_damaged as say_all_damaged

@@ -1,30 +1,31 @@
 """Save and restore training state: atomic, verified by digests, independent of the mesh.
 
 Orbax writes and reads the arrays. The other modules of this package remove padding
-(`stored_leaves`), write folders atomically (`directory`, `saver`), and detect damage by digests
-(`digests`, `selection`).
+(`stored_leaves`), write folders atomically (`saver`), select one (`directory`), and detect damage
+by digests (`digests`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import importlib.metadata
 import json
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from .._mesh import gloo_groups
+from .._processes import all_succeed
 from .._zero import Zero
-from .agreement import new_name, tell_all
-from .description import describe
 from .digests import MAX_TEXT_BYTES, DamagedCheckpoint
-from .directory import is_folder, list_steps
+from .directory import NoCheckpoint, choose, is_folder, list_steps, new_name
 from .reading import read_arrays, read_extra
 from .saver import Content, Saver
-from .selection import NoCheckpoint, choose
 from .stored_leaves import (
     Named,
     check_fits_jax,
@@ -35,6 +36,8 @@ from .stored_leaves import (
     true_array,
     with_arrays,
 )
+
+_PACKAGES = ("jaxzero", "jax", "orbax-checkpoint")
 
 
 class Restored(NamedTuple):
@@ -210,31 +213,51 @@ class Checkpoints:
         Returns:
             The trees of `like`, their leaves, the arrays that were read, by path, and `extra`.
         """
-        error, tree, named, state, extra = None, {}, {}, {}, {}
-        try:
+        with all_succeed(f"{new_name()}-read", self._seconds), _may_be_deleted(folder):
             extra = read_extra(folder)
             tree = dict(like(extra) if callable(like) else like)
             named = named_leaves(tree, self._zero)
             check_room(named, self._zero)
             state = read_arrays(folder, named, self._zero)
-        except Exception as raised:
-            error = _deleted(folder, raised) if _is_gone(folder) else raised
-        tell_all(f"{new_name()}-read", self._seconds, error=error)
         return tree, named, state, extra
 
 
-def _is_gone(folder: Path) -> bool:
+@contextlib.contextmanager
+def _may_be_deleted(folder: Path) -> Iterator[None]:
+    """Raise `FileNotFoundError` if the body fails and the checkpoint has been deleted."""
     try:
-        return not is_folder(folder)
-    except OSError:  # perhaps the cause of the read error; not evidence that it was deleted
-        return False
+        yield
+    except Exception as error:
+        is_there = True
+        with contextlib.suppress(OSError):  # perhaps that of the body; no evidence that it is gone
+            is_there = is_folder(folder)
+        if is_there:
+            raise
+        raise FileNotFoundError(
+            f"The checkpoint {str(folder)!r} was deleted while it was read. A run that saves there "
+            "keeps the newest only: restore again, or give that run a larger `keep`."
+        ) from error
 
 
-def _deleted(folder: Path, error: Exception) -> FileNotFoundError:
-    """Return the error for a checkpoint that was deleted after it was selected."""
-    deleted = FileNotFoundError(
-        f"The checkpoint {str(folder)!r} was deleted while it was read. A run that saves there "
-        "keeps the newest only: restore again, or give that run a larger `keep`."
-    )
-    deleted.__cause__ = error
-    return deleted
+def describe(step: int, named: Mapping[str, Named], zero: Zero) -> dict[str, Any]:
+    """Return versions, mesh, configuration and leaves of a checkpoint, as JSON values."""
+    return {
+        "step": step,
+        "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "processes": jax.process_count(),
+        "mesh": dict(zero.mesh.shape),
+        "stage": zero.config.stage,
+        "config": str(zero.config),
+        "leaves": {
+            name: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+            for name, (leaf, _) in named.items()
+        },
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # run from a source folder, not installed
+        return None

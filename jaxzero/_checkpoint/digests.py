@@ -81,12 +81,7 @@ def has_no_records(folder: Path) -> bool:
 
 
 def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
-    """Compare this process's share of a checkpoint's files with their digests.
-
-    Args:
-        folder: folder of the checkpoint.
-        number: index of this process among those that share the work.
-        count: number of these processes.
+    """Compare files of a checkpoint with their digests: the share of process `number` of `count`.
 
     Returns:
         A description of the files that differ; None if all agree.
@@ -94,23 +89,20 @@ def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
     Raises:
         OSError: a file cannot be read; this is not evidence of damage.
     """
-    digests = _read_sums(folder / SUMS)
-    if isinstance(digests, str):
-        return digests
-    problem = _compare(folder, DESCRIPTION, None, digests.get(DESCRIPTION))
-    if problem is not None:
-        return problem
-    with _naming(folder / DESCRIPTION):
+    try:
+        digests = _read_sums(folder)
+        _compare(folder, DESCRIPTION, None, digests.get(DESCRIPTION))
         sizes = _read_sizes(folder)
-    if isinstance(sizes, str):
-        return sizes
+    except _Damage as damage:
+        return str(damage)
     if sizes.keys() != digests.keys() - {DESCRIPTION}:
         return f"{SUMS} does not list the files that {DESCRIPTION} does"
-    largest_first = sorted(sizes, key=lambda path: (-sizes[path], path))
-    compared = (
-        _compare(folder, path, sizes[path], digests[path]) for path in largest_first[number::count]
-    )
-    wrong = [problem for problem in compared if problem is not None]
+    largest_first, wrong = sorted(sizes, key=lambda path: (-sizes[path], path)), []
+    for path in largest_first[number::count]:
+        try:
+            _compare(folder, path, sizes[path], digests[path])
+        except _Damage as damage:
+            wrong.append(str(damage))
     more = f", and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
     return "; ".join(wrong[:_MAX_NAMED]) + more if wrong else None
 
@@ -120,24 +112,31 @@ def read_description(folder: Path) -> dict[str, Any]:
     return json.loads(read_regular(folder / DESCRIPTION, MAX_TEXT_BYTES))
 
 
-def _read_sizes(folder: Path) -> dict[str, int] | str:
-    """Read file -> size from `jaxzero.json`; or return a description of what is wrong with it.
+def _read_sizes(folder: Path) -> dict[str, int]:
+    """Read file -> size from `jaxzero.json`.
 
     The data may be a few times as large as the leaves, so that nobody waits for the digest of a
     file that cannot belong to them.
     """
     try:
-        said = read_description(folder)
+        with _opening(folder, DESCRIPTION):
+            said = read_description(folder)
         sizes, leaves = said["files"], said["leaves"]
         bound = max_bytes_of(sum(_leaf_bytes(text) for text in leaves.values()), len(leaves))
         total = sum(sizes.values())
         outside = [name for name in sizes if ".." in Path(name).parts or Path(name).is_absolute()]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        return f"{DESCRIPTION} is no description of a checkpoint ({type(error).__name__}: {error})"
+        raise _Damage(
+            f"{DESCRIPTION} is no description of a checkpoint ({type(error).__name__}: {error})"
+        ) from error
     if outside or any(type(size) is not int or size < 0 for size in sizes.values()):
-        return f"{DESCRIPTION} lists files outside of the folder, or sizes that are no numbers"
+        raise _Damage(
+            f"{DESCRIPTION} lists files outside of the folder, or sizes that are no numbers"
+        )
     if total > bound:
-        return f"{DESCRIPTION} lists {total} bytes, and its leaves have at most {bound} on disk"
+        raise _Damage(
+            f"{DESCRIPTION} lists {total} bytes, and its leaves have at most {bound} on disk"
+        )
     return sizes
 
 
@@ -152,55 +151,51 @@ def _leaf_bytes(text: str) -> int:
     return MAX_ITEM_BYTES * math.prod(int(dim) for dim in dims.split(",") if dim)
 
 
-def _read_sums(path: Path) -> dict[str, str] | str:
-    """Read file -> digest from `SHA256SUMS`; or return a description of what is wrong with it."""
+def _read_sums(folder: Path) -> dict[str, str]:
+    """Read file -> digest from `SHA256SUMS`."""
     try:
-        with _naming(path):
-            lines = read_regular(path, MAX_TEXT_BYTES).decode().splitlines()
-    except _MISSING:
-        return f"{path.name} is missing"
-    except IrregularFile as error:
-        return str(error)
+        with _opening(folder, SUMS):
+            lines = read_regular(folder / SUMS, MAX_TEXT_BYTES).decode().splitlines()
     except UnicodeDecodeError as error:
-        return f"{path.name} is no text ({error})"
+        raise _Damage(f"{SUMS} is no text ({error})") from error
     found = {}
     for number, line in enumerate(lines, start=1):
         match = _LINE.fullmatch(line)
         if match is None:
-            return f"{path.name} has no digest and file in line {number}"
+            raise _Damage(f"{SUMS} has no digest and file in line {number}")
         found[match[2]] = match[1]
     return found
 
 
-def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> str | None:
-    """Return how a file differs from its size and digest, or None. `size` is None for a text."""
+def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> None:
+    """Raise `_Damage` unless a file has its size and digest. `size` is None for a text."""
     path = folder / name
-    try:
-        with _naming(path):
-            found = regular_size(path)
-            if size is None and found > MAX_TEXT_BYTES:
-                return f"{name} has {found} bytes, and at most {MAX_TEXT_BYTES} are read"
-            if size is not None and found != size:
-                return f"{name} has {found} bytes, and had {size} when it was written"
-            if digest(path) != wanted:
-                return f"{name} holds other bytes than when it was written (SHA-256)"
-    except _MISSING:
-        return f"{name} is missing"
-    except IrregularFile as error:
-        return str(error)
-    return None
+    with _opening(folder, name):
+        found = regular_size(path)
+        if size is None and found > MAX_TEXT_BYTES:
+            raise _Damage(f"{name} has {found} bytes, and at most {MAX_TEXT_BYTES} are read")
+        if size is not None and found != size:
+            raise _Damage(f"{name} has {found} bytes, and had {size} when it was written")
+        if digest(path) != wanted:
+            raise _Damage(f"{name} holds other bytes than when it was written (SHA-256)")
+
+
+class _Damage(Exception):
+    """What is wrong with a file of a checkpoint."""
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add the file name to I/O errors of the body, except if the file is missing."""
+def _opening(folder: Path, name: str) -> Iterator[None]:
+    """Raise `_Damage` if a file is missing or none; name it in other I/O errors of the body."""
     try:
         yield
-    except _MISSING:
-        raise
+    except _MISSING as error:
+        raise _Damage(f"{name} is missing") from error
+    except IrregularFile as error:
+        raise _Damage(str(error)) from error
     except OSError as error:
         raise OSError(
-            f"{str(path)!r} cannot be read ({error.strerror or error}), so the checkpoint cannot "
-            "be verified, and nothing was renamed. Remove the cause (permissions, the network, "
-            "the disk), and start again."
+            f"{str(folder / name)!r} cannot be read ({error.strerror or error}), so the checkpoint "
+            "cannot be verified, and nothing was renamed. Remove the cause (permissions, the "
+            "network, the disk), and start again."
         ) from error

@@ -28,9 +28,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from .agreement import new_name, tell_all
+from .._processes import all_succeed
 from .digests import FileRecord, record_files, write_records
-from .directory import keep_newest, list_steps, make_temporary, publish
+from .directory import keep_newest, list_steps, make_temporary, new_name, publish
 
 STATE, EXTRA = "state", "extra"
 
@@ -46,10 +46,7 @@ class Content(NamedTuple):
 class Saver:
     """Saves one checkpoint at a time to a directory, and keeps the newest `keep`.
 
-    Args:
-        directory: directory on a file system that all processes share.
-        keep: number of checkpoints to keep.
-        seconds: timeout of a save, and of waiting for other processes.
+    `seconds` is the timeout of a save, and of waiting for other processes.
     """
 
     def __init__(self, directory: Path, *, keep: int, seconds: float):
@@ -83,9 +80,7 @@ class Saver:
     def begin(self, step: int, own: Mapping[str, str]) -> Path | None:
         """Begin a save in a temporary folder, which process 0 creates. Collective.
 
-        Args:
-            step: step of the checkpoint.
-            own: path -> digest of the process-local arrays, which must agree on all processes.
+        `own` has the digests of the process-local arrays by path, which all processes must share.
 
         Returns:
             The folder; None if a checkpoint of this step exists.
@@ -95,24 +90,20 @@ class Saver:
             ValueError: the step or a digest differs between processes.
         """
         self._step, self._name = step, new_name()
-        folder, error = None, None
-        if jax.process_index() == 0:
-            try:
-                if step not in list_steps(self._directory):
-                    folder = make_temporary(self._directory, step)
-            except OSError as raised:
-                error = raised
-        facts = {"folder": folder and folder.name, "step": step, "own": own}
+        folder = None
         try:
-            reports = tell_all(f"{self._name}-begin", self._seconds, error=error, **facts)
-            _check_same(reports)
+            with all_succeed(f"{self._name}-begin", self._seconds) as told:
+                if jax.process_index() == 0 and step not in list_steps(self._directory):
+                    folder = make_temporary(self._directory, step)
+                told |= {"folder": folder and folder.name, "step": step, "own": own}
+            _check_same(told.of_all)
         except Exception as raised:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(raised, ValueError):
                 raise
             raise self._not_saved(raised) from raised
-        made = reports[0]["folder"]
+        made = told.of_all[0]["folder"]
         return None if made is None else self._directory / made
 
     def write(self, folder: Path, content: Content) -> None:
@@ -125,22 +116,16 @@ class Saver:
 
     def _save(self, folder: Path, content: Content, copied: threading.Event) -> OSError | None:
         """Run the background part; return the error of deleting old checkpoints, if any."""
-        is_first, name = jax.process_index() == 0, self._name
-        error, records = None, {}
+        is_first = jax.process_index() == 0
         try:
-            records = self._write(folder, content.arrays, copied)
-        except Exception as raised:
-            error = raised
-        finally:
-            copied.set()
-        try:
-            reports = tell_all(f"{name}-written", self._seconds, error=error, records=records)
-            if is_first:
+            with all_succeed(f"{self._name}-written", self._seconds) as told:
                 try:
-                    self._complete(folder, content, reports)
-                except Exception as raised:
-                    error = raised
-            tell_all(f"{name}-done", self._seconds, error=error)
+                    told["records"] = self._write(folder, content.arrays, copied)
+                finally:
+                    copied.set()
+            with all_succeed(f"{self._name}-done", self._seconds):
+                if is_first:
+                    self._complete(folder, content, told.of_all)
         finally:
             if is_first:
                 shutil.rmtree(folder, ignore_errors=True)  # if it was not renamed

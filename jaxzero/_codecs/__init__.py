@@ -1,4 +1,4 @@
-"""Codecs: how rows of numbers are written as messages, and read back; one file for each codec.
+"""Codecs: how rows of numbers are written as messages, and read back; one file for each family.
 
 In: a float array `[n, m]`. Out: a message `uint8[n, bytes]` or a cast array, and its inverse.
 Packages above use only `Codec` and its methods, and name no single codec. A new codec derives from
@@ -13,9 +13,9 @@ from .codec import check_is_value as check_is_value
 from .codec import joined_rows as joined_rows
 from .codec import rows_of as rows_of
 from .codec import written as written
-from .float8 import Float8 as Float8
-from .int4 import Int4 as Int4
-from .int8 import Int8 as Int8
+from .format_codec import Float8 as Float8
+from .format_codec import Int4 as Int4
+from .format_codec import Int8 as Int8
 from .mx_float8 import MXFloat8 as MXFloat8
 from .narrow_floats import bits_dtype as bits_dtype
 from .narrow_floats import from_bits as from_bits

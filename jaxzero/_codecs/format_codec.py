@@ -1,14 +1,13 @@
-"""`FormatCodec`: codecs whose messages `pallas_kernels` reads and writes, `Int8`, `Int4`, `Float8`.
+"""Codecs whose messages `pallas_kernels` reads and writes: `Int8`, `Int4`, `Float8`.
 
 A `Format` says what a message contains: codes of one kind in blocks, and a scale for each block.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +27,7 @@ _EPS = 2.0**-24  # relative error of one rounding in float32
 class FormatCodec(Codec):
     """Base class of codecs with few bits: codes of one size, and a scale for each block."""
 
+    _kind: ClassVar[kernels.Kind]  # of the codes, as `pallas_kernels` names it
     block: int = 256
     rounding: Literal["nearest", "stochastic"] = "nearest"
     hadamard: Literal[32] | None = None
@@ -77,11 +77,6 @@ class FormatCodec(Codec):
             hadamard=self.hadamard,
             scale_dtype=self.scale_dtype,
         )
-
-    @property
-    @abc.abstractmethod
-    def _kind(self) -> kernels.Kind:
-        """The kind of the codes, as `pallas_kernels` names it."""
 
     @property
     def bits(self) -> int:
@@ -313,3 +308,80 @@ def _rotate(
         rotated = groups @ signs * factor
     tail = x[..., whole:] * tail_factor
     return np.concatenate([rotated.reshape(*x.shape[:-1], whole), tail], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8(FormatCodec):
+    """Send floats as integers of 8 bits, from -127 to 127 times the scale of their block.
+
+    A block with a number that is not finite arrives as NaN. Arithmetic is in float32, so
+    numbers below 2**-126 may arrive as zero.
+
+    Stochastic rounding takes its random numbers from a hash of `seed`, the number, its place
+    in its row, and its block's scale, so it needs no key and no state, and is reproducible. Where
+    all four are equal, roundings are equal too, and errors add up: give devices whose numbers
+    are summed different seeds.
+
+    Args:
+        block: numbers for each scale, a power of two from 32 to 8192.
+        rounding: "nearest" has the smaller error, half a step at most; "stochastic", up to one
+            step, is right on average, for what is summed over many devices or steps.
+        hadamard: 32 multiplies each 32 numbers by an orthogonal matrix, which spreads outliers:
+            better for heavy tails. Blocks with an exact zero are not multiplied, so that it arrives
+            as zero.
+        scale_dtype: dtype of the scales, `jnp.bfloat16` or `jnp.float32`.
+        implementation: what writes and reads messages: "xla", "mosaic_gpu" (kernels for NVIDIA
+            GPUs, which compile and were never executed on one; JAX 0.11.2 or newer), or `None`
+            for the default: "xla" and, in programs compiled for TPUs, kernels where there are
+            any. Their messages are equal but for roundings in the last place, and each reads
+            the other's.
+
+    Raises:
+        ValueError: an option is none of these.
+
+    References:
+        ZeRO++ (https://arxiv.org/abs/2306.10209); SDP4Bit (https://arxiv.org/abs/2410.15526).
+    """
+
+    _kind = "int8"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int4(FormatCodec):
+    """Send floats as integers of 4 bits, from -7 to 7 times the scale of their block.
+
+    Each byte holds two codes. Options and numerics are those of `Int8`, except that blocks have
+    128 numbers by default.
+    """
+
+    _kind = "int4"
+    block: int = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8(FormatCodec):
+    """Send floats as 8-bit floats times the scale of their block.
+
+    Small numbers keep their relative precision: better than `Int8` for numbers of very
+    different sizes in one block, worse for others. The step that `rounding` speaks of is the
+    distance between neighbouring 8-bit floats. Outliers do no harm, so `hadamard` gains little.
+    Stochastic rounding, scales and numbers that are not finite are as in `Int8`.
+
+    Args:
+        dtype: `jnp.float8_e4m3fn`, or `jnp.float8_e5m2` with a bit less of precision and a
+            wider range.
+    """
+
+    dtype: DTypeLike = jnp.float8_e4m3fn
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._set_dtype("dtype", "float8_e4m3fn", "float8_e5m2")
+
+    @property
+    def _name(self) -> str:
+        return str(self.dtype)
+
+    @property
+    def _kind(self) -> kernels.Kind:
+        return "float8_e5m2" if self.dtype == jnp.float8_e5m2 else "float8_e4m3fn"

@@ -4,6 +4,7 @@ A schedule gives the learning rate of update t = 0, 1, 2, ... DeepSpeed steps it
 an update, so update t uses the rate of their iteration t - 1, and update 0 the lowest rate.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,22 +13,17 @@ import optax
 from jaxtyping import Array
 
 from .._checked_json import shown
-from .keys import Keys
+from .keys import DeepSpeedKeys
 
-MakeOptimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
+Rate = optax.ScalarOrSchedule
+MakeOptimizer = Callable[[Rate], optax.GradientTransformation]
 CommSchedule = Callable[[Any], Any]
 
 
 def read_optimizer(
-    keys: Keys, given: MakeOptimizer | None, mask: Any
+    keys: DeepSpeedKeys, given: MakeOptimizer | None, mask: Any
 ) -> optax.GradientTransformation:
-    """Build the optimizer of a configuration, with its schedule.
-
-    Args:
-        keys: keys of the configuration.
-        given: a function of the learning rate that replaces the optimizer of the file, or None.
-        mask: parameters with weight decay, as for `optax.adamw`.
-    """
+    """Build the optimizer of a configuration, or the one that is `given`, with its schedule."""
     kind = keys.get("optimizer.type")
     rate = keys.get("optimizer.params.lr", None if kind is None else 1e-3)
     schedule = _read_schedule(keys, rate)
@@ -50,18 +46,11 @@ def read_optimizer(
     return _OPTIMIZERS[name](keys, rate if schedule is None else schedule, mask)
 
 
-def _adam(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
-    return _any_adam(keys, rate, mask, keys.get("optimizer.params.adam_w_mode", True))
-
-
-def _adamw(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
-    keys.get("optimizer.params.adam_w_mode", True)  # of no effect on AdamW
-    return _any_adam(keys, rate, mask, True)
-
-
-def _any_adam(
-    keys: Keys, rate: optax.ScalarOrSchedule, mask: Any, decoupled: bool
+def _adam(
+    keys: DeepSpeedKeys, rate: Rate, mask: Any, *, decoupled: bool = False
 ) -> optax.GradientTransformation:
+    # The key has no effect on AdamW.
+    decoupled = keys.get("optimizer.params.adam_w_mode", True) or decoupled
     # `torch.optim.AdamW` has the same updates, but its own default weight decay.
     by_torch = keys.get("optimizer.params.torch_adam", False)
     if not keys.get("optimizer.params.bias_correction", True):
@@ -84,7 +73,7 @@ def _any_adam(
     return optax.chain(optax.add_decayed_weights(decay, mask), optax.adam(rate, b1, b2, eps))
 
 
-def _sgd(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
+def _sgd(keys: DeepSpeedKeys, rate: Rate, mask: Any) -> optax.GradientTransformation:
     momentum = keys.get("optimizer.params.momentum", 0.0)
     nesterov = keys.get("optimizer.params.nesterov", False)
     if nesterov and not momentum:
@@ -101,7 +90,7 @@ def _sgd(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientT
     )
 
 
-def _lion(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.GradientTransformation:
+def _lion(keys: DeepSpeedKeys, rate: Rate, mask: Any) -> optax.GradientTransformation:
     b1, b2 = keys.get("optimizer.params.betas", (0.9, 0.99))
     decay = keys.get("optimizer.params.weight_decay", 0.0)
     return optax.lion(rate, b1, b2, weight_decay=decay, mask=mask)
@@ -109,13 +98,13 @@ def _lion(keys: Keys, rate: optax.ScalarOrSchedule, mask: Any) -> optax.Gradient
 
 _OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adam": _adam,
-    "adamw": _adamw,
+    "adamw": functools.partial(_adam, decoupled=True),
     "lion": _lion,
     "sgd": _sgd,
 }
 
 
-def _read_schedule(keys: Keys, rate: Any) -> CommSchedule | None:
+def _read_schedule(keys: DeepSpeedKeys, rate: Any) -> CommSchedule | None:
     kind = keys.get("scheduler.type")
     if kind is None:
         return None
@@ -128,7 +117,7 @@ def _read_schedule(keys: Keys, rate: Any) -> CommSchedule | None:
     return _SCHEDULES[kind](keys, rate)
 
 
-def _param(keys: Keys, name: str, default: Any = None) -> Any:
+def _param(keys: DeepSpeedKeys, name: str, default: Any = None) -> Any:
     value = keys.get(f"scheduler.params.{name}", default)
     if value is None:
         raise keys.error(f"scheduler.params.{name}", "is missing", remedy="Add it.")
@@ -139,7 +128,7 @@ def _number(count: Any) -> Array:
     return jnp.asarray(count, jnp.float32)
 
 
-def _warmup(keys: Keys) -> tuple[float, CommSchedule]:
+def _warmup(keys: DeepSpeedKeys) -> tuple[float, CommSchedule]:
     """Return the number of warm-up steps, and the fraction of the rise after `i` steps."""
     steps = max(2, _param(keys, "warmup_num_steps", 1000))
     if _param(keys, "warmup_type", "log") == "linear":
@@ -147,18 +136,18 @@ def _warmup(keys: Keys) -> tuple[float, CommSchedule]:
     return float(steps), lambda i: jnp.log(i + 1) / jnp.log(jnp.float32(steps))
 
 
-def _warmup_lr(keys: Keys, rate: Any) -> CommSchedule:
+def _warmup_lr(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
     return _warmup_then(keys, rate, lambda i, steps: jnp.ones_like(i))
 
 
-def _warmup_decay_lr(keys: Keys, rate: Any) -> CommSchedule:
+def _warmup_decay_lr(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
     total = _param(keys, "total_num_steps")
     return _warmup_then(
         keys, 1e-3, lambda i, steps: jnp.maximum(0.0, (total - i) / max(1.0, total - steps))
     )
 
 
-def _warmup_then(keys: Keys, rate: Any, after: Callable[[Array, float], Array]) -> CommSchedule:
+def _warmup_then(keys: DeepSpeedKeys, rate: Any, after: Callable) -> CommSchedule:
     low = _param(keys, "warmup_min_lr", 0.0)
     high = _param(keys, "warmup_max_lr", rate)
     steps, risen = _warmup(keys)
@@ -171,7 +160,7 @@ def _warmup_then(keys: Keys, rate: Any, after: Callable[[Array, float], Array]) 
     return schedule
 
 
-def _warmup_cosine_lr(keys: Keys, rate: Any) -> CommSchedule:
+def _warmup_cosine_lr(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
     total = _param(keys, "total_num_steps")
     low = _param(keys, "warmup_min_ratio", 0.0)
     end = _param(keys, "cos_min_ratio", 1e-4)
@@ -189,7 +178,7 @@ def _warmup_cosine_lr(keys: Keys, rate: Any) -> CommSchedule:
     return schedule
 
 
-def _one_cycle(keys: Keys, rate: Any) -> CommSchedule:
+def _one_cycle(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
     low, high = _param(keys, "cycle_min_lr"), _param(keys, "cycle_max_lr")
     first = float(_param(keys, "cycle_first_step_size", 2000))
     second = keys.get("scheduler.params.cycle_second_step_size")
@@ -209,7 +198,7 @@ def _one_cycle(keys: Keys, rate: Any) -> CommSchedule:
     return schedule
 
 
-def _lr_range_test(keys: Keys, rate: Any) -> CommSchedule:
+def _lr_range_test(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
     low = _param(keys, "lr_range_test_min_lr", 1e-3)
     size = _param(keys, "lr_range_test_step_size", 2000)
     step_rate = _param(keys, "lr_range_test_step_rate", 1.0)
@@ -222,7 +211,7 @@ def _lr_range_test(keys: Keys, rate: Any) -> CommSchedule:
     return schedule
 
 
-_SCHEDULES: dict[str, Callable[[Keys, Any], CommSchedule]] = {
+_SCHEDULES: dict[str, Callable[[DeepSpeedKeys, Any], CommSchedule]] = {
     "LRRangeTest": _lr_range_test,
     "OneCycle": _one_cycle,
     "WarmupCosineLR": _warmup_cosine_lr,

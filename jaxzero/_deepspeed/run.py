@@ -16,7 +16,7 @@ from .._codecs import Cast, Int8
 from .._mesh import AXES, LOCAL, AnyMesh
 from .._sharding import CommSchedule, HpZ, PerAxis, ZeroConfig, zeropp
 from .._zero import Zero
-from .keys import Keys, read_keys
+from .keys import DeepSpeedKeys, read_keys
 from .loss_scale import DynamicScale, loss_scale_of, scale_loss
 from .optimizer import MakeOptimizer, read_optimizer
 
@@ -149,7 +149,7 @@ def from_deepspeed(
     )
 
 
-def _read_batch(keys: Keys, mesh: AnyMesh) -> tuple[int, int]:
+def _read_batch(keys: DeepSpeedKeys, mesh: AnyMesh) -> tuple[int, int]:
     """Return rows per step and micro-batches; two of DeepSpeed's three numbers give the third."""
     devices = int(np.prod([mesh.shape[axis] for axis in AXES]))
     total, rows, steps = given = [keys.get(name) for name in _BATCH]
@@ -174,10 +174,10 @@ def _read_batch(keys: Keys, mesh: AnyMesh) -> tuple[int, int]:
     return total, steps
 
 
-def _read_dtype(keys: Keys) -> np.dtype | None:
+def _read_dtype(keys: DeepSpeedKeys) -> np.dtype | None:
     # DeepSpeed reads the older name only where the newer is absent.
     name = "bf16" if keys.holds("bf16") else "bfloat16"
-    bfloat16, float16 = keys.section(name), keys.section("fp16")
+    bfloat16, float16 = keys.is_enabled(name), keys.is_enabled("fp16")
     if bfloat16 and float16:
         raise ValueError(f"`{name}` and `fp16` are both enabled. Disable one.")
     if bfloat16:
@@ -185,7 +185,7 @@ def _read_dtype(keys: Keys) -> np.dtype | None:
     return np.dtype(jnp.float16) if float16 else None
 
 
-def _read_clipping(keys: Keys) -> float:
+def _read_clipping(keys: DeepSpeedKeys) -> float:
     """Return the gradient norm to clip to; 0 for no clipping."""
     clip = keys.get("gradient_clipping")
     if clip is None:
@@ -199,7 +199,7 @@ def _read_clipping(keys: Keys) -> float:
     return clip
 
 
-def _read_loss_scale(keys: Keys) -> DynamicScale | float:
+def _read_loss_scale(keys: DeepSpeedKeys) -> DynamicScale | float:
     static = keys.get("fp16.loss_scale", 0)
     dynamic = DynamicScale(
         initial=2.0 ** keys.get("fp16.initial_scale_power", 16),
@@ -211,7 +211,7 @@ def _read_loss_scale(keys: Keys) -> DynamicScale | float:
     return static or dynamic
 
 
-def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> ZeroConfig:
+def _read_zero(keys: DeepSpeedKeys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> ZeroConfig:
     def get(name: str, default: Any = None) -> Any:
         return keys.get(f"zero_optimization.{name}", default)
 
@@ -249,7 +249,7 @@ def _read_zero(keys: Keys, mesh: AnyMesh, compute_dtype: np.dtype | None) -> Zer
         raise keys.error("zero_optimization", f"makes no `ZeroConfig`: {text}") from error
 
 
-def _is_node(keys: Keys, name: str, mesh: AnyMesh) -> bool:
+def _is_node(keys: DeepSpeedKeys, name: str, mesh: AnyMesh) -> bool:
     """Return True if the group size `zero_optimization.<name>` is set to more than 1.
 
     Raises:
@@ -267,7 +267,7 @@ def _is_node(keys: Keys, name: str, mesh: AnyMesh) -> bool:
     return True
 
 
-def _read_gradients(keys: Keys) -> PerAxis:
+def _read_gradients(keys: DeepSpeedKeys) -> PerAxis:
     if keys.get("zero_optimization.zero_quantized_gradients", False):
         return zeropp().gradients
     name = keys.get("communication_data_type", None)

@@ -1,9 +1,18 @@
 """Communication between the processes of a run, outside of collectives, and their exit codes.
 
 In: small texts and files. Out: values exchanged over JAX's coordination service, exit codes, and
-files flushed to disk or opened safely. Any package may use it; nothing here uses arrays.
+files and folders that are written as a whole or not at all. Any package may use it; nothing here
+uses arrays.
 """
 
+from .atomic import all_write as all_write
+from .atomic import flush_tree as flush_tree
+from .atomic import hidden as hidden
+from .atomic import new_directory as new_directory
+from .atomic import new_file as new_file
+from .atomic import put_in_place as put_in_place
+from .atomic import remove as remove
+from .coordination import all_succeed as all_succeed
 from .coordination import barrier as barrier
 from .coordination import describe_process as describe_process
 from .coordination import detect_cluster as detect_cluster
@@ -27,5 +36,3 @@ from .exit_codes import PEER_LOST as PEER_LOST
 from .exit_codes import STOPPED as STOPPED
 from .exit_codes import describe as describe
 from .exit_codes import exit_status as exit_status
-from .fsync import flush as flush
-from .fsync import flush_tree as flush_tree

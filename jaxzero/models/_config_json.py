@@ -94,7 +94,7 @@ def config_keys(
     return JsonKeys(
         content,
         {**KEYS, **(kinds or {})},
-        path=path,
+        where=repr(str(path)),
         defaults=defaults,
         remedy=_REMEDY,
         missing=_MISSING,

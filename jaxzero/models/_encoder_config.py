@@ -14,22 +14,22 @@ from ._config_json import check_only, config_keys, family_of, make_config, read_
 from ._encoder_base import EncoderBase, check_heads
 
 _BERT_SIZES = {
-    "vocab_size": "vocabulary_size",
+    "vocabulary_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "max_position_embeddings": "max_length",
-    "type_vocab_size": "num_token_types",
-    "layer_norm_eps": "layer_norm_epsilon",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_length": "max_position_embeddings",
+    "num_token_types": "type_vocab_size",
+    "layer_norm_epsilon": "layer_norm_eps",
 }
 _DISTILBERT_SIZES = {
-    "vocab_size": "vocabulary_size",
-    "dim": "hidden_size",
-    "hidden_dim": "intermediate_size",
-    "n_layers": "num_layers",
-    "n_heads": "num_heads",
-    "max_position_embeddings": "max_length",
+    "vocabulary_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_layers": "n_layers",
+    "num_heads": "n_heads",
+    "max_length": "max_position_embeddings",
 }
 # Keys that change what the model computes -> the only supported value, which is also the default.
 _BERT_MEANING = {
@@ -103,7 +103,7 @@ class EncoderConfig(EncoderBase):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Family:
-    sizes: Mapping[str, str]  # their key: our field
+    sizes: Mapping[str, str]  # our field: their key
     dropout: Mapping[str, str]  # our field: their key
     meaning: Mapping[str, Any]  # their key: the only value
     activation: str = "hidden_act"  # their key
@@ -112,10 +112,10 @@ class _Family:
 
     def fields(self, content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         keys = config_keys(content, path)
-        keys.require(*self.sizes)
+        keys.require(*self.sizes.values())
         for key, only in self.meaning.items():
             check_only(keys, key, only, "encoder")
-        fields = {ours: keys[key] for key, ours in self.sizes.items()}
+        fields = {ours: keys[key] for ours, key in self.sizes.items()}
         fields |= {ours: keys.get(key, 0.1) for ours, key in self.dropout.items()}
         fields |= self.fixed
         fields["activation"] = read_activation(keys, self.activation, "encoder", default="gelu")
@@ -129,8 +129,7 @@ class _Family:
                     f"is {keys['max_position_embeddings']}, of which `pad_token_id` + 1 = "
                     f"{keys['pad_token_id'] + 1} are no positions; none is left",
                 )
-        theirs = {ours: key for key, ours in self.sizes.items()}
-        check_heads(keys, theirs["hidden_size"], theirs["num_heads"])
+        check_heads(keys, self.sizes["hidden_size"], self.sizes["num_heads"])
         return fields
 
 

@@ -67,7 +67,7 @@ def sampling_fields(directory: Path) -> tuple[dict[str, Any], Path]:
     else:
         content, path = read_config(directory)
         content = {key: content[key] for key in ("eos_token_id", "pad_token_id") if key in content}
-    keys = JsonKeys(content, _KINDS, path=path, remedy=_REMEDY, missing=_REMEDY)
+    keys = JsonKeys(content, _KINDS, where=repr(str(path)), remedy=_REMEDY, missing=_REMEDY)
     others = [
         key for key, neutral in _NEUTRAL.items() if keys.get(key) not in (None, neutral, [], {})
     ]

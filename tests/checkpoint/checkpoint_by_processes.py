@@ -31,7 +31,8 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
 
     import jaxzero as jz
     from jaxzero._checkpoint import checkpoints as _checkpoint
-    from jaxzero._checkpoint import digests, selection
+    from jaxzero._checkpoint import digests
+    from jaxzero._checkpoint import directory as _directory
     from tests.jobs.tiny_run import assert_same_bits, make_run, whole
 
     run, said = make_run(nodes=count, devices=2 * count), {}
@@ -75,8 +76,8 @@ def main(address: str, number: int, count: int, directory: Path) -> None:
             seen.append(folder)
             return number == 0 and len(seen) == 1
 
-        is_folder = selection.is_folder
-        with mock.patch.object(selection, "is_folder", deleted_meanwhile):
+        is_folder = _directory.is_folder
+        with mock.patch.object(_directory, "is_folder", deleted_meanwhile):
             assert checkpoints.restore(run.first).step == 2
 
         _damage(directory / "many" / "3", number)

@@ -10,7 +10,8 @@ import pytest
 
 import jaxzero as jz
 from jaxzero._checkpoint import checkpoints as _checkpoint
-from jaxzero._checkpoint import saver, selection
+from jaxzero._checkpoint import directory as _directory
+from jaxzero._checkpoint import saver
 
 from .saved import files_in, flip, largest_file, make_state
 
@@ -155,8 +156,8 @@ def test_a_reader_finds_what_was_saved_while_it_looked(directory, zero, monkeypa
                 (directory / str(old)).rename(directory / str(new))
         return _find_damage(folder, **share)
 
-    _find_damage = selection.find_damage
-    monkeypatch.setattr(selection, "find_damage", verify)
+    _find_damage = _directory.find_damage
+    monkeypatch.setattr(_directory, "find_damage", verify)
     with jz.Checkpoints(directory, zero) as checkpoints:
         assert checkpoints.restore(make_state(zero, 0)).step == 80
 

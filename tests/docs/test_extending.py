@@ -13,8 +13,8 @@ import pytest
 import jaxzero as jz
 from jaxzero import interop
 from jaxzero._sharding import xla_options
-from jaxzero.interop._huggingface import family as families
-from jaxzero.interop._load import forms
+from jaxzero.interop._huggingface import families
+from jaxzero.interop._load import open as forms
 from tests import zoo
 
 pytestmark = pytest.mark.standard_promotion  # optax, Flax

@@ -23,7 +23,7 @@ def main(address: str, number: int, count: int, source: Path, directory: Path) -
     import jaxzero as jz
     from jaxzero import interop
     from jaxzero.interop import Merge, Rule, Transpose
-    from jaxzero.interop._safetensors import write_file
+    from jaxzero.interop._safetensors import write
 
     rules = [
         Rule("stack", "layers.{i}.weight", Transpose()),
@@ -41,7 +41,7 @@ def main(address: str, number: int, count: int, source: Path, directory: Path) -
         interop.save_tensors(tensors, directory / name, max_shard_bytes=500, source=source)
 
     if number == 1:
-        write_file.write_box = _full_disk
+        write.write_box = _full_disk
     try:
         interop.save_tensors(tensors, directory / "failed", max_shard_bytes=500)
     except Exception as error:

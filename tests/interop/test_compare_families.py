@@ -64,7 +64,7 @@ def test_the_command_names_the_layer_that_a_wrong_family_gets_wrong(tmp_path, ca
     source = tiny_models.save(tiny_models.make(*tiny_models.DECODERS["llama"]), tmp_path / "a")
     command = ["convert", str(source), str(tmp_path / "b"), "--check-outputs"]
     assert cli.main(command) == 0 and "The outputs agree" in capsys.readouterr().out
-    monkeypatch.setattr("jaxzero.interop._huggingface.family._registered", {"llama": Exchanged()})
+    monkeypatch.setattr("jaxzero.interop._huggingface.families._registered", {"llama": Exchanged()})
     assert cli.main([*command[:2], str(tmp_path / "c"), "--check-layers"]) == 2
     printed = capsys.readouterr()
     # Up and gate have each other's weights and names, but only the gate is activated.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxzero import interop
-from jaxzero.interop._torch.chunk_cover import covers_exactly
+from jaxzero.interop._torch.dcp import covers_exactly
 
 from .fuzzing import damaged, equal, fuzz
 

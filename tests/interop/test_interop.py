@@ -21,7 +21,7 @@ import jaxzero as jz
 from jaxzero import interop
 from jaxzero._zero import placement
 from jaxzero.interop import FileTensor
-from jaxzero.interop._safetensors import write_file
+from jaxzero.interop._safetensors import write
 
 from . import tiny_checkpoint
 
@@ -110,7 +110,7 @@ def test_failed_export_leaves_nothing_behind(
     if had_one:
         (tmp_path / "export").mkdir()
         (tmp_path / "export" / "vocab.txt").write_text("")
-    monkeypatch.setattr(write_file, "write_box", full_disk)
+    monkeypatch.setattr(write, "write_box", full_disk)
     with pytest.raises(OSError, match="No space left"):
         interop.export_encoder(params, tmp_path / "export", source=checkpoint)
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))

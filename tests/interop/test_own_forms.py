@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxzero import interop
-from jaxzero.interop._huggingface import family as families
-from jaxzero.interop._load import forms
+from jaxzero.interop._huggingface import families
+from jaxzero.interop._load import open as forms
 
 
 @pytest.fixture(autouse=True)

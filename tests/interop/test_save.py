@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxzero import interop
-from jaxzero.interop._safetensors import atomic
+from jaxzero._processes import atomic
 from jaxzero.interop._safetensors.header import DTYPES
-from jaxzero.interop._safetensors.write_file import create_file, write_boxes
+from jaxzero.interop._safetensors.write import create_file, write_boxes
 from jaxzero.interop._tensors.lazy import ArrayTensor
 from tests.processes import run
 
@@ -40,7 +40,7 @@ def test_bytes_are_those_of_the_library(tmp_path: Path):
 
 
 def test_tensors_in_another_memory_order_are_written_piece_by_piece(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("jaxzero.interop._safetensors.write_file._CHUNK_BYTES", 64)
+    monkeypatch.setattr("jaxzero.interop._safetensors.write._CHUNK_BYTES", 64)
     array = np.arange(30 * 20).astype(ml_dtypes.bfloat16).reshape(30, 20)
     interop.save_tensors({"x": ArrayTensor(array, "x").transpose()}, tmp_path / "c")
     np.testing.assert_array_equal(
@@ -49,7 +49,7 @@ def test_tensors_in_another_memory_order_are_written_piece_by_piece(tmp_path: Pa
 
 
 def test_boxes_of_several_writers_make_the_file_of_one(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("jaxzero.interop._safetensors.write_file._CHUNK_BYTES", 64)
+    monkeypatch.setattr("jaxzero.interop._safetensors.write._CHUNK_BYTES", 64)
     rng = np.random.default_rng(0)
     held = {
         "cube": rng.normal(size=(5, 6, 7)).astype(ml_dtypes.bfloat16),
@@ -267,7 +267,7 @@ def test_elements_that_no_process_holds_are_missed(tmp_path: Path):
 
 
 def test_a_file_system_that_keeps_one_writer_is_refused(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 2)  # the other one writes nothing
+    monkeypatch.setattr(atomic, "process_count", lambda: 2)  # the other one writes nothing
     (tmp_path / "probe").write_bytes(bytes(2))
     atomic._write_probe(tmp_path / "probe", 0)
     with pytest.raises(OSError, match="does not keep what several processes write .* 2 bytes .* 1"):
@@ -279,7 +279,8 @@ def test_a_file_system_that_keeps_one_writer_is_refused(tmp_path: Path, monkeypa
 def test_a_process_that_fails_leaves_nothing(two_processes):
     _, folder, said = two_processes
     assert said[1] == ["OSError", "No space left on device"]
-    assert said[0][0] == "RuntimeError" and "failed' failed on process 1" in said[0][1]
+    reason = "failed' failed on process 1: OSError: No space left on device"
+    assert said[0][0] == "RuntimeError" and reason in said[0][1]
     assert {path.name for path in folder.iterdir()} == {"more", "one", "saved"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxzero import interop
-from jaxzero.interop._torch.names import DTYPES
+from jaxzero.interop._torch.unpickle import DTYPES
 
 torch = pytest.importorskip("torch", reason="needs torch: it writes the files")
 

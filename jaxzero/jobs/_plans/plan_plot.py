@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from ..._plan import Plan
+from ..._processes import new_file
 from ..._report import live_bytes, spans
-from ...interop._safetensors import new_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLORS = {"gather": "tab:blue", "reduce": "tab:orange"}

@@ -1,12 +1,22 @@
-"""Convert trees of arrays to dictionaries from dotted path to leaf, and back."""
+"""Names of leaves (dotted paths), and of tensors without the wrappers that PyTorch adds.
+
+`torch.compile`, FSDP and activation checkpointing wrap a module in another, which adds a component
+to the names of its parameters: `layers.0._orig_mod.weight`. Some functions of PyTorch remove it and
+others do not, so one checkpoint may hold both forms of a name. A leading `module.`, which
+`DistributedDataParallel` adds, is kept: it may as well be a module of the model.
+"""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
 
 from jaxzero._sharding import is_stored
+from jaxzero._text import shown
+
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+Value = TypeVar("Value")
 
 
 class NamedLeaves(NamedTuple):
@@ -54,3 +64,27 @@ def _key(entry: Any) -> Any:
         if hasattr(entry, attribute):
             return getattr(entry, attribute)
     return entry
+
+
+def plain_name(name: Any) -> Any:
+    """Return a name without components that are wrappers; what is no text as it is."""
+    if type(name) is not str:
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS) or name
+
+
+def by_plain_name(held: Mapping[Any, Value], where: str) -> dict[Any, Value]:
+    """Return the items under their plain names, in order.
+
+    Raises:
+        ValueError: two have the same. `where` says where they are, for the message.
+    """
+    full: dict[Any, Any] = {}
+    for name in held:
+        other = full.setdefault(plain_name(name), name)
+        if other is not name:
+            raise ValueError(
+                f"{where} holds both {shown(other)} and {shown(name)}, which are one name without "
+                "the wrappers of PyTorch. Save one state dict only."
+            )
+    return {plain: held[name] for plain, name in full.items()}

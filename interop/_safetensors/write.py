@@ -1,29 +1,95 @@
 """Write a checkpoint: safetensors files of bounded size, their index, config and tokenizer.
 
-Process 0 creates the files with their headers. Then every process writes the boxes of tensors that
-its devices hold into all files. So no process holds more than its shards and one tensor, and
-nothing is sent. A tensor that every process holds in full is written by one of them, in turn.
+The library (https://github.com/huggingface/safetensors) needs all tensors of a file in memory at
+once. Here process 0 creates the files with their headers and sizes, from shapes and dtypes. Then
+every process writes the boxes of tensors that its devices hold to their places in all files, so no
+process holds more than its shards and one tensor, and nothing is sent. A tensor that every process
+holds in full is written by one of them, in turn. The files are identical to those of the library.
+
+A box that does not span the last dimension is many short runs of bytes. Processes may write to the
+same block of a file, never to the same byte.
 """
 
 import itertools
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 
-from jaxzero.interop._tensors import Box, LazyTensor, as_lazy, box_shape, whole_box
+from jaxzero._processes import all_write, new_directory
+from jaxzero._raw import raw
+from jaxzero.interop._tensors import Box, LazyTensor, as_lazy, box_shape, runs, whole_box
 
-from .atomic import new_directory
 from .carry import CARRIED, carried_from
-from .header import check_writable
-from .processes import all_succeed, sum_of_all
-from .which_files import INDEX, SINGLE
-from .write_file import create_file, write_boxes
+from .header import check_writable, file_order, header_of
+from .read import INDEX, SINGLE
 
+_CHUNK_BYTES = 4 * 2**20  # a tensor is copied and written in chunks of this size
 # Patterns of the files of an earlier checkpoint, which a new one replaces.
 _OWN = ("*.safetensors", INDEX, "config.json", *CARRIED)
+
+
+def create_file(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    """Create a file with its header and its final size; the data are zeros."""
+    header = header_of(_ordered(tensors))
+    with open(path, "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def write_boxes(
+    path: Path, tensors: Mapping[str, LazyTensor], boxes: Mapping[str, list[Box]]
+) -> None:
+    """Write boxes of tensors to the file that was created of them, without flushing it to disk."""
+    ordered = _ordered(tensors)
+    start = len(header_of(ordered))
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        for name, tensor in ordered.items():
+            for box in boxes[name]:
+                inside = tuple(slice(*bounds) for bounds in box)
+                # Not named: a name would keep the array while the next one is read.
+                write_box(descriptor, start, tensor.shape, box, tensor.borrow(inside))
+            start += tensor.nbytes
+    finally:
+        os.close(descriptor)
+
+
+def _ordered(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    return {name: tensors[name] for name in file_order(tensors)}
+
+
+def write_box(
+    descriptor: int, start: int, shape: tuple[int, ...], box: Box, array: np.ndarray
+) -> None:
+    """Write a box of a tensor, whose first byte is byte `start` of the file."""
+    for chunk, part in _chunks(box, array):
+        flat = np.ascontiguousarray(part).reshape(-1).data.cast("B")
+        firsts, length = runs(shape, chunk)
+        length *= part.itemsize
+        positions = (start + firsts * part.itemsize).tolist()
+        # Nothing but the call itself: a slice of a transposed matrix is a run for each row.
+        for done, position in zip(range(0, len(flat), length), positions, strict=True):
+            run = flat[done : done + length]
+            written = os.pwrite(descriptor, run, position)
+            while written < length:  # cut short, for example when the disk is nearly full
+                written += os.pwrite(descriptor, run[written:], position + written)
+
+
+def _chunks(box: Box, array: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
+    """Divide a box along its first dimension."""
+    values = raw(array)
+    if not box:
+        yield box, values
+        return
+    (begin, end), *rest = box
+    rows = max(1, _CHUNK_BYTES // max(1, values[:1].nbytes))
+    for start, stop in itertools.pairwise([*range(begin, end, rows), end]):
+        yield ((start, stop), *rest), values[start - begin : stop - begin]
 
 
 def save_tensors(
@@ -76,16 +142,18 @@ def save_tensors(
         )
     files = _divide(tensors, max_shard_bytes)
     carried = None
-    with all_succeed(f"Writing {str(directory)!r}"):
+    with all_write(directory):
         if source is not None and jax.process_index() == 0:
             carried = carried_from(Path(source))
     with new_directory(directory, replaces=_OWN) as folder:
-        what = f"Writing {str(directory)!r}"
-        _create_files(folder, files, what)
+        with all_write(directory):
+            if jax.process_index() == 0:
+                for file, held in files.items():
+                    create_file(folder / file, held)
         # All have written before one of them flushes, so that no block goes to the disk twice.
-        with all_succeed(what):
-            num_bytes = _write_files(folder, files)
-        _check_whole(sum_of_all(num_bytes), tensors)
+        with all_write(directory) as told:
+            told["bytes"] = _write_files(folder, files)
+        _check_whole(sum(each["bytes"] for each in told.of_all), tensors)
         if jax.process_index() == 0:
             _write_index(folder, files)
             if carried is not None:
@@ -111,20 +179,13 @@ def _divide(tensors: Mapping[str, LazyTensor], max_bytes: int) -> dict[str, dict
     }
 
 
-def _create_files(folder: Path, files: dict[str, dict[str, LazyTensor]], what: str) -> None:
-    with all_succeed(what):
-        if jax.process_count() > 1 and jax.process_index() == 0:
-            for file, tensors in files.items():
-                create_file(folder / file, tensors)
-
-
 def _write_files(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> int:
     """Write what this process holds, and return its size in bytes."""
     num_bytes = 0
     turn = itertools.cycle(range(jax.process_count()))
     for file, tensors in files.items():
         boxes = {name: _boxes_to_write(tensor, next(turn)) for name, tensor in tensors.items()}
-        if any(boxes.values()) or jax.process_count() == 1:
+        if any(boxes.values()):
             own = {name: tensor.own() for name, tensor in tensors.items()}
             write_boxes(folder / file, own, boxes)
             for name, held in boxes.items():

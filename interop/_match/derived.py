@@ -1,21 +1,28 @@
-"""Stack modules of a checkpoint whose names differ only in one or two numbers (0, 1, 2, ...).
+"""Modules made up from those of a checkpoint, so that a model's can be matched with them.
 
-A checkpoint may have a tensor for each layer, where the model has one parameter for all. Which
-names fill a range is decided for all at once, in arrays: of a hundred thousand names, each with
-several numbers, few may.
+*Stacks*: a checkpoint may have a tensor for each layer, where the model has one parameter for all.
+Which names fill a range is decided for all at once, in arrays: of a hundred thousand names, each
+with several numbers, few may. *Weights*: torch stores some as norm and direction (`weight_norm`).
+*Parts*: query, key and value of a tensor that fuses them in a known layout.
 """
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
+
+from jaxzero.interop._rules import Rule, Shapes, WeightNorm, pattern_of
 
 from .names import Module, Tensor, pieces_of, shapes_of
 
 _MAX_NUMBERS = 6  # in a name whose modules are stacked: each pair of them is tried
 Indices = tuple[int, ...]
+_PARAMETRIZED = re.compile(r"((?:.*\.)?)parametrizations\.(\w+)\.original0")
 
 
 def stacks_of(modules: Sequence[Module]) -> list[Module]:
@@ -85,10 +92,7 @@ def _full_range(members: Mapping[Indices, Module]) -> Indices | None:
 
 
 def _stacked(
-    pattern: str,
-    positions: Indices,
-    stack: Indices,
-    members: Mapping[Indices, Module],
+    pattern: str, positions: Indices, stack: Indices, members: Mapping[Indices, Module]
 ) -> Module:
     first = next(iter(members.values()))
     left = [rank for place, rank in enumerate(first.ranks) if 2 * place + 1 not in positions]
@@ -106,3 +110,87 @@ def _pattern(pieces: list[str], positions: tuple[int, ...]) -> str:
     for position, letter in zip(positions, "ij", strict=False):
         pieces[position] = f"{{{letter}}}"
     return "".join(pieces)
+
+
+class Normed(NamedTuple):
+    """Two tensors of the checkpoint that are one weight.
+
+    Attributes:
+        old: of `torch.nn.utils.weight_norm`, with the endings `_g` and `_v`.
+        step: computes the weight.
+    """
+
+    old: bool
+    step: WeightNorm
+
+
+def with_weights(shapes: Shapes) -> tuple[dict[str, tuple[int, ...]], dict[str, Normed]]:
+    """Put the weight in place of each norm and direction.
+
+    Returns:
+        Name -> shape, in the same order; and name of a weight -> how it is made.
+    """
+    made, normed, taken = {}, {}, set()
+    for name, shape in shapes.items():
+        found = _PARAMETRIZED.fullmatch(name)
+        weight = found[1] + found[2] if found else name.removesuffix("_g")
+        norms, directions = tensors_of(weight, old=not found)
+        dims = _dims(shape, shapes[directions]) if directions in shapes else []
+        if name == norms and dims and weight not in shapes:
+            made[weight] = shapes[directions]
+            normed[weight] = Normed(not found, WeightNorm(dims[0]))
+            taken.add(directions)
+        else:
+            made[name] = shape
+    return {name: shape for name, shape in made.items() if name not in taken}, normed
+
+
+def tensors_of(weight: str, *, old: bool) -> tuple[str, str]:
+    """The names of the norm and the direction of a weight."""
+    if old:
+        return f"{weight}_g", f"{weight}_v"
+    module, dot, last = weight.rpartition(".")
+    start = f"{module}{dot}parametrizations.{last}.original"
+    return f"{start}0", f"{start}1"
+
+
+def from_tensors(rules: Iterable[Rule], normed: Mapping[str, Normed]) -> list[Rule]:
+    """Rules that begin at norm and direction, where they speak of the weight."""
+    made = []
+    for rule in rules:
+        pattern = pattern_of(rule.theirs[0])  # of a stack, or a name
+        way = next((how for name, how in normed.items() if pattern.fullmatch(name)), None)
+        if way is not None:
+            rule = Rule(rule.ours, tensors_of(rule.theirs[0], old=way.old), way.step, *rule.steps)
+        made.append(rule)
+    return made
+
+
+def _dims(norms: tuple[int, ...], directions: tuple[int, ...]) -> list[int | None]:
+    """The dims of which each element has a norm; more than one where the result is the same."""
+    dims: list[int | None] = [None, *range(len(directions))]
+    return [dim for dim in dims if WeightNorm(dim).norms_of(directions) == norms]
+
+
+def parts_of(modules: Iterable[Module]) -> list[Module]:
+    """Return query, key and value parts of each `in_proj` of `torch.nn.MultiheadAttention`.
+
+    Only of its `in_proj_weight` and `in_proj_bias`, whose layout is known. A linear layer that is
+    called `in_proj`, with an `in_proj.weight`, may have any layout.
+    """
+    parts = []
+    for module in modules:
+        prefix, _, last = module.name.rpartition("in_proj")
+        suffixes = ("in_proj_weight", "in_proj_bias")
+        named = all(tensor.name.endswith(suffixes) for tensor in module.tensors.values())
+        rows = {tensor.shape[0] % 3 for tensor in module.tensors.values() if tensor.shape}
+        if not last and named and rows == {0}:
+            tensors = {
+                role: Tensor(each.name, (each.shape[0] // 3, *each.shape[1:]))
+                for role, each in module.tensors.items()
+            }
+            for number, word in enumerate(("query", "key", "value")):
+                parts.append(
+                    dataclasses.replace(module, name=prefix + word, tensors=tensors, part=number)
+                )
+    return parts

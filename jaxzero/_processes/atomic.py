@@ -1,29 +1,74 @@
 """Write a file or a directory atomically; a directory also from several processes.
 
-Content is written under a temporary name beside the target, flushed to disk and renamed. After a
-crash the old or the new directory is there, and perhaps a leftover with a temporary name. Several
-processes fill one folder on a shared file system; process 0 creates it and renames it after all
-have reported success.
+Content is written under a hidden name beside the target, flushed to disk and renamed. After a crash
+the old or the new content is there, and perhaps a leftover with a hidden name. Several processes
+fill one folder on a shared file system; process 0 creates it and renames it after all have reported
+success.
 """
+
+from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import os
 import shutil
 import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import jax
+from .._text import first_names, matches
+from .coordination import Facts, all_succeed, of_first, process_count, process_index
 
-from jaxzero._processes import flush, flush_tree
-from jaxzero._text import first_names
-
-from .processes import all_succeed, shared_mark
-
+_NAME = "writing a checkpoint"
+_SECONDS = 3600.0  # timeout: processes may take very different times to write their files
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PROBE = "probe"  # a file with a byte for each process
+
+
+def hidden(target: Path, ending: str) -> Path:
+    """A new name beside `target`, such as `.40.1c9fe2a0.tmp`."""
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.{ending}")
+
+
+def put_in_place(filled: Path, target: Path) -> None:
+    """Rename a complete folder to `target`, whose content it replaces, and flush the change."""
+    # A rename cannot replace a folder that has content, so the old one is renamed first.
+    old = hidden(target, "old") if target.exists() else None
+    if old is not None:
+        os.rename(target, old)
+    try:
+        os.rename(filled, target)
+    except OSError:
+        if old is not None:
+            os.rename(old, target)
+        raise
+    _flush(target.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder, of which nobody sees a part."""
+    doomed = hidden(folder, "old")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def flush_tree(folder: Path) -> None:
+    """Wait until a folder, and all files and folders in it, are on disk."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _flush(Path(parent, name))
+        _flush(Path(parent))
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file's contents, or a folder's list of entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -42,28 +87,29 @@ def new_directory(target: Path, *, replaces: Collection[str]) -> Iterator[Path]:
         RuntimeError: raised on processes that succeeded if another one failed.
     """
     target = Path(target).resolve()
-    mark = shared_mark()
-    filled = target.with_name(f".{target.name}.{mark}.tmp")
-    replaced = target.with_name(f".{target.name}.{mark}.old")
-    is_first = jax.process_index() == 0
-    what = f"Writing {str(target)!r}"
+    filled = target.with_name(of_first(_NAME, hidden(target, "tmp").name, _SECONDS))
+    is_first = process_index() == 0
     with contextlib.ExitStack() as stack:
-        with all_succeed(what), _named(target, filled):
+        with all_write(target), _named(target, filled):
             if is_first:
                 _check_replaced(target, replaces)
                 stack.enter_context(_parents(target))
                 stack.callback(shutil.rmtree, filled, ignore_errors=True)
                 filled.mkdir()
-        if jax.process_count() > 1:
-            _probe(filled, what)
-        with all_succeed(what), _named(target, filled):
+        if process_count() > 1:
+            _probe(filled, target)
+        with all_write(target), _named(target, filled):
             yield filled
             flush_tree(filled)
-        with all_succeed(what), _named(target, filled):
+        with all_write(target), _named(target, filled):
             if is_first:
-                _exchange(filled, target, replaced)
-    if is_first:
-        shutil.rmtree(replaced, ignore_errors=True)
+                put_in_place(filled, target)
+
+
+def all_write(target: Path) -> contextlib.AbstractContextManager[Facts]:
+    """`all_succeed` for a step of writing `target`."""
+    failed = f"Nothing was written, since writing {str(target)!r} failed on "
+    return all_succeed(_NAME, _SECONDS, failed=failed)
 
 
 @contextlib.contextmanager
@@ -72,14 +118,14 @@ def new_file(target: Path) -> Iterator[Path]:
 
     If the body raises, the file is removed and `target` is unchanged.
     """
-    filled = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    filled = hidden(target, "tmp")
     with contextlib.ExitStack() as stack, _named(target, filled):
         stack.enter_context(_parents(target))
-        stack.callback(_remove, filled)
+        stack.callback(filled.unlink, missing_ok=True)
         yield filled
-        flush(filled)
+        _flush(filled)
         os.replace(filled, target)
-        flush(target.parent)
+        _flush(target.parent)
 
 
 @contextlib.contextmanager
@@ -112,21 +158,12 @@ def _named(target: Path, filled: Path) -> Iterator[None]:
         raise type(error)(error.errno, error.strerror, str(target)) from error
 
 
-def _remove(file: Path) -> None:
-    with contextlib.suppress(OSError):
-        file.unlink()
-
-
 def _check_replaced(target: Path, replaces: Collection[str]) -> None:
     if not target.exists():
         return
     if not target.is_dir():
         raise ValueError(f"{str(target)!r} is a file. Name a directory to write a checkpoint to.")
-    others = sorted(
-        path.name
-        for path in target.iterdir()
-        if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in replaces)
-    )
+    others = sorted(x.name for x in target.iterdir() if not matches(x.name, replaces))
     if others:
         raise ValueError(
             f"{str(target)!r} holds {first_names(others)}, which are not part of such a checkpoint "
@@ -134,28 +171,24 @@ def _check_replaced(target: Path, replaces: Collection[str]) -> None:
         )
 
 
-def _probe(folder: Path, what: str) -> None:
+def _probe(folder: Path, target: Path) -> None:
     """Check that all processes can write to one file in a folder. Collective."""
-    path, is_first = folder / _PROBE, jax.process_index() == 0
-    with all_succeed(what):
+    path, is_first = folder / _PROBE, process_index() == 0
+    with all_write(target):
         if is_first:
-            path.write_bytes(bytes(jax.process_count()))
-    with all_succeed(what):
-        _check_seen(folder)
-        _write_probe(path, jax.process_index())
-    with all_succeed(what):
+            path.write_bytes(bytes(process_count()))
+    with all_write(target):
+        if not folder.is_dir():
+            raise ValueError(
+                f"Process {process_index()} does not see {str(folder)!r}, which process 0 created. "
+                "Write to a directory on a file system that all processes share."
+            )
+        _write_probe(path, process_index())
+    with all_write(target):
         _check_probe(path)
-    with all_succeed(what):
+    with all_write(target):
         if is_first:
             path.unlink()
-
-
-def _check_seen(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ValueError(
-            f"Process {jax.process_index()} does not see {str(folder)!r}, which process 0 "
-            "created. Write to a directory on a file system that all processes share."
-        )
 
 
 def _write_probe(path: Path, process: int) -> None:
@@ -173,24 +206,10 @@ def _check_probe(path: Path) -> None:
     Mounts of object stores write a whole file when it is closed, and keep that of one process.
     """
     content = path.read_bytes()
-    if content != b"x" * jax.process_count():
+    if content != b"x" * process_count():
         raise OSError(
             f"The file system of {str(path.parent)!r} does not keep what several processes write "
-            f"to one file: of {jax.process_count()} bytes from as many processes, "
+            f"to one file: of {process_count()} bytes from as many processes, "
             f"{content.count(b'x')} are there. Write to a shared POSIX file system, or from one "
             "process."
         )
-
-
-def _exchange(filled: Path, target: Path, replaced: Path) -> None:
-    # A rename cannot replace a folder that has content, so the old one is renamed first.
-    had_target = target.exists()
-    if had_target:
-        os.rename(target, replaced)
-    try:
-        os.rename(filled, target)
-    except OSError:
-        if had_target:
-            os.rename(replaced, target)
-        raise
-    flush(target.parent)

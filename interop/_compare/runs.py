@@ -1,0 +1,321 @@
+"""Run a function of JAX and a module of PyTorch, and record the outputs of their submodules.
+
+Flax NNX, Equinox and plain classes have no common way to record, so `__call__` of their classes is
+replaced while the function runs. A submodule is recognised by the arrays that it holds: `nnx.merge`
+and `eqx.combine` make other objects of them. In a `scan` or with `nnx.vmap` the arrays are others
+too, so what is in there is not recorded. PyTorch has hooks.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxzero._mesh import is_traced
+from jaxzero.interop._tensors import plain_name
+
+Calls = dict[str, list[np.ndarray]]  # by name: the first array of the output of each call
+
+
+class Named(NamedTuple):
+    """A model's outputs."""
+
+    arrays: dict[str, np.ndarray]  # by dotted name; "" if there is one array and nothing else
+    others: tuple[str, ...]  # names of what is no array
+
+
+def named_arrays(tree: Any) -> Named:
+    """Name the arrays of outputs: mappings, dataclasses and tuples, nested. None is left out."""
+    arrays, others = {}, []
+    for name, leaf in _leaves(tree, ""):
+        array = as_numpy(leaf)
+        if array is None:
+            others.append(f"{name} ({type(leaf).__name__})".strip())
+        else:
+            arrays[name] = array
+    return Named(arrays, tuple(others))
+
+
+def first_array(tree: Any) -> Any:
+    """The first array of outputs, as it is; None if there is none."""
+    return next((leaf for _, leaf in _leaves(tree, "") if _is_array(leaf)), None)
+
+
+def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    parts = _parts(tree)
+    if parts is None:
+        yield name, tree
+        return
+    for key, part in parts:
+        yield from _leaves(part, f"{name}.{key}" if name else str(key))
+
+
+def _parts(tree: Any) -> list[tuple[Any, Any]] | None:
+    """The parts of a container; None if it is a leaf."""
+    if tree is None:
+        return []
+    if isinstance(tree, Mapping):  # also the outputs of transformers
+        return list(tree.items())
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return list(zip(tree._fields, tree, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(tree, tuple | list):
+        return list(enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not _is_array(tree):
+        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return None
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def as_numpy(leaf: Any) -> np.ndarray | None:
+    """An array of either library as one of NumPy that shares no memory; None if it is none."""
+    if not _is_array(leaf):
+        return None
+    if hasattr(leaf, "detach"):  # a tensor of PyTorch
+        import torch
+
+        tensor = leaf.detach().cpu().resolve_conj().resolve_neg()
+        if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
+            narrow = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+            return tensor.float().numpy().astype(narrow)
+        return tensor.numpy().copy()
+    return np.array(jax.tree.leaves(leaf)[0])  # of a variable of Flax, its value
+
+
+def map_arrays(convert: Callable[[Any], Any], inputs: Any) -> Any:
+    """Convert the arrays among inputs, in dicts, lists and tuples; the rest stays."""
+    if isinstance(inputs, Mapping):
+        return {key: map_arrays(convert, each) for key, each in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(map_arrays(convert, each) for each in inputs)
+    return convert(inputs) if _is_array(inputs) else inputs
+
+
+def jax_array(given: Any) -> jax.Array:
+    """An input for JAX, in the dtype that JAX has for it: float32 and int32 without x64.
+
+    Raises:
+        ValueError: it holds an integer that this dtype lacks.
+    """
+    array: Any = as_numpy(given) if hasattr(given, "detach") else given
+    found = jnp.asarray(array)
+    if jnp.issubdtype(found.dtype, jnp.integer) and not np.array_equal(found, array):
+        raise ValueError(f"`inputs` hold integers that {found.dtype} lacks, which JAX would use.")
+    return found
+
+
+def torch_tensor(given: Any, device: Any) -> Any:
+    """An input for PyTorch, in the dtype that JAX has for it; but integers have 64 bits.
+
+    A tensor of PyTorch stays what it is.
+    """
+    import torch
+
+    if hasattr(given, "detach"):
+        return given.to(device)
+    array = np.array(jax_array(given))
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        array = array.astype(np.int64)
+    narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
+    tensor = torch.from_numpy(array.astype(np.float32) if narrow else array)
+    return tensor.to(device, getattr(torch, array.dtype.name))
+
+
+def call(function: Callable[..., Any], inputs: Any) -> Any:
+    """Call with a tuple or list as positional arguments, a dict as named ones, else with one."""
+    if isinstance(inputs, Mapping):
+        return function(**inputs)
+    return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
+
+
+@contextlib.contextmanager
+def recorded(model: Any) -> Iterator[Calls]:
+    """Record the outputs of submodules of `model`, under the names that `named_leaves` gives."""
+    calls: Calls = {}
+    names: dict[Any, str] = {}
+    for name, part in submodules_of(model).items():
+        names.setdefault(_identity(part), name)
+    active: set[int] = set()  # a class may call `__call__` of its base
+
+    def replaced(original: Any) -> Any:
+        @functools.wraps(original)
+        def run(self, *args, **kwargs):
+            name = None if id(self) in active else names.get(_identity(self))
+            bound = original.__get__(self, type(self))
+            if name is None:
+                return bound(*args, **kwargs)
+            active.add(id(self))
+            try:
+                output = bound(*args, **kwargs)
+            finally:
+                active.discard(id(self))
+            array = first_array(output)
+            if is_traced(array):  # in a vmap: one call for each example
+                jax.debug.callback(lambda x: _add(calls, name, x), array)
+            else:
+                _add(calls, name, array)
+            return output
+
+        return run
+
+    owners = {_owner(type(part)) for part in submodules_of(model).values()}
+    originals = {owner: vars(owner)["__call__"] for owner in owners}
+    try:
+        for owner, original in originals.items():
+            owner.__call__ = replaced(original)
+        yield calls
+        jax.effects_barrier()
+    finally:
+        for owner, original in originals.items():
+            owner.__call__ = original
+
+
+def _add(calls: Calls, name: str, output: Any) -> None:
+    if name and output is not None and not jnp.issubdtype(output.dtype, jax.dtypes.extended):
+        array = as_numpy(output)
+        assert array is not None
+        calls.setdefault(name, []).append(array)
+
+
+def submodules_of(model: Any) -> dict[str, Any]:
+    """The parts of a model that can be called, by dotted path."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+
+    def walk(node: Any, path: str) -> None:
+        if id(node) in seen or isinstance(node, nnx.Variable | nnx.RngStream):
+            return
+        seen.add(id(node))
+        if path and callable(node) and isinstance(type(node).__call__, types.FunctionType):
+            found[path] = node
+        for name, part in _parts_of_model(node):
+            walk(part, f"{path}.{name}" if path else str(name))
+
+    walk(model, "")
+    return found
+
+
+def _parts_of_model(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, Mapping):
+        return list(node.items())
+    if isinstance(node, tuple | list):
+        return list(enumerate(node))
+    if isinstance(node, type | types.FunctionType | types.ModuleType | np.ndarray | jax.Array):
+        return []
+    held = getattr(node, "__dict__", {})
+    return [(name, part) for name, part in held.items() if not name.startswith("_")]
+
+
+def _identity(part: Any) -> Any:
+    leaves = jax.tree.leaves(part)
+    return type(part), tuple(map(id, leaves)) if leaves else id(part)
+
+
+def _owner(kind: type) -> type:
+    """The class that defines `__call__`."""
+    return next(each for each in kind.__mro__ if "__call__" in vars(each))
+
+
+def calls_in(intermediates: Any) -> Calls:
+    """Name what a function returns as intermediates: `{"layers": {"0": {"mlp": array}}}`.
+
+    Those of Flax have a tuple with an element for each call, under the name `__call__` if they are
+    outputs of modules, and Linen puts them under "intermediates".
+    """
+    calls: Calls = {}
+
+    def walk(node: Any, path: tuple[str, ...]) -> None:
+        if isinstance(node, nnx.Variable):
+            node = node.get_value()
+        if isinstance(node, Mapping):
+            for key, part in node.items():
+                walk(part, path if key in ("__call__",) else (*path, str(key)))
+        elif isinstance(node, list):
+            for number, part in enumerate(node):
+                walk(part, (*path, str(number)))
+        else:
+            for each in node if isinstance(node, tuple) else (node,):
+                _add(calls, ".".join(path), first_array(each))
+
+    held = intermediates if isinstance(intermediates, Mapping) else {}
+    walk(held["intermediates"] if set(held) == {"intermediates"} else intermediates, ())
+    return calls
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchCall:
+    """One call of a submodule.
+
+    Attributes:
+        name: of the submodule.
+        array: the first array of its output; None if it has none, or is not recorded.
+        num_roundings: parameters that were used up to its end, and calls without parameters.
+        longest_sum: the most elements that one of these parameters sums over.
+    """
+
+    name: str
+    array: np.ndarray | None
+    num_roundings: int
+    longest_sum: int
+
+
+def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[TorchCall]]:
+    """Run a module in evaluation mode, without gradients.
+
+    Returns:
+        Its outputs, and the calls of its submodules in the order in which they ended. The last one
+        is that of `module`, with the name "".
+    """
+    import torch
+
+    parameter = next(module.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    inputs = map_arrays(lambda each: torch_tensor(each, device), inputs)
+    calls: list[TorchCall] = []
+
+    def add(name: str, each: Any, _: Any, output: Any) -> None:
+        own = len(list(each.parameters(recurse=False)))
+        is_leaf = next(each.children(), None) is None
+        held = list(each.parameters())  # also of children that are used without a call
+        last = calls[-1] if calls else TorchCall("", None, 0, 1)
+        calls.append(
+            TorchCall(
+                name,
+                as_numpy(first_array(output)) if record and name else None,
+                max(last.num_roundings + max(own, int(is_leaf)), len(held)),
+                max([last.longest_sum, *map(_summed, held)]),
+            )
+        )
+
+    with _evaluation(module), contextlib.ExitStack() as stack, torch.no_grad():
+        for name, each in module.named_modules():
+            hook = functools.partial(add, plain_name(name))
+            stack.callback(each.register_forward_hook(hook).remove)
+        outputs = call(module, inputs)
+    return outputs, calls
+
+
+def _summed(parameter: Any) -> int:
+    """Elements that are summed for one of the output: inputs of a linear layer, or a norm's."""
+    return math.prod(parameter.shape[1:]) if parameter.ndim > 1 else parameter.numel()
+
+
+@contextlib.contextmanager
+def _evaluation(module: Any) -> Iterator[None]:
+    training = {each: each.training for each in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, was in training.items():
+            each.training = was

@@ -1,0 +1,312 @@
+"""Read JSON that others wrote: every value is checked against the kind that its key may hold.
+
+In: the path of a JSON file, and a table of kinds by key. Out: values of the right type and range,
+or a `ValueError` that names the file and the key. The readers of `config.json` and `ds_config.json`
+use it.
+
+Python converts too readily: `True` is an integer, `"false"` is true, NaN is a number. A kind
+accepts an integer, a number, a flag or a text in a range, and nothing that only converts to it.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import _text
+from ._regular_file import IrregularFile, read_regular
+
+MOST_BYTES = 2**24  # configurations have some kilobytes, with long vocabularies some megabytes
+MOST_LEVELS = 64  # of nesting
+LARGEST = 2**31 - 1  # sizes and positions are int32
+
+
+def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Values are not checked: NaN and Infinity are read as Python reads them, so that `JsonKeys` can
+    name the key that holds them.
+
+    Args:
+        path: of the file.
+        remedy: what to do about a damaged file, for messages.
+
+    Raises:
+        ValueError: it is not a regular file (but a directory, pipe or device), is larger than 16
+            MiB, is not JSON in UTF-8, nests deeper than 64 levels, holds a key twice, or is not an
+            object.
+        OSError: it cannot be read.
+    """
+    try:
+        text = read_regular(path, MOST_BYTES).decode()
+        content = json.loads(text, object_pairs_hook=_without_duplicates)
+    except IrregularFile:
+        raise
+    except IsADirectoryError as error:
+        raise ValueError(f"{str(path)!r} is a directory, not a JSON file. {remedy}") from error
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} cannot be read as JSON ({error}). {remedy}") from error
+    except RecursionError:
+        raise ValueError(_too_deep(path, remedy)) from None
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{str(path)!r} must hold a JSON object; got {type(content).__name__}. {remedy}"
+        )
+    level, levels = [content], 0
+    while level := [child for each in level for child in _containers(each)]:
+        levels += 1
+        if levels >= MOST_LEVELS:
+            raise ValueError(_too_deep(path, remedy))
+    return content
+
+
+def _containers(value: Any) -> list[Any]:
+    children = value.values() if isinstance(value, dict) else value
+    return [child for child in children if isinstance(child, dict | list)]
+
+
+def _too_deep(path: Path, remedy: str) -> str:
+    return f"{str(path)!r} nests objects or lists deeper than {MOST_LEVELS} levels. {remedy}"
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise ValueError(f"the key {name[:80]!r} is there twice")
+        content[name] = value
+    return content
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a key may hold.
+
+    Args:
+        text: completes the sentence "the key must be ...".
+        accepts: returns True for an allowed value.
+        convert: makes an accepted value the one that the reader gets.
+    """
+
+    text: str
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+def integer(least: int = 1, most: int = LARGEST) -> Kind:
+    """An integer in `[least, most]`; neither a boolean nor 2.0."""
+    text = f"an integer from {least} to {most}"
+    if most == LARGEST and least in (0, 1):
+        text = "a positive integer below 2**31" if least else "0 or a positive integer below 2**31"
+    return Kind(text, lambda value: type(value) is int and least <= value <= most)
+
+
+def whole(least: int, most: int) -> Kind:
+    """An integer in `[least, most]`, also if it is written as 5e8."""
+
+    def accepts(value: Any) -> bool:
+        return type(value) in (int, float) and least <= value <= most and value == int(value)
+
+    return Kind(f"a whole number from {least} to {most}", accepts, int)
+
+
+def number(
+    least: int | float = -math.inf,
+    most: int | float = math.inf,
+    *,
+    above: int | float = -math.inf,
+    below: int | float = math.inf,
+) -> Kind:
+    """A finite number, as a float: in `[least, most]`, and strictly between `above` and `below`."""
+    limits = {"at least": least, "above": above, "at most": most, "below": below}
+    words = [f"{name} {limit:g}" for name, limit in limits.items() if math.isfinite(limit)]
+
+    def accepts(value: Any) -> bool:
+        return (
+            type(value) in (int, float)
+            and abs(value) < 2**1023  # also as float; neither infinite nor NaN
+            and least <= value <= most
+            and above < value < below
+        )
+
+    return Kind(" ".join(["a finite number", " and ".join(words)]).strip(), accepts, float)
+
+
+def zero_or(kind: Kind) -> Kind:
+    """0, or what `kind` accepts."""
+    return Kind(
+        f"0, or {kind.text}",
+        lambda value: (type(value) in (int, float) and value == 0) or kind.accepts(value),
+        kind.convert,
+    )
+
+
+def one_of(*choices: str) -> Kind:
+    """One of these texts."""
+    text = f"one of {', '.join(map(repr, choices))}"
+    return Kind(text, lambda value: isinstance(value, str) and value in choices)
+
+
+def exactly(only: Any) -> Kind:
+    """`only`; where that is false or 0, null as well."""
+
+    def accepts(value: Any) -> bool:
+        if value is None:
+            return not only
+        numbers = {int, float}
+        alike = type(value) is type(only) or {type(value), type(only)} <= numbers
+        return alike and value == only
+
+    return Kind(shown(only), accepts, lambda value: only)
+
+
+def optional(kind: Kind) -> Kind:
+    """Null, which is read as None, or what `kind` accepts."""
+    return Kind(
+        f"{kind.text}, or null",
+        lambda value: value is None or kind.accepts(value),
+        lambda value: None if value is None else kind.convert(value),
+    )
+
+
+def list_of(kind: Kind, *, length: int | None = None) -> Kind:
+    """A list, as a tuple, each entry of which `kind` accepts."""
+    num = "" if length is None else f"{length} entries, "
+    return Kind(
+        f"a list of {num}each {kind.text}",
+        lambda value: (
+            isinstance(value, list | tuple)
+            and length in (None, len(value))
+            and all(map(kind.accepts, value))
+        ),
+        lambda value: tuple(map(kind.convert, value)),
+    )
+
+
+ANYTHING = Kind("any value", lambda value: True)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+
+
+def shown(value: Any) -> str:
+    """A value in a message: a constant as in JSON, or a `repr` of bounded length."""
+    is_constant = value is None or isinstance(value, bool)
+    return json.dumps(value) if is_constant else _text.shown(value)
+
+
+_NO_DEFAULT = object()
+
+
+class JsonKeys:
+    """The keys of a JSON object, each with the kind of value that it may hold.
+
+    Only keys in `kinds` can be read, so that no value is used unchecked.
+
+    Args:
+        content: the object.
+        kinds: what each key may hold. Keys of nested objects are in the same table.
+        where: the file, for messages.
+        remedy: what to do about a wrong value, for messages.
+        missing: what to do about a missing key, for messages.
+        defaults: values of keys that the object does not have.
+        prefix: of keys in messages, for nested objects.
+    """
+
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        kinds: Mapping[str, Kind],
+        *,
+        where: str,
+        remedy: str,
+        missing: str,
+        defaults: Mapping[str, Any] | None = None,
+        prefix: str = "",
+    ):
+        self._where = where
+        self._content = content
+        self._kinds = kinds
+        self._remedy = remedy
+        self._missing = missing
+        self._defaults = defaults or {}
+        self._prefix = prefix
+
+    def __contains__(self, key: str) -> bool:
+        """Return True if the object itself has the key, be it null."""
+        return key in self._content
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the value of a key, or its default.
+
+        Raises:
+            ValueError: the value is not of the key's kind, or there is neither value nor default.
+        """
+        value = self.get(key, _NO_DEFAULT)
+        if value is _NO_DEFAULT:
+            self.require(key)
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key; without one, its default; without that, `default`.
+
+        Raises:
+            ValueError: the value is not of the key's kind.
+        """
+        assert key in self._kinds, f"The table lacks a line for `{key}`."
+        if key not in self._content:
+            return self._defaults.get(key, default)
+        return self._checked(key, self._content[key])
+
+    def _checked(self, key: str, value: Any) -> Any:
+        kind = self._kinds[key]
+        if not kind.accepts(value):
+            raise self.error(key, f"must be {kind.text}; got {shown(value)}")
+        return kind.convert(value)
+
+    def section(self, key: str) -> "JsonKeys":
+        """Return a nested object; in place of null or a missing key its default, or an empty one.
+
+        Raises:
+            ValueError: the value is neither an object nor null.
+        """
+        value = self._content.get(key)
+        if not optional(OBJECT).accepts(value):
+            raise self.error(key, f"must be {optional(OBJECT).text}; got {shown(value)}")
+        return self._nested(value or self._defaults.get(key) or {}, f"{self._prefix}{key}.")
+
+    def over(self, other: "JsonKeys") -> "JsonKeys":
+        """Return the keys of both, those of `self` where both have one."""
+        merged = {**other._content, **self._content}
+        return self._nested(merged, self._prefix if self._content else other._prefix)
+
+    def require(self, *keys: str) -> None:
+        """Raise `ValueError` if one of the keys has neither value nor default, or is null."""
+        missing = sorted(
+            f"{self._prefix}{key}" for key in keys if self._value_or_default(key) is None
+        )
+        if missing:
+            raise ValueError(f"{self._where} lacks {', '.join(missing)}. {self._missing}")
+
+    def error(self, key: str, what: str, *, remedy: str | None = None) -> ValueError:
+        """The error "`key` in 'path' {what}. {remedy}"; by default the remedy for wrong values."""
+        where = f"`{self._prefix}{key}` in {self._where}"
+        return ValueError(f"{where} {what}. {remedy or self._remedy}")
+
+    def __bool__(self) -> bool:
+        return bool(self._content)
+
+    def _value_or_default(self, key: str) -> Any:
+        return self._content.get(key, self._defaults.get(key))
+
+    def _nested(self, content: Mapping[str, Any], prefix: str) -> "JsonKeys":
+        return JsonKeys(
+            content,
+            self._kinds,
+            where=self._where,
+            remedy=self._remedy,
+            missing=self._missing,
+            prefix=prefix,
+        )
