@@ -43,6 +43,7 @@ from .weight_buckets import (
     decode_bucket,
     encode_bucket,
     gather_next_axis,
+    tied,
     with_barrier,
 )
 
@@ -390,15 +391,3 @@ def _add(x: Array, y: Array) -> Array:
     """Add in the wider of the two dtypes, since each term was reduced in a dtype of its own."""
     dtype = jnp.promote_types(x.dtype, y.dtype)
     return x.astype(dtype) + y.astype(dtype)
-
-
-def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
-    """Return `arrays` and `value`, each available only once both are ([Note: ties]).
-
-    XLA drops an operand of a barrier if nothing but the barrier reads it and nothing reads its
-    output. `value` can come to that when XLA rewrites its readers. An example: if each device has
-    one row, the readers of a matrix product `[1, s, d]` are made to read `[s, d]`, and only the
-    barrier is left to read the reshaped product. Two barriers are two readers, so both wait.
-    """
-    arrays, after = lax.optimization_barrier((arrays, value))
-    return lax.optimization_barrier((arrays, value))[0], after

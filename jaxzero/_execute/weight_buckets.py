@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 from .._collectives import (
     CommSpec,
@@ -115,6 +116,18 @@ def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBuck
     """Pass the data of buckets through the barrier `bind`."""
     data = bind([x.data for x in buckets])
     return [dataclasses.replace(x, data=d) for x, d in zip(buckets, data, strict=True)]
+
+
+def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
+    """Return `arrays` and `value`, each available only once both are ([Note: ties]).
+
+    XLA drops an operand of a barrier if nothing but the barrier reads it and nothing reads its
+    output. `value` can come to that when XLA rewrites its readers. An example: if each device has
+    one row, the readers of a matrix product `[1, s, d]` are made to read `[s, d]`, and only the
+    barrier is left to read the reshaped product. Two barriers are two readers, so both wait.
+    """
+    arrays, after = lax.optimization_barrier((arrays, value))
+    return lax.optimization_barrier((arrays, value))[0], after
 
 
 def decode_bucket(

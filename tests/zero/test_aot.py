@@ -106,7 +106,7 @@ def test_no_whole_gradient_is_held_while_the_layers_run_backward(scanned):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_unrolled_layers_take_little_more_memory_than_scanned_ones(mesh, rows):
-    """With one row on each device, XLA once dropped what gathers wait for (`block.tied`)."""
+    """With one row on each device, XLA once dropped what gathers wait for (`tied`)."""
     scanned, unrolled = (temporary_bytes(mesh, rows, unrolled=x) for x in (False, True))
     layer = 2 * (4 * DEEP.width + 3 * DEEP.hidden) * DEEP.width
     assert unrolled < scanned + layer
