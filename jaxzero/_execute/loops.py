@@ -254,10 +254,12 @@ class LoopRun:
     def _shape_of(
         self, state: LoopState, shapes: Mapping[Any, Any], key: pipeline.Key, lag: int
     ) -> Any:
-        """The shape of an entry: that of the same iteration or, if it has none, of another."""
+        """The shape of an entry: that at the same lag, or at the nearest before it or after."""
         others = [layer[key] for layer in state.layers.values() if key in layer]
-        same = [shapes[key, x] for x in range(lag, -1, -1) if (key, x) in shapes]
-        return (same or others)[0]
+        lags = [x for other, x in shapes if other == key]
+        if not lags:
+            return others[0]
+        return shapes[key, min(lags, key=lambda x: (x > lag, abs(x - lag)))]
 
     def _repeat(
         self, carry: list[Any], state: LoopState, ticks: range

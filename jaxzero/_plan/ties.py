@@ -11,7 +11,7 @@ The barrier also takes the gradients that were reduced before the previous gathe
 XLA may delay all reductions to the end of the program, and full gradients pile up. They are those
 of the previous gather, not of this one, so that a reduction can overlap with one group's compute.
 XLA removes an operand from a barrier if nothing else reads it before or after the barrier, so
-gradients are read from the barrier's outputs, and a tie is two barriers (`_execute.weight_buckets.tied`).
+gradients are read from the barrier's outputs, and a tie is two barriers (`weight_buckets.tied`).
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero._plan import known_after
-from jaxzero._plan.body_work import work_done
+from jaxzero._plan.body_work import known_after, work_done
 from jaxzero._program import Value
 
 LAYERS, WIDTH, ROWS = 4, 16, 8
