@@ -11,6 +11,7 @@ from .block_plan import BlockPlan as BlockPlan
 from .block_plan import GatherGroup as GatherGroup
 from .block_plan import LoopPlan as LoopPlan
 from .emit import instructions_of as instructions_of
+from .emit_loop import pipeline_of as pipeline_of
 from .final_gradients import mark_final_gradients as mark_final_gradients
 from .held_by_loops import most_held as most_held
 from .hpz import mark_kept_slices as mark_kept_slices
@@ -24,7 +25,6 @@ from .param_uses import Stack as Stack
 from .param_uses import View as View
 from .param_uses import find_uses as find_uses
 from .pipeline import Pipeline as Pipeline
-from .pipeline import pipeline_of as pipeline_of
 from .plan import Plan as Plan
 from .plan_step import PlanStep as PlanStep
 from .plan_step import region_name as region_name

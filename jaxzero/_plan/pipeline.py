@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from .._program import Loop, Value
 from .block_plan import BlockPlan, LoopPlan
-from .body_work import known_after
-from .emit import deferred_instructions, instructions_of
-from .hpz import slices_kept_in_program
 from .instructions import (
     Begin,
     Collect,
     Decode,
+    Drop,
     Encode,
     EncodeGradients,
     FetchRow,
@@ -36,19 +33,18 @@ from .instructions import (
     FetchState,
     Finish,
     Hold,
-    HoldStates,
     Instruction,
-    JoinCopies,
     KeepSlices,
     Output,
     PinGradients,
     Reduce,
+    Run,
     Send,
     TakeShards,
     TakeSlices,
     Update,
 )
-from .param_uses import LoopUses, ShardedParam
+from .param_uses import ShardedParam
 
 Key = tuple[str, Any]  # a value of an iteration that may be carried, such as a bucket
 Entry = tuple[Key, int]  # the value of iteration `t - lag` that tick `t` finds
@@ -186,6 +182,29 @@ class Pipeline:
         later = [reads for at, reads, _ in events if at >= lag]
         return is_made and bool(later) and later[0]
 
+    def __str__(self) -> str:
+        """The list, with the lags, and for how many ticks what an instruction makes is carried."""
+        rows = [("lag", "instruction", "carried")]
+        for each in self.instructions:
+            text = described(each, self.plan.body)
+            if text and isinstance(each, Run) and rows[-1][1].startswith("run "):
+                rows[-1] = ("0", f"{rows[-1][1]}, {text.removeprefix('run ')}", "")
+            elif text:
+                rows.append((f"{each.lag:+d}" if each.lag else "0", text, self._carried_for(each)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _carried_for(self, each: Instruction) -> str:
+        """For how many ticks the next reader waits for what an instruction has made."""
+        _, made = _touched(each, self.plan.body)
+        later = [
+            at for key in made[-1:] for at, reads, x in self._events[key] if reads and x != each
+        ]
+        ticks = min((at - each.lag for at in later if at > each.lag), default=0)
+        is_read_before = any(at == each.lag for at in later)
+        return "" if is_read_before or not ticks else f"{ticks} tick{'s' * (ticks > 1)}"
+
     @functools.cached_property
     def _events(self) -> dict[Key, list[tuple[int, bool, Instruction]]]:
         """For each value, in the order of an iteration: lag, whether it is read, by what."""
@@ -195,6 +214,34 @@ class Pipeline:
             for key in dict.fromkeys((*reads, *writes)):
                 events.setdefault(key, []).append((each.lag, key in reads, each))
         return events
+
+
+def described(each: Instruction, body: BlockPlan) -> str:
+    """An instruction in words; "" for one that only passes a value on."""
+    match each:
+        case TakeShards(weights=weights):
+            return f"take the shards {', '.join(x.name for x in weights)}"
+        case FetchShards(weight=weight):
+            return f"copy the shard {weight.name} from host memory"
+        case Encode(group=group):
+            return f"encode weights {group}"
+        case Send(group=group, axis=axis):
+            return f"all-gather weights {group} over {body.gather_axes[axis]}"
+        case Decode(group=group):
+            return f"decode weights {group}"
+        case Drop(weights=dropped):
+            return f"drop {', '.join(weight.name for weight, _ in dropped)}"
+        case Run(at=at):
+            return f"run {body.block.operations[at].name}"
+        case EncodeGradients(group=group):
+            return f"encode gradients {group}"
+        case Reduce(group=group, axis=axis):
+            return f"reduce gradients {group} over {body.reduce_groups[group].axes[axis]}"
+        case Collect(output=number):
+            return f"put output {number} into its stack"
+        case Update(output=number):
+            return f"update the leaf whose gradient is output {number}"
+    return ""
 
 
 def _is_ahead(each: Instruction) -> bool:
@@ -239,182 +286,3 @@ def _touched(each: Instruction, body: BlockPlan) -> tuple[list[Key], list[Key]]:
         case Update(output=number):
             return [output(number), state(number)], []
     return [], []
-
-
-def pipeline_of(
-    plan: LoopPlan,
-    loop: Loop,
-    uses: LoopUses,
-    *,
-    goes_on: bool = False,
-    in_host: Iterable[ShardedParam] = (),
-    host_rows: tuple[int, ...] = (),
-    copies_wait: bool = False,
-) -> Pipeline:
-    """The pipeline of a loop.
-
-    Args:
-        plan: of the loop.
-        loop: the loop.
-        uses: of weights in it.
-        goes_on: whether another loop continues with its gathers.
-        in_host: the weights that its iterations copy from host memory.
-        host_rows: the stacks that the program scans in host memory, by index.
-        copies_wait: whether copies to and from stacks that the loop updates wait for a product in
-            the middle of the body ([Note: write, then fetch] in `_execute.updates`).
-    """
-    emitter = _LoopEmitter(plan, loop, uses, tuple(in_host), host_rows, copies_wait)
-    first, last = plan.num_first, loop.length - plan.num_last
-    cuts = tuple(dict.fromkeys((0, first, last, loop.length)))
-    listed = tuple(emitter.emit())
-    return Pipeline(plan, loop.length, listed, cuts, goes_on, emitter.kept_ahead)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _LoopEmitter:
-    """Emits the instructions of one tick."""
-
-    plan: LoopPlan
-    loop: Loop
-    uses: LoopUses
-    in_host: tuple[ShardedParam, ...]
-    host_rows: tuple[int, ...]
-    copies_wait: bool
-
-    @property
-    def _end(self) -> int:
-        return len(self.plan.body.block.operations)
-
-    @property
-    def _age(self) -> int:
-        """Ticks until deferred gradients are used.
-
-        They go to host memory one tick after they are reduced, so that the copy overlaps with all
-        of an iteration, and so does the last reduction.
-        """
-        body = self.plan.body
-        axes = (len(body.reduce_groups[x].axes) for x in body.deferred_groups)
-        return max(axes, default=0) + bool(self.plan.host_gradients or self.plan.updates)
-
-    @property
-    def kept_ahead(self) -> tuple[ShardedParam, ...]:
-        """The weights whose node slices are made in an earlier iteration than the one of use."""
-        groups = (x for x in self.plan.body.gather_groups if x.prefetched)
-        ahead = {gather.weight for group in groups for gather in group.gathers if gather.keeps}
-        return tuple(x for x in self._kept if x in ahead)
-
-    @property
-    def _kept(self) -> list[ShardedParam]:
-        made = slices_kept_in_program(self.plan.body)
-        return [stack.layer for stack in self.uses.stacks if stack.layer in made]
-
-    def emit(self) -> Iterator[Instruction]:
-        plan, body, end = self.plan, self.plan.body, self._end
-        taken = tuple(x.layer for x in self.uses.stacks if x.layer not in self.in_host)
-        taken = (*self.uses.constants, *taken)
-        if taken:
-            yield TakeShards(at=0, weights=taken)
-        yield from (x for x in self._fetches() if not x.lag)
-        if self.kept_ahead:
-            yield TakeSlices(at=0, weights=self.kept_ahead)
-        if taken and any(group.prefetched for group in body.gather_groups):
-            yield TakeShards(at=0, lag=-body.num_hops, weights=taken)
-        yield Begin(at=0, rows=self.host_rows)
-        listed = instructions_of(body, in_pipeline=plan.is_pipelined)
-        yield from listed
-        deferred = body.deferred_values()
-        late = [i for i, x in enumerate(body.block.outputs) if x in deferred]
-        known = [i for i in range(len(body.block.outputs)) if i not in late]
-        known = [i for i in known if i not in self.uses.view_outputs]
-        yield from (Output(at=end, output=i) for i in known)
-        yield from self._reduce_deferred(
-            {(x.group, x.axis) for x in listed if isinstance(x, Reduce)}
-        )
-        stacked = [i for i in known if i >= self.loop.num_carry]
-        yield from (Collect(at=end, output=i) for i in stacked if i not in plan.updates)
-        for number in stacked:
-            if number in plan.updates:
-                yield Update(at=end, lag=1, output=number, when=None)
-                yield FetchState(at=end, output=number, when=self._fetches_after)
-        yield from self._use_deferred(late)
-        if self.kept_ahead:
-            yield KeepSlices(at=end, lag=-body.num_hops, weights=self.kept_ahead)
-        if kept := tuple(x for x in self._kept if x not in self.kept_ahead):
-            yield KeepSlices(at=end, weights=kept)
-        yield from (x for x in self._fetches() if x.lag)
-        yield from (FetchRow(at=end, lag=-1, stack=i) for i in self.host_rows)
-        if self.in_host or self.host_rows or plan.updates:
-            yield JoinCopies(at=end)
-
-    def _fetches(self) -> Iterator[Instruction]:
-        """Copies from host memory: `window` ticks before the shards are encoded for the first time.
-
-        They end a tick, unless an iteration copies for itself.
-        """
-        for weight in self.in_host:
-            lag = -(self.plan.leads(weight)[-1] + self.plan.window)
-            at, when = (self._end, self._fetches_after) if lag else (0, None)
-            yield FetchShards(at=at, lag=lag, weight=weight, when=when)
-
-    def _reduce_deferred(self, done: set[tuple[int, int]]) -> Iterator[Instruction]:
-        """Reduce deferred groups over one axis in each tick, except what is `done` before."""
-        body = self.plan.body
-        for group in body.deferred_groups:
-            for axis in range(len(body.reduce_groups[group].axes)):
-                if (group, axis) not in done:
-                    yield Reduce(at=self._end, lag=axis + 1, group=group, axis=axis)
-
-    def _use_deferred(self, outputs: list[int]) -> Iterator[Instruction]:
-        """Collect the deferred outputs, or update with them.
-
-        [Note: the last updates] Where the last tick runs apart, it also copies the layers of all
-        updates that are left, and near its end does the update of the iteration whose gradient is
-        reduced by then. After it nothing computes that could hide these copies.
-        """
-        age, length, end = self._age, self.loop.length, self._end
-        updated = [i for i in outputs if i in self.plan.updates]
-        early = max(0, length - age) if self.plan.updates_last_apart and age > 1 else length
-        yield from self._used(outputs, age, range(early) if early < length else None)
-        for i in updated:
-            stop = early + 1 if early < length else length
-            fetch = FetchState(at=end, lag=age - 1, output=i, when=self._fetches_after)
-            yield dataclasses.replace(fetch, iterations=range(stop if length >= age else 0))
-        if early == length:
-            return
-        last = range(length - 1, length)
-        for lag in range(min(age - 1, length)):
-            for i in updated:
-                fetch = FetchState(at=end, lag=lag, output=i, when=self._fetches_after)
-                yield dataclasses.replace(fetch, iterations=range(length - 1 - lag, length - lag))
-        yield HoldStates(at=end, iterations=last)
-        if length >= age:
-            yield from self._used(outputs, age - 1, range(early, early + 1))
-            early += 1
-        yield from self._used(outputs, age, range(early, length))
-
-    def _used(self, outputs: list[int], lag: int, iterations: range | None) -> list[Instruction]:
-        """Take, and collect or update with, the deferred outputs of some iterations."""
-        when = self._writes_after if lag < self._age else None
-        uses: list[Instruction] = [*deferred_instructions(self.plan.body, lag)]
-        uses += [Output(at=self._end, lag=lag, output=i) for i in outputs]
-        for i in outputs:
-            if i in self.plan.updates:
-                uses.append(Update(at=self._end, lag=lag, output=i, when=when))
-            else:
-                uses.append(Collect(at=self._end, lag=lag, output=i))
-        is_empty = iterations is not None and not iterations
-        return [dataclasses.replace(x, iterations=iterations) for x in uses if not is_empty]
-
-    @functools.cached_property
-    def _fetches_after(self) -> Value | None:
-        """What copies from a stack that the loop updates wait for."""
-        return known_after(self.plan.body, 1 / 4, in_any_order=True) if self.copies_wait else None
-
-    @functools.cached_property
-    def _writes_after(self) -> Value | None:
-        """What the last tick's copy to such a stack waits for.
-
-        The copies before it then need not end earlier: 1.1 ms less to wait for than with 3/4
-        (Llama-7B, ZeRO-3, 2 x 8 H200).
-        """
-        return known_after(self.plan.body, 5 / 6) if self.copies_wait else None

@@ -11,10 +11,11 @@ from .._collectives import HostTransfer, ReduceSpec, Transfer, readable_bytes
 from .._program import Loop, Value
 from .block_plan import BlockPlan, ReduceGroup
 from .emit import instructions_of
+from .emit_loop import pipeline_of
 from .held_whole import HeldWhole, find_held_whole
 from .host_steps import HostSteps
 from .instructions import Instruction, Reduce, Send
-from .pipeline import pipeline_of
+from .pipeline import Pipeline
 from .plan_step import Hop, PlanStep, operation_names, region_name, tied_to
 
 
@@ -60,6 +61,14 @@ class Plan:
     def held_whole(self) -> tuple[HeldWhole, ...]:
         """What is held for all layers, or for a whole loop, and why."""
         return tuple(find_held_whole(self.top))
+
+    @property
+    def loops(self) -> dict[str, Pipeline]:
+        """The list of instructions of one turn of each loop, by the loop's name in `steps`.
+
+        Printed, each has its lag: in turn `t` it works on layer `t - lag`.
+        """
+        return dict(_pipelines(self.top, ()))
 
     @property
     def described_combined(self) -> tuple[str, ...]:
@@ -262,6 +271,16 @@ def _hops(
             hop = Hop(axes[each.axis], each.at, names[each.at], each.lag)
             found.setdefault((type(each), each.group), []).append(hop)
     return {key: tuple(hops) for key, hops in found.items()}
+
+
+def _pipelines(plan: BlockPlan, path: tuple[int, ...]) -> Iterator[tuple[str, Pipeline]]:
+    for index, loop in plan.loops.items():
+        operation, inside = plan.block.operations[index], (*path, index)
+        assert isinstance(operation, Loop)
+        uses = plan.uses.loops[index]
+        hosts = [stack.layer for stack in uses.stacks if stack.in_host]
+        yield region_name(inside), pipeline_of(loop, operation, uses, in_host=hosts)
+        yield from _pipelines(loop.body, inside)
 
 
 def _reduce_steps(
