@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,6 @@ from .weight_buckets import Bind, on_shard
 
 if TYPE_CHECKING:
     from .block import BlockRunner
-
-
-class _Carry(NamedTuple):
-    """What a loop over ticks carries."""
-
-    carry: list[Any]  # of the program's loop
-    values: list[Any]  # one for each entry of `Pipeline.carried`
-    stacks: list[Any]  # `LoopState.stacks`, in order
 
 
 def start_loop(outer: BlockRunner, index: int, tie: Bind) -> None:
@@ -193,7 +185,7 @@ class LoopRun:
         One iteration is traced for shapes alone, from its own tick to the last that works on it.
         """
         last = max((x.lag for x in self.pipeline.instructions), default=0)
-        if not last and not self.is_cut:
+        if not last and not self.is_cut and not self.plan.host_gradients:
             return {}
         listed = [x for x in self.pipeline.instructions if 0 in self.pipeline.iterations(x)]
         keys: list[Any] = []
@@ -277,46 +269,46 @@ class LoopRun:
         hold = lax.optimization_barrier if self.is_cut and len(ticks) == 1 else _same
         collected: list[pipeline.Key] = []
 
-        def body(given: _Carry, scanned: Any) -> tuple[_Carry, list[Any]]:
+        def body(given: list[Any], scanned: Any) -> tuple[list[Any], list[Any]]:
             number, rows = scanned
             if self.is_cut:
                 number, given = hold((number, given))
                 given, rows = hold((given, self.rows_at(number)))
+            values, stacks, carried = _split(given, len(entries), len(keys))
             layers: Layers = {}
-            for (key, lag), x in zip(entries, given.values, strict=True):
+            for (key, lag), x in zip(entries, values, strict=True):
                 layers.setdefault(lag, {})[key] = x
-            stacks = dict(zip(keys, given.stacks, strict=True))
-            current = LoopState(layers, stacks, state.slices)
-            tick = Tick(self, current, number, ticks, carry=given.carry, rows=rows)
+            current = LoopState(layers, dict(zip(keys, stacks, strict=True)), state.slices)
+            tick = Tick(self, current, number, ticks, carry=carried, rows=rows)
             tick.run(listed, entries)
             collected[:] = [x for x in tick.collected if not self.carries(x)]
-            after = _Carry(
-                tick.carry,
-                [
-                    # Where nothing is sent any more, what was sent last stays in its place.
+            after = [
+                # Where nothing is sent any more, what was sent last stays in its place.
+                *(
                     current.layers.get(lag, {}).get(key, x)
-                    for (key, lag), x in zip(entries, given.values, strict=True)
-                ],
-                [current.stacks[key] for key in keys],
-            )
+                    for (key, lag), x in zip(entries, values, strict=True)
+                ),
+                *(current.stacks[key] for key in keys),
+                *tick.carry,
+            ]
             outputs = [tick.collected[x] for x in collected]
             return hold((after, outputs)) if self.is_cut else (after, outputs)
 
         values = [state.layers[lag][key] for key, lag in entries]
-        before = _Carry(carry, values, [state.stacks[key] for key in keys])
+        before = [*values, *(state.stacks[key] for key in keys), *carry]
         traced, note = repeated(body, len(ticks))
         numbers = jnp.arange(ticks.start, ticks.stop)
         numbers = numbers[::-1] if self.loop.is_reversed else numbers
         rows = None if self.is_cut else self._device_rows
         after, outputs = self.loop.scan(traced, before, (numbers, rows), len(ticks))
         note()
-        layers = {}
-        found = self.pipeline.found_by(ticks.stop)
-        for (key, lag), x in zip(entries, after.values, strict=True):
+        values, stacks, carry = _split(after, len(entries), len(keys))
+        layers, found = {}, self.pipeline.found_by(ticks.stop)
+        for (key, lag), x in zip(entries, values, strict=True):
             if (key, lag) in found:
                 layers.setdefault(lag, {})[key] = x
-        state = LoopState(layers, dict(zip(keys, after.stacks, strict=True)), state.slices)
-        return after.carry, state, dict(zip(collected, outputs or [], strict=True))
+        state = LoopState(layers, dict(zip(keys, stacks, strict=True)), state.slices)
+        return carry, state, dict(zip(collected, outputs or [], strict=True))
 
     @functools.cached_property
     def _device_rows(self) -> list[Any]:
@@ -355,6 +347,11 @@ class LoopRun:
                 data = found["slices", stack.layer]
                 kept = state.slices[stack.layer].stack(data)
                 self.outer.layers[0][pipeline.shards(stack.view.weight)] = kept
+
+
+def _split(x: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """Cut a list after `first` elements, and after `second` more."""
+    return x[:first], x[first : first + second], x[first + second :]
 
 
 def _zeros(x: Any) -> Array:

@@ -60,7 +60,7 @@ def pipeline_of(
     """
     emitter = _LoopEmitter(plan, loop, uses, tuple(in_host), host_rows, copies_wait)
     first, last = plan.num_first, loop.length - plan.num_last
-    cuts = tuple(dict.fromkeys((0, first, last, loop.length)))
+    cuts = (0, *dict.fromkeys(x for x in (first, last) if 0 < x < loop.length), loop.length)
     listed = tuple(emitter.emit())
     return Pipeline(plan, loop.length, listed, cuts, goes_on, emitter.kept_ahead)
 

@@ -39,7 +39,9 @@ from .instructions import (
     PinGradients,
     Reduce,
     Run,
+    RunLoop,
     Send,
+    StartLoop,
     TakeShards,
     TakeSlices,
     Update,
@@ -136,6 +138,8 @@ class Pipeline:
     def has_iteration(self, each: Instruction, ticks: range) -> bool:
         """Whether an instruction has an iteration in any of some ticks."""
         known = self.iterations(each)
+        if not self.length:  # the body is traced nevertheless
+            return True
         return max(ticks.start - each.lag, known.start) < min(ticks.stop - each.lag, known.stop)
 
     def in_ticks(self, ticks: range) -> Iterator[Instruction]:
@@ -273,6 +277,9 @@ def _touched(each: Instruction, body: BlockPlan) -> tuple[list[Key], list[Key]]:
             return [gradient(x) for x in groups], [gradient(x) for x in groups]
         case Finish(group=group):
             return [gradient(group)], []
+        case StartLoop(loop=index) | RunLoop(at=index):
+            uses = body.uses.loops[index]
+            return [shards(x) for x in (*uses.constants, *(x.view.weight for x in uses.stacks))], []
         case FetchRow(stack=stack):
             return [], [row(stack)]
         case Begin(rows=rows):

@@ -35,8 +35,11 @@ class Branch(Loop):
     def is_reversed(self) -> bool:
         return False
 
-    def scan(self, body: Callable, carry: Any, stacks: Any) -> tuple[Any, Any]:
+    def scan(
+        self, body: Callable, carry: Any, stacks: Any, length: int | None = 1
+    ) -> tuple[Any, Any]:
         """Run the body once if the last carried value is true; it may return no stacks."""
+        assert length == 1
         layers, stacked = jax.tree.map(lambda x: x[0], stacks), None
 
         def run(carry: Any) -> Any:
