@@ -5,12 +5,12 @@ loss, shards of the mean gradients, the next wire state. Start reading at `run_o
 """
 
 from .device_step import run_on_device as run_on_device
+from .loop_inputs import LeafUpdate as LeafUpdate
 from .microbatches import GRADIENT_REDUCTIONS as GRADIENT_REDUCTIONS
 from .microbatches import REDUCTIONS as REDUCTIONS
 from .microbatches import check_microbatches as check_microbatches
 from .microbatches import combine as combine
 from .program_plan import Parameters as Parameters
-from .ticks import LeafUpdate as LeafUpdate
 from .total_weight import total_weight as total_weight
 from .wire_state import LocalWireState as LocalWireState
 from .wire_state import WireState as WireState

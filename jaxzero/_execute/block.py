@@ -30,13 +30,13 @@ from .._collectives import (
     reduce_gradient,
 )
 from .._mesh import in_host
-from .._plan import BlockPlan, ShardedParam, View, instructions, instructions_of
-from .._plan.pipeline import gradient, message, shards
+from .._plan import BlockPlan, ShardedParam, View, instructions, instructions_of, pipeline
 from .._program import Barrier, Constant, Operation, Value, movable_ops
 from .gradient_buckets import GradientBuckets
+from .loop_inputs import Layers, LeafUpdate, LoopState
 from .loops import run_loop, start_loop
 from .mean_gradients import host_mean
-from .ticks import Layers, LeafUpdate, LoopState, Tick
+from .ticks import Tick
 from .weight_buckets import (
     Bind,
     GatherSources,
@@ -72,11 +72,11 @@ def run_block(
     """
     runner = BlockRunner(plan, comm, updates)
     here = runner.layers[0]
-    here.update({shards(x): source for x, source in sources.items()})
+    here.update({pipeline.shards(x): source for x, source in sources.items()})
     here.update(zip(plan.block.inputs, inputs, strict=True))
     runner.execute(instructions_of(plan))
     outputs = [runner.output(i, 0) for i in range(len(plan.block.outputs))]
-    return outputs, {x: here[shards(x)] for x in sources}, runner.updated
+    return outputs, {x: here[pipeline.shards(x)] for x in sources}, runner.updated
 
 
 class BlockRunner:
@@ -121,8 +121,8 @@ class BlockRunner:
 
     def _execute(self, listed: Iterable[instructions.Instruction]) -> None:
         for each in listed:
-            if (handler := _HANDLERS.get(type(each))) is not None:
-                handler(self, each)
+            if type(each) in _HANDLERS:
+                _HANDLERS[type(each)](self, each)
             else:
                 assert self.tick is not None
                 self.tick.do(each)
@@ -158,14 +158,14 @@ class BlockRunner:
         if tie.value is not None:
             operands = tied(arrays, here[tie.value])[0]
         else:
-            operands = arrays, [here[gradient(i)] for i in tie.buckets]
+            operands = arrays, [here[pipeline.gradient(i)] for i in tie.buckets]
         others = [here["reduced", x] for x in tie.reduced], [here[x] for x in tie.copied]
         # Gradients of the tie before have then arrived in host memory; otherwise XLA copies all of
         # them at the end of the step.
         operands, (gradients, copies) = lax.optimization_barrier((operands, others))
         if tie.value is None:
             operands, sent = operands
-            here.update(zip(map(gradient, tie.buckets), sent, strict=True))
+            here.update(zip(map(pipeline.gradient, tie.buckets), sent, strict=True))
         here.update(zip(tie.copied, copies, strict=True))
         here.update({("reduced", x): y for x, y in zip(tie.reduced, gradients, strict=True)})
         self._execute(tie.after)
@@ -199,7 +199,7 @@ class BlockRunner:
 
     def _fetch(self, each: instructions.Fetch) -> None:
         here = self.layers[0]
-        sources = {x: here[shards(x)] for x in self.plan.fetched(each.group)}
+        sources = {x: here[pipeline.shards(x)] for x in self.plan.fetched(each.group)}
         sources = {x: source for x, source in sources.items() if in_host(source.data)}
         data = self._tie(each.tie, [x.data for x in sources.values()])
         here["fetched", each.group] = {
@@ -212,25 +212,27 @@ class BlockRunner:
         sources = self._sources(each.group, each.lag)
         tie, pin = functools.partial(self._tie, each.tie), self._pin(each.pin)
         fetched = layer.pop(("fetched", each.group), None)
-        layer[message(each.group)] = encode_bucket(group, sources, self.comm, tie, pin, fetched)
-        layer.update({shards(x.weight): sources[x.weight] for x in group.gathers if x.keeps})
+        buckets = encode_bucket(group, sources, self.comm, tie, pin, fetched)
+        layer[pipeline.message(each.group)] = buckets
+        kept = (x.weight for x in group.gathers if x.keeps)
+        layer.update({pipeline.shards(x): sources[x] for x in kept})
 
     def _send(self, each: instructions.Send) -> None:
         layer, group = self.layers[each.lag], self.plan.gather_groups[each.group]
-        buckets = with_barrier(layer[message(each.group)], self._pin(each.pin))
-        num_left = self.plan.num_hops - each.axis
-        layer[message(each.group)] = gather_next_axis(group, buckets, self.comm, num_left)
+        key, num_left = pipeline.message(each.group), self.plan.num_hops - each.axis
+        buckets = with_barrier(layer[key], self._pin(each.pin))
+        layer[key] = gather_next_axis(group, buckets, self.comm, num_left)
 
     def _decode(self, each: instructions.Decode) -> None:
-        group, buckets = self.plan.gather_groups[each.group], self.layers[0][message(each.group)]
-        weights = decode_bucket(group, buckets, self._sources(each.group, 0), self.comm)
-        self._full.update(
-            ((x.weight, x.ops), y) for x, y in zip(group.gathers, weights, strict=True)
-        )
+        group, key = self.plan.gather_groups[each.group], pipeline.message(each.group)
+        sources = self._sources(each.group, 0)
+        weights = decode_bucket(group, self.layers[0][key], sources, self.comm)
+        for gather, x in zip(group.gathers, weights, strict=True):
+            self._full[gather.weight, gather.ops] = x
 
     def _sources(self, group: int, lag: int) -> GatherSources:
         weights = (x.weight for x in self.plan.gather_groups[group].gathers)
-        return {x: self.layers[lag][shards(x)] for x in weights}
+        return {x: self.layers[lag][pipeline.shards(x)] for x in weights}
 
     def _drop(self, each: instructions.Drop) -> None:
         for key in each.weights:
@@ -325,17 +327,17 @@ class BlockRunner:
     def _encode_gradients(self, each: instructions.EncodeGradients) -> None:
         here, values = self.layers[0], self.plan.reduce_groups[each.group].values
         made = self.gradients.encode(each.group, [here.pop(value) for value in values])
-        here[gradient(each.group)] = made
+        here[pipeline.gradient(each.group)] = made
 
     def _reduce(self, each: instructions.Reduce) -> None:
-        layer = self.layers[each.lag]
-        bucket = layer[gradient(each.group)]
+        layer, key = self.layers[each.lag], pipeline.gradient(each.group)
+        bucket = layer[key]
         if each.tie is not None:
             bucket, _ = tied(bucket, (self.layers[0][each.tie],))
-        layer[gradient(each.group)] = self.gradients.reduce_next(each.group, each.axis, bucket)
+        layer[key] = self.gradients.reduce_next(each.group, each.axis, bucket)
 
     def _pin_gradients(self, each: instructions.PinGradients) -> None:
-        layer, keys = self.layers[each.lag], [gradient(i) for i in each.groups]
+        layer, keys = self.layers[each.lag], [pipeline.gradient(i) for i in each.groups]
         pinned = self._pin(each.pin)([layer[x] for x in keys])
         layer.update(zip(keys, pinned, strict=True))
 
@@ -344,7 +346,7 @@ class BlockRunner:
 
     def _finish(self, each: instructions.Finish) -> None:
         layer = self.layers[each.lag]
-        done = self.gradients.finish(each.group, layer.pop(gradient(each.group)))
+        done = self.gradients.finish(each.group, layer.pop(pipeline.gradient(each.group)))
         layer.update({("reduced", value): x for value, x in done.items()})
 
     def _store(self, each: instructions.Store) -> None:

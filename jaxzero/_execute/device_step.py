@@ -52,10 +52,10 @@ from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
 from .block import run_block
 from .gather_sources import gather_source
+from .loop_inputs import LeafUpdate
 from .mean_gradients import MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, check_exchanges, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
-from .ticks import LeafUpdate
 from .weight_differences import kept_slice, next_slice
 from .wire_state import LocalWireState
 

@@ -10,26 +10,22 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import EncodedShards, recording, repeated
-from .._mesh import empty_in_host, in_host
-from .._plan import Pipeline, ShardedParam, Stack, instructions, pipeline, pipeline_of
-from .._program import Loop
-from .._xla_of_jax import PRODUCTS_MAY_BE_READ_TWICE
-from .ticks import Layers, LeafUpdate, LoopState, Tick
-from .weight_buckets import Bind, on_shard
-
-if TYPE_CHECKING:
-    from .block import BlockRunner
+from .._collectives import recording, repeated
+from .._mesh import empty_in_host
+from .._plan import instructions, pipeline
+from .loop_inputs import Layers, LoopInputs, LoopState, Runner
+from .ticks import Tick
+from .weight_buckets import Bind
 
 
-def start_loop(outer: BlockRunner, index: int, tie: Bind) -> None:
+def start_loop(outer: Runner, index: int, tie: Bind) -> None:
     """Start the gathers of a loop's first iterations; the copies and messages pass `tie`."""
     loop = LoopRun(outer, index)
     state = loop.first_state()
@@ -40,72 +36,13 @@ def start_loop(outer: BlockRunner, index: int, tie: Bind) -> None:
     outer.starts[index] = state
 
 
-def run_loop(outer: BlockRunner, index: int) -> list[Any]:
+def run_loop(outer: Runner, index: int) -> list[Any]:
     """Run a loop of a block; return its outputs, with None for those that are views of weights."""
     return LoopRun(outer, index).run()
 
 
-class LoopRun:
+class LoopRun(LoopInputs):
     """One run of a loop, which is operation `index` of the block that `outer` runs."""
-
-    def __init__(self, outer: BlockRunner, index: int):
-        loop = outer.plan.block.operations[index]
-        assert isinstance(loop, Loop)
-        self.outer = outer
-        self.index = index
-        self.loop = loop
-        self.plan = outer.plan.loops[index]
-        self.uses = outer.plan.uses.loops[index]
-        stacks = {x.layer: self._stack(x) for x in self.uses.stacks}
-        self.stacks: dict[ShardedParam, EncodedShards] = stacks
-        self.constants = {x: outer.layers[0][pipeline.shards(x)] for x in self.uses.constants}
-        self.updates: dict[int, LeafUpdate] = {
-            number: outer.updates[leaf] for number, leaf in self.plan.updates.items()
-        }
-        self.inputs: list[Any] = []  # constants of the program's loop; None for weights
-        self.rows: list[Any] = []  # stacks that the program's loop scans; None for weights
-        self.pipeline = self._pipeline()
-
-    def _pipeline(self) -> Pipeline:
-        # On CPUs nothing is gained by waiting, and before JAX 0.11 it changes how a product is
-        # rounded.
-        wait = PRODUCTS_MAY_BE_READ_TWICE or not self.outer.comm.on_cpus
-        return pipeline_of(
-            self.plan,
-            self.loop,
-            self.uses,
-            goes_on=any(x.continues == self.index for x in self.outer.plan.loops.values()),
-            in_host=[x for x, stack in self.stacks.items() if in_host(stack.data)],
-            host_rows=tuple(i for i, x in enumerate(self.rows) if x is not None and in_host(x)),
-            copies_wait=bool(self.updates) and wait,
-        )
-
-    def _stack(self, stack: Stack) -> EncodedShards:
-        """The shards of a stack of layers, after the operations of the stack's view."""
-        view, sources = stack.view, self.outer.layers[0]
-        key = pipeline.shards(view.weight)
-        shards = sources[key]
-        # A stack of vectors is stored as one message, of which no layer can be cut out.
-        is_message = shards.codec is not None and not shards.lead
-        if not view.ops and not is_message:
-            return shards
-        # XLA would merge the copies that several loops make, since nothing ties them.
-        shards = sources[key] = shards.on_device(view.weight.name, windowed=False)
-        if not view.ops:
-            return shards.encode(None, ())
-        return on_shard(shards, view.ops, view.weight)[0]
-
-    def layer_index(self, iteration: Any) -> Array:
-        """The position of an iteration, which may lie outside of the loop.
-
-        Past the end, it is the one that the backward loop takes first, second and so on, if a loop
-        goes on with this loop's gathers; otherwise the last one again. Before the start, it is the
-        first.
-        """
-        length, iteration = self.loop.length, jnp.asarray(iteration)
-        after = 2 * length - 1 - iteration if self.pipeline.goes_on else length - 1
-        iteration = jnp.where(iteration < length, jnp.maximum(iteration, 0), jnp.maximum(after, 0))
-        return length - 1 - iteration if self.loop.is_reversed else iteration
 
     def first_state(self) -> LoopState:
         """The state before the first tick, with the node slices of the step before."""
@@ -121,13 +58,7 @@ class LoopRun:
 
     def run(self) -> list[Any]:
         """Run the loop; return its outputs, with None for views of weights and updated leaves."""
-        loop, num = self.loop, self.loop.num_constants
-        first = num + loop.num_carry
-        pairs = zip(loop.inputs, loop.body.inputs, strict=True)
-        inputs = [self._input(outside, inside) for outside, inside in pairs]
-        carry = self.outer.tie_loop(inputs[num:first])
-        self.inputs, self.rows = inputs[:num], inputs[first:]
-        self.pipeline = self._pipeline()
+        loop, carry = self.loop, self.read_inputs()
         state = self.outer.starts.pop(self.index, None) or self.first_state()
         state.stacks |= {("state", i): list(x.stacks) for i, x in self.updates.items()}
         shapes = self._shapes(carry, state)
@@ -150,13 +81,6 @@ class LoopRun:
             *carry,
             *(found.get(pipeline.output(i)) for i in range(len(carry), len(loop.outputs))),
         ]
-
-    def _input(self, outside: Any, inside: Any) -> Any:
-        """An input of the program's loop; None for a weight."""
-        body = self.plan.body
-        if inside in body.gradients.sums:  # it starts from zero
-            return self.outer.gradients.zeros(inside, body.gradients.sums[inside])
-        return None if inside in body.uses.views else self.outer.read(outside)
 
     @functools.cached_property
     def is_cut(self) -> bool:
@@ -299,7 +223,7 @@ class LoopRun:
         traced, note = repeated(body, len(ticks))
         numbers = jnp.arange(ticks.start, ticks.stop)
         numbers = numbers[::-1] if self.loop.is_reversed else numbers
-        rows = None if self.is_cut else self._device_rows
+        rows = None if self.is_cut else self.device_rows
         after, outputs = self.loop.scan(traced, before, (numbers, rows), len(ticks))
         note()
         values, stacks, carry = _split(after, len(entries), len(keys))
@@ -309,18 +233,6 @@ class LoopRun:
                 layers.setdefault(lag, {})[key] = x
         state = LoopState(layers, dict(zip(keys, stacks, strict=True)), state.slices)
         return carry, state, dict(zip(collected, outputs or [], strict=True))
-
-    @functools.cached_property
-    def _device_rows(self) -> list[Any]:
-        """The stacks that the program scans, in device memory; None for others."""
-        return [None if x is None or in_host(x) else x for x in self.rows]
-
-    def rows_at(self, number: Any) -> list[Any]:
-        i = self.layer_index(number)
-        return [
-            None if x is None else lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
-            for x in self._device_rows
-        ]
 
     def _pass_on(self, state: LoopState) -> None:
         """Hand what is in flight for iterations past the end to the loop that goes on with it."""

@@ -18,62 +18,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Shaped
+from jaxtyping import Array
 
 from .._collectives import EncodedShards, copy_to_device, copy_to_host
-from .._plan import ShardedParam, instructions, pipeline
+from .._plan import instructions, pipeline
 from .._program import Value
+from .loop_inputs import LoopInputs, LoopState
 from .mean_gradients import host_mean, mean_of_one_microbatch
 from .weight_buckets import Bind
-
-if TYPE_CHECKING:
-    from .loops import LoopRun
-
-Layer = dict[Any, Any]  # what there is of one iteration, by `Value` or by `pipeline.Key`
-Layers = dict[int, Layer]  # by lag
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafUpdate:
-    """The update of one leaf, on one device.
-
-    Attributes:
-        stacks: this device's shards of the parameter, first, and of its state, in host memory.
-        names: their paths.
-        reads: which of them the update reads.
-        new_layers: the new layer of each stack (None: unchanged), from the mean gradient of a
-            layer and from the layers of the stacks that are read (None for others).
-    """
-
-    stacks: Sequence[Shaped[Array, ...]]
-    names: Sequence[str]
-    reads: Sequence[bool]
-    new_layers: Callable[[Array, list[Array | None]], list[Array | None]]
-
-
-@dataclasses.dataclass
-class LoopState:
-    """What there is between two ticks.
-
-    Attributes:
-        layers: of the iterations that are under way.
-        stacks: carried arrays with one element for each iteration, by kind and number: node slices,
-            outputs, and lists of the stacks of a leaf that is updated.
-        slices: for each weight whose node slices are kept, one of them, for its codec and layout.
-    """
-
-    layers: Layers = dataclasses.field(default_factory=dict)
-    stacks: dict[pipeline.Key, Any] = dataclasses.field(default_factory=dict)
-    slices: dict[ShardedParam, EncodedShards] = dataclasses.field(default_factory=dict)
-
-    def copy(self) -> LoopState:
-        layers = {lag: {**layer} for lag, layer in self.layers.items()}
-        return LoopState(layers, {**self.stacks}, {**self.slices})
 
 
 class Tick:
@@ -95,7 +52,7 @@ class Tick:
 
     def __init__(
         self,
-        loop: LoopRun,
+        loop: LoopInputs,
         state: LoopState,
         number: Any,
         ticks: range,

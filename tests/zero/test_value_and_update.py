@@ -224,7 +224,8 @@ def test_plan_and_report_name_the_copies_of_the_update():
     layer = (WIDTH * WIDTH * 4 + WIDTH * 13 * 4 + 13 * WIDTH * 2) // 4  # bytes of a device
     embed = 16 * WIDTH * 4 // 4
     # A layer's update comes three iterations after its gradient: the sums over two axes, and the
-    # copy. The first three write back what was fetched. There is one fetch before the loop.
+    # copy. With four layers the first is updated in the last iteration, which runs apart, so no
+    # layer is written back unchanged; three are fetched in vain, one of them before the loop.
     turns = LAYERS + 3
-    assert host["to_host"] == 2 * (layer * turns + embed)
+    assert host["to_host"] == 2 * (layer * LAYERS + embed)
     assert host["to_device"] == 2 * (layer * turns + embed) + embed  # and the gradient

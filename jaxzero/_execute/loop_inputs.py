@@ -1,0 +1,181 @@
+"""A loop of a block: what it reads from outside, by tick, and what there is between two ticks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from .._collectives import CommSpec, EncodedShards
+from .._mesh import in_host
+from .._plan import BlockPlan, Pipeline, ShardedParam, Stack, instructions, pipeline, pipeline_of
+from .._program import Loop, Value
+from .._xla_of_jax import PRODUCTS_MAY_BE_READ_TWICE
+from .gradient_buckets import GradientBuckets
+from .weight_buckets import on_shard
+
+Layer = dict[Any, Any]  # what there is of one iteration, by `Value` or by `pipeline.Key`
+Layers = dict[int, Layer]  # by lag
+
+
+@dataclasses.dataclass
+class LoopState:
+    """What there is between two ticks.
+
+    Attributes:
+        layers: of the iterations that are under way.
+        stacks: carried arrays with one element for each iteration, by kind and number: node slices,
+            outputs, and lists of the stacks of a leaf that is updated.
+        slices: for each weight whose node slices are kept, one of them, for its codec and layout.
+    """
+
+    layers: Layers = dataclasses.field(default_factory=dict)
+    stacks: dict[pipeline.Key, Any] = dataclasses.field(default_factory=dict)
+    slices: dict[ShardedParam, EncodedShards] = dataclasses.field(default_factory=dict)
+
+    def copy(self) -> LoopState:
+        layers = {lag: {**layer} for lag, layer in self.layers.items()}
+        return LoopState(layers, {**self.stacks}, {**self.slices})
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafUpdate:
+    """The update of one leaf, on one device.
+
+    Attributes:
+        stacks: this device's shards of the parameter, first, and of its state, in host memory.
+        names: their paths.
+        reads: which of them the update reads.
+        new_layers: the new layer of each stack (None: unchanged), from the mean gradient of a
+            layer and from the layers of the stacks that are read (None for others).
+    """
+
+    stacks: Sequence[Shaped[Array, ...]]
+    names: Sequence[str]
+    reads: Sequence[bool]
+    new_layers: Callable[[Array, list[Array | None]], list[Array | None]]
+
+
+class Runner(Protocol):
+    """The part of `BlockRunner` that a loop uses, for the block around it and for a tick.
+
+    `block` imports the modules of loops, so these cannot import `BlockRunner`.
+    """
+
+    plan: BlockPlan
+    comm: CommSpec
+    gradients: GradientBuckets
+    layers: Layers
+    updates: Mapping[int, LeafUpdate]
+    updated: dict[int, list[Array]]
+    starts: dict[int, LoopState]
+
+    def execute(self, listed: Iterable[instructions.Instruction]) -> None: ...
+
+    def read(self, atom: Any, lag: int = 0) -> Any: ...
+
+    def output(self, i: int, lag: int) -> Any: ...
+
+    def tie_loop(self, carry: list[Any]) -> list[Any]: ...
+
+    def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]: ...
+
+    def inside(self, body: BlockPlan, layers: Layers, tick: Any) -> Runner: ...
+
+
+class LoopInputs:
+    """The inputs of a loop, which is operation `index` of the block that `outer` runs."""
+
+    def __init__(self, outer: Runner, index: int):
+        loop = outer.plan.block.operations[index]
+        assert isinstance(loop, Loop)
+        self.outer = outer
+        self.index = index
+        self.loop = loop
+        self.plan = outer.plan.loops[index]
+        self.uses = outer.plan.uses.loops[index]
+        stacks = {x.layer: self._stack(x) for x in self.uses.stacks}
+        self.stacks: dict[ShardedParam, EncodedShards] = stacks
+        self.constants = {x: outer.layers[0][pipeline.shards(x)] for x in self.uses.constants}
+        self.updates: dict[int, LeafUpdate] = {
+            number: outer.updates[leaf] for number, leaf in self.plan.updates.items()
+        }
+        self.inputs: list[Any] = []  # constants of the program's loop; None for weights
+        self.rows: list[Any] = []  # stacks that the program's loop scans; None for weights
+        self.pipeline = self._pipeline()
+
+    def _pipeline(self) -> Pipeline:
+        # On CPUs nothing is gained by waiting, and before JAX 0.11 it changes how a product is
+        # rounded.
+        wait = PRODUCTS_MAY_BE_READ_TWICE or not self.outer.comm.on_cpus
+        return pipeline_of(
+            self.plan,
+            self.loop,
+            self.uses,
+            goes_on=any(x.continues == self.index for x in self.outer.plan.loops.values()),
+            in_host=[x for x, stack in self.stacks.items() if in_host(stack.data)],
+            host_rows=tuple(i for i, x in enumerate(self.rows) if x is not None and in_host(x)),
+            copies_wait=bool(self.updates) and wait,
+        )
+
+    def _stack(self, stack: Stack) -> EncodedShards:
+        """The shards of a stack of layers, after the operations of the stack's view."""
+        view, sources = stack.view, self.outer.layers[0]
+        key = pipeline.shards(view.weight)
+        shards = sources[key]
+        # A stack of vectors is stored as one message, of which no layer can be cut out.
+        is_message = shards.codec is not None and not shards.lead
+        if not view.ops and not is_message:
+            return shards
+        # XLA would merge the copies that several loops make, since nothing ties them.
+        shards = sources[key] = shards.on_device(view.weight.name, windowed=False)
+        if not view.ops:
+            return shards.encode(None, ())
+        return on_shard(shards, view.ops, view.weight)[0]
+
+    def read_inputs(self) -> list[Any]:
+        """Read what the program's loop reads; return the carry before the first iteration."""
+        loop, num = self.loop, self.loop.num_constants
+        first = num + loop.num_carry
+        pairs = zip(loop.inputs, loop.body.inputs, strict=True)
+        inputs = [self._input(outside, inside) for outside, inside in pairs]
+        carry = self.outer.tie_loop(inputs[num:first])
+        self.inputs, self.rows = inputs[:num], inputs[first:]
+        self.pipeline = self._pipeline()
+        return carry
+
+    def _input(self, outside: Any, inside: Any) -> Any:
+        """An input of the program's loop; None for a weight."""
+        body = self.plan.body
+        if inside in body.gradients.sums:  # it starts from zero
+            return self.outer.gradients.zeros(inside, body.gradients.sums[inside])
+        return None if inside in body.uses.views else self.outer.read(outside)
+
+    def layer_index(self, iteration: Any) -> Array:
+        """The position of an iteration, which may lie outside of the loop.
+
+        Past the end, it is the one that the backward loop takes first, second and so on, if a loop
+        goes on with this loop's gathers; otherwise the last one again. Before the start, it is the
+        first.
+        """
+        length, iteration = self.loop.length, jnp.asarray(iteration)
+        after = 2 * length - 1 - iteration if self.pipeline.goes_on else length - 1
+        iteration = jnp.where(iteration < length, jnp.maximum(iteration, 0), jnp.maximum(after, 0))
+        return length - 1 - iteration if self.loop.is_reversed else iteration
+
+    @functools.cached_property
+    def device_rows(self) -> list[Any]:
+        """The stacks that the program scans, in device memory; None for others."""
+        return [None if x is None or in_host(x) else x for x in self.rows]
+
+    def rows_at(self, number: Any) -> list[Any]:
+        i = self.layer_index(number)
+        return [
+            None if x is None else lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+            for x in self.device_rows
+        ]
