@@ -1,0 +1,131 @@
+"""Plain JAX on one device with all rows, and how far roundings may lead from its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from .._collectives import readable_bytes
+from .._mesh import AXES, map_devices
+from .problem import Problem, on_host
+from .reference_device import free_bytes
+from .roundings import draws_numbers, hashed, moved
+from .samples import NUM_SAMPLES, Samples, measured
+
+
+class OneDevice:
+    """Plain JAX on one device and all rows, and the spread of its results under roundings.
+
+    Args:
+        problem: the call.
+        device: where it runs.
+        spread: for each array by how much a codec may change its elements; None: by nothing.
+    """
+
+    def __init__(self, problem: Problem, device: Any, spread: Sequence[Any] | None = None):
+        self.problem = problem
+        self.mesh = Mesh(np.array([[device]]), AXES)
+        self.device = device
+        self.arrays = [jax.device_put(x, device) for x in problem.arrays]
+        self.spread = None if spread is None else [jax.device_put(x, device) for x in spread]
+        self._sampled: Callable | None = None
+        self.program = jax.jit(self._mapped(problem.loss_and_grads)).lower(self.arrays).compile()
+
+    def _mapped(self, function: Callable, num: int = 1) -> Callable:
+        everywhere = PartitionSpec()
+        return map_devices(function, self.mesh, (everywhere,) * num, everywhere)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the program: arguments, results and temporary memory."""
+        sizes = self.program.memory_analysis()
+        names = ("argument", "output", "temp")
+        return sum(getattr(sizes, f"{name}_size_in_bytes", 0) for name in names)
+
+    def described(self) -> str:
+        """What the program needs, and where.
+
+        Raises:
+            ValueError: the device has not the room.
+        """
+        needed = readable_bytes(self.num_bytes)
+        if self.num_bytes > (free := free_bytes(self.device)):
+            raise ValueError(
+                f"Plain JAX on one device needs {needed}, and {self.device} has "
+                f"{readable_bytes(int(free))} left. Give another `reference`, fewer rows, or a "
+                "smaller model of the same layers."
+            )
+        return f"Plain JAX on one device: {needed} on {self.device}."
+
+    def in_float64(self) -> list[Any]:
+        """The results of `run` with floats of 64 bits.
+
+        Raises:
+            ValueError: the function does not run in float64.
+        """
+        with jax.enable_x64(True):
+            wide = [
+                np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                for x in self.problem.arrays
+            ]
+            try:
+                arrays = [jax.device_put(x, self.device) for x in wide]
+                return on_host(jax.jit(self._mapped(self.problem.loss_and_grads))(arrays))
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"`float64=True`: the function does not run in float64: {error}"
+                ) from error
+
+    def run(self) -> list[Any]:
+        """The loss, `aux` and the gradients."""
+        return on_host(self.program(self.arrays))
+
+    def samples(self, results: Sequence[Any], redraw: bool, encoded: bool) -> Samples:
+        """How results differ from `results` where each operation is moved by its rounding error.
+
+        Args:
+            results: of `run`.
+            redraw: draw other random numbers.
+            encoded: also move the arrays of `spread`.
+        """
+
+        def sample(arrays, spread, seed, redraw, encoded):
+            if self.spread is not None:
+                pairs = zip(arrays, spread, strict=True)
+                arrays = [_moved_by(x, by, seed, encoded) for x, by in pairs]
+            return moved(self.problem.loss_and_grads, (arrays,), seed, redraw)
+
+        if self._sampled is None:
+            self._sampled = jax.jit(self._mapped(sample, 5))
+        drawn = []
+        for seed in range(1, NUM_SAMPLES + 1):
+            numbers = jnp.uint32(seed), jnp.array(redraw), jnp.float32(encoded)
+            with jax.numpy_dtype_promotion("standard"):
+                made = self._sampled(self.arrays, self.spread or [], *numbers)
+            pairs = zip(on_host(made), results, strict=True)
+            drawn.append([measured(x, y) for x, y in pairs])
+        return Samples(np.array(drawn, np.float64))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the program draws random numbers."""
+        found = []
+
+        def note(arrays: Sequence[Any]) -> Any:
+            found.append(draws_numbers(self.problem.loss_and_grads, arrays))
+            return jnp.zeros([])
+
+        jax.eval_shape(self._mapped(note), self.arrays)
+        return found[0]
+
+
+def _moved_by(x: Any, spread: Any, seed: Any, amount: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    sign = jnp.where((hashed(x, seed + 77) & 1) == 0, amount, -amount)
+    return (x.astype(jnp.float32) + sign * spread).astype(x.dtype)
