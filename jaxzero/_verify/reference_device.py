@@ -72,8 +72,8 @@ def _device(platform: str) -> Any:
         return jax.local_devices(backend=platform)[0]
     except RuntimeError as error:
         raise ValueError(
-            f"`reference`: JAX has no platform {platform!r} here ({error}). Start it with both, as by "
-            "`JAX_PLATFORMS=cuda,cpu`."
+            f"`reference`: JAX has no platform {platform!r} here ({error}). Start it with "
+            "both, as by `JAX_PLATFORMS=cuda,cpu`."
         ) from error
 
 
