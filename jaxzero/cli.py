@@ -93,9 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; by default `sys.argv[1:]`.
 
     Returns:
-        0, or 1 if `jaxzero verify` finds something wrong, 2 for a mistake in the arguments, 74 if a
-        file cannot be read or written, or 130 after Ctrl-C. `jaxzero train` also returns 75 after SIGTERM, 76 if another process is lost, and 77
-        if training diverged; `jaxzero launch` returns the status of the first process that failed.
+        0, or 2 for a mistake in the arguments, 74 if a file cannot be read or written, or 130 after
+        Ctrl-C. `jaxzero verify` also returns 1 if something is wrong; `jaxzero train` 75 after
+        SIGTERM, 76 if another process is lost, and 77 if training diverged; `jaxzero launch` the
+        status of the first process that failed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)

@@ -207,12 +207,11 @@ class _Lockstep:
             return pair
         whole, parts = np.asarray(pair.whole), [np.asarray(x) for x in pair.parts]
         if whole.shape == parts[0].shape:
-            factors = (1, self.num, 1 / self.num)
-            if any(all(_is_near(whole * f, x) for x in parts) for f in factors):
+            if any(all(_is_near(whole * f, x) for x in parts) for f in _factors(self.num)):
                 return pair
             total = np.sum(np.stack(parts).astype(_wide(whole)), axis=0)
             size = float(np.sum([np.linalg.norm(x.astype(_wide(x)).ravel()) for x in parts]))
-            if any(_is_near(total / f, whole, size / f) for f in (1, self.num)):
+            if any(_is_near(total / f, whole, size / f) for f in _factors(self.num)):
                 return dataclasses.replace(pair, source=operation.where)
             off = "is neither the sum nor the mean of those of the devices"
         else:
@@ -289,7 +288,7 @@ def _is_row_aligned(whole: np.ndarray, parts: list[np.ndarray], dims: Sequence[i
     num = len(parts)
     for outers in itertools.product(*(_divisors(parts[0].shape[i]) for i in dims)):
         cut = [_cut(whole, dims, outers, i, num) for i in range(num)]
-        for factor in (1, num, 1 / num):
+        for factor in _factors(num):
             if all(_is_near(x * factor, y) for x, y in zip(cut, parts, strict=True)):
                 return True
     return False
@@ -304,6 +303,11 @@ def _cut(
         split = whole.reshape(*shape[:dim], outer, num, -1, *shape[dim + 1 :])
         whole = split.take(i, axis=dim + 1).reshape(*shape[:dim], -1, *shape[dim + 1 :])
     return whole
+
+
+def _factors(num: int) -> list[float]:
+    """What values of a part may be a multiple of: their squares and products meet in backward."""
+    return [float(num) ** power for power in (0, 1, -1, 2, -2)]
 
 
 def _divisors(size: int) -> list[int]:

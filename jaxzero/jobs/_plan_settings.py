@@ -1,4 +1,4 @@
-"""Settings of `jaxzero plan` and `jaxzero verify`. Field docstrings are the help texts of the command line."""
+"""Settings of `jaxzero plan` and `verify`. Field docstrings are the command line's help texts."""
 
 import dataclasses
 from pathlib import Path

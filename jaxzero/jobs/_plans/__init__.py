@@ -1,6 +1,7 @@
 """`jaxzero report`, `plan` and `verify`: what training would take and compute, without training.
 
-In: the `Report`, `Plan` and `Verify` settings. Out: tables, and a plot on request. Needs the extra `train`.
+In: the `Report`, `Plan` and `Verify` settings. Out: tables, and a plot on request. Needs
+the extra `train`.
 """
 
 from .plan import plan as plan
