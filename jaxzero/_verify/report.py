@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import textwrap
 from typing import Any
 
 from .._report import TextTable
@@ -151,8 +152,8 @@ class VerifyReport:
             rows = [(x.name, _number(x.of_step), _number(x.of_reference)) for x in self.roundings]
             headings = ("from float64", "step", "plain JAX")
             found += ["", *TextTable(headings=headings, rows=rows).lines(width)]
-        found += ["", *self.notes, *([self.memory] if self.memory else []), self.line]
-        return found + ([self.first] if self.first else [])
+        sentences = [x for x in (*self.notes, self.memory, self.line, self.first) if x]
+        return [*found, "", *(line for x in sentences for line in textwrap.wrap(x, width))]
 
     def __str__(self) -> str:
         return "\n".join(self.lines(shutil.get_terminal_size((100, 24)).columns))

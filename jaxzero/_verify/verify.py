@@ -43,9 +43,16 @@ class Runs:
 class Verification:
     """One run of `verify`: see `Zero.verify`."""
 
-    def __init__(self, problem: Problem, runs: Runs, reference: Any, say: Callable[[str], None]):
-        self.problem, self.runs, self.say = problem, runs, say
-        self.encoded = has_codecs(runs.config)
+    def __init__(
+        self,
+        problem: Problem,
+        runs: Runs,
+        reference: Any,
+        codecs: bool,
+        say: Callable[[str], None],
+    ):
+        self.problem, self.runs = problem, runs
+        self.encoded = codecs and has_codecs(runs.config)
         self.comm = CommSpec.of(runs.mesh, runs.config)
         device, said = choose_device(problem, runs.mesh, reference)
         say(said)
@@ -183,7 +190,11 @@ class Verification:
         other = 1 if num > 1 else next((k for k in (2, 3, 5) if rows % k == 0 and rows), None)
         if other is not None:
             changed, _ = self.runs.step(self.problem.arrays, other, False)
-            found.append(self._variation(f"{other} micro-batches instead of {num}", changed, got))
+            found.append(
+                self._variation(
+                    f"{other} micro-batch{'es' if other > 1 else ''} instead of {num}", changed, got
+                )
+            )
         if rows > 1:
             arrays = self.problem.permuted(self.runs.mesh)
             changed, _ = self.runs.step(arrays, num, False)

@@ -44,6 +44,7 @@ class VerifiedTrees(ShardedTrees):
         reference: Any = None,
         float64: bool = False,
         variations: bool = True,
+        codecs: bool = True,
         progress: Callable[[str], None] | None = None,
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
@@ -91,6 +92,8 @@ class VerifiedTrees(ShardedTrees):
             float64: also run plain JAX in float64, which says whose rounding a difference is.
             variations: also run the step with another number of micro-batches and with rows on
                 other devices. What changes then depends on which rows are together.
+            codecs: also run the step with the codecs of the config. Without, only what does not
+                come from codecs is verified.
             progress: called with a sentence before each long part, such as the memory that plain
                 JAX needs.
             argnums: this and the following as for `value_and_grad`.
@@ -123,7 +126,8 @@ class VerifiedTrees(ShardedTrees):
         runs = Runs(
             step=call.step, mesh=self._devices, config=self.config, microbatches=microbatches
         )
-        verification = Verification(call.problem, runs, reference, progress or (lambda _: None))
+        say = progress or (lambda _: None)
+        verification = Verification(call.problem, runs, reference, codecs, say)
         return verification.report(variations, float64)
 
 
