@@ -24,7 +24,7 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
     Raises:
         ValueError: `reference` is no device of this process, or has not the room.
     """
-    least = _least_bytes(problem)
+    least = least_bytes(problem)
     said = (
         f"Plain JAX on one device holds at least {readable_bytes(least)} of parameters, gradients "
         "and rows"
@@ -77,6 +77,7 @@ def _device(platform: str) -> Any:
         ) from error
 
 
-def _least_bytes(problem: Problem) -> int:
+def least_bytes(problem: Problem) -> int:
+    """Bytes of all arguments and gradients."""
     sizes = [np.size(x) * getattr(x.dtype, "itemsize", 8) for x in problem.arrays]
     return sum(sizes) + sum(sizes[i] for i in problem.differentiated)

@@ -79,7 +79,8 @@ class VerifyReport:
         roundings: with `float64=True`, whose rounding the differences are.
         cause: where a check fails: "step" (plain JAX on each device's rows gives other values: an
             error of the step), "rows" (it gives the same: the loss depends on which rows share a
-            device), "keys" (devices draw the same random numbers), "codecs"; "" if all holds.
+            device), "keys" (devices draw the same random numbers), "codecs", "update", "room" (a
+            device has not the room to tell the first two apart); "" if all holds.
         first: the first operation whose value on a device's rows differs, with the user's line.
         notes: what was not compared, and why.
         memory: what plain JAX needed, and where it ran.
@@ -171,6 +172,8 @@ _CAUSES = {
     "keys": "Every device draws the same random numbers for its rows: pass the key through "
     "`jz.fold_in_device(key)`.",
     "codecs": "Without codecs all holds; with them a result is further off than their errors.",
+    "room": "No device has the room for plain JAX on its rows, which would tell an error of the "
+    "step from a loss that is no mean of rows.",
     "update": "The gradients hold, and the update of the parameters does not.",
 }
 

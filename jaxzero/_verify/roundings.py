@@ -45,11 +45,14 @@ _OF_LIBRARIES = (
     "pallas_call polygamma rsqrt sin sinh square tan tanh custom_call ffi_call"
 )
 _UNITS |= dict.fromkeys(_OF_LIBRARIES.split(), 4)
+_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 _NORMWISE = {"cholesky", "eigh", "fft", "householder_product", "lu", "qr", "schur", "svd"}
 _NORMWISE |= {"triangular_solve", "tridiagonal_solve", "eig"}
 
 
-def moved(function: Callable, args: Sequence[Any], seed: Any, redraw: Any) -> list[Any]:
+def moved(
+    function: Callable, args: Sequence[Any], seed: Any, redraw: Any, product_eps: float = 0.0
+) -> list[Any]:
     """Run `function(*args)` with the result of each operation moved by its rounding error.
 
     Args:
@@ -57,12 +60,14 @@ def moved(function: Callable, args: Sequence[Any], seed: Any, redraw: Any) -> li
         args: its arguments, traced or not.
         seed: uint32 scalar, which chooses the sample.
         redraw: bool scalar; whether random bits are also replaced by others.
+        product_eps: the precision of matrix products of float32, where the platform that the
+            results are compared with computes them in fewer bits (TF32, bfloat16).
 
     Returns:
         The leaves of what the function returns.
     """
     closed = jax.make_jaxpr(function)(*args)
-    return _Moved(seed, redraw).run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+    return _Moved(seed, redraw, product_eps).run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
 
 
 def draws_numbers(function: Callable, *args: Any) -> bool:
@@ -109,8 +114,8 @@ def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
 class _Moved:
     """An interpreter of jaxprs that moves results."""
 
-    def __init__(self, seed: Any, redraw: Any):
-        self.seed, self.redraw = seed, redraw
+    def __init__(self, seed: Any, redraw: Any, product_eps: float):
+        self.seed, self.redraw, self.product_eps = seed, redraw, product_eps
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -146,7 +151,7 @@ class _Moved:
         outputs = bind(equation, inputs)
         if name == "random_bits":
             return [jnp.where(self.redraw, _mixed(x, self.seed), x) for x in outputs]
-        errors = _errors(equation, inputs, outputs)
+        errors = _errors(equation, inputs, outputs, self.product_eps)
         return [self._move(x, error) for x, error in zip(outputs, errors, strict=True)]
 
     def _scan(self, params: Any, inputs: list[Any]) -> list[Any]:
@@ -190,20 +195,30 @@ class _Moved:
         wide = x.astype(_wide(x.dtype))
         largest = 2 ** (jnp.finfo(x.dtype).nmant // 2)
         exact = (wide == jnp.round(wide)) & (jnp.abs(wide) <= largest)
-        sign = jnp.where((hashed(x, self.seed) & 1) == 0, 1, -1).astype(wide.dtype)
+        sign = jnp.where((_hashed(x, self.seed) & 1) == 0, 1, -1).astype(wide.dtype)
         return jnp.where(exact, wide, wide + sign * error.astype(wide.dtype)).astype(x.dtype)
 
 
-def _errors(equation: Any, inputs: list[Any], outputs: list[Any]) -> list[Any]:
+def _errors(equation: Any, inputs: list[Any], outputs: list[Any], product_eps: float) -> list[Any]:
     """For each output how far its elements may be off; None for what is exact."""
     name = equation.primitive.name
     terms = _num_terms(equation, inputs, outputs)
     if terms is not None and _rounds(outputs[0]):
         sizes = [jnp.abs(x) if _is_inexact(x) else x for x in inputs]
-        factor = math.sqrt(terms) * _eps(outputs[0].dtype) / 2
+        eps = _eps(outputs[0].dtype)
+        if equation.primitive.name in _PRODUCTS and not _is_exact(equation):
+            eps = max(eps, product_eps)
+        factor = math.sqrt(terms) * eps / 2
         scale = jnp.abs(bind(equation, sizes)[0])
         return [factor * scale.astype(_wide(scale.dtype)), *[None] * (len(outputs) - 1)]
     return [_error(name, equation, x) if _rounds(x) else None for x in outputs]
+
+
+def _is_exact(equation: Any) -> bool:
+    """Whether a product asks for all bits of float32."""
+    precision = equation.params.get("precision")
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return lax.Precision.HIGHEST in asked or any(x.aval.dtype.itemsize > 4 for x in equation.invars)
 
 
 def _error(name: str, equation: Any, x: Any) -> Any:
@@ -269,7 +284,17 @@ def _wide(dtype: Any) -> Any:
     return jnp.promote_types(jnp.float32, dtype) if jnp.finfo(dtype).bits > 16 else jnp.float32
 
 
-def hashed(x: Any, seed: Any) -> Any:
+def shifted(x: Any, by: Any, seed: Any) -> Any:
+    """`x` with each number moved up or down by `by`; unchanged unless it is a float."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    wide = x.astype(_wide(x.dtype))
+    # Another seed than that of roundings, which would move the same numbers alike.
+    sign = jnp.where((_hashed(x, seed + jnp.uint32(77)) & 1) == 0, 1, -1).astype(wide.dtype)
+    return (wide + sign * by).astype(x.dtype)
+
+
+def _hashed(x: Any, seed: Any) -> Any:
     """A uint32 for each number, a function of its magnitude's bits and of `seed`."""
     size = jnp.abs(x)
     kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]

@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._collectives import CommSpec
-from .._mesh import AnyMesh
+from .._mesh import AnyMesh, physical
 from .._sharding import ZeroConfig
 from .codec_bounds import bounds_of, gradient_bound, has_codecs, weight_bound
 from .each_device import EachDevice
 from .locate import first_difference, shared_draw
 from .one_device import OneDevice
 from .problem import Problem
-from .reference_device import choose_device
+from .reference_device import choose_device, free_bytes
 from .report import Check, Rounding, Variation, VerifyReport
 from .samples import Samples, checked, measured
 from .update import Update, check_update
@@ -39,6 +40,13 @@ class Runs:
     config: ZeroConfig
     microbatches: int
 
+    @property
+    def own_device(self) -> Any:
+        """A device of the mesh that is of this process."""
+        return next(
+            x for x in physical(self.mesh).devices.flat if x.process_index == jax.process_index()
+        )
+
 
 class Verification:
     """One run of `verify`: see `Zero.verify`."""
@@ -56,7 +64,9 @@ class Verification:
         self.comm = CommSpec.of(runs.mesh, runs.config)
         device, said = choose_device(problem, runs.mesh, reference)
         say(said)
-        self.one = OneDevice(problem, device, self._spread() if self.encoded else None)
+        platform = physical(runs.mesh).devices.flat[0].platform
+        spread = self._spread() if self.encoded else None
+        self.one = OneDevice(problem, device, platform, spread)
         self.memory = self.one.described()
         say(self.memory)
         self.want = self.one.run()
@@ -84,7 +94,9 @@ class Verification:
         if self.is_random:
             first = shared_draw(self.problem, self.runs.mesh)
             cause = "keys" if first else ""
-        if not cause and (wrong or self.is_random):
+        if not cause and (wrong or self.is_random) and not self._has_room():
+            cause = "room" if wrong else ""
+        elif not cause and (wrong or self.is_random):
             of_each = self.each.combined(self.each.parts())
             with_each = self._compare(got, of_each, self.each.samples(of_each))
             if not all(check.ok for check in with_each.values()):
@@ -146,6 +158,10 @@ class Verification:
             if how in ("first", "stack")
         ]
 
+    def _has_room(self) -> bool:
+        """Whether a device can hold all parameters and gradients."""
+        return self.one.least_bytes <= free_bytes(self.runs.own_device)
+
     @property
     def each(self) -> EachDevice:
         """Plain JAX on each device's rows."""
@@ -154,12 +170,23 @@ class Verification:
         return self._each
 
     def _check_update(self, update: Update | None) -> list[Check]:
-        return [] if update is None else check_update(update)
+        if update is None:
+            return []
+        first = len(self.problem.names) - len(self.problem.grad_names)
+        sizes = [self.samples.bounds(i)[0] for i in range(first, len(self.problem.names))]
+        return check_update(
+            update, self.one.device, dict(zip(self.problem.grad_names, sizes, strict=True))
+        )
 
     def _check_codecs(self) -> list[Check]:
         """The step with codecs: in addition to roundings it may be off by their errors."""
         if not self.encoded:
             return []
+        if not self._has_room():
+            raise ValueError(
+                "The bound of codecs needs the gradients of each device, and "
+                f"{self.runs.own_device} has not the room. Give `codecs=False`."
+            )
         got, _ = self.runs.step(self.problem.arrays, self.runs.microbatches, True)
         samples = self.one.samples(self.want, self.is_random, True)
         parts = self.each.parts()

@@ -35,6 +35,7 @@ class VerifiedTrees(ShardedTrees):
     """The part of `Zero` that verifies steps; see `Zero` for the arguments."""
 
     value_and_grad: Callable
+    value_and_update: Callable
 
     def verify(
         self,
@@ -45,6 +46,7 @@ class VerifiedTrees(ShardedTrees):
         float64: bool = False,
         variations: bool = True,
         codecs: bool = True,
+        in_one_program: bool = False,
         progress: Callable[[str], None] | None = None,
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
@@ -94,6 +96,8 @@ class VerifiedTrees(ShardedTrees):
                 other devices. What changes then depends on which rows are together.
             codecs: also run the step with the codecs of the config. Without, only what does not
                 come from codecs is verified.
+            in_one_program: compare the parameters that `value_and_update` makes, in place of those
+                of `value_and_grad` and `apply_gradients`. Needs `tx`.
             progress: called with a sentence before each long part, such as the memory that plain
                 JAX needs.
             argnums: this and the following as for `value_and_grad`.
@@ -120,8 +124,14 @@ class VerifiedTrees(ShardedTrees):
                 f"`tx` updates the tree of one argument, and `argnums` is {argnums!r}. Give one "
                 "position, or verify without `tx`."
             )
+        if in_one_program and (tx is None or argnums != 0):
+            raise ValueError(
+                "`in_one_program` verifies `value_and_update`, which updates the first argument. "
+                "Give `tx`, and leave out `argnums`."
+            )
         transform, arrays = prepare(self, f, args, kwargs, checked, batch_argnums, in_specs)
         call = _Call(self, f, args, kwargs, transform, arrays, tx)
+        call.in_one_program = in_one_program
         call.options = {**options, "batch_argnums": batch_argnums, "in_specs": in_specs}
         runs = Runs(
             step=call.step, mesh=self._devices, config=self.config, microbatches=microbatches
@@ -135,6 +145,7 @@ class _Call:
     """The arguments of one call, whole and as they are stored."""
 
     options: dict[str, Any]
+    in_one_program: bool
 
     def __init__(
         self,
@@ -225,7 +236,7 @@ class _Call:
         order = sorted(range(len(trees)), key=lambda i: self.transform.options.argnums[i])
         full = [x for i in order for x in _floats(zero.unshard(trees[i]))]
         results = on_host([loss, *values_of(aux), *full])
-        return results, self._update(zero, args[number], grads)
+        return results, self._update(zero, args, kwargs, grads)
 
     @property
     def _without_codecs(self) -> VerifiedTrees:
@@ -256,11 +267,20 @@ class _Call:
         num = len(self.args)
         return values[:num], dict(zip(self.kwargs, values[num:], strict=True))
 
-    def _update(self, zero: VerifiedTrees, params: Any, grads: Any) -> Update | None:
+    def _update(
+        self, zero: VerifiedTrees, args: list[Any], kwargs: dict[str, Any], grads: Any
+    ) -> Update | None:
         if self.tx is None:
             return None
-        tx = self.tx
-        updated, _ = zero.apply_gradients(tx, grads, zero.init_optimizer(tx, params), params)
+        tx, params = self.tx, args[self.options["argnums"]]
+        state = zero.init_optimizer(tx, params)
+        if self.in_one_program:
+            left_out = ("argnums", "microbatches", "weighted")
+            options = {name: x for name, x in self.options.items() if name not in left_out}
+            step = zero.value_and_update(self.f, tx, **options)
+            _, updated, _ = step(params, state, *args[1:], **kwargs)
+        else:
+            updated, _ = zero.apply_gradients(tx, grads, state, params)
         if isinstance(tx, TrueShapes):
             tx = tx.inner
         whole, new, of_grads = (
@@ -280,6 +300,8 @@ class _Call:
             function=update,
             gradients=on_host(jax.tree.leaves(of_grads)),
             params=on_host(leaves),
+            grad_names=[path_name(path) for path in flatten(of_grads)[0]],
+            is_apart=self.in_one_program,
         )
 
 
