@@ -23,6 +23,7 @@ from .._verify import Problem, Runs, Update, Verification, VerifyReport, on_host
 from .arguments import num_rows
 from .batch_choice import BatchArgnums
 from .call_results import gradient_options
+from .local_rounds import LocalRounds
 from .loss import split_aux, split_weight
 from .optimizer_state import TrueShapes, trained_tree
 from .outputs import Outputs, values_of
@@ -107,10 +108,16 @@ class VerifiedTrees(ShardedTrees):
             A `VerifyReport`: `print` it, ask for `ok`, or call `raise_if_wrong` in a test.
 
         Raises:
+            NotImplementedError: `f` is a round of local steps.
             ValueError: no device has the room, or `reference` is none; `float64` is set and `f`
                 does not run in float64; or as `value_and_grad`.
         """
-        options = dict(
+        if isinstance(f, LocalRounds):
+            raise NotImplementedError(
+                "`verify` compares a loss, and a round of local steps is none. Verify the loss of "
+                "its steps: what a round adds is the exchange between nodes."
+            )
+        options: dict[str, Any] = dict(
             argnums=argnums,
             has_aux=has_aux,
             microbatches=microbatches,

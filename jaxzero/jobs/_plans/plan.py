@@ -109,7 +109,7 @@ def load_job(name: str, said: str) -> tuple[Any, Callable[[], Any], Any, Any]:
             f"{type(job).__name__}{f' of {len(job)}' if isinstance(job, tuple) else ''}. A fourth "
             "entry may be an optax optimizer."
         )
-    return (*job, None)[:4]
+    return job if len(job) == 4 else (*job, None)
 
 
 def _function(name: str, said: str) -> Callable[[], Any]:
