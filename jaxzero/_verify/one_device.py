@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from .._collectives import readable_bytes
 from .._mesh import AXES, map_devices
 from .problem import Problem, on_host
-from .reference_device import free_bytes, least_bytes
+from .reference_device import free_bytes
 from .roundings import draws_numbers, moved, shifted
 from .samples import NUM_SAMPLES, Samples, measured
 
@@ -48,17 +48,14 @@ class OneDevice:
         everywhere = PartitionSpec()
         return map_devices(function, self.mesh, (everywhere,) * num, everywhere)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the program: arguments, results and temporary memory."""
+    def _bytes(self, *names: str) -> int:
         sizes = self.program.memory_analysis()
-        names = ("argument", "output", "temp")
         return sum(getattr(sizes, f"{name}_size_in_bytes", 0) for name in names)
 
     @property
-    def least_bytes(self) -> int:
-        """Bytes of all arguments and gradients."""
-        return least_bytes(self.problem)
+    def fits(self) -> bool:
+        """Whether the device has room for results and temporary memory beside the arguments."""
+        return self._bytes("output", "temp") <= free_bytes(self.device)
 
     def described(self) -> str:
         """What the program needs, and where.
@@ -66,12 +63,12 @@ class OneDevice:
         Raises:
             ValueError: the device has not the room.
         """
-        needed = readable_bytes(self.num_bytes)
-        if self.num_bytes > (free := free_bytes(self.device)):
+        needed = readable_bytes(self._bytes("argument", "output", "temp"))
+        if not self.fits:
             raise ValueError(
                 f"Plain JAX on one device needs {needed}, and {self.device} has "
-                f"{readable_bytes(int(free))} left. Give another `reference`, fewer rows, or a "
-                "smaller model of the same layers."
+                f"{readable_bytes(int(free_bytes(self.device)))} left beside its arguments. Give "
+                "another `reference`, fewer rows, or a smaller model of the same layers."
             )
         return f"Plain JAX on one device: {needed} on {self.device}."
 

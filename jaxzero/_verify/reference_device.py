@@ -31,9 +31,9 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
     )
     if reference is None:
         own = next(x for x in physical(mesh).devices.flat if x.process_index == jax.process_index())
-        device = own if least <= free_bytes(own) else _device("cpu")
+        device = own if least <= free_bytes(own) else named_device("cpu")
     else:
-        device = _device(reference) if isinstance(reference, str) else reference
+        device = named_device(reference) if isinstance(reference, str) else reference
         if not isinstance(device, jax.Device) or device.process_index != jax.process_index():
             raise ValueError(
                 "`reference` must be a device of this process (`jax.local_devices()`) or the name "
@@ -67,7 +67,12 @@ def _free_host_bytes() -> float:
         return float("inf")
 
 
-def _device(platform: str) -> Any:
+def named_device(platform: str) -> Any:
+    """The first device of a platform.
+
+    Raises:
+        ValueError: JAX has not started that platform.
+    """
     try:
         return jax.local_devices(backend=platform)[0]
     except RuntimeError as error:

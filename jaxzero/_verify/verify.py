@@ -17,7 +17,7 @@ from .each_device import EachDevice
 from .locate import first_difference, shared_draw
 from .one_device import OneDevice
 from .problem import Problem
-from .reference_device import choose_device, free_bytes
+from .reference_device import choose_device, free_bytes, least_bytes, named_device
 from .report import Check, Rounding, Variation, VerifyReport
 from .samples import Samples, checked, measured
 from .update import Update, check_update
@@ -67,6 +67,8 @@ class Verification:
         platform = physical(runs.mesh).devices.flat[0].platform
         spread = self._spread() if self.encoded else None
         self.one = OneDevice(problem, device, platform, spread)
+        if reference is None and not self.one.fits and device.platform != "cpu":
+            self.one = OneDevice(problem, named_device("cpu"), platform, spread)
         self.memory = self.one.described()
         say(self.memory)
         self.want = self.one.run()
@@ -160,7 +162,7 @@ class Verification:
 
     def _has_room(self) -> bool:
         """Whether a device can hold all parameters and gradients."""
-        return self.one.least_bytes <= free_bytes(self.runs.own_device)
+        return least_bytes(self.problem) <= free_bytes(self.runs.own_device)
 
     @property
     def each(self) -> EachDevice:

@@ -108,7 +108,7 @@ class VerifiedTrees(ShardedTrees):
             A `VerifyReport`: `print` it, ask for `ok`, or call `raise_if_wrong` in a test.
 
         Raises:
-            NotImplementedError: `f` is a round of local steps.
+            NotImplementedError: `f` is a round of local steps, or `shares` or `halves` is given.
             ValueError: no device has the room, or `reference` is none; `float64` is set and `f`
                 does not run in float64; or as `value_and_grad`.
         """
@@ -117,6 +117,12 @@ class VerifiedTrees(ShardedTrees):
                 "`verify` compares a loss, and a round of local steps is none. Verify the loss of "
                 "its steps: what a round adds is the exchange between nodes."
             )
+        for name in ("shares", "halves"):
+            if kwargs.get(name):
+                raise NotImplementedError(
+                    f"`verify` does not know `{name}` yet. Leave it out: the rest of the step is "
+                    "the same."
+                )
         options: dict[str, Any] = dict(
             argnums=argnums,
             has_aux=has_aux,

@@ -100,6 +100,9 @@ def test_errors(zero, params):
     with pytest.raises(ValueError, match="`in_one_program` verifies `value_and_update`"):
         zero.verify(_loss, params, BATCH, in_one_program=True)
 
+    with pytest.raises(NotImplementedError, match="does not know `shares` yet"):
+        zero.verify(_loss, params, BATCH, shares=(2, 1))
+
     def step(params, opt_state, batch):
         return params, opt_state, {}
 
