@@ -112,6 +112,36 @@ class VerifiedTrees(ShardedTrees):
             ValueError: no device has the room, or `reference` is none; `float64` is set and `f`
                 does not run in float64; or as `value_and_grad`.
         """
+        _check(f, kwargs, tx, argnums, in_one_program)
+        options: dict[str, Any] = dict(
+            argnums=argnums,
+            has_aux=has_aux,
+            microbatches=microbatches,
+            weighted=weighted,
+            aux_reduce=aux_reduce,
+            gradient_reduce=gradient_reduce,
+        )
+        checked = gradient_options(self._devices, self.config, **options)
+        transform, arrays = prepare(self, f, args, kwargs, checked, batch_argnums, in_specs)
+        call = _Call(self, f, args, kwargs, transform, arrays, tx)
+        call.in_one_program = in_one_program
+        call.options = {**options, "batch_argnums": batch_argnums, "in_specs": in_specs}
+        runs = Runs(
+            step=call.step, mesh=self._devices, config=self.config, microbatches=microbatches
+        )
+        say = progress or (lambda _: None)
+        verification = Verification(call.problem, runs, reference, codecs, say)
+        return verification.report(variations, float64)
+
+
+def _check(
+    f: Callable,
+    kwargs: dict[str, Any],
+    tx: optax.GradientTransformation | None,
+    argnums: int | Sequence[int],
+    in_one_program: bool,
+) -> None:
+    """Raise the errors of `verify` that concern its own arguments."""
         if isinstance(f, LocalRounds):
             raise NotImplementedError(
                 "`verify` compares a loss, and a round of local steps is none. Verify the loss of "
@@ -123,15 +153,6 @@ class VerifiedTrees(ShardedTrees):
                     f"`verify` does not know `{name}` yet. Leave it out: the rest of the step is "
                     "the same."
                 )
-        options: dict[str, Any] = dict(
-            argnums=argnums,
-            has_aux=has_aux,
-            microbatches=microbatches,
-            weighted=weighted,
-            aux_reduce=aux_reduce,
-            gradient_reduce=gradient_reduce,
-        )
-        checked = gradient_options(self._devices, self.config, **options)
         if tx is not None and not isinstance(argnums, int):
             raise ValueError(
                 f"`tx` updates the tree of one argument, and `argnums` is {argnums!r}. Give one "
@@ -142,16 +163,6 @@ class VerifiedTrees(ShardedTrees):
                 "`in_one_program` verifies `value_and_update`, which updates the first argument. "
                 "Give `tx`, and leave out `argnums`."
             )
-        transform, arrays = prepare(self, f, args, kwargs, checked, batch_argnums, in_specs)
-        call = _Call(self, f, args, kwargs, transform, arrays, tx)
-        call.in_one_program = in_one_program
-        call.options = {**options, "batch_argnums": batch_argnums, "in_specs": in_specs}
-        runs = Runs(
-            step=call.step, mesh=self._devices, config=self.config, microbatches=microbatches
-        )
-        say = progress or (lambda _: None)
-        verification = Verification(call.problem, runs, reference, codecs, say)
-        return verification.report(variations, float64)
 
 
 class _Call:
