@@ -142,27 +142,27 @@ def _check(
     in_one_program: bool,
 ) -> None:
     """Raise the errors of `verify` that concern its own arguments."""
-        if isinstance(f, LocalRounds):
+    if isinstance(f, LocalRounds):
+        raise NotImplementedError(
+            "`verify` compares a loss, and a round of local steps is none. Verify the loss of "
+            "its steps: what a round adds is the exchange between nodes."
+        )
+    for name in ("shares", "halves"):
+        if kwargs.get(name):
             raise NotImplementedError(
-                "`verify` compares a loss, and a round of local steps is none. Verify the loss of "
-                "its steps: what a round adds is the exchange between nodes."
+                f"`verify` does not know `{name}` yet. Leave it out: the rest of the step is "
+                "the same."
             )
-        for name in ("shares", "halves"):
-            if kwargs.get(name):
-                raise NotImplementedError(
-                    f"`verify` does not know `{name}` yet. Leave it out: the rest of the step is "
-                    "the same."
-                )
-        if tx is not None and not isinstance(argnums, int):
-            raise ValueError(
-                f"`tx` updates the tree of one argument, and `argnums` is {argnums!r}. Give one "
-                "position, or verify without `tx`."
-            )
-        if in_one_program and (tx is None or argnums != 0):
-            raise ValueError(
-                "`in_one_program` verifies `value_and_update`, which updates the first argument. "
-                "Give `tx`, and leave out `argnums`."
-            )
+    if tx is not None and not isinstance(argnums, int):
+        raise ValueError(
+            f"`tx` updates the tree of one argument, and `argnums` is {argnums!r}. Give one "
+            "position, or verify without `tx`."
+        )
+    if in_one_program and (tx is None or argnums != 0):
+        raise ValueError(
+            "`in_one_program` verifies `value_and_update`, which updates the first argument. "
+            "Give `tx`, and leave out `argnums`."
+        )
 
 
 class _Call:
