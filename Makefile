@@ -35,7 +35,7 @@ help:
 	@echo "make clean            remove the environments and what was built"
 
 train: $(VENV)/.installed
-	$(VENV)/bin/jaxzero train $(ARGS)
+	$(VENV)/bin/jaxzero train --verify $(ARGS)
 
 test: $(VENV)/.installed
 	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)

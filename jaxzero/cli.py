@@ -3,6 +3,7 @@
 jaxzero train --steps 100 --learning-rate 1e-4
 jaxzero report --stage 2
 jaxzero plan --model checkpoints/7b --nodes 4 --device h100
+jaxzero verify train:job --preset zeropp
 jaxzero sample checkpoints/7b --prompt "Once upon a time"
 jaxzero inspect checkpoints/7b
 jaxzero convert checkpoints/7b exported --dtype bfloat16 --check
@@ -49,6 +50,7 @@ _Command = (
     Annotated[jobs.Train, tyro.conf.subcommand("train", prefix_name=False)]
     | Annotated[jobs.Report, tyro.conf.subcommand("report", prefix_name=False)]
     | Annotated[jobs.Plan, tyro.conf.subcommand("plan", prefix_name=False)]
+    | Annotated[jobs.Verify, tyro.conf.subcommand("verify", prefix_name=False)]
     | Annotated[jobs.Sample, tyro.conf.subcommand("sample", prefix_name=False)]
     | Annotated[jobs.Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
     | Annotated[jobs.Convert, tyro.conf.subcommand("convert", prefix_name=False)]
@@ -92,8 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 2 for a mistake in the arguments, 74 if a file cannot be read or written, or 130 after
-        Ctrl-C. `jaxzero train` also returns 75 after SIGTERM, 76 if another process is lost, and 77
-        if training diverged; `jaxzero launch` returns the status of the first process that failed.
+        Ctrl-C. `jaxzero verify` also returns 1 if something is wrong; `jaxzero train` 75 after
+        SIGTERM, 76 if another process is lost, and 77 if training diverged; `jaxzero launch` the
+        status of the first process that failed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)
@@ -109,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 jobs.report(command, console)
             case jobs.Plan():
                 jobs.plan(command, console)
+            case jobs.Verify():
+                return 0 if jobs.verify(command, console) else 1
             case jobs.Sample():
                 jobs.sample(command, console)
             case jobs.Inspect():

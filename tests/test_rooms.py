@@ -34,6 +34,7 @@ FLOORS = [
     ["jaxzero._collectives", "jaxzero._program", "jaxzero._simigrad", "jaxzero.distributed"],
     ["jaxzero._plan", "jaxzero._windowed_update"],
     ["jaxzero._execute", "jaxzero._local_steps", "jaxzero._report"],
+    ["jaxzero._verify"],
     ["jaxzero._zero"],
     [
         "jaxzero._checkpoint",
@@ -66,6 +67,7 @@ JAXPRS = {
     "jaxzero._mesh.memory",
     "jaxzero._mesh.per_device",
     "jaxzero._planner.flops",
+    "jaxzero._verify.roundings",
     *(f"jaxzero._program.{x}" for x in ("ir", "known_part", "split_stacks", "trace")),
 }
 JAXPRS.add("jaxzero._program.layout_requests")

@@ -31,11 +31,11 @@ from .local_rounds import LocalRounds
 from .options import Options, argument_numbers
 from .outputs import flat_reductions
 from .prepare import prepare
-from .sharded_trees import ShardedTrees
 from .value_and_update import Step, check_one_program
+from .verified import VerifiedTrees
 
 
-class Zero(ShardedTrees):
+class Zero(VerifiedTrees):
     """ZeRO for any differentiable function, over a mesh with axes `node` and `local`.
 
     Args:

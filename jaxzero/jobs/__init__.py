@@ -13,6 +13,7 @@ from ._ends import Diverged as Diverged
 from ._ends import Interrupted as Interrupted
 from ._local_settings import Local as Local
 from ._plan_settings import Plan as Plan
+from ._plan_settings import Verify as Verify
 from ._sample_settings import Sample as Sample
 from ._settings import Convert as Convert
 from ._settings import Data as Data
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ._files import inspect as inspect
     from ._plans import plan as plan
     from ._plans import report as report
+    from ._plans import verify as verify
     from ._sampling import sample as sample
     from ._training import Outcome as Outcome
     from ._training import train as train
@@ -41,6 +43,7 @@ _LATER = {  # name: package, and the extra of pyproject.toml that it needs
     "inspect": ("_files", "torch"),
     "plan": ("_plans", "train"),
     "report": ("_plans", "train"),
+    "verify": ("_plans", "train"),
     "sample": ("_sampling", "torch"),
     "Outcome": ("_training", "train"),
     "train": ("_training", "train"),

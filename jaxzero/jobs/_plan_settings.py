@@ -1,10 +1,10 @@
-"""Settings of `jaxzero plan`. Field docstrings are the help texts of the command line."""
+"""Settings of `jaxzero plan` and `verify`. Field docstrings are the command line's help texts."""
 
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from ._local_settings import Local
 
@@ -83,7 +83,56 @@ class Plan:
             raise ValueError(
                 "Give one of `--model DIR` and `--function MODULE:NAME`: what is to be planned."
             )
-        if self.function is not None and self.function.count(":") != 1:
-            raise ValueError(
-                f"`function` must be MODULE:NAME, such as train:job; got {self.function!r}."
-            )
+        if self.function is not None:
+            _check_name(self.function)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Compare one step with plain JAX on one device: is this run right?
+
+    Losses, gradients and updated parameters are compared under bounds that follow from roundings
+    and codecs. It ends with 0 if all holds, and with 1 otherwise.
+    """
+
+    function: Annotated[Positional[str], arg(metavar="MODULE:NAME")]
+    """A Python function without arguments that returns `(loss_fn, init_fn, batch)`, or these and an
+    optax optimizer."""
+
+    preset: Literal["zero3", "zeropp", "zeropp4"] = "zero3"
+    """How arrays are split and sent."""
+
+    nodes: int = 2
+    """Groups that the devices form."""
+
+    devices: Annotated[int | None, arg(metavar="INT")] = None
+    """How many to use. Left out, all accelerators, or 8 fake devices if there is only a CPU."""
+
+    microbatches: int = 1
+    """Equal parts into which the rows of a device are cut."""
+
+    has_aux: bool = False
+    """The loss returns `(loss, aux)`."""
+
+    weighted: bool = False
+    """The loss is `(sum, weight)`."""
+
+    reference: Annotated[str | None, arg(metavar="PLATFORM")] = None
+    """Where plain JAX runs, such as cpu. Left out, on one of the devices if it has the room."""
+
+    float64: bool = False
+    """Also run plain JAX in float64: whose rounding is a difference?"""
+
+    limit: int = 12
+    """Results to show, those nearest to their bounds first; 0: all."""
+
+    def __post_init__(self):
+        _check_name(self.function)
+        for name in ("nodes", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+
+
+def _check_name(function: str) -> None:
+    if function.count(":") != 1:
+        raise ValueError(f"`function` must be MODULE:NAME, such as train:job; got {function!r}.")

@@ -178,6 +178,9 @@ class Run:
     resume_or_start: bool = False
     """Like --resume, but start the run if there is no checkpoint yet: for automatic restarts."""
 
+    verify: bool = False
+    """Compare the first step with plain JAX on one device; print one line. Not for local steps."""
+
     wandb: Annotated[str | None, arg(metavar="PROJECT")] = None
     """Also show the run in Weights & Biases, in this project. Needs `pip install wandb`."""
 

@@ -30,6 +30,7 @@ PAGES = (
     "howto/offload.md",
     "howto/planning.md",
     "howto/resharding.md",
+    "howto/verify.md",
     "how_it_works/one_weight.md",
 )
 SOON = ("start/first_step.md", "howto/from_gspmd.md")  # the others run in CI

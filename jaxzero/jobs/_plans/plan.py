@@ -43,7 +43,7 @@ def plan(settings: Plan, console: Console) -> None:
         rows = jax.ShapeDtypeStruct(batch, jnp.int32)
     else:
         assert settings.function is not None
-        losses, init_fn, rows = _job(settings.function)
+        losses, init_fn, rows = load_job(settings.function, f"`--function {settings.function}`")[:3]
     method = settings.rounds.method
     with console.status("planning") as status:
         plans = tune(
@@ -95,18 +95,24 @@ def _loss(graph: Any, params: Any, ids: Int[Array, "b t"]) -> Float[Array, ""]:
     return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
 
-def _job(name: str) -> tuple[Any, Callable[[], Any], Any]:
-    """What the function `MODULE:NAME` returns."""
-    job = _function(name)()
-    if not isinstance(job, tuple) or len(job) != 3:
+def load_job(name: str, said: str) -> tuple[Any, Callable[[], Any], Any, Any]:
+    """What the function `MODULE:NAME` returns: a loss, an `init_fn`, a batch, and optionally `tx`.
+
+    Args:
+        name: of the function.
+        said: how the command line names it, for errors.
+    """
+    job = _function(name, said)()
+    if not isinstance(job, tuple) or len(job) not in (3, 4):
         raise ValueError(
-            f"`--function {name}` must return a tuple `(loss_fn, init_fn, batch)`; it returned "
-            f"{type(job).__name__}{f' of {len(job)}' if isinstance(job, tuple) else ''}."
+            f"{said} must return a tuple `(loss_fn, init_fn, batch)`; it returned "
+            f"{type(job).__name__}{f' of {len(job)}' if isinstance(job, tuple) else ''}. A fourth "
+            "entry may be an optax optimizer."
         )
-    return job
+    return job if len(job) == 4 else (*job, None)
 
 
-def _function(name: str) -> Callable[[], Any]:
+def _function(name: str, said: str) -> Callable[[], Any]:
     """The function `MODULE:NAME`, also from the working directory."""
     module, function = name.split(":")
     sys.path.insert(0, str(Path.cwd()))
@@ -114,13 +120,11 @@ def _function(name: str) -> Callable[[], Any]:
         found = getattr(importlib.import_module(module), function, None)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise ValueError(f"`--function {name}`: importing {module} failed: {error}.") from None
-        raise ValueError(
-            f"`--function {name}`: {error}. Name a module that Python finds."
-        ) from None
+            raise ValueError(f"{said}: importing {module} failed: {error}.") from None
+        raise ValueError(f"{said}: {error}. Name a module that Python finds.") from None
     if not callable(found):
         raise ValueError(
-            f"`--function {name}`: the module {module} has no function {function}. It must return "
+            f"{said}: the module {module} has no function {function}. It must return "
             "`(loss_fn, init_fn, batch)`."
         )
     return found

@@ -27,6 +27,7 @@ from .progress import print_summary
 from .resume import begin, latest_step, restore
 from .session import Session, open_session
 from .step import make_sharded_embed
+from .verified import print_verified
 
 _MEETING_SECONDS = 60.0
 _EVALUATED_PAIRS = 16  # per device and forward pass: a pass gathers every weight, so not too few
@@ -127,6 +128,8 @@ def _evaluated_training(session: Session) -> tuple[Retrieval, Any, Retrieval]:
         before = None
     if state.step < session.settings.optimization.steps:
         print_overview(session, state)
+        if run.verify and state.step == 0:
+            print_verified(session, state)
     watchdog = Watchdog(
         step_seconds=faults.step_seconds, heartbeat_seconds=faults.heartbeat_seconds
     )

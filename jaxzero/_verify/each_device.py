@@ -1,0 +1,131 @@
+"""Plain JAX on each device's own rows, and the mean over devices: what a right step computes.
+
+It differs from one device with all rows where the loss is no mean of rows. So it tells an error of
+the step from a loss that depends on which rows share a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from .._mesh import AXES, AnyMesh, map_devices, microbatch_index, physical
+from .._sharding import split_dim
+from .problem import Problem, on_host
+from .roundings import moved
+from .samples import NUM_SAMPLES, Samples, measured
+
+
+class EachDevice:
+    """The loss by plain JAX on the rows of each device.
+
+    Args:
+        problem: the call.
+        mesh: the devices, each of which holds all parameters here.
+        microbatches: into how many parts the rows of a device are cut.
+    """
+
+    def __init__(self, problem: Problem, mesh: AnyMesh, microbatches: int):
+        self.problem, self.mesh, self.microbatches = problem, mesh, microbatches
+        self.arrays = [
+            jax.device_put(x, jax.sharding.NamedSharding(physical(mesh), spec))
+            for x, spec in zip(problem.arrays, problem.specs, strict=True)
+        ]
+
+    def _parts(self, arrays: Sequence[Any], seed: Any = None) -> list[Any]:
+        """Of each result an array `[1, microbatches, ...]`: those of this device."""
+        parts = []
+        for k in range(self.microbatches):
+            with microbatch_index(jnp.array(k) if self.microbatches > 1 else None):
+                rows = [
+                    self._rows(x, s, k) for x, s in zip(arrays, self.problem.specs, strict=True)
+                ]
+                if seed is None:
+                    made = self.problem.loss_and_grads(rows, divide=False)
+                else:
+                    made = moved(
+                        functools.partial(self.problem.loss_and_grads, divide=False),
+                        (rows,),
+                        seed,
+                        False,
+                    )
+            parts.append(made)
+        return [jnp.stack(x)[None] for x in zip(*parts, strict=True)]
+
+    def _rows(self, x: Any, spec: PartitionSpec, k: int) -> Any:
+        dim = split_dim(spec)
+        if dim is None or self.microbatches == 1:
+            return x
+        size = x.shape[dim] // self.microbatches
+        return lax.slice_in_dim(x, k * size, (k + 1) * size, axis=dim)
+
+    def parts(self) -> list[Any]:
+        """The sums or means of each device and micro-batch, `[devices, microbatches, ...]`.
+
+        In the order of `Problem.loss_and_grads` without a division.
+        """
+        run = map_devices(self._parts, self.mesh, (list(self.problem.specs),), PartitionSpec(AXES))
+        return on_host(jax.jit(run)(self.arrays))
+
+    def combined(self, parts: Sequence[Any]) -> list[Any]:
+        """The loss, `aux` and gradients of all devices, from `parts`."""
+        names = self.problem.names
+        num_aux = len(self.problem.aux_how)
+        is_weighted = len(parts) > len(names)
+        total, rest = parts[0], parts[1 + is_weighted :]
+        weight = np.sum(np.asarray(parts[1], np.float64)) if is_weighted else np.float64(total.size)
+        aux = [
+            _combined(x, how) for x, how in zip(rest[:num_aux], self.problem.aux_how, strict=True)
+        ]
+        means = [
+            (np.sum(np.asarray(x, _wide(x.dtype)), axis=(0, 1)) / weight).astype(x.dtype)
+            for x in (total, *rest[num_aux:])
+        ]
+        return [means[0], *aux, *means[1:]]
+
+    def samples(self, results: Sequence[Any]) -> Samples:
+        """How results differ from `results` where operations are moved by their rounding error."""
+        run = map_devices(
+            self._parts,
+            self.mesh,
+            (list(self.problem.specs), PartitionSpec()),
+            PartitionSpec(AXES),
+        )
+        with jax.numpy_dtype_promotion("standard"):
+            compiled = jax.jit(run)
+            drawn = [
+                self.combined(on_host(compiled(self.arrays, jnp.uint32(seed))))
+                for seed in range(1, NUM_SAMPLES + 1)
+            ]
+        rows = [[measured(x, y) for x, y in zip(each, results, strict=True)] for each in drawn]
+        return Samples(np.array(rows, np.float64))
+
+
+def _wide(dtype: Any) -> Any:
+    return np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
+
+
+def _combined(x: Any, how: str) -> Any:
+    """One result `[devices, microbatches, ...]` combined as `aux_reduce` says."""
+    match how:
+        case "first":
+            return x[0, 0]
+        case "stack":
+            return x.reshape(-1, *x.shape[2:])
+        case "concat":
+            return x.reshape(-1, *x.shape[3:])
+        case "max":
+            return x.max(axis=(0, 1))
+    total = np.sum(
+        np.asarray(x, _wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.inexact) else x, axis=(0, 1)
+    )
+    if how == "mean":
+        total = total / (x.shape[0] * x.shape[1])
+    return total.astype(x.dtype)

@@ -1,0 +1,328 @@
+"""Find the first operation whose value on a device's rows is not what one device has for them.
+
+The loss is traced twice, for all rows and for the rows of one part (a device, or a micro-batch of
+it), and both programs are run operation by operation. Each value of a part should be
+
+    the part's rows of the value for all rows (in backward perhaps times the number of parts, since
+    each part takes its own mean), or, without rows, equal on all parts, or a value of which the
+    one for all rows is the sum or the mean over parts.
+
+The first value in program order that is none of these is where rows of different parts meet.
+Values are equal here if they agree in half of their digits: by less, roundings may differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from .._mesh import AXES, LOCAL, NODE, AnyMesh, map_devices
+from .._program import Block, Constant, Loop, Operation, Value, exchanged_or_effect, trace
+from .._sharding import split_dim
+from .problem import Problem, is_key, on_host
+
+
+class _FoundError(Exception):
+    """Carries the sentence about the first operation that differs."""
+
+
+def first_difference(
+    problem: Problem, mesh: AnyMesh, microbatches: int, wanted: Sequence[int]
+) -> str:
+    """A sentence about the first operation that mixes rows; "" if none is found.
+
+    Args:
+        problem: the call.
+        mesh: the devices.
+        microbatches: of a device.
+        wanted: places of the results that differ, in `problem.names`.
+    """
+    if jax.process_count() > 1:
+        return "Which operation is the first is found in runs of one process only."
+    num_forward = 1 + len(problem.aux_how)
+    only_forward = all(i < num_forward for i in wanted)
+
+    def results(arrays: Sequence[Any]) -> list[Any]:
+        if not only_forward:
+            return problem.loss_and_grads(arrays, divide=False)
+        value, weight, aux = problem.function(arrays)
+        found = [value, *aux] if weight is None else [value, weight, *aux]
+        return found if weight is not None else [found[i] for i in wanted]
+
+    try:
+        _Lockstep(problem, mesh, microbatches, results).run()
+    except _FoundError as found:
+        return str(found)
+    return ""
+
+
+def shared_draw(problem: Problem, mesh: AnyMesh) -> str:
+    """The line where every device draws the same random numbers for its rows; "" if none does."""
+    if jax.process_count() > 1:
+        return ""
+
+    def results(arrays: Sequence[Any]) -> list[Any]:
+        value, weight, aux = problem.function(arrays)
+        return [value, *aux] if weight is None else [value, weight, *aux]
+
+    lockstep = _Lockstep(problem, mesh, 1, results, judged=False)
+    lockstep.run()
+    return lockstep.shared
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """A value for all rows, and that of each part.
+
+    Attributes:
+        whole: for all rows.
+        parts: one for each part.
+        source: where it was computed, if it is a sum or mean over rows of different parts.
+    """
+
+    whole: Any
+    parts: list[Any]
+    source: str = ""
+
+
+class _Lockstep:
+    """Runs the program for all rows and those of all parts, operation by operation."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        mesh: AnyMesh,
+        microbatches: int,
+        results: Callable,
+        judged: bool = True,
+    ):
+        self.mesh, self.judged, self.shared = mesh, judged, ""
+        self.num = mesh.shape[NODE] * mesh.shape[LOCAL]
+        self.one = Mesh(np.array([[jax.local_devices()[0]]]), AXES)
+        arrays = [x if is_key(x) else jnp.asarray(x) for x in problem.arrays]
+        self.whole = _traced(results, self.one, arrays)
+        parts = _parts(problem, arrays, self.num)
+        self.part = _traced(results, mesh, parts[0])
+        if microbatches > 1 and not any(map(_is_collective, self.part.operations)):
+            self.num *= microbatches
+            parts = _parts(problem, arrays, self.num)
+            self.part = _traced(results, mesh, parts[0])
+        self.arrays = [
+            _Pair(x, list(each)) for x, each in zip(arrays, zip(*parts, strict=True), strict=True)
+        ]
+
+    def run(self) -> None:
+        self._block(self.whole, self.part, self.arrays, "")
+
+    def _block(
+        self, whole: Block, part: Block, inputs: Sequence[_Pair], where: str
+    ) -> list[_Pair] | None:
+        """Run two blocks of the same operations; None if they are not."""
+        if [x.name for x in whole.operations] != [x.name for x in part.operations]:
+            return None
+        env: dict[Value, _Pair] = {}
+        env.update(zip(whole.inputs, inputs, strict=True))
+        names = dict(zip(part.inputs, whole.inputs, strict=True))  # of a part: of the whole
+
+        def read(x: Any, y: Any) -> _Pair:
+            if isinstance(x, Value) and isinstance(y, Value):
+                return env[x]
+            whole = x.value if isinstance(x, Constant) else env[x].whole
+            parts = [y.value] * self.num if isinstance(y, Constant) else env[names[y]].parts
+            return _Pair(whole, parts)
+
+        for x, y in zip(whole.operations, part.operations, strict=True):
+            read_values = [read(a, b) for a, b in zip(x.inputs, y.inputs, strict=True)]
+            for out, other, pair in zip(
+                x.outputs, y.outputs, self._apply(x, y, read_values, where), strict=True
+            ):
+                env[out], names[other] = pair, out
+        return [read(a, b) for a, b in zip(whole.outputs, part.outputs, strict=True)]
+
+    def _apply(
+        self, whole: Operation, part: Operation, inputs: list[_Pair], where: str
+    ) -> list[_Pair]:
+        if isinstance(whole, Loop) and isinstance(part, Loop) and whole.length == part.length:
+            made = self._loop(whole, part, inputs, where)
+            if made is not None:
+                return made
+        of_whole = _run(whole, [[x.whole for x in inputs]], self.one)[0]
+        of_parts = _run(
+            part, list(zip(*(x.parts for x in inputs), strict=True)) or [()] * self.num, self.mesh
+        )
+        pairs = [
+            _Pair(x, list(y)) for x, y in zip(of_whole, zip(*of_parts, strict=True), strict=True)
+        ]
+        if whole.name == "random_bits":
+            return [self._drawn(whole, pair) for pair in pairs]
+        if not self.judged:
+            return pairs
+        return [self._judged(whole, pair, inputs, where) for pair in pairs]
+
+    def _loop(self, whole: Loop, part: Loop, inputs: list[_Pair], where: str) -> list[_Pair] | None:
+        first = whole.num_constants + whole.num_carry
+        constants, carry = inputs[: whole.num_constants], inputs[whole.num_constants : first]
+        stacked: dict[int, list[_Pair]] = {}
+        order = range(whole.length)
+        for i in reversed(order) if whole.is_reversed else order:
+            layers = [_Pair(x.whole[i], [y[i] for y in x.parts]) for x in inputs[first:]]
+            at = f"{where}, iteration {i}"
+            made = self._block(whole.body, part.body, [*constants, *carry, *layers], at)
+            if made is None:
+                return None
+            carry, stacked[i] = made[: whole.num_carry], made[whole.num_carry :]
+        columns = zip(*(stacked[i] for i in order), strict=True)
+        stacks = [
+            _Pair(
+                jnp.stack([x.whole for x in column]),
+                [jnp.stack(list(each)) for each in zip(*(x.parts for x in column), strict=True)],
+            )
+            for column in columns
+        ]
+        return [*carry, *stacks]
+
+    def _drawn(self, operation: Operation, pair: _Pair) -> _Pair:
+        """Random bits: those of all rows become those that the parts draw for them."""
+        dims = _split_dims(pair, self.num)
+        if not dims:
+            return pair
+        first = np.asarray(pair.parts[0])
+        if all(np.array_equal(first, np.asarray(x)) for x in pair.parts[1:]) and not self.shared:
+            self.shared = operation.where
+        return _Pair(jnp.concatenate(pair.parts, axis=dims[0]), pair.parts)
+
+    def _judged(
+        self, operation: Operation, pair: _Pair, inputs: Sequence[_Pair], where: str
+    ) -> _Pair:
+        """The pair, with its source; raises `_FoundError` if it is none of what is right."""
+        dtype = getattr(pair.whole, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            return pair
+        whole, parts = np.asarray(pair.whole), [np.asarray(x) for x in pair.parts]
+        if whole.shape == parts[0].shape:
+            if any(all(_is_near(whole * f, x) for x in parts) for f in _factors(self.num)):
+                return pair
+            total = np.sum(np.stack(parts).astype(_wide(whole)), axis=0)
+            size = float(np.sum([np.linalg.norm(x.astype(_wide(x)).ravel()) for x in parts]))
+            if any(_is_near(total / f, whole, size / f) for f in _factors(self.num)):
+                return dataclasses.replace(pair, source=operation.where)
+            off = "is neither the sum nor the mean of those of the devices"
+        else:
+            dims = _split_dims(pair, self.num)
+            if dims is None or _is_row_aligned(whole, parts, dims):
+                return pair
+            off = "differs from what one device has for these rows"
+        read = next((x.source for x in inputs if x.source), "")
+        of = f" It reads a sum or mean over a device's rows only, from {read}." if read else ""
+        raise _FoundError(
+            f"The first operation that differs is `{operation.name}` at {operation.where}{where}: "
+            f"its value on a device's rows {off}.{of}"
+        )
+
+
+def _traced(results: Callable, mesh: AnyMesh, arrays: Sequence[Any]) -> Block:
+    """The operations of the function on arrays of these shapes, with the axes of `mesh`."""
+    found = []
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+    def note(_: Any) -> Any:
+        found.append(trace(lambda *xs: results(list(xs)), *structs)[0])
+        return jnp.zeros(())
+
+    jax.eval_shape(map_devices(note, mesh, (PartitionSpec(),), PartitionSpec()), jnp.zeros(()))
+    return found[0]
+
+
+def _parts(problem: Problem, arrays: Sequence[Any], num: int) -> list[list[Any]]:
+    """The arrays of each of `num` parts."""
+
+    def cut(x: Any, spec: PartitionSpec) -> list[Any]:
+        dim = split_dim(spec)
+        if dim is None:
+            return [x] * num
+        size = x.shape[dim] // num
+        return [jax.lax.slice_in_dim(x, i * size, (i + 1) * size, axis=dim) for i in range(num)]
+
+    columns = [cut(x, spec) for x, spec in zip(arrays, problem.specs, strict=True)]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _is_collective(operation: Operation) -> bool:
+    if isinstance(operation, Loop):
+        return any(map(_is_collective, operation.body.operations))
+    return operation.name == "axis_index" or exchanged_or_effect(operation) is not None
+
+
+def _run(operation: Operation, inputs: Sequence[Sequence[Any]], mesh: Any) -> list[list[Any]]:
+    """The outputs of an operation for the inputs of each part."""
+    if not _is_collective(operation):
+        return [operation.bind(list(x)) for x in inputs]
+    stacked = [jnp.stack([jnp.asarray(x) for x in column]) for column in zip(*inputs, strict=True)]
+
+    def on_device(arrays: list[Any]) -> list[Any]:
+        return [x[None] for x in operation.bind([x[0] for x in arrays])]
+
+    rows = PartitionSpec(AXES)
+    made = on_host(jax.jit(map_devices(on_device, mesh, (rows,), rows))(stacked))
+    return [[jnp.asarray(x[i]) for x in made] for i in range(len(inputs))]
+
+
+def _split_dims(pair: _Pair, num: int) -> list[int] | None:
+    """The dims that are `num` times as long for all rows; None if the shapes fit in no such way."""
+    whole, part = np.shape(pair.whole), np.shape(pair.parts[0])
+    if len(whole) != len(part):
+        return None
+    dims = [i for i, (x, y) in enumerate(zip(whole, part, strict=True)) if x != y]
+    return dims if all(whole[i] == num * part[i] for i in dims) else None
+
+
+def _is_row_aligned(whole: np.ndarray, parts: list[np.ndarray], dims: Sequence[int]) -> bool:
+    """Whether each part has its own rows of `whole`, wherever a merged dim has its rows."""
+    num = len(parts)
+    for outers in itertools.product(*(_divisors(parts[0].shape[i]) for i in dims)):
+        cut = [_cut(whole, dims, outers, i, num) for i in range(num)]
+        for factor in _factors(num):
+            if all(_is_near(x * factor, y) for x, y in zip(cut, parts, strict=True)):
+                return True
+    return False
+
+
+def _cut(
+    whole: np.ndarray, dims: Sequence[int], outers: Sequence[int], i: int, num: int
+) -> np.ndarray:
+    """Part `i` of `num` of an array whose split dims are `[outer, num, rest]`."""
+    for dim, outer in zip(dims, outers, strict=True):
+        shape = whole.shape
+        split = whole.reshape(*shape[:dim], outer, num, -1, *shape[dim + 1 :])
+        whole = split.take(i, axis=dim + 1).reshape(*shape[:dim], -1, *shape[dim + 1 :])
+    return whole
+
+
+def _factors(num: int) -> list[float]:
+    """What values of a part may be a multiple of: their squares and products meet in backward."""
+    return [float(num) ** power for power in (0, 1, -1, 2, -2)]
+
+
+def _divisors(size: int) -> list[int]:
+    return [x for x in range(1, size + 1) if size % x == 0]
+
+
+def _is_near(x: np.ndarray, y: np.ndarray, size: float = 0.0) -> bool:
+    """Whether `x` agrees with `y` in half of the digits of `y`, relative to norms or `size`."""
+    digits = float(jnp.finfo(y.dtype).eps) ** 0.5
+    x, y = x.astype(_wide(x)).ravel(), y.astype(_wide(y)).ravel()
+    with np.errstate(invalid="ignore"):
+        off = np.linalg.norm(np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, x - y))
+    finite = (np.linalg.norm(z[np.isfinite(z)]) for z in (x, y))
+    return bool(off <= digits * max(*finite, size))
+
+
+def _wide(x: np.ndarray) -> Any:
+    return np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64

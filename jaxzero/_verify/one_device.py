@@ -1,0 +1,135 @@
+"""Plain JAX on one device with all rows, and how far roundings may lead from its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from .._collectives import readable_bytes
+from .._mesh import AXES, map_devices
+from .problem import Problem, on_host
+from .reference_device import free_bytes
+from .roundings import draws_numbers, moved, shifted
+from .samples import NUM_SAMPLES, Samples, measured
+
+# Of matrix products of float32 on other platforms, where precision is left to them: TF32, bfloat16.
+_PRODUCT_EPS = {"cuda": 2.0**-10, "gpu": 2.0**-10, "rocm": 2.0**-10, "tpu": 2.0**-7}
+
+
+class OneDevice:
+    """Plain JAX on one device and all rows, and the spread of its results under roundings.
+
+    Args:
+        problem: the call.
+        device: where it runs.
+        platform: of the step that the results are compared with.
+        spread: for each array by how much a codec may change its elements; None: by nothing.
+    """
+
+    def __init__(
+        self, problem: Problem, device: Any, platform: str, spread: Sequence[Any] | None = None
+    ):
+        self.problem = problem
+        same = device.platform == platform
+        self.product_eps = 0.0 if same else _PRODUCT_EPS.get(platform, 0.0)
+        self.mesh = Mesh(np.array([[device]]), AXES)
+        self.device = device
+        self.arrays = [jax.device_put(x, device) for x in problem.arrays]
+        self.spread = None if spread is None else [jax.device_put(x, device) for x in spread]
+        self._sampled: Callable | None = None
+        self.program = jax.jit(self._mapped(problem.loss_and_grads)).lower(self.arrays).compile()
+
+    def _mapped(self, function: Callable, num: int = 1) -> Callable:
+        everywhere = PartitionSpec()
+        return map_devices(function, self.mesh, (everywhere,) * num, everywhere)
+
+    def _bytes(self, *names: str) -> int:
+        sizes = self.program.memory_analysis()
+        return sum(getattr(sizes, f"{name}_size_in_bytes", 0) for name in names)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has room for results and temporary memory beside the arguments."""
+        return self._bytes("output", "temp") <= free_bytes(self.device)
+
+    def described(self) -> str:
+        """What the program needs, and where.
+
+        Raises:
+            ValueError: the device has not the room.
+        """
+        needed = readable_bytes(self._bytes("argument", "output", "temp"))
+        if not self.fits:
+            raise ValueError(
+                f"Plain JAX on one device needs {needed}, and {self.device} has "
+                f"{readable_bytes(int(free_bytes(self.device)))} left beside its arguments. Give "
+                "another `reference`, fewer rows, or a smaller model of the same layers."
+            )
+        return f"Plain JAX on one device: {needed} on {self.device}."
+
+    def in_float64(self) -> list[Any]:
+        """The results of `run` with floats of 64 bits.
+
+        Raises:
+            ValueError: the function does not run in float64.
+        """
+        with jax.enable_x64(True):
+            wide = [
+                np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                for x in self.problem.arrays
+            ]
+            try:
+                arrays = [jax.device_put(x, self.device) for x in wide]
+                return on_host(jax.jit(self._mapped(self.problem.loss_and_grads))(arrays))
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"`float64=True`: the function does not run in float64: {error}"
+                ) from error
+
+    def run(self) -> list[Any]:
+        """The loss, `aux` and the gradients."""
+        return on_host(self.program(self.arrays))
+
+    def samples(self, results: Sequence[Any], redraw: bool, encoded: bool) -> Samples:
+        """How results differ from `results` where each operation is moved by its rounding error.
+
+        Args:
+            results: of `run`.
+            redraw: draw other random numbers.
+            encoded: also move the arrays of `spread`.
+        """
+
+        def sample(arrays, spread, seed, redraw, encoded):
+            if self.spread is not None:
+                pairs = zip(arrays, spread, strict=True)
+                arrays = [shifted(x, encoded * by, seed) for x, by in pairs]
+            function = self.problem.loss_and_grads
+            return moved(function, (arrays,), seed, redraw, self.product_eps)
+
+        if self._sampled is None:
+            self._sampled = jax.jit(self._mapped(sample, 5))
+        drawn = []
+        for seed in range(1, NUM_SAMPLES + 1):
+            numbers = jnp.uint32(seed), jnp.array(redraw), jnp.float32(encoded)
+            with jax.numpy_dtype_promotion("standard"):
+                made = self._sampled(self.arrays, self.spread or [], *numbers)
+            pairs = zip(on_host(made), results, strict=True)
+            drawn.append([measured(x, y) for x, y in pairs])
+        return Samples(np.array(drawn, np.float64))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the program draws random numbers."""
+        found = []
+
+        def note(arrays: Sequence[Any]) -> Any:
+            found.append(draws_numbers(self.problem.loss_and_grads, arrays))
+            return jnp.zeros([])
+
+        jax.eval_shape(self._mapped(note), self.arrays)
+        return found[0]

@@ -1,0 +1,111 @@
+"""What is verified: one call of a loss, as a function of full arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec
+
+from .._mesh import AXES, LOCAL, NODE, AnyMesh
+from .._sharding import LeafSpec, split_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One call of a user's function.
+
+    Attributes:
+        function: of a list of full arrays; returns `(loss, weight, aux)` with the weight None
+            unless the loss is a sum that is to be divided by it, and `aux` a list of arrays.
+        arrays: the full arrays of all arguments, on the host.
+        specs: how each is split over `node` and `local`; a parameter is not.
+        leaves: the layout of each that is a parameter; None of the others.
+        differentiated: the places of what gets gradients.
+        grad_names: their names.
+        aux_names: those of the arrays in `aux`.
+        aux_how: how each is combined over devices.
+    """
+
+    function: Callable[[Sequence[Any]], tuple[Any, Any, list[Any]]]
+    arrays: list[Any]
+    specs: list[PartitionSpec]
+    leaves: list[LeafSpec | None]
+    differentiated: list[int]
+    grad_names: list[str]
+    aux_names: list[str]
+    aux_how: list[str]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the results: the loss, `aux` and the gradients."""
+        return ["loss", *(f"aux {x}" for x in self.aux_names), *self.grad_names]
+
+    def _splits(self) -> list[int | None]:
+        """For each array the dim that is split over all devices by rows; None: it is not."""
+        dims = [split_dim(spec) for spec in self.specs]
+        pairs = zip(dims, self.specs, strict=True)
+        return [dim if dim is not None and spec[dim] == AXES else None for dim, spec in pairs]
+
+    def rows_per_device(self, mesh: AnyMesh) -> int:
+        """The rows of a device; 0 if no array is split by rows."""
+        num = mesh.shape[NODE] * mesh.shape[LOCAL]
+        pairs = zip(self.arrays, self._splits(), strict=True)
+        return next((x.shape[dim] // num for x, dim in pairs if dim is not None), 0)
+
+    def permuted(self, mesh: AnyMesh) -> list[Any]:
+        """The arrays with their rows dealt out to devices one by one."""
+        num = mesh.shape[NODE] * mesh.shape[LOCAL]
+
+        def dealt(x: Any, dim: int | None) -> Any:
+            if dim is None:
+                return x
+            order = np.arange(x.shape[dim]).reshape(num, -1).T.ravel()
+            return jnp.take(x, order, axis=dim) if is_key(x) else np.take(x, order, axis=dim)
+
+        return [dealt(x, dim) for x, dim in zip(self.arrays, self._splits(), strict=True)]
+
+    def loss_and_grads(self, arrays: Sequence[Any], *, divide: bool = True) -> list[Any]:
+        """The loss, `aux` and the gradients, by `jax.value_and_grad`.
+
+        With a weight and without `divide`: the sum, the weight, `aux`, and the sum's gradients.
+        """
+
+        def loss(trained: Sequence[Any]) -> tuple[Any, Any]:
+            merged = list(arrays)
+            for i, x in zip(self.differentiated, trained, strict=True):
+                merged[i] = x
+            value, weight, aux = self.function(merged)
+            if weight is not None and divide:
+                value = value / lax.stop_gradient(weight).astype(value.dtype)
+            return value, (value, weight, aux)
+
+        trained = [arrays[i] for i in self.differentiated]
+        (_, (value, weight, aux)), grads = jax.value_and_grad(loss, has_aux=True)(trained)
+        scalars = [value] if divide or weight is None else [value, weight]
+        return [*scalars, *aux, *grads]
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is an array of typed random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def on_host(tree: Any) -> Any:
+    """The values of global arrays as NumPy arrays, in every process."""
+
+    def fetched(x: Any) -> Any:
+        if isinstance(x, jax.Array):
+            if is_key(x):
+                x = jax.random.key_data(x)
+            if not (x.is_fully_addressable or x.is_fully_replicated):
+                x = multihost_utils.process_allgather(x, tiled=True)
+        return np.asarray(x)
+
+    return jax.tree.map(fetched, tree)

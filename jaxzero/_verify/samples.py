@@ -1,0 +1,91 @@
+"""The bound on a difference that follows from samples of results with moved roundings."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .report import Check
+
+NUM_SAMPLES = 8
+# Student's t with `NUM_SAMPLES` degrees of freedom: a result with the spread of the samples is
+# further off with a probability of 1e-6, if the spread is known from this many samples only.
+QUANTILE = 13.3
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """How far each sample of a result is from the result.
+
+    Attributes:
+        values: for each sample and result the norm of the difference, its largest element, and its
+            scalar product with the result: `[samples, results, 3]`.
+    """
+
+    values: np.ndarray
+
+    def bounds(self, i: int) -> np.ndarray:
+        """What a right result `i` may be off by, in the three measures."""
+        return QUANTILE * np.sqrt(np.mean(self.values[:, i] ** 2, axis=0))
+
+
+def measured(x: Any, y: Any) -> np.ndarray:
+    """Of `x - y` the norm, the largest element, and the scalar product with `y`.
+
+    Where both are the same infinity, or both NaN, they do not differ.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x, y = (np.stack([z.real, z.imag]) for z in (x, y))
+    x, y = np.asarray(x, np.float64).ravel(), np.asarray(y, np.float64).ravel()
+    if not x.size:
+        return np.zeros(3)
+    with np.errstate(invalid="ignore"):
+        d = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, x - y)
+        d = np.where(np.isfinite(d), d, np.inf)
+        along = abs(np.dot(d, np.where(np.isfinite(y), y, 0.0)))
+    return np.array([np.linalg.norm(d), np.max(np.abs(d)), along])
+
+
+def checked(
+    name: str, kind: str, got: Any, want: Any, bounds: np.ndarray, num_summands: int = 1
+) -> Check:
+    """Compare one result with that of plain JAX.
+
+    Args:
+        name: of the result.
+        kind: of the result.
+        got: the step's.
+        want: plain JAX's.
+        bounds: what it may be off by, in the measures of `measured`.
+        num_summands: how many summands, one of each device, a result is the mean of.
+
+    Raises:
+        ValueError: they have different shapes or dtypes.
+    """
+    got, want = np.asarray(got), np.asarray(want)
+    if got.shape != want.shape or got.dtype != want.dtype:
+        raise ValueError(
+            f"The step returns {got.dtype}{list(got.shape)} for `{name}`, and plain JAX "
+            f"{want.dtype}{list(want.shape)}. Give the options with which you call it."
+        )
+    size = float(measured(want, np.zeros_like(want))[0])
+    if jnp.issubdtype(want.dtype, jnp.inexact):
+        # The mean over devices rounds, also where nothing before it does: `4 sqrt(n) eps / 2`.
+        eps = 2 * num_summands**0.5 * float(jnp.finfo(want.dtype).eps)
+        largest = float(np.max(np.abs(want), initial=0)) if want.size else 0.0
+        bounds = np.maximum(bounds, eps * np.array([size, largest, size**2]))
+    sizes = measured(got, want)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(sizes == 0, 0.0, sizes / bounds)
+    ratio = float(np.max(np.where(np.isnan(ratios), np.inf, ratios)))
+    return Check(
+        name=name,
+        kind=kind,
+        size=size,
+        difference=float(sizes[0]),
+        bound=float(bounds[0]),
+        ratio=ratio,
+    )

@@ -1,0 +1,259 @@
+"""Compare a configured step with plain JAX on one device, under bounds that are derived."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._collectives import CommSpec
+from .._mesh import AnyMesh, physical
+from .._sharding import ZeroConfig
+from .codec_bounds import bounds_of, gradient_bound, has_codecs, weight_bound
+from .each_device import EachDevice
+from .locate import first_difference, shared_draw
+from .one_device import OneDevice
+from .problem import Problem
+from .reference_device import choose_device, free_bytes, least_bytes, named_device
+from .report import Check, Rounding, Variation, VerifyReport
+from .samples import Samples, checked, measured
+from .update import Update, check_update
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runs:
+    """The configured step, in the forms in which it is run.
+
+    Attributes:
+        step: of the full arrays of the arguments, the number of micro-batches, and whether codecs
+            are used; returns the loss, `aux` and gradients, on the host, and the update or None.
+        mesh: the mesh.
+        config: the configuration.
+        microbatches: as configured.
+    """
+
+    step: Callable[[Sequence[Any], int, bool], tuple[list[Any], Update | None]]
+    mesh: AnyMesh
+    config: ZeroConfig
+    microbatches: int
+
+    @property
+    def own_device(self) -> Any:
+        """A device of the mesh that is of this process."""
+        return next(
+            x for x in physical(self.mesh).devices.flat if x.process_index == jax.process_index()
+        )
+
+
+class Verification:
+    """One run of `verify`: see `Zero.verify`."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        runs: Runs,
+        reference: Any,
+        codecs: bool,
+        say: Callable[[str], None],
+    ):
+        self.problem, self.runs = problem, runs
+        self.encoded = codecs and has_codecs(runs.config)
+        self.comm = CommSpec.of(runs.mesh, runs.config)
+        device, said = choose_device(problem, runs.mesh, reference)
+        say(said)
+        platform = physical(runs.mesh).devices.flat[0].platform
+        spread = self._spread() if self.encoded else None
+        self.one = OneDevice(problem, device, platform, spread)
+        if reference is None and not self.one.fits and device.platform != "cpu":
+            self.one = OneDevice(problem, named_device("cpu"), platform, spread)
+        self.memory = self.one.described()
+        say(self.memory)
+        self.want = self.one.run()
+        self.samples = self.one.samples(self.want, False, False)
+        self.is_random = self.one.is_random
+        # What a right result may differ by: random numbers fall on other rows.
+        self.allowed = self.one.samples(self.want, True, False) if self.is_random else self.samples
+        self._each: EachDevice | None = None
+
+    def _spread(self) -> list[Any]:
+        trained = zip(self.problem.arrays, self.problem.leaves, strict=True)
+        return [
+            np.zeros(np.shape(x), np.float32)
+            if leaf is None
+            else weight_bound(leaf, np.asarray(x), self.comm)
+            for x, leaf in trained
+        ]
+
+    def report(self, variations: bool, float64: bool) -> VerifyReport:
+        """Run everything, and say what holds."""
+        got, update = self.runs.step(self.problem.arrays, self.runs.microbatches, False)
+        checks: dict[Any, Check] = dict(self._compare(got, self.want, self.allowed))
+        wrong = [i for i, check in checks.items() if not check.ok]
+        cause, first = "", ""
+        if self.is_random:
+            first = shared_draw(self.problem, self.runs.mesh)
+            cause = "keys" if first else ""
+        if not cause and (wrong or self.is_random) and not self._has_room():
+            cause = "room" if wrong else ""
+        elif not cause and (wrong or self.is_random):
+            of_each = self.each.combined(self.each.parts())
+            with_each = self._compare(got, of_each, self.each.samples(of_each))
+            if not all(check.ok for check in with_each.values()):
+                cause, checks = "step", dict(with_each)
+            elif wrong:
+                cause, first = "rows", self._first(wrong)
+            else:  # random numbers of rows are the same here
+                checks |= {
+                    (i, "drawn"): dataclasses.replace(check, kind=f"{check.kind}, same numbers")
+                    for i, check in with_each.items()
+                }
+        found = list(checks.values())
+        for name, others in (
+            ("update", self._check_update(update)),
+            ("codecs", self._check_codecs()),
+        ):
+            found += others
+            cause = cause or ("" if all(check.ok for check in others) else name)
+        return VerifyReport(
+            checks=tuple(sorted(found, key=lambda check: -check.ratio)),
+            variations=tuple(self._variations(got)) if variations else (),
+            roundings=tuple(self._roundings(got)) if float64 else (),
+            cause=cause,
+            first=first,
+            notes=tuple(self._notes()),
+            memory=self.memory,
+        )
+
+    def _first(self, wrong: list[int]) -> str:
+        return first_difference(self.problem, self.runs.mesh, self.runs.microbatches, wrong)
+
+    def _compare(
+        self, got: Sequence[Any], want: Sequence[Any], samples: Samples
+    ) -> dict[int, Check]:
+        """The checks of loss, `aux` and gradients, but for what one device cannot tell."""
+        return {
+            i: self._check(name, kind, x, y, samples.bounds(i))
+            for i, (name, kind, x, y) in enumerate(self._pairs(got, want))
+            if kind != "aux" or self._is_comparable(i)
+        }
+
+    def _check(self, name: str, kind: str, got: Any, want: Any, bounds: np.ndarray) -> Check:
+        num = self.comm.num_devices * self.runs.microbatches
+        return checked(name, kind, got, want, bounds, num)
+
+    def _pairs(self, got: Sequence[Any], want: Sequence[Any]) -> list[tuple[str, str, Any, Any]]:
+        num = len(self.problem.aux_how)
+        kinds = ["loss", *["aux"] * num, *["gradient"] * len(self.problem.grad_names)]
+        return list(zip(self.problem.names, kinds, got, want, strict=True))
+
+    def _is_comparable(self, i: int) -> bool:
+        return self.problem.aux_how[i - 1] not in ("first", "stack")
+
+    def _notes(self) -> list[str]:
+        return [
+            f"aux {name} is that of {'one device' if how == 'first' else 'each device'} "
+            f"({how!r}), which one device with all rows does not compute: not compared."
+            for name, how in zip(self.problem.aux_names, self.problem.aux_how, strict=True)
+            if how in ("first", "stack")
+        ]
+
+    def _has_room(self) -> bool:
+        """Whether a device can hold all parameters and gradients."""
+        return least_bytes(self.problem) <= free_bytes(self.runs.own_device)
+
+    @property
+    def each(self) -> EachDevice:
+        """Plain JAX on each device's rows."""
+        if self._each is None:
+            self._each = EachDevice(self.problem, self.runs.mesh, self.runs.microbatches)
+        return self._each
+
+    def _check_update(self, update: Update | None) -> list[Check]:
+        if update is None:
+            return []
+        first = len(self.problem.names) - len(self.problem.grad_names)
+        sizes = [self.samples.bounds(i)[0] for i in range(first, len(self.problem.names))]
+        return check_update(
+            update, self.one.device, dict(zip(self.problem.grad_names, sizes, strict=True))
+        )
+
+    def _check_codecs(self) -> list[Check]:
+        """The step with codecs: in addition to roundings it may be off by their errors."""
+        if not self.encoded:
+            return []
+        if not self._has_room():
+            raise ValueError(
+                "The bound of codecs needs the gradients of each device, and "
+                f"{self.runs.own_device} has not the room. Give `codecs=False`."
+            )
+        got, _ = self.runs.step(self.problem.arrays, self.runs.microbatches, True)
+        samples = self.one.samples(self.want, self.is_random, True)
+        parts = self.each.parts()
+        base = self.each.combined(parts)
+        first = len(parts) - len(self.problem.grad_names)
+        scale = 1.0
+        if first > 1 + len(self.problem.aux_how):  # sums, to be divided by the weight
+            scale = parts[0].size / np.sum(np.asarray(parts[1], np.float64))
+        found = []
+        for i, (name, kind, x, y) in enumerate(self._pairs(got, self.want)):
+            if kind == "aux" and not self._is_comparable(i):
+                continue
+            bounds = samples.bounds(i)
+            if kind == "gradient":
+                place = i - len(self.problem.aux_how) - 1
+                leaf = self.problem.leaves[self.problem.differentiated[place]]
+                assert leaf is not None
+                parts_of_leaf = np.asarray(parts[first + place], np.float64) * scale
+                error = gradient_bound(leaf, parts_of_leaf, self.comm, self.runs.config)
+                bounds = bounds + bounds_of(error, base[i])
+            found.append(self._check(name, f"{kind}, encoded", x, y, bounds))
+        return found
+
+    def _variations(self, got: Sequence[Any]) -> list[Variation]:
+        found = []
+        num = self.runs.microbatches
+        rows = self.problem.rows_per_device(self.runs.mesh)
+        other = 1 if num > 1 else next((k for k in (2, 3, 5) if rows % k == 0 and rows), None)
+        if other is not None:
+            changed, _ = self.runs.step(self.problem.arrays, other, False)
+            found.append(
+                self._variation(
+                    f"{other} micro-batch{'es' if other > 1 else ''} instead of {num}", changed, got
+                )
+            )
+        if rows > 1:
+            arrays = self.problem.permuted(self.runs.mesh)
+            changed, _ = self.runs.step(arrays, num, False)
+            found.append(self._variation("rows on other devices", changed, got))
+        if self.is_random:
+            i = int(np.argmax(self.allowed.values[:, 0, 0]))
+            size = max(measured(np.asarray(self.want[0]), np.zeros(()))[0], 1e-300)
+            change = float(self.allowed.values[i, 0, 0]) / size
+            ratio = float(self.allowed.values[i, 0, 0] / max(self.samples.bounds(0)[0], 1e-300))
+            found.append(Variation(name="other keys", result="loss", change=change, ratio=ratio))
+        return found
+
+    def _variation(self, name: str, changed: Sequence[Any], got: Sequence[Any]) -> Variation:
+        hows = ["mean", *self.problem.aux_how]
+        checks = [
+            self._check(leaf, kind, x, y, self.allowed.bounds(i))
+            for i, (leaf, kind, x, y) in enumerate(self._pairs(changed, got))
+            if i >= len(hows) or hows[i] in ("mean", "sum", "max")
+        ]
+        most = max(checks, key=lambda check: check.ratio)
+        change = most.difference / most.size if most.size else most.difference
+        return Variation(name=name, result=most.name, change=change, ratio=most.ratio)
+
+    def _roundings(self, got: Sequence[Any]) -> list[Rounding]:
+        exact = self.one.in_float64()
+        return [
+            Rounding(
+                name=name,
+                of_step=float(measured(np.asarray(x), z)[0]),
+                of_reference=float(measured(np.asarray(y), z)[0]),
+            )
+            for (name, _, x, y), z in zip(self._pairs(got, self.want), exact, strict=True)
+        ]

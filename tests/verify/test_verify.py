@@ -1,0 +1,170 @@
+"""`Zero.verify`: its report, its bounds and its errors."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxzero as jz
+from jaxzero._verify.roundings import moved
+from jaxzero._verify.samples import NUM_SAMPLES, QUANTILE
+
+
+def _normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+BATCH = {"x": _normal(16, 8), "y": _normal(16, 4, seed=1)}
+
+
+def _loss(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) - batch["y"]) ** 2)
+
+
+@pytest.fixture
+def zero():
+    return jz.Zero(jz.make_mesh(nodes=2))
+
+
+@pytest.fixture
+def params(zero):
+    return zero.shard({"w": _normal(8, 4)})
+
+
+def test_the_report_says_what_was_compared(zero, params):
+    said = []
+
+    def with_aux(params, batch):
+        return _loss(params, batch), {"largest": jnp.max(batch["x"]), "device": jnp.ones(())}
+
+    report = zero.verify(
+        with_aux,
+        params,
+        BATCH,
+        tx=optax.sgd(0.1),
+        has_aux=True,
+        aux_reduce={"largest": "max", "device": "first"},
+        float64=True,
+        progress=said.append,
+    )
+    assert report.ok and not report.cause and not report.first
+    kinds = {(check.name, check.kind) for check in report.checks}
+    assert kinds == {("loss", "loss"), ("aux largest", "aux"), ("w", "gradient"), ("w", "update")}
+    assert "aux device is that of one device" in report.notes[0]
+    assert [x.matters for x in report.variations] == [False, False]
+    for rounding in report.roundings:  # float32 is within its own rounding of float64
+        assert 0 <= rounding.of_step < 1e-5 and rounding.of_reference < 1e-5
+    assert len(said) == 2 and "holds at least" in said[0] and report.memory == said[1]
+    text = str(report)
+    assert "The step computes what one device would" in text and "from float64" in text
+    assert json.loads(json.dumps(report.as_dict()))["ok"]
+    report.raise_if_wrong()
+
+
+def test_with_codecs_their_error_is_told_from_an_error(params):
+    codec = jz.Int8(block=32, scale_dtype="float32")
+    config = jz.ZeroConfig(gradients=jz.PerAxis(node=codec), min_quantized_size=0)
+    zero = jz.Zero(jz.make_mesh(nodes=2), config)
+    report = zero.verify(_loss, zero.shard({"w": _normal(8, 4)}), BATCH, variations=False)
+    report.raise_if_wrong()
+    plain, encoded = (
+        next(x for x in report.checks if x.kind == kind)
+        for kind in ("gradient", "gradient, encoded")
+    )
+    assert encoded.difference > 100 * plain.difference and encoded.bound > 100 * plain.bound
+    kinds = {x.kind for x in zero.verify(
+        _loss, zero.shard({"w": _normal(8, 4)}), BATCH, codecs=False, variations=False
+    ).checks}  # fmt: skip
+    assert kinds == {"loss", "gradient"}
+
+
+def test_value_and_update(zero, params):
+    report = zero.verify(
+        _loss, params, BATCH, tx=optax.sgd(0.1), in_one_program=True, variations=False
+    )
+    report.raise_if_wrong()
+    assert "update" in {x.kind for x in report.checks}
+
+
+def test_errors(zero, params):
+    with pytest.raises(ValueError, match="`reference` must be a device of this process"):
+        zero.verify(_loss, params, BATCH, reference=3)
+    with pytest.raises(ValueError, match="JAX has no platform 'nothing'"):
+        zero.verify(_loss, params, BATCH, reference="nothing")
+    with pytest.raises(ValueError, match="`tx` updates the tree of one argument"):
+        zero.verify(_loss, params, BATCH, tx=optax.sgd(0.1), argnums=(0,))
+    with pytest.raises(ValueError, match="`in_one_program` verifies `value_and_update`"):
+        zero.verify(_loss, params, BATCH, in_one_program=True)
+
+    with pytest.raises(NotImplementedError, match="does not know `shares` yet"):
+        zero.verify(_loss, params, BATCH, shares=(2, 1))
+
+    def step(params, opt_state, batch):
+        return params, opt_state, {}
+
+    with pytest.raises(NotImplementedError, match="a round of local steps is none"):
+        zero.verify(zero.local_steps(step, every=1), params, BATCH)
+
+
+def test_a_function_that_is_float32_only(zero, params):
+    def narrow(params, batch):
+        start = jnp.zeros(batch["y"].shape, jnp.float32)  # a carry that float64 would widen
+        x, _ = lax.scan(lambda x, _: (x + batch["x"] @ params["w"], None), start, length=2)
+        return jnp.mean(x**2)
+
+    zero.verify(narrow, params, BATCH, variations=False).raise_if_wrong()
+    with pytest.raises(ValueError, match="does not run in float64"):
+        zero.verify(narrow, params, BATCH, float64=True, variations=False)
+
+
+def _spread(function, *args):
+    """The bound of the largest element of the first result, and the samples."""
+    right = np.asarray(function(*args), np.float64)
+    with jax.numpy_dtype_promotion("standard"):
+        run = jax.jit(lambda args, seed: moved(function, args, seed, False)[0])
+        samples = [np.asarray(run(args, jnp.uint32(i + 1))) for i in range(NUM_SAMPLES)]
+    sizes = [np.max(np.abs(x - right)) for x in samples]
+    return QUANTILE * np.sqrt(np.mean(np.square(sizes))), samples
+
+
+def test_the_bound_of_a_sum_holds_for_every_order_and_is_near_the_worst():
+    x = _normal(1000)
+    bound, _ = _spread(jnp.sum, x)
+    orders = [np.random.default_rng(i).permutation(x) for i in range(50)]
+    sums = [np.cumsum(order, dtype=np.float32)[-1] for order in orders]
+    assert max(sums) - min(sums) <= bound
+    assert bound <= 1000 * 2.0**-24 * np.sum(np.abs(x), dtype=np.float64)
+
+
+def test_a_sum_that_cancels_has_the_bound_of_its_terms():
+    x = np.abs(_normal(1000))
+    whole, _ = _spread(jnp.sum, x)
+    cancelled, _ = _spread(lambda x: jnp.sum(x) - jnp.sum(x * 1.0001), x)
+    assert cancelled >= whole / 10
+
+
+def test_what_is_exact_is_not_moved():
+    def exact(x):
+        products = 3 * x
+        counts = jnp.sum((x > 0).astype(jnp.float32))
+        is_largest = products == jnp.max(jnp.concatenate([3 * x, 3 * x]))
+        return counts + jnp.sum(is_largest.astype(jnp.float32)) * 64 + jnp.sum(x * 0)
+
+    bound, samples = _spread(exact, _normal(200))
+    assert bound == 0.0 and samples[0] == exact(_normal(200))
+
+
+def test_loops_and_branches_are_moved_inside():
+    def looped(x):
+        def body(i, x):
+            return lax.cond(i % 2 == 0, jnp.tanh, jnp.sin, x)
+
+        return lax.fori_loop(0, 3, body, lax.scan(lambda x, _: (x * 1.1, x), x, length=4)[0])
+
+    bound, samples = _spread(looped, _normal(50))
+    assert 1e-7 < bound < 1e-4
+    assert len({x.tobytes() for x in samples}) == NUM_SAMPLES
