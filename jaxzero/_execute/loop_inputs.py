@@ -32,11 +32,14 @@ class LoopState:
         stacks: carried arrays with one element for each iteration, by kind and number: node slices,
             outputs, and lists of the stacks of a leaf that is updated.
         slices: for each weight whose node slices are kept, one of them, for its codec and layout.
+        early: node slices made before the loop, and their places. They are put there when the loop
+            begins: until then slices of the step before are read, for which XLA would copy a stack.
     """
 
     layers: Layers = dataclasses.field(default_factory=dict)
     stacks: dict[pipeline.Key, Any] = dataclasses.field(default_factory=dict)
     slices: dict[ShardedParam, EncodedShards] = dataclasses.field(default_factory=dict)
+    early: list[tuple[ShardedParam, Array, Array]] = dataclasses.field(default_factory=list)
 
     def copy(self) -> LoopState:
         layers = {lag: {**layer} for lag, layer in self.layers.items()}

@@ -21,7 +21,7 @@ from .._collectives import recording, repeated
 from .._mesh import empty_in_host
 from .._plan import instructions, pipeline
 from .loop_inputs import Layers, LoopInputs, LoopState, Runner
-from .ticks import Tick
+from .ticks import Tick, put
 from .weight_buckets import Bind
 
 
@@ -60,6 +60,11 @@ class LoopRun(LoopInputs):
         """Run the loop; return its outputs, with None for views of weights and updated leaves."""
         loop, carry = self.loop, self.read_inputs()
         state = self.outer.starts.pop(self.index, None) or self.first_state()
+        for weight, index, data in state.early:
+            empty = functools.partial(jnp.zeros, (loop.length, *data.shape), data.dtype)
+            stack = state.stacks.get(("slices", weight))
+            stack = empty() if stack is None else stack
+            state.stacks["slices", weight] = put(stack, data, index)
         state.stacks |= {("state", i): list(x.stacks) for i, x in self.updates.items()}
         shapes = self._shapes(carry, state)
         self._add_stacks(state, shapes)

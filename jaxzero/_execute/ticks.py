@@ -154,16 +154,17 @@ class Tick:
             slices = self.runner.layers[each.lag][pipeline.shards(weight)]
             self.state.slices[weight] = slices
             key, data = ("slices", weight), slices.data
+            if self.tie is not None:
+                self.state.early.append((weight, index, data))
+                continue
             self.collected[key] = data
-            if each.lag and key not in self.state.stacks:
-                self.state.stacks[key] = jnp.zeros((self.loop.loop.length, *data.shape), data.dtype)
             if key not in self.state.stacks:
                 continue
             stack = self.state.stacks[key]
             if self.loop.stacks[weight].kept is not None:
                 # Past the end the last layer is sent again. It has the difference already.
                 data = self._if_it_exists(each, data, _at(stack, index))
-            self.state.stacks[key] = _put(stack, data, index)
+            self.state.stacks[key] = put(stack, data, index)
 
     # Rows and outputs of the program.
 
@@ -201,8 +202,7 @@ class Tick:
         x = self.collected[key] = self.runner.layers[each.lag][key]
         if key in self.state.stacks:
             index, stack = self.loop.layer_index(self._iteration(each)), self.state.stacks[key]
-            put = jax.tree.map(lambda stack, x: _put(stack, x, index), stack, x)
-            self.state.stacks[key] = put
+            self.state.stacks[key] = jax.tree.map(lambda y, x: put(y, x, index), stack, x)
 
     # Updates.
 
@@ -228,7 +228,7 @@ class Tick:
                 continue
             x = x if old is None else self._if_it_exists(each, x, old)
             x = copy_to_host(x, "update", f"{name}[i]", windowed=True)
-            stacks[i] = _put(stacks[i], x, index)
+            stacks[i] = put(stacks[i], x, index)
         self.state.stacks["state", each.output] = stacks
 
     # Barriers.
@@ -286,7 +286,8 @@ def _at(stack: Array, index: Array) -> Array:
     return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
 
 
-def _put(stack: Array, x: Array, index: Array) -> Array:
+def put(stack: Array, x: Array, index: Array) -> Array:
+    """A stack with another element at `index`."""
     return lax.dynamic_update_index_in_dim(stack, x, index, 0)
 
 
