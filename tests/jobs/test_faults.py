@@ -17,12 +17,12 @@ from rich.console import Console
 
 from jaxzero import jobs
 from jaxzero.distributed import ReplicasDiffer, Watchdog
-from jaxzero.jobs._training import loop
-from jaxzero.jobs._training.loop import run_steps
-from jaxzero.jobs._training.plot import plot_run
-from jaxzero.jobs._training.resume import begin
-from jaxzero.jobs._training.session import open_session
-from jaxzero.jobs._training.step import make_step
+from jaxzero.jobs import _loop as loop
+from jaxzero.jobs._journal import plot_run
+from jaxzero.jobs._loop import run_steps
+from jaxzero.jobs._resume import begin
+from jaxzero.jobs._session import open_session
+from jaxzero.jobs._step import make_step
 
 from .tiny_job import with_run, with_wire
 

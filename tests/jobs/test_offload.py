@@ -19,10 +19,10 @@ from rich.console import Console
 from jaxzero import jobs
 from jaxzero._checkpoint import Checkpoints
 from jaxzero.distributed import Watchdog
-from jaxzero.jobs._training import loss as training_loss
-from jaxzero.jobs._training.loop import run_steps
-from jaxzero.jobs._training.resume import begin, restore
-from jaxzero.jobs._training.session import open_session
+from jaxzero.jobs import _retrieval as training_loss
+from jaxzero.jobs._loop import run_steps
+from jaxzero.jobs._resume import begin, restore
+from jaxzero.jobs._session import open_session
 
 from .tiny_job import OPTIMIZATION, exported, losses, make_settings, with_run
 

@@ -8,8 +8,8 @@ import pytest
 
 import jaxzero as jz
 from jaxzero import jobs
-from jaxzero.jobs._training import planned
-from jaxzero.jobs._training.session import open_session
+from jaxzero.jobs import _setup as planned
+from jaxzero.jobs._session import open_session
 
 pytestmark = pytest.mark.standard_promotion  # optax
 

@@ -19,9 +19,9 @@ from rich.console import Console
 from tensorboardX.proto import event_pb2
 
 from jaxzero import jobs
-from jaxzero.jobs._training.journal import Journal
-from jaxzero.jobs._training.profile import StepProfiler
-from jaxzero.jobs._training.trackers import make_trackers
+from jaxzero.jobs._journal import Journal
+from jaxzero.jobs._loop import StepProfiler
+from jaxzero.jobs._trackers import make_trackers
 
 Event = vars(event_pb2)["Event"]  # made when it is imported
 
