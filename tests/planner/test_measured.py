@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxzero as jz
-from jaxzero._planner import measured
+from jaxzero._planner import cluster as measured
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
