@@ -1,8 +1,40 @@
-"""Configuration of a mixture of experts, as frozen dataclasses that validate themselves."""
+"""Configurations of parts of decoders, and checks of all configurations by their annotations."""
 
 import dataclasses
+import typing
+from typing import Any
 
-from ._checks import check_positive
+
+def check_positive(config: Any, *, or_zero: tuple[str, ...] = ()) -> None:
+    """Raise if a field annotated `int` or `int | None` holds a number that is not positive."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        is_count = field.type is int or (field.type == (int | None) and value is not None)
+        least = 0 if field.name in or_zero else 1
+        if is_count and not (isinstance(value, int) and value >= least):
+            kind = "an integer of at least 0" if least == 0 else "a positive integer"
+            raise ValueError(f"`{field.name}` must be {kind}; got {value!r}.")
+
+
+def check_choices(config: Any) -> None:
+    """Raise if a field annotated `Literal[...]` has another value."""
+    for field in dataclasses.fields(config):
+        if typing.get_origin(field.type) is not typing.Literal:
+            continue
+        value, choices = getattr(config, field.name), typing.get_args(field.type)
+        if value not in choices:
+            raise ValueError(
+                f"`{field.name}` must be one of {', '.join(map(repr, choices))}; got {value!r}."
+            )
+
+
+def check_dropout(config: Any) -> None:
+    """Raise if a field named `..._dropout` is not in [0, 1)."""
+    for field in dataclasses.fields(config):
+        if field.name.endswith("_dropout") and not 0 <= getattr(config, field.name) < 1:
+            raise ValueError(
+                f"`{field.name}` must be in [0, 1); got {getattr(config, field.name)!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,3 +128,25 @@ class ExpertsConfig:
                 f"`num_experts_per_token` is {self.num_experts_per_token}, but the chosen groups "
                 f"hold {size * routing.num_chosen_groups} experts. Choose at most all of them."
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Attention whose keys and values come from one short vector per token.
+
+    Args:
+        query_rank: size of the vector that queries come from; None if they come from the input.
+        key_value_rank: size of the vector that keys and values come from.
+        plain_size: numbers of a query and of a key that are not rotated.
+        value_size: numbers of a value of one head.
+        norm_epsilon: of the norms of the short vectors.
+    """
+
+    query_rank: int | None = None
+    key_value_rank: int
+    plain_size: int
+    value_size: int
+    norm_epsilon: float = 1e-6
+
+    def __post_init__(self):
+        check_positive(self)

@@ -1,19 +1,62 @@
-"""RMSNorm (https://arxiv.org/abs/1910.07467) and LayerNorm (https://arxiv.org/abs/1607.06450).
+"""Parts of all models: norms, dropout, ids as indices, and the dtype of statistics.
 
-    RMSNorm:    y = scale x / sqrt(mean(x^2) + epsilon)
-    LayerNorm:  y = scale (x - mean(x)) / sqrt(var(x) + epsilon) + bias
+    RMSNorm (https://arxiv.org/abs/1910.07467):    y = scale x / sqrt(mean(x^2) + epsilon)
+    LayerNorm (https://arxiv.org/abs/1607.06450):  y = scale (x - mean(x)) / sqrt(var(x) + epsilon)
+                                                       + bias
 
-Gemma stores `scale - 1`, so that decay of weights pulls the scale towards 1. The modules here
-compute in float32 for any compute dtype.
+Gemma stores `scale - 1`, so that decay of weights pulls the scale towards 1. The norms compute in
+float32 for any compute dtype. Dropout is a pure function of a key; without a key, as in evaluation,
+it is off.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from ._decoder_config import DecoderConfig
-from ._wide import widened
+
+
+def widened(dtype: jnp.dtype) -> jnp.dtype:
+    """Float32 for 16-bit floats, else `dtype`."""
+    return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def dropout(
+    x: Float[Array, "*dims"], rate: float, key: Key[Array, ""] | None
+) -> Float[Array, "*dims"]:
+    """Zero each number with probability `rate` and scale the rest, so that the mean stays.
+
+    Nothing happens without a key, or at rate 0.
+    """
+    if key is None or rate == 0:
+        return x
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
+
+
+def split_key(key: Key[Array, ""] | None, num: int) -> list[Key[Array, ""] | None]:
+    """Split a key into `num` independent keys; return `num` times None for None."""
+    return [None] * num if key is None else list(jax.random.split(key, num))
+
+
+def as_indices(
+    ids: Int[Array, "b t"], mask: Bool[Array, "b t"] | None, vocabulary_size: int
+) -> Int[Array, "b t"]:
+    """Replace negative ids, so that tokens with one get vectors of NaN, and padding ordinary ones.
+
+    A token's id becomes `vocabulary_size`, an index behind the table; that of padding becomes 0.
+
+    Args:
+        ids: token ids.
+        mask: False for padding, which must not be NaN: attention multiplies it by 0. None if there
+            is none.
+        vocabulary_size: rows of the table.
+    """
+    if ids.dtype.itemsize < 4:  # it may be too narrow for `vocabulary_size`
+        ids = ids.astype(jnp.int32)
+    instead = vocabulary_size if mask is None else jnp.where(mask, vocabulary_size, 0)
+    return jnp.where(ids < 0, jnp.asarray(instead, ids.dtype), ids)
 
 
 class RMSNorm(nnx.Module):
