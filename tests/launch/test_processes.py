@@ -17,8 +17,8 @@ import pytest
 from jaxzero import cli
 from jaxzero import launch as launcher
 from jaxzero._processes.exit_codes import MEANINGS, describe, exit_status
-from jaxzero.launch import _child_output
-from jaxzero.launch._child_environment import environment, reserve_port, slots
+from jaxzero.launch import _child as _child_output
+from jaxzero.launch._child import environment, reserve_port, slots
 
 from ._launching import go_to, launch
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxzero as jz
-from jaxzero._simigrad import settings
+from jaxzero._simigrad import state as settings
 
 from .helpers import (
     assert_same_bits,
