@@ -30,9 +30,7 @@ import jaxzero as jz
 from benchmarks.shared import _gspmd, _linen_llama, _llama
 from benchmarks.shared._llama import LlamaSize
 from benchmarks.shared._rows import append_row
-from jaxzero._hlo import Rates
-from jaxzero._hlo import parse
-from jaxzero._hlo import timeline
+from jaxzero._hlo import Rates, parse, timeline
 
 from ._h200 import h200_mesh
 

@@ -26,8 +26,7 @@ import tyro
 import jaxzero as jz
 from benchmarks.shared import _llama
 from benchmarks.shared._rows import append_row
-from jaxzero._hlo import Rates
-from jaxzero._hlo import timeline
+from jaxzero._hlo import Rates, timeline
 
 from ._h200 import h200_mesh
 from ._spans import crossings, num_asynchronous

@@ -29,8 +29,7 @@ import tyro
 import jaxzero as jz
 from benchmarks.shared import _llama
 from benchmarks.shared._rows import append_row
-from jaxzero._hlo import Rates
-from jaxzero._hlo import timeline
+from jaxzero._hlo import Rates, timeline
 from jaxzero._hlo.host_memory import compile_with_host_memory, on_abstract_mesh
 
 from ._h200 import h200_mesh

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import tyro
 
-from jaxzero._hlo import Rates
-from jaxzero._hlo import timeline
+from jaxzero._hlo import Rates, timeline
 
 
 def main(program: tyro.conf.Positional[Path], rates: Rates = Rates()) -> None:  # noqa: B008
