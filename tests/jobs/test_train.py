@@ -23,8 +23,7 @@ from safetensors.numpy import load_file
 
 from jaxzero import commands, jobs
 from jaxzero.distributed import Watchdog
-from jaxzero.jobs import _loop as loop
-from jaxzero.jobs import _printed as progress
+from jaxzero.jobs import _loop, _printed
 from jaxzero.jobs._loop import run_steps
 from jaxzero.jobs._resume import begin, restore
 from jaxzero.jobs._session import open_session
@@ -72,14 +71,14 @@ def finished(finish: Callable[[jobs.Wire], Finished]) -> Finished:
 
 def at_step(step: int, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Do something while the given step runs."""
-    one_step = loop._one_step
+    one_step = _loop._one_step
 
     def with_action(session, state, step_fn):
         if state.step + 1 == step:
             action()
         return one_step(session, state, step_fn)
 
-    monkeypatch.setattr(loop, "_one_step", with_action)
+    monkeypatch.setattr(_loop, "_one_step", with_action)
 
 
 def power_cut() -> None:
@@ -229,13 +228,13 @@ def test_batches_that_adapt_go_on_in_the_middle_of_one(
 
 def test_numbers_that_json_lacks_are_no_numbers_of_a_row():
     numbers = {"loss": math.nan, "gradient_similarity": 0.1, "noise_scale_steps": math.inf}
-    assert list(loop._finite(numbers)) == ["gradient_similarity"]
+    assert list(_loop._finite(numbers)) == ["gradient_similarity"]
 
 
 def test_the_summary_says_how_many_updates_there_were():
     rows = [{"step": 1, "updates": 0.0}, {"step": 9, "updates": 4.0, "noise_scale_steps": 3.25}]
-    assert progress._batches(rows) == "4, of 2.2 steps on average; gradient noise scale 3.2 steps"
-    assert progress._batches(rows[:1]) == "0"
+    assert _printed._batches(rows) == "4, of 2.2 steps on average; gradient noise scale 3.2 steps"
+    assert _printed._batches(rows[:1]) == "0"
 
 
 @pytest.mark.ci
