@@ -12,9 +12,8 @@ import numpy as np
 from ..distributed import StopRequest, Watchdog, check_replicas
 from ._ends import Diverged, Interrupted
 from ._printed import progress_bar
-from ._resume import save
 from ._retrieval import Metrics
-from ._session import Session, State
+from ._session import Session, State, save
 from ._step import RoundFn, StepFn, make_round, make_step
 
 Numbers = dict[str, float]

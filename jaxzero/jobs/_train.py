@@ -23,9 +23,8 @@ from ._data import PairTokens
 from ._journal import Journal, plot_run
 from ._loop import run_steps
 from ._printed import NodeBytes, node_bytes, print_overview, print_summary
-from ._resume import begin, latest_step, restore
 from ._retrieval import Retrieval, embed_in_batches, make_embed, retrieval_scores
-from ._session import Session, open_session
+from ._session import Session, begin, latest_step, open_session, restore
 from ._settings import Train
 from ._setup import Setup
 from ._step import make_sharded_embed

@@ -20,8 +20,7 @@ from jaxzero.distributed import ReplicasDiffer, Watchdog
 from jaxzero.jobs import _loop
 from jaxzero.jobs._journal import plot_run
 from jaxzero.jobs._loop import run_steps
-from jaxzero.jobs._resume import begin
-from jaxzero.jobs._session import open_session
+from jaxzero.jobs._session import begin, open_session
 from jaxzero.jobs._step import make_step
 
 from .tiny_job import with_run, with_wire

@@ -21,8 +21,7 @@ from jaxzero._checkpoint import Checkpoints
 from jaxzero.distributed import Watchdog
 from jaxzero.jobs import _retrieval
 from jaxzero.jobs._loop import run_steps
-from jaxzero.jobs._resume import begin, restore
-from jaxzero.jobs._session import open_session
+from jaxzero.jobs._session import begin, open_session, restore
 
 from .tiny_job import OPTIMIZATION, exported, losses, make_settings, with_run
 

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 
 import jaxzero as jz
 from jaxzero import jobs
-from jaxzero.jobs._data import PairTokenizer, PairTokens, training_batches
-from jaxzero.jobs._pairs import Pair
+from jaxzero.jobs._data import Pair, PairTokenizer, PairTokens, training_batches
 from jaxzero.jobs._retrieval import (
     contrastive_loss,
     embed_in_batches,

@@ -25,8 +25,7 @@ from jaxzero import commands, jobs
 from jaxzero.distributed import Watchdog
 from jaxzero.jobs import _loop, _printed
 from jaxzero.jobs._loop import run_steps
-from jaxzero.jobs._resume import begin, restore
-from jaxzero.jobs._session import open_session
+from jaxzero.jobs._session import begin, open_session, restore
 from jaxzero.jobs._setup import zero_config
 from tests.interop import tiny_checkpoint
 
