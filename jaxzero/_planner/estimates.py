@@ -44,23 +44,21 @@ class Estimates:
         self._bounds = bounds
         self._cluster = cluster
         self._compiled: dict[Candidate, tuple[float, int]] = {}  # the proxy, if there is one
-        self._ratios: list[tuple[float, float]] = []
+        self._ratios: list[float] = []
 
     def observe(
         self, plan: Candidate, seconds: float, temporary: int, *, is_proxy: bool = True
     ) -> None:
         """Learn the seconds of a program of the gradients, and the bytes of its temporaries."""
         if not is_proxy and plan in self._compiled:
-            by_proxy = self._compiled[plan]
-            self._ratios.append((seconds / by_proxy[0], temporary / max(1, by_proxy[1])))
+            self._ratios.append(seconds / self._compiled[plan][0])
         else:
             self._compiled[plan] = seconds, temporary
 
     @property
-    def full_to_proxy(self) -> tuple[float, float]:
-        """Seconds and temporaries of full compiles over their proxies'; 1 while none is known."""
-        seconds, temporaries = np.mean(self._ratios or [(1.0, 1.0)], axis=0)
-        return float(seconds), float(temporaries)
+    def full_to_proxy(self) -> float:
+        """Seconds of full compiles over those of their proxies; 1 while none is known."""
+        return sum(self._ratios) / len(self._ratios) if self._ratios else 1.0
 
     def knows(self, loss: str) -> bool:
         """Whether a program with this form of the loss was compiled."""

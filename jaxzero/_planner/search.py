@@ -28,7 +28,7 @@ from .job import Job
 from .plans import PlanRow, Stage, gigabytes
 
 Objective = Literal["step_time", "tokens_per_second", "memory"]
-MAX_PROXIES, MAX_FULL = 12, 5
+MAX_PROXIES, MAX_FULL = 12, 4
 # How much more than the best step that is known a plan may be expected to take, and how much more
 # than the limit of memory, to be compiled: as a proxy, and in full.
 _SLOWER = {True: 1.15, False: 1.01}
@@ -141,14 +141,12 @@ class Search:
     def _expected(self, row: PlanRow) -> tuple[float, float]:
         """What is minimised, and the bytes of memory, that are expected of a full compile."""
         memory, seconds = float(row.memory), row.seconds
+        if row.stage == "bound":
+            bounds = self.bounds[row.candidate]
+            memory = float(bounds.with_temporaries(self.estimates.temporaries(row.candidate)))
+            seconds, _ = bounds.predicted(self.estimates.seconds(row.candidate), 0.0)
         if row.stage != "compiled":
-            plan, bounds = row.candidate, self.bounds[row.candidate]
-            longer, larger = self.estimates.full_to_proxy
-            temporary = self.temporaries.get(plan, 0)
-            if row.stage == "bound":
-                temporary = self.estimates.temporaries(plan)
-                seconds, _ = bounds.predicted(self.estimates.seconds(plan), 0.0)
-            memory, seconds = float(bounds.with_temporaries(larger * temporary)), longer * seconds
+            seconds *= self.estimates.full_to_proxy
         return memory if self.objective == "memory" else float(seconds), memory
 
     def _rank(self) -> bool:

@@ -46,7 +46,7 @@ def tune(
 
     Plans are enumerated, and discarded if their state alone does not fit. Of the others, up to
     12 from which most is expected are compiled for the cluster's devices as proxies, without fused
-    kernels for softmax and RMS norm, and walked with the cluster's rates; up to 5 plans, usually
+    kernels for softmax and RMS norm, and walked with the cluster's rates; up to 4 plans, usually
     of these, are compiled in full, to check their memory. Nothing is run, and no GPU is needed: the
     compiler is that of the `aot` extra. Where there is none for these devices, plans are ranked by
     lower bounds alone, which the result says.
