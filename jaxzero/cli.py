@@ -1,4 +1,4 @@
-"""The `jaxzero` command. Flags are the fields of the settings in `jaxzero.jobs`, by tyro.
+"""The `jaxzero` command. Flags are the fields of dataclasses of settings, by tyro.
 
 jaxzero train --steps 100 --learning-rate 1e-4
 jaxzero report --stage 2
@@ -11,22 +11,24 @@ jaxzero launch --nodes 2 --restart 3 -- train.py
 jaxzero --version
 """
 
+import dataclasses
 import difflib
 import errno
 import importlib.metadata
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated, Any, get_args
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 from rich.console import Console
 from rich.markup import escape
+from tyro.conf import Positional, UseAppendAction
 
-from . import distributed, jobs
+from . import commands, distributed, jobs
 from ._processes import DIVERGED, FILE_ERROR, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
-from ._repeated_flags import check_repeated
 from .launch import Launch, launch
 
 _STATUSES = {
@@ -48,12 +50,12 @@ _ADVICE = {
 
 _Command = (
     Annotated[jobs.Train, tyro.conf.subcommand("train", prefix_name=False)]
-    | Annotated[jobs.Report, tyro.conf.subcommand("report", prefix_name=False)]
-    | Annotated[jobs.Plan, tyro.conf.subcommand("plan", prefix_name=False)]
-    | Annotated[jobs.Verify, tyro.conf.subcommand("verify", prefix_name=False)]
-    | Annotated[jobs.Sample, tyro.conf.subcommand("sample", prefix_name=False)]
-    | Annotated[jobs.Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
-    | Annotated[jobs.Convert, tyro.conf.subcommand("convert", prefix_name=False)]
+    | Annotated[commands.Report, tyro.conf.subcommand("report", prefix_name=False)]
+    | Annotated[commands.Plan, tyro.conf.subcommand("plan", prefix_name=False)]
+    | Annotated[commands.Verify, tyro.conf.subcommand("verify", prefix_name=False)]
+    | Annotated[commands.Sample, tyro.conf.subcommand("sample", prefix_name=False)]
+    | Annotated[commands.Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
+    | Annotated[commands.Convert, tyro.conf.subcommand("convert", prefix_name=False)]
     | Annotated[Launch, tyro.conf.subcommand("launch", prefix_name=False)]
 )
 
@@ -75,7 +77,7 @@ def _parsed(arguments: Sequence[str]) -> Any:
         raise ValueError(f"There is no command `jaxzero {arguments[0]}`. {meant}")
     if arguments and arguments[0] in _COMMANDS:
         settings = _COMMANDS[arguments[0]]
-        check_repeated(arguments, settings)
+        _check_repeated(arguments, settings)
         return tyro.cli(settings, args=arguments[1:], prog=f"jaxzero {arguments[0]}", config=shape)
     return tyro.cli(
         _Command,
@@ -84,6 +86,45 @@ def _parsed(arguments: Sequence[str]) -> Any:
         description="Train with parameters, gradients and optimizer state split over devices.",
         config=shape,
     )
+
+
+def _check_repeated(arguments: Sequence[str], settings: Any) -> None:
+    """Raise `ValueError` for a flag with one value that a command line gives several times.
+
+    Of several values tyro would take the last and drop the others in silence.
+
+    Args:
+        arguments: a command line; words after `--` are not looked at.
+        settings: the dataclass of settings that it is parsed to. Flags that collect values
+            (`UseAppendAction`), and those without one, may be repeated.
+    """
+    single = set(_single(settings))
+    given = defaultdict(list)
+    for number, word in enumerate(arguments):
+        if word == "--":
+            break
+        flag, has_value, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if flag in single:
+            given[flag].append(value if has_value else " ".join(arguments[number + 1 :][:1]))
+    for flag, values in given.items():
+        if len(values) > 1:
+            raise ValueError(
+                f"`{flag}` is given {len(values)} times, with {', '.join(map(repr, values))}. Give "
+                "it once."
+            )
+
+
+def _single(settings: Any) -> Iterator[str]:
+    """Flags of fields, nested ones included, of which only the last value would be kept."""
+    hints = get_type_hints(settings, include_extras=True)
+    for field in dataclasses.fields(settings):
+        kind = hints[field.name]
+        marks = getattr(kind, "__metadata__", ())
+        if dataclasses.is_dataclass(kind):
+            yield from _single(kind)
+        elif kind is not bool and UseAppendAction not in marks and Positional not in marks:
+            yield f"--{field.name.replace('_', '-')}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,20 +149,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         match command:
             case jobs.Train():
                 jobs.train(command, console)
-            case jobs.Report():
-                jobs.report(command, console)
-            case jobs.Plan():
-                jobs.plan(command, console)
-            case jobs.Verify():
-                return 0 if jobs.verify(command, console) else 1
-            case jobs.Sample():
-                jobs.sample(command, console)
-            case jobs.Inspect():
-                jobs.inspect(command, console)
-            case jobs.Convert():
-                jobs.convert(command, console)
+            case commands.Verify():
+                return 0 if commands.verify(command, console) else 1
             case Launch():
                 return launch(command)
+            case _:
+                getattr(commands, type(command).__name__.lower())(command, console)
     except jobs.Interrupted as interrupted:
         console.print(
             f"Interrupted; saved after step {interrupted.step}. Go on with:", highlight=False

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What a room imports lies on a lower floor: in an earlier line, or left of it in the same line.
 FLOORS = [
     [
+        "jaxzero._first_use",
         "jaxzero._warnings",
         "jaxzero._regular_file",
         "jaxzero._raw",
@@ -49,13 +50,8 @@ FLOORS = [
     ["jaxzero.interop._load"],
     ["jaxzero.interop._huggingface"],
     ["jaxzero.interop"],
-    ["jaxzero.jobs._local_settings"],
-    ["jaxzero.jobs._plan_settings", "jaxzero.jobs._sample_settings"],
-    ["jaxzero.jobs._settings", "jaxzero.jobs._ends", "jaxzero.jobs._devices"],
-    ["jaxzero.jobs._task"],
-    ["jaxzero.jobs._training"],
-    ["jaxzero.jobs._plans", "jaxzero.jobs._files", "jaxzero.jobs._sampling"],
-    ["jaxzero.jobs", "jaxzero._repeated_flags"],
+    ["jaxzero.jobs"],
+    ["jaxzero.commands"],
     ["jaxzero.cli", "jaxzero.extend", "jaxzero"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

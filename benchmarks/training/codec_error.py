@@ -29,9 +29,9 @@ from rich.table import Table
 
 import jaxzero as jz
 from benchmarks.shared._rows import RESULTS, append_row
-from jaxzero.jobs import Data, Devices, Optimization, Sharding
-from jaxzero.jobs._task import contrastive_loss, load_examples, make_embed, training_batches
-from jaxzero.jobs._training import set_up
+from jaxzero.jobs import Data, Devices, Optimization, Sharding, set_up
+from jaxzero.jobs._data import load_examples, training_batches
+from jaxzero.jobs._retrieval import contrastive_loss, make_embed
 
 _NAME = "codec_error"
 _CODECS = {

@@ -31,15 +31,9 @@ from jaxzero import jobs
 from jaxzero._zero.activation_cache import ActivationCache
 from jaxzero._zero.freezing import Freezing
 from jaxzero.interop import load_encoder
-from jaxzero.jobs._task import (
-    PairTokens,
-    contrastive_loss,
-    embed_in_batches,
-    load_examples,
-    make_embed,
-    packaged_checkpoint,
-    retrieval_scores,
-)
+from jaxzero.jobs._data import PairTokens, load_examples
+from jaxzero.jobs._retrieval import contrastive_loss, embed_in_batches, make_embed, retrieval_scores
+from jaxzero.jobs._setup import packaged_checkpoint
 
 Name = Literal["plain", "frozen", "cached"]
 _NAME = "freezing"

@@ -21,9 +21,9 @@ _HEAD = """\
 
 <!-- Written by docs/_hooks/cli.py from the commands' own help. -->
 
-`jaxzero` has these commands. Every flag is a field of a dataclass in `jaxzero/jobs/` or
-`jaxzero/launch/`; `jaxzero COMMAND --help` prints the same text. The statuses with which the
-commands end are listed under [exit codes](exit_codes.md).
+`jaxzero` has these commands. Every flag is a field of a dataclass in `jaxzero/jobs/`,
+`jaxzero/commands/` or `jaxzero/launch/`; `jaxzero COMMAND --help` prints the same text. The
+statuses with which the commands end are listed under [exit codes](exit_codes.md).
 """
 
 

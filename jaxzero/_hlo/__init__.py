@@ -5,10 +5,10 @@ traffic, and a timeline predicted from stated rates. Nothing here runs on a devi
 """
 
 from .cost import Rates as Rates
-from .durations import durations as durations
 from .host_memory import compile_with_host_memory as compile_with_host_memory
 from .host_memory import on_abstract_mesh as on_abstract_mesh
 from .instructions import Program as Program
 from .instructions import parse as parse
 from .timeline import Timeline as Timeline
+from .timeline import durations as durations
 from .timeline import timeline as timeline

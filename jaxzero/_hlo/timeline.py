@@ -18,7 +18,9 @@ from collections import Counter, defaultdict
 from .collectives import Collective
 from .cost import Rates, collective_of, collective_seconds, compute_seconds, link_bytes
 from .instructions import Computation, Instruction, Program, parse
-from .traffic import Traffic, traffic
+from .traffic import NO_WORK, Traffic, traffic
+
+_Free = dict[str, float]  # of each stream but that of compute: when it has done what it was given
 
 
 @dataclasses.dataclass
@@ -89,9 +91,6 @@ class _Flight:
     collective: Collective | None
     end: float
     compute_before: float
-
-
-_Free = dict[str, float]  # of each stream but that of compute: when it has done what it was given
 
 
 def timeline(module: str | Program, rates: Rates) -> Timeline:
@@ -214,3 +213,42 @@ class Walk:
             return self.computation(computations[called["to_apply"][0]]), 1
         seconds = compute_seconds(instruction, within, self.program, self.rates)
         return Timeline(seconds=seconds, compute_seconds=seconds), 1
+
+
+def durations(module: str | Program, rates: Rates) -> str:
+    """The predicted duration of each instruction in microseconds, as a profile in text form.
+
+    The duration of an asynchronous collective or copy is that of its start; its end has 0.
+
+    Args:
+        module: its scheduled HLO, or what `parse` has read of it.
+        rates: of the machine.
+
+    Raises:
+        ValueError: the text cannot be read, or a loop's trip count is not known.
+    """
+    program = parse(module) if isinstance(module, str) else module
+    walk = Walk(program, rates)
+    computations = program.computations.values()
+    fused = {
+        name for c in computations for x in c.instructions for name in x.called.get("calls", ())
+    }
+    return "".join(
+        f'costs {{ name: "{x.name}" cost_us: {_seconds(x, within, walk) * 1e6:.6g} }}\n'
+        for within in computations
+        if within.name not in fused
+        for x in within.instructions
+        if x.op not in NO_WORK
+    )
+
+
+def _seconds(instruction: Instruction, within: Computation, walk: Walk) -> float:
+    if instruction.op.endswith("-done"):
+        return 0.0
+    collective = collective_of(instruction, walk.program)
+    if collective is not None:
+        return collective_seconds(collective, walk.rates)
+    moved = traffic(instruction, within, walk.program)
+    copies = max(moved.from_host, moved.to_host) / walk.rates.host
+    line, times = walk.inner(instruction, within)
+    return max(copies, line.seconds * times)

@@ -1,20 +1,243 @@
-"""The state of `simigrad`: its fields, initial values and statistics.
+"""The arguments of `simigrad` and of its `update`, checked, and the state of the transform.
 
-All fields except the accumulators and the inner transform's state are scalars, so that they are
-replicated under any sharding of the optimizer state.
+All fields of the state except the accumulators and the inner transform's state are scalars, so that
+they are replicated under any sharding of the optimizer state.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jaxtyping import Array, DTypeLike, Float32, Int32
 
-from .batch_rules import first_memory
-from .settings import Settings
-from .similarity import Moments, new_moments, noise_scale, noise_scale_error
+from .._sharding import flatten, path_name, spread_prefix
+from .batch_rules import RULES, BatchRule, first_memory
+from .similarity import CodecNoise, Moments, Products, new_moments, noise_scale, noise_scale_error
+
+_LARGEST = 2**24  # float32 represents all integers up to here
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of `simigrad`, documented there. Numbers may be traced arrays."""
+
+    target_similarity: Any
+    initial: Any
+    min_steps: Any
+    max_steps: Any
+    rule: str | BatchRule
+    lr_scaling: str | None
+    schedule: Callable | None
+    groups: Any
+    combine: str
+    noise_window: Any
+
+    def __post_init__(self):
+        self._check_steps()
+        self._check_target()
+        if self.lr_scaling not in ("sqrt", "linear", None):
+            raise ValueError(
+                f'`lr_scaling` must be "sqrt", "linear" or None; got {self.lr_scaling!r}.'
+            )
+        if self.schedule is not None and not callable(self.schedule):
+            raise ValueError(
+                "`schedule` must be a function of the weight seen so far, such as an optax "
+                f"schedule; got {self.schedule!r}."
+            )
+        if self.combine not in ("mean", "median", "min"):
+            raise ValueError(f'`combine` must be "mean", "median" or "min"; got {self.combine!r}.')
+        if not is_traced(self.noise_window) and not self.noise_window > 1:
+            raise ValueError(
+                "`noise_window` counts updates, and must be more than 1: one measurement has no "
+                f"standard error; got {self.noise_window!r}."
+            )
+
+    def _check_steps(self) -> None:
+        names = ("min_steps", "initial", "max_steps")
+        known = {name: getattr(self, name) for name in names if not is_traced(getattr(self, name))}
+        for name, value in known.items():
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not whole or not 1 <= value <= _LARGEST:
+                raise ValueError(
+                    f"`{name}` is a number of micro-batches, an integer from 1 to {_LARGEST}; "
+                    f"got {value!r}."
+                )
+        if len(known) == 3 and not self.min_steps <= self.initial <= self.max_steps:
+            raise ValueError(
+                "`initial` must lie between `min_steps` and `max_steps`; got "
+                f"initial={self.initial}, min_steps={self.min_steps}, max_steps={self.max_steps}."
+            )
+
+    def _check_target(self) -> None:
+        target = self.target_similarity
+        if not is_traced(target):
+            real = isinstance(target, int | float | np.number) and not isinstance(target, bool)
+            if not real or not 0 <= target < 1:
+                raise ValueError(
+                    "`target_similarity` is a cosine, at least 0 and less than 1 (which no batch "
+                    f"with noise reaches); got {target!r}."
+                )
+
+    @property
+    def chosen_rule(self) -> BatchRule:
+        return RULES[self.rule] if isinstance(self.rule, str) else self.rule
+
+    def labels(self, tree: Any) -> list[str] | None:
+        """Return the label of each leaf of `tree`; None without `groups`."""
+        if self.groups is None:
+            return None
+        if not callable(self.groups):
+            return spread_prefix(self.groups, tree, str)
+        labels: list[str] = []
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            label = self.groups(path_name(path))
+            if not isinstance(label, str):
+                raise ValueError(
+                    "`groups` must give each leaf a label, a string; got "
+                    f"{label!r} for `{path_name(path)}`."
+                )
+            labels.append(label)
+        return labels
+
+
+def check_inner(inner: Any) -> None:
+    """Raise `TypeError` unless `inner` is an optax transform."""
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            "`inner` must be an optax transform, such as `optax.adamw(1e-3)`; got "
+            f"{type(inner).__name__}."
+        )
+
+
+def check_rule(rule: Any) -> None:
+    """Raise `ValueError` if `rule` is neither a name nor an object with a rule's methods."""
+    known = rule in RULES if isinstance(rule, str) else isinstance(rule, BatchRule)
+    if not known or isinstance(rule, type):
+        raise ValueError(
+            '`rule` must be "walk", "jump", or an instance of a `jaxzero.extend.BatchRule` such as '
+            f"`jz.JumpRule(window=3)`; got {rule!r}."
+        )
+
+
+def check_gradients(updates: Any, mean: Any) -> None:
+    """Raise `ValueError` unless gradients have the tree and shapes of the parameters of `init`.
+
+    Args:
+        updates: gradients.
+        mean: accumulator of the state, shaped like the parameters.
+    """
+    got, wanted = jax.tree.structure(updates), jax.tree.structure(mean)
+    if got != wanted:
+        raise ValueError(
+            "`updates` must be a tree like the parameters that `init` was given, "
+            f"{wanted}; got {got}."
+        )
+    pairs = zip(
+        jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(mean), strict=True
+    )
+    for (path, x), m in pairs:
+        if jnp.shape(x) != m.shape:
+            raise ValueError(
+                f"`updates` has shape {jnp.shape(x)} at `{path_name(path)}`, where the parameters "
+                f"that `init` was given have {m.shape}."
+            )
+
+
+def scalar_weight(weight: Any) -> Float32[Array, ""] | None:
+    """Convert the weight of a micro-batch to float32; None stays None."""
+    if weight is None:
+        return None
+    if jnp.shape(weight) != () or jnp.iscomplexobj(weight):
+        raise ValueError(
+            "`weight` must be a real scalar, the examples or tokens of this micro-batch; got "
+            f"shape {jnp.shape(weight)}, dtype {jnp.result_type(weight)}."
+        )
+    return jnp.asarray(weight).astype(jnp.float32)
+
+
+def sum_by_label(
+    products: Sequence[list[Array]], labels: list[str] | None
+) -> tuple[Products, dict[str, Products]]:
+    """Sum inner products over all leaves, and over the leaves of each label.
+
+    Args:
+        products: one list for each field of `Products`, with a scalar for each leaf.
+        labels: label of each leaf, or None.
+    """
+
+    def total(chosen: Sequence[int]) -> Products:
+        return Products(*(sum((part[i] for i in chosen), jnp.float32(0)) for part in products))
+
+    chosen: dict[str, list[int]] = {}
+    for i, label in enumerate(labels or []):
+        chosen.setdefault(label, []).append(i)
+    groups = {label: total(leaves) for label, leaves in chosen.items()}
+    return total(range(len(products[0]))), groups
+
+
+class GivenHalves(NamedTuple):
+    """Inner products between the gradients of two half-batches, from the argument `halves`."""
+
+    share: Float32[Array, ""]  # fraction of the micro-batch's weight that is in the first half
+    whole: Products  # of the full gradient
+    groups: dict[str, Products]  # by label
+
+
+def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHalves | None:
+    """Convert the argument `halves` to products of the full gradient and of each group."""
+    if halves is None:
+        return None
+    is_tuple = isinstance(halves, tuple | list)
+    if not is_tuple or len(halves) not in (3, 4):
+        raise ValueError(
+            "`halves` must be from `zero.value_and_grad(..., halves=True)`, or (|g1|^2, |g2|^2, "
+            "g1.g2) of the mean gradients of two halves of this micro-batch, followed, if they "
+            "are not equal, by the fraction of its weight in the first; got "
+            f"{type(halves).__name__}{f' of {len(halves)}' if is_tuple else ''}."
+        )
+    parts, share = halves[:3], _scalar(halves[3] if len(halves) == 4 else 0.5)
+    treedef = flatten(updates)[2]  # in this tree, a padded array is a single leaf
+    if all(jax.tree.structure(part) == treedef for part in parts):
+        by_leaf = [[_scalar(x) for x in jax.tree.leaves(part)] for part in parts]
+        return GivenHalves(share, *sum_by_label(by_leaf, labels))
+    if labels is not None:
+        raise ValueError(
+            "`halves` must be three trees like the gradients, with a scalar for each leaf, if "
+            "`groups` are measured."
+        )
+    return GivenHalves(share, Products(*(_scalar(part) for part in parts)), {})
+
+
+def given_codec_noise(noise: Any) -> CodecNoise | None:
+    """Convert the argument `codec_noise` to float32 scalars; None stays None."""
+    if noise is None:
+        return None
+    if not isinstance(noise, tuple | list) or len(noise) != 2 or any(map(jnp.shape, noise)):
+        raise ValueError(
+            "`codec_noise` must be from `zero.codec_noise(grads)`, or two scalars: the codecs' "
+            f"noise relative to the gradient noise and to |G|^2; got {noise!r}."
+        )
+    return CodecNoise(*(jnp.asarray(x).astype(jnp.float32) for x in noise))
+
+
+def _scalar(x: Any) -> Float32[Array, ""]:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int) or jnp.shape(x) != ():
+        raise ValueError(
+            "`halves` must be three scalars, or three trees like the gradients with a scalar for "
+            f"each leaf; got {jax.tree.map(jnp.shape, x)}."
+        )
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def is_traced(x: Any) -> bool:
+    """Return True if `x` is an array, possibly traced, as from `inject_hyperparams`."""
+    return isinstance(x, jax.Array)
 
 
 class GroupState(NamedTuple):

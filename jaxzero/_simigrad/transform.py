@@ -29,17 +29,6 @@ from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, Bool, Float32
 
 from .batch_rules import BatchRule, next_steps
-from .settings import (
-    GivenHalves,
-    Settings,
-    check_gradients,
-    check_inner,
-    check_rule,
-    given_codec_noise,
-    given_halves,
-    scalar_weight,
-    sum_by_label,
-)
 from .similarity import (
     CodecNoise,
     Halves,
@@ -49,7 +38,21 @@ from .similarity import (
     leaf_products,
     without_codec_noise,
 )
-from .state import GroupState, SimigradState, at_least_float32, new_state
+from .state import (
+    GivenHalves,
+    GroupState,
+    Settings,
+    SimigradState,
+    at_least_float32,
+    check_gradients,
+    check_inner,
+    check_rule,
+    given_codec_noise,
+    given_halves,
+    new_state,
+    scalar_weight,
+    sum_by_label,
+)
 
 _COMBINE = {"mean": jnp.nanmean, "median": jnp.nanmedian, "min": jnp.nanmin}
 

@@ -7,20 +7,21 @@ stops on two hosts can continue on one, and no example is lost or read twice.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Int
 
 from .._mesh import AXES
 from .._sharding import path_name
 from .._zero import Zero
-from ._host_rows import HostRows
 
 _UNLIKE = {  # entry of a state -> remedy if it differs from that of the dataset
     "batch_size": "Give the `batch_size` that the run began with",
@@ -263,3 +264,42 @@ def _described(dataset: grain.MapDataset) -> dict[str, Any]:
         "epoch_length": len(epoch),
         "seeds": [int(seed) for seed in seeds if isinstance(seed, int | np.integer)],
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRows:
+    """The rows that one process reads of every batch.
+
+    Attributes:
+        batch_size: rows of a global batch.
+        numbers: indices of the rows, ascending and unique.
+    """
+
+    batch_size: int
+    numbers: Int[np.ndarray, " rows"]
+
+    @classmethod
+    def of_sharding(cls, sharding: Sharding, batch_size: int) -> HostRows:
+        """The rows of this process, for global batches whose dim 0 has this sharding."""
+        held = sharding.addressable_devices_indices_map((batch_size,))
+        return cls.of_pieces([index[0] for index in held.values() if index], batch_size)
+
+    @classmethod
+    def of_pieces(cls, pieces: Iterable[slice], batch_size: int) -> HostRows:
+        """The rows that a process reads if its devices hold these slices, which may overlap."""
+        ranges = [np.arange(batch_size)[piece] for piece in pieces]
+        return cls(batch_size, np.unique(np.concatenate([np.arange(0), *ranges])))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def element(self, turn: int) -> int:
+        """Index in the dataset of the element number `turn`, from 0, that this process reads."""
+        batch, place = divmod(turn, len(self.numbers))
+        return batch * self.batch_size + int(self.numbers[place])
+
+    def place(self, piece: slice) -> slice:
+        """Convert a slice of a batch's rows to a slice of the rows that this process reads."""
+        start, stop, _ = piece.indices(self.batch_size)
+        first = int(np.searchsorted(self.numbers, start))
+        return slice(first, first + stop - start)

@@ -21,10 +21,10 @@ with distributed.StopRequest() as stop, jz.Checkpoints(directory, zero) as check
 from .._processes import DIVERGED as DIVERGED
 from .._processes import PEER_LOST as PEER_LOST
 from .._processes import STOPPED as STOPPED
+from ._agreement import ReplicasDiffer as ReplicasDiffer
+from ._agreement import check_replicas as check_replicas
 from ._agreement import check_same as check_same
 from ._initialize import initialize as initialize
-from ._replicas import ReplicasDiffer as ReplicasDiffer
-from ._replicas import check_replicas as check_replicas
 from ._stop import StopRequest as StopRequest
 from ._watchdog import AgreedEnd as AgreedEnd
 from ._watchdog import Watchdog as Watchdog

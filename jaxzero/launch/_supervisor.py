@@ -1,8 +1,11 @@
-"""Start a group of processes, and end all of them when one fails.
+"""Start a group of processes, and end all of them when one fails or the launcher is asked to stop.
 
 When a process fails, the others get SIGTERM, and SIGKILL after a grace period. If the first to
 fail reports a lost peer, the supervisor first waits a moment for that peer's own exit. The
 supervisor waits without limit only as long as no process has failed.
+
+The first process that fails is not always the cause: a process that loses its peer exits with code
+76 or is aborted by JAX (SIGABRT), and one that the launcher terminated only follows another.
 """
 
 import contextlib
@@ -15,17 +18,110 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .._processes import STOPPED
-from ._child_environment import Slot
-from ._child_output import ChildOutput, Output
+from .._processes import PEER_LOST, STOPPED, describe, exit_status
+from ._child import ChildOutput, Output, Slot
 from ._orphan_guard import OrphanGuard
-from ._outcome import CONSEQUENCES, Outcome, ProcessExit
-from ._stop_requests import StopRequests
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Exit codes of a process that lost a peer. A single abort may also be a failure of native code.
+CONSEQUENCES = (PEER_LOST, -signal.SIGABRT)
 _POLL_SECONDS = 0.02
 _CAUSE_SECONDS = 2.0  # wait for the exit of the peer that another process lost
 _KILL_SECONDS = 10.0  # wait for processes to end after SIGKILL
 _OUTPUT_SECONDS = 5.0  # how long output may arrive after the end of its process
+
+
+class StopRequests:
+    """The signals received so far."""
+
+    first: signal.Signals | None = None  # first signal that asked to stop
+    at_once: bool = False  # True after a later Ctrl-C
+
+    def note(self, signum: int, frame: object) -> None:
+        """Record a signal; used as a signal handler."""
+        if self.first is not None and signum == signal.SIGINT:
+            self.at_once = True
+        if self.first is None:
+            self.first = signal.Signals(signum)
+
+
+@contextlib.contextmanager
+def noted_stop_requests() -> Iterator[StopRequests]:
+    """Record SIGINT, SIGTERM and SIGHUP inside the `with` block, in the main thread.
+
+    A signal that was already ignored stays ignored: SIGHUP under nohup, SIGINT in the background.
+    """
+    requests = StopRequests()
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in taken:
+        signal.signal(number, requests.note)
+    try:
+        yield requests
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessExit:
+    """The exit of one process. `returncode` is that of `subprocess`."""
+
+    slot: Slot
+    returncode: int
+    seconds: float  # from its start
+    sigterm_sent: bool  # True if the launcher had sent SIGTERM to it
+    hung: bool  # True if it did not end within the grace period and was killed
+    tail: tuple[str, ...] = ()  # the last lines of its output
+
+    def __str__(self) -> str:
+        how = "did not end when asked, and was killed" if self.hung else describe(self.returncode)
+        return f"{self.slot}: {how}, after {self.seconds:.1f} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The exits of all processes, in the order in which they ended."""
+
+    ended: tuple[ProcessExit, ...]
+    request: signal.Signals | None = None  # the signal that asked the launcher to stop
+
+    @property
+    def first(self) -> ProcessExit | None:
+        """The failure that caused the others; None if all processes succeeded."""
+        failures = [end for end in self.ended if end.returncode != 0]
+        return min(failures, key=_rank, default=None)  # the earliest of the lowest rank
+
+    @property
+    def blamed(self) -> Slot | None:
+        """The slot to leave out of a restart: the process that failed on its own, or hung."""
+        if self.first is None or self.first.returncode == STOPPED:
+            return None
+        lost = [
+            end for end in self.ended if end.returncode in CONSEQUENCES and not end.sigterm_sent
+        ]
+        is_alone = self.first.returncode != PEER_LOST and len(lost) == 1
+        if self.first not in lost or is_alone:
+            return self.first.slot
+        hung = [end.slot for end in self.ended if end.hung]
+        return hung[0] if len(hung) == 1 else None  # of several, most only waited for another
+
+    @property
+    def status(self) -> int:
+        """The exit status of the launcher."""
+        if self.first is None:
+            return 0
+        if self.request == signal.SIGINT:
+            return exit_status(-signal.SIGINT)
+        return exit_status(self.first.returncode)
+
+
+def _rank(end: ProcessExit) -> int:
+    if end.returncode == STOPPED:
+        return 3  # it saved its state: reported only if nothing worse happened
+    if end.sigterm_sent:
+        return 2
+    return 1 if end.returncode in CONSEQUENCES else 0
 
 
 class Supervisor:

@@ -26,10 +26,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
-from ._dropout import dropout
-from ._norms import ScaledLayerNorm, make_norm
+from ._parts import ScaledLayerNorm, dropout, make_norm, widened
 from ._rope import Turns, rotate
-from ._wide import widened
 
 Window = int | Int[Array, ""] | None
 
@@ -215,3 +213,33 @@ def make_linear(
         dtype=jnp.dtype(config.compute_dtype) if dtype is None else dtype,
         rngs=rngs,
     )
+
+
+def is_among(numbers: tuple[int, ...], i: int | Array, num_layers: int) -> bool | Array:
+    """Return whether layer i is one of the layers `numbers`.
+
+    The result is a Python bool where it is known when tracing. If the layers are scanned (`i` is an
+    array) and only some are among `numbers`, it is a boolean array.
+    """
+    each = [number in numbers for number in range(num_layers)]
+    if isinstance(i, int):
+        return each[i]
+    return each[0] if all(each) or not any(each) else jnp.array(each)[i]
+
+
+def window_if(has_window: bool | Array, window: int | None, num_tokens: int) -> Window:
+    """Return `window`, in tokens, if the layer has one.
+
+    A layer without a window gets None where that is known when tracing, and otherwise `num_tokens`,
+    which hides no token.
+    """
+    if window is None or isinstance(has_window, bool):
+        return window if has_window is True else None
+    return jnp.where(has_window, window, num_tokens)
+
+
+def turns_if(condition: bool | Array, one: Turns, other: Turns) -> Turns:
+    """Return `one` if the condition is true, else `other`; both have the same shapes."""
+    if isinstance(condition, bool):
+        return one if condition else other
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)

@@ -26,6 +26,16 @@ _MISSING = (
     "Save the checkpoint again with `save_pretrained` of a current transformers release, which "
     "writes every size."
 )
+# Their name: the key of `ACTIVATIONS`, which has the functions.
+_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
 
 
 def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
@@ -151,3 +161,24 @@ def make_config(make: type[Config], fields: Mapping[str, Any], path: Path) -> Co
         return make(**fields)
     except ValueError as error:
         raise ValueError(f"{error} The values are those of {str(path)!r}.") from error
+
+
+def read_activation(keys: JsonKeys, key: str, model: str) -> str:
+    """The activation function that a key names, by the name that our configs have for it.
+
+    Args:
+        keys: the file.
+        key: the key.
+        model: "decoder" or "encoder", for messages.
+
+    Raises:
+        ValueError: it is another function, or no text.
+    """
+    given = keys[key]
+    if given not in _NAMES:
+        raise keys.error(
+            key,
+            f"is {shown(given)}; the {model} computes {', '.join(_NAMES)}",
+            remedy=CHOOSE_ANOTHER,
+        )
+    return _NAMES[given]

@@ -17,16 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ._attention import make_linear
-from ._block import Block, ParallelBlock, make_block, scaled
+from ._attention import is_among, make_linear, turns_if, window_if
+from ._block import Block, scaled
 from ._cache import Cache, Slots, check_room, make_cache
 from ._decoder_config import DecoderConfig
-from ._dropout import dropout, split_key
 from ._layers import make_layers, run_layers
-from ._norms import make_norm
-from ._per_layer import is_among, turns_if, window_if
+from ._parts import as_indices, dropout, make_norm, split_key
 from ._rope import Turns, no_turns, turns
-from ._token_ids import as_indices
 
 
 class Decoder(nnx.Module):
@@ -50,7 +47,7 @@ class Decoder(nnx.Module):
         self.embedding = self._table(config.vocabulary_size, rngs)
         self.positions = None if config.rope else self._table(config.max_length, rngs)
         self.layers = make_layers(
-            lambda rngs, i: make_block(config, i, rngs),
+            lambda rngs, i: Block(config, i, rngs=rngs),
             config.num_layers,
             kind=lambda i: config.experts is not None and i in config.experts.dense_layers,
             scanned=config.scan_layers,
@@ -169,7 +166,7 @@ class Decoder(nnx.Module):
             seen = jax.lax.dynamic_update_slice(cache.mask, seen, (jnp.int32(0), cache.length))
         num_columns = ids.shape[1] if cache is None else cache.mask.shape[1]
 
-        def step(block: Block | ParallelBlock, carry: tuple[Array, Any], i: int | Array):
+        def step(block: Block, carry: tuple[Array, Any], i: int | Array):
             x_btd, held = carry
             slides = is_among(config.sliding_layers, i, config.num_layers)
             slots = None if cache is None else Slots(held, i, cache.length)

@@ -8,15 +8,20 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from ._checks import check_choices, check_dropout, check_positive
-from ._config_json import make_config, read_config
-from ._decoder_families import decoder_fields
-from ._experts_config import ExpertsConfig
-from ._latent_config import LatentConfig
+from ._config_json import (
+    family_of,
+    make_config,
+    read_config,
+)
+from ._config_parts import read_rope
+from ._decoder_families import LAYER_NORM_FAMILIES, RMS_NORM_FAMILIES
+from ._family import Family, Fields
 from ._layers import Remat
+from ._part_configs import ExpertsConfig, LatentConfig, check_choices, check_dropout, check_positive
 from ._rope import Rope
 
 ComputeDtype = Literal["float32", "bfloat16", "float16", "float64"]
+DECODER_FAMILIES: dict[str, Family] = LAYER_NORM_FAMILIES | RMS_NORM_FAMILIES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,3 +202,44 @@ class DecoderConfig:
         """
         content, path = read_config(path)
         return make_config(cls, decoder_fields(content, path) | changes, path)
+
+
+def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of `DecoderConfig` that a `config.json` describes.
+
+    Args:
+        content: the content of the file.
+        path: where it is, for messages.
+
+    Raises:
+        ValueError: see `DecoderConfig.from_json`.
+    """
+    family = family_of(content, path, DECODER_FAMILIES, "decoders")
+    keys, fields = family.read(content, path, "decoder")
+    if keys.get("quantization_config") is not None:
+        raise keys.error(
+            "quantization_config",
+            "says that its weights are codes of numbers",
+            remedy="Choose the checkpoint that was not quantised.",
+        )
+    fields |= family.heads(keys, family.sizes)
+    layers = fields["num_layers"]
+    fields["sliding_layers"] = family.windows(keys, layers)
+    fields["sliding_window"] = keys["sliding_window"] if fields["sliding_layers"] else None
+    if family.experts is not None:
+        fields["experts"] = family.experts(keys, layers)
+    if family.has_rope:
+        fields |= read_rope(
+            keys,
+            head_size=_rotated_size(fields),
+            base_key=family.base_key,
+            sliding_base_key=family.sliding_base_key,
+            part_key=family.part_key,
+        )
+    return fields | family.more(keys, fields)
+
+
+def _rotated_size(fields: Fields) -> int:
+    """Size of a head, without what latent attention never rotates."""
+    latent = fields.get("latent")
+    return fields["head_size"] - (0 if latent is None else latent.plain_size)

@@ -14,17 +14,150 @@ They hold no random state: dropout is on when a call gets a key.
 Dimensions: b batch, t tokens, d hidden, h heads, k head size.
 """
 
+import dataclasses
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ._dropout import dropout, split_key
-from ._encoder_config import EncoderConfig
-from ._encoder_parts import SelfAttention, layer_norm, linear
+from .._checked_json import JsonKeys
+from ._config_json import family_of, make_config, read_config
+from ._encoder_parts import EncoderBase, SelfAttention, check_heads, layer_norm, linear
+from ._experts import ACTIVATIONS
+from ._family import SIZES, ConfigTable, Fields
 from ._layers import make_layers, run_layers
-from ._mlp import ACTIVATIONS
-from ._token_ids import as_indices
+from ._parts import as_indices, dropout, split_key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig(EncoderBase):
+    """Sizes of an encoder, and how it is computed.
+
+    The defaults are those of all-MiniLM-L6-v2. Parameters keep the dtype they are loaded in;
+    `compute_dtype` is what they and the activations are cast to inside a layer. Softmax and
+    normalisation statistics stay in float32.
+
+    Args:
+        vocabulary_size, hidden_size, intermediate_size, num_layers, num_heads: the model's sizes.
+        max_length: longest text in tokens, including special tokens.
+        num_token_types: kinds of sentences that have an embedding; 0 for no such embedding.
+        activation: activation function of the perceptron.
+        layer_norm_epsilon: added under the square root.
+        padding_id: token that has no position (RoBERTa); None if positions count from the first
+            token of a row, whatever it is.
+        embedding_dropout, attention_dropout, attention_output_dropout, mlp_dropout: rates, used
+            when the encoder is called with a `dropout_key`.
+        compute_dtype: dtype in which layers compute.
+        scan_layers: hold the layers as one stack and scan it; False for a list of them.
+        remat: what layers keep for the backward pass: everything ("none"), only what enters them
+            ("full"), or what the policy of that name in `jax.checkpoint_policies` keeps.
+    """
+
+    vocabulary_size: int = 30522
+    hidden_size: int = 384
+    intermediate_size: int = 1536
+    num_layers: int = 6
+    num_heads: int = 12
+    max_length: int = 512
+    num_token_types: int = 2
+    padding_id: int | None = None
+    embedding_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    attention_output_dropout: float = 0.1
+    mlp_dropout: float = 0.1
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of the table of positions: RoBERTa's first ones stand for padding."""
+        return self.max_length + (0 if self.padding_id is None else self.padding_id + 1)
+
+    def _may_be_zero(self) -> tuple[str, ...]:
+        return ("num_token_types", "padding_id")
+
+    @classmethod
+    def from_json(cls, path: Path | str, **changes: Any) -> "EncoderConfig":
+        """Read a Hugging Face `config.json` (or the directory that holds one).
+
+        Args:
+            path: the file, or its directory.
+            **changes: fields to set differently, e.g. `compute_dtype="bfloat16"`.
+
+        Raises:
+            ValueError: the file is missing, lacks a size, or describes a model that `Encoder` does
+                not compute (another `model_type`, activation or kind of position embedding).
+        """
+        content, path = read_config(path)
+        table = family_of(content, path, _FAMILIES, "encoders")
+        keys, fields = table.read(content, path, "encoder")
+        check_heads(keys, table.sizes["hidden_size"], table.sizes["num_heads"])
+        return make_config(cls, fields | table.more(keys, fields) | changes, path)
+
+
+def _positions_after_padding(keys: JsonKeys, fields: Fields) -> dict[str, Any]:
+    """RoBERTa's first positions, up to that of its padding token, are those of no token."""
+    keys.require("pad_token_id")
+    padding_id = keys["pad_token_id"]
+    max_length = fields["max_length"] - padding_id - 1
+    if max_length < 1:
+        raise keys.error(
+            "max_position_embeddings",
+            f"is {keys['max_position_embeddings']}, of which `pad_token_id` + 1 = "
+            f"{padding_id + 1} are no positions; none is left",
+        )
+    return {"padding_id": padding_id, "max_length": max_length}
+
+
+_BERT = ConfigTable(
+    sizes=SIZES | {"num_token_types": "type_vocab_size", "layer_norm_epsilon": "layer_norm_eps"},
+    names={
+        "embedding_dropout": "hidden_dropout_prob",
+        "attention_dropout": "attention_probs_dropout_prob",
+        "attention_output_dropout": "hidden_dropout_prob",
+        "mlp_dropout": "hidden_dropout_prob",
+    },
+    defaults={
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+    },
+    required={
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+        "quantization_config": None,
+    },
+)
+_ROBERTA = dataclasses.replace(_BERT, more=_positions_after_padding)
+_FAMILIES: dict[str, ConfigTable] = {
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "distilbert": ConfigTable(
+        sizes={
+            "vocabulary_size": "vocab_size",
+            "hidden_size": "dim",
+            "intermediate_size": "hidden_dim",
+            "num_layers": "n_layers",
+            "num_heads": "n_heads",
+            "max_length": "max_position_embeddings",
+        },
+        names={
+            "embedding_dropout": "dropout",
+            "attention_dropout": "attention_dropout",
+            "mlp_dropout": "dropout",
+        },
+        defaults={"activation": "gelu", "dropout": 0.1, "attention_dropout": 0.1},
+        required={"quantization_config": None},
+        activation="activation",
+        fixed={
+            "num_token_types": 0,
+            "layer_norm_epsilon": 1e-12,
+            "attention_output_dropout": 0.0,
+        },
+    ),
+}
 
 
 class Encoder(nnx.Module):

@@ -1,8 +1,17 @@
-"""Mixture of experts (https://arxiv.org/abs/2101.03961): a router sends each token to k experts.
+"""The perceptrons of decoder layers: plain, gated, and mixtures of experts.
 
-    y = sum of w_e mlp_e(x)            over the k experts that the router chose (`_routing`)
+    plain: down(f(up(x)))        gated: down(f(gate(x)) up(x))
 
-A shared perceptron may add its output for every token.
+In a mixture (https://arxiv.org/abs/2101.03961) a router sends each token to k experts:
+
+    y = sum of w_e mlp_e(x)            over the k experts that the router chose
+
+    softmax:  p = softmax(logits); the k largest p_e are the weights
+    groups:   p = sigmoid(logits); the k largest p_e + correction_e in the best groups are chosen,
+              their p_e are the weights
+
+Weights are float32 for 16-bit logits. The choice itself has no gradient. A shared perceptron may
+add its output for every token.
 
 There are two implementations. "scan" loops over experts and applies each to every token: ZeRO then
 gathers the weights of one expert at a time, for num_experts / k times the arithmetic. "ragged"
@@ -10,25 +19,80 @@ sorts the tokens by expert and multiplies each group by its expert's weights
 (`jax.lax.ragged_dot`): no arithmetic is wasted if the backend has a kernel for it, but the
 weights of all experts of a layer are in memory at once.
 
-Dimensions: n tokens of the batch, k experts per token, e experts, d hidden, f width of an expert.
+Dimensions: b batch, t tokens, n tokens of the batch, k experts per token, e experts, g groups, m
+experts per group, d hidden, f width of an expert.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ._attention import make_linear
 from ._decoder_config import DecoderConfig
-from ._experts_config import ClampedGate, ExpertsConfig
-from ._mlp import ACTIVATIONS, Mlp
-from ._routing import Routed, route_by_groups, route_by_softmax
-from ._wide import widened
+from ._part_configs import ClampedGate, ExpertsConfig, GroupRouting
+from ._parts import widened
 
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+Routed = tuple[Float[Array, "n k"], Int[Array, "n k"]]  # weight and index of each chosen expert
 Gated = Callable[[Array, Array], Array]  # of the two projections
+
+
+class Mlp(nnx.Module):
+    """Projection to `wide` numbers, activation and projection back, applied to each token."""
+
+    def __init__(self, config: DecoderConfig, wide: int, *, rngs: nnx.Rngs):
+        hidden, bias = config.hidden_size, config.mlp_bias
+        self.activation = config.activation
+        self.gate = make_linear(config, hidden, wide, bias, rngs) if config.gated_mlp else None
+        self.up = make_linear(config, hidden, wide, bias, rngs)
+        self.down = make_linear(config, wide, hidden, bias, rngs)
+
+    def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        bend = ACTIVATIONS[self.activation]
+        if self.gate is None:
+            return self.down(bend(self.up(x_btd)))
+        return self.down(bend(self.gate(x_btd)) * self.up(x_btd))
+
+
+def route_by_softmax(logits_ne: Float[Array, "n e"], experts: ExpertsConfig) -> Routed:
+    """Choose the experts with the largest probabilities, largest first."""
+    shares_ne = jax.nn.softmax(logits_ne.astype(widened(logits_ne.dtype)), axis=-1)
+    shares_nk, chosen_nk = jax.lax.top_k(shares_ne, experts.num_experts_per_token)
+    if experts.normalize:
+        shares_nk = shares_nk / shares_nk.sum(axis=-1, keepdims=True)
+    return shares_nk, chosen_nk
+
+
+def route_by_groups(
+    logits_ne: Float[Array, "n e"],
+    correction_e: Float[Array, "e"],
+    experts: ExpertsConfig,
+    routing: GroupRouting,
+) -> Routed:
+    """Choose the best experts of the best groups."""
+    shares_ne = jax.nn.sigmoid(logits_ne.astype(widened(logits_ne.dtype)))
+    scores_ne = jax.lax.stop_gradient(shares_ne + correction_e.astype(shares_ne.dtype)[None])
+    scores_ngm = scores_ne.reshape(len(scores_ne), routing.num_groups, -1)
+    worth_ng = jax.lax.top_k(scores_ngm, 2)[0].sum(axis=-1)
+    best = jax.lax.top_k(worth_ng, routing.num_chosen_groups)[1]
+    allowed_ng = (best[:, :, None] == jnp.arange(routing.num_groups)[None, None]).any(axis=1)
+    scores_ngm = jnp.where(allowed_ng[:, :, None], scores_ngm, -jnp.inf)
+    _, chosen_nk = jax.lax.top_k(scores_ngm.reshape(scores_ne.shape), experts.num_experts_per_token)
+    shares_nk = jnp.take_along_axis(shares_ne, chosen_nk, axis=-1)
+    if experts.normalize:
+        # Sigmoids may all be 0; the same guard as in transformers.
+        shares_nk = shares_nk / (shares_nk.sum(axis=-1, keepdims=True) + 1e-20)
+    return shares_nk * routing.scale, chosen_nk
 
 
 class Projection(NamedTuple):

@@ -1,21 +1,23 @@
-"""A family of decoders as a row of a table: how it writes its `config.json`.
+"""How a family of models writes its `config.json`, as a row of a table.
 
-A `Family` lists which key holds which field of `DecoderConfig`, what a key means where the file is
+A `ConfigTable` lists which key holds which field of a config, what a key means where the file is
 silent, which parts the family always has, and which keys may have no other value. What needs more
-than a name (rotation, windows, experts) is read by a function that the families share.
+than a name (rotation, windows, experts) is read by a function that families share.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from .._checked_json import JsonKeys as Content
 from .._checked_json import Kind
+from ._config_json import check_only, config_keys, read_activation
 from ._config_keys import COUNT
 from ._config_parts import no_window, ordinary_heads
-from ._experts_config import ExpertsConfig
+from ._part_configs import ExpertsConfig
 
-Fields = Mapping[str, Any]  # of `DecoderConfig`
+Fields = Mapping[str, Any]  # of a config
 
 SIZES = {
     "vocabulary_size": "vocab_size",
@@ -54,8 +56,10 @@ def nothing_more(content: Content, fields: Fields) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
+class ConfigTable:
     """How one `model_type` is written, and what all models of it have in common."""
+
+    usual: ClassVar[dict[str, Any]] = {}  # defaults of all families
 
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
     names: dict[str, str] = dataclasses.field(default_factory=dict)  # our field: their key
@@ -64,6 +68,40 @@ class Family:
     required: dict[str, Any] = dataclasses.field(default_factory=dict)  # their key: only value
     kinds: dict[str, Kind] = dataclasses.field(default_factory=dict)  # where `KEYS` differs
     activation: str = "hidden_act"
+    more: Callable[[Content, Fields], dict[str, Any]] = nothing_more  # fields that are computed
+
+    def read(
+        self, content: Mapping[str, Any], path: Path, model: str
+    ) -> tuple[Content, dict[str, Any]]:
+        """The keys of a `config.json`, and the fields that need no more than names.
+
+        Args:
+            content: the content of the file.
+            path: where it is, for messages.
+            model: what computes it, for messages: "decoder", "encoder", or its name.
+
+        Raises:
+            ValueError: a size is missing, or a key has a value that the model does not compute.
+        """
+        keys = config_keys(
+            content, path, defaults={**self.usual, **self.defaults}, kinds=self.kinds
+        )
+        for key, only in self.required.items():
+            check_only(keys, key, only, model)
+        keys.require(*self.sizes.values())
+        fields: dict[str, Any] = {ours: keys[key] for ours, key in self.sizes.items()}
+        fields |= {ours: keys[key] for ours, key in self.names.items()}
+        fields |= self.fixed
+        fields["activation"] = read_activation(keys, self.activation, model)
+        return keys, fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family(ConfigTable):
+    """One `model_type` of decoders."""
+
+    usual = DEFAULTS
+
     windows: Callable[[Content, int], tuple[int, ...]] = no_window
     experts: Callable[[Content, int], ExpertsConfig | None] | None = None
     heads: Callable[[Content, Mapping[str, str]], dict[str, Any]] = ordinary_heads
@@ -71,4 +109,3 @@ class Family:
     base_key: str = "rope_theta"
     sliding_base_key: str | None = None  # of the base of layers with a window, if they differ
     part_key: str | None = None  # of the rotated part of a head, if there may be one
-    more: Callable[[Content, Fields], dict[str, Any]] = nothing_more  # fields that are computed

@@ -26,8 +26,8 @@ from jaxtyping import Array, Bool, Float, Key
 from ._attention import Window, attend, make_linear
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
-from ._latent_config import LatentConfig
-from ._norms import RMSNorm
+from ._part_configs import LatentConfig
+from ._parts import RMSNorm
 from ._rope import Turns, rotate
 
 

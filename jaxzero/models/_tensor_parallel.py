@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec
 
 from ._attention import Attention
 from ._decoder import Decoder
-from ._experts import Experts
+from ._experts import Experts, Mlp
 from ._latent_attention import LatentAttention
-from ._mlp import Mlp
 
 _Path = tuple[str, ...]
 _COLUMNS, _ROWS = -1, -2  # of a kernel `[in, out]`; layers that are scanned have one dim before

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 import jaxzero as jz
-from jaxzero.jobs._files.inspect import inspect
-from jaxzero.jobs._settings import Inspect
+from jaxzero.commands import Inspect
+from jaxzero.commands._inspect import inspect
 
 pytestmark = pytest.mark.standard_promotion  # optax
 

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 import jaxzero as jz
 from jaxzero.data import Batches
-from jaxzero.data._host_rows import HostRows
+from jaxzero.data._batches import HostRows
 from tests.processes import ended, started
 
 from .read_by_processes import EPOCH, EPOCHS, ROWS, Source, dataset

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from jaxzero._processes.exit_codes import DIVERGED, MISTAKE, PEER_LOST, STOPPED
-from jaxzero.launch._child_environment import environment, slots
+from jaxzero.launch._child import environment, slots
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

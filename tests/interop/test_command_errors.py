@@ -81,7 +81,7 @@ def test_each_error_of_a_file_says_what_to_do(monkeypatch, capsys):
     def fail(settings, console):
         raise errors.pop(0)
 
-    monkeypatch.setattr(cli.jobs, "inspect", fail)
+    monkeypatch.setattr(cli.commands, "inspect", fail)
     for told in (
         "'/x': Permission denied. Check its permissions",
         "Error: No space left on device. Free some space",
@@ -164,7 +164,7 @@ def test_a_description_of_a_run_is_not_trusted(tmp_path: Path, capsys, damage: d
 )
 def test_a_plot_is_refused_before_the_work(plot: str, message: str, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    module = importlib.import_module("jaxzero.jobs._plans.report")
+    module = importlib.import_module("jaxzero.commands._report")
     monkeypatch.setattr(module, "set_up", lambda *_: pytest.fail("has begun"))
     assert cli.main(["report", "--plot", plot]) == MISTAKE
     assert message in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_a_plot_is_refused_before_the_work(plot: str, message: str, tmp_path, mo
 
 def test_a_plot_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    module = importlib.import_module("jaxzero.jobs._plans.report")
+    module = importlib.import_module("jaxzero.commands._report")
 
     def begin(*_, **__):
         raise ValueError("has begun")

@@ -13,7 +13,7 @@ from tokenizers import models as forms
 
 pytest.importorskip("jinja2", reason="needs jinja2 (the extra `torch`)")
 
-from jaxzero.jobs._sampling.chat import rendered
+from jaxzero.commands._chat import rendered
 
 PLAIN = "{% for m in messages %}<{{ m['role'] }}>{{ m.content | trim }}{{ eos_token }}{% endfor %}"
 TEMPLATES = {
@@ -93,9 +93,7 @@ def test_templates_that_are_refused(tmp_path: Path, template: str | None, messag
 
 
 def test_without_jinja2_it_is_said_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "jaxzero.jobs._sampling.chat", raising=False)
+    monkeypatch.delitem(sys.modules, "jaxzero.commands._chat", raising=False)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"need the package 'jinja2'.*\[torch\]"):
-        importlib.import_module("jaxzero.jobs._sampling.sample")._in_template(
-            tmp_path, ["Hello"], None
-        )
+        importlib.import_module("jaxzero.commands._sample")._in_template(tmp_path, ["Hello"], None)

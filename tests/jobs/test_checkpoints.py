@@ -15,8 +15,7 @@ from rich.console import Console
 import jaxzero as jz
 from jaxzero import jobs
 from jaxzero._checkpoint import saver
-from jaxzero.jobs._training.resume import begin, restore, save
-from jaxzero.jobs._training.session import Session, State, open_session
+from jaxzero.jobs._session import Session, State, begin, open_session, restore, save
 
 from .tiny_job import with_run, with_wire
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxzero import cli, distributed, jobs
+from jaxzero import cli, commands, distributed, jobs
 
 
 def called_with(monkeypatch: pytest.MonkeyPatch, arguments: str) -> jobs.Train:
@@ -54,7 +54,7 @@ def test_help_explains_every_field(command: str, capsys: pytest.CaptureFixture[s
         cli.main([command, "--help"])
     assert exit.value.code == 0
     text = capsys.readouterr().out
-    groups = {"train": jobs.Train(), "report": jobs.Report()}[command]
+    groups = {"train": jobs.Train(), "report": commands.Report()}[command]
     fields = [field.name for field in dataclasses.fields(groups)]
     names = {"checkpoint"}
     for field in fields:
@@ -150,7 +150,9 @@ def test_the_error_for_a_flag_given_twice_names_its_values(capsys: pytest.Captur
 )
 def test_flags_that_collect_values_may_be_repeated(name: str, line: str, monkeypatch):
     given = []
-    monkeypatch.setattr(cli if name == "launch" else jobs, name, lambda *x: given.append(x) or 0)
+    monkeypatch.setattr(
+        cli if name == "launch" else commands, name, lambda *x: given.append(x) or 0
+    )
     assert cli.main(line.split()) == 0
     assert len(given) == 1
 
@@ -230,6 +232,12 @@ sample = ["sample", "x", "--prompt", "a"]
 commands = (launch, ["train"], ["report"], sample, ["inspect", "x"], ["convert", "x", "y"])
 print(json.dumps([main(command) for command in commands]))
 """
+
+
+def test_a_plan_and_a_report_need_no_loader():
+    """Only training reads data: what the other commands import does not need `grain`."""
+    program = "import sys; sys.modules['grain'] = None; from jaxzero.commands import plan, report"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_launch_needs_no_extra_and_the_others_name_theirs(tmp_path: Path):

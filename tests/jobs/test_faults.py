@@ -17,12 +17,11 @@ from rich.console import Console
 
 from jaxzero import jobs
 from jaxzero.distributed import ReplicasDiffer, Watchdog
-from jaxzero.jobs._training import loop
-from jaxzero.jobs._training.loop import run_steps
-from jaxzero.jobs._training.plot import plot_run
-from jaxzero.jobs._training.resume import begin
-from jaxzero.jobs._training.session import open_session
-from jaxzero.jobs._training.step import make_step
+from jaxzero.jobs import _loop
+from jaxzero.jobs._journal import plot_run
+from jaxzero.jobs._loop import run_steps
+from jaxzero.jobs._session import begin, open_session
+from jaxzero.jobs._step import make_step
 
 from .tiny_job import with_run, with_wire
 
@@ -67,7 +66,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run(
         return lambda params, opt_state, *rest: step(params, next(counts)(opt_state), *rest)
 
     counts = itertools.chain([_forget] * 2, itertools.repeat(lambda opt_state: opt_state))
-    monkeypatch.setattr(loop, "make_step", poisoned)
+    monkeypatch.setattr(_loop, "make_step", poisoned)
     settings = dataclasses.replace(settings, faults=jobs.Faults(max_skipped=3))
     message = "3 steps in a row .* the last was step 4 .* The last good checkpoint .* of step 2"
     with (
@@ -101,8 +100,8 @@ def test_replicas_are_compared_now_and_then(
         numbers = collections.defaultdict(float)
         return dataclasses.replace(state, step=step, **{part: changed}), numbers
 
-    monkeypatch.setattr(loop, "_one_step", drift)
-    monkeypatch.setattr(loop, "save", lambda session, state: saved.append(state.step))
+    monkeypatch.setattr(_loop, "_one_step", drift)
+    monkeypatch.setattr(_loop, "save", lambda session, state: saved.append(state.step))
     settings = with_run(with_wire(settings, "zeropp4"), save_every=save_every)
     settings = dataclasses.replace(settings, faults=jobs.Faults(check_every=check_every))
     with (

@@ -19,10 +19,9 @@ from rich.console import Console
 from jaxzero import interop, jobs
 from jaxzero._sharding import StoredArray
 from jaxzero.distributed import Watchdog
-from jaxzero.jobs._task import make_embed
-from jaxzero.jobs._training.loop import run_steps
-from jaxzero.jobs._training.resume import restore
-from jaxzero.jobs._training.session import Session, open_session
+from jaxzero.jobs._loop import run_steps
+from jaxzero.jobs._retrieval import make_embed
+from jaxzero.jobs._session import Session, open_session, restore
 
 from .test_retrieval import loss_by_hand
 from .tiny_job import OPTIMIZATION, losses, make_settings, with_run

@@ -19,10 +19,9 @@ from rich.console import Console
 from jaxzero import jobs
 from jaxzero._checkpoint import Checkpoints
 from jaxzero.distributed import Watchdog
-from jaxzero.jobs._training import loss as training_loss
-from jaxzero.jobs._training.loop import run_steps
-from jaxzero.jobs._training.resume import begin, restore
-from jaxzero.jobs._training.session import open_session
+from jaxzero.jobs import _retrieval
+from jaxzero.jobs._loop import run_steps
+from jaxzero.jobs._session import begin, open_session, restore
 
 from .tiny_job import OPTIMIZATION, exported, losses, make_settings, with_run
 
@@ -122,13 +121,13 @@ def test_a_checkpoint_resumes_with_and_without_offload(
 def test_a_loss_that_is_not_finite_changes_nothing_in_host_memory(
     settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
 ):
-    contrastive_loss = training_loss.contrastive_loss
+    contrastive_loss = _retrieval.contrastive_loss
 
     def not_a_number(*args, **options):
         loss, metrics = contrastive_loss(*args, **options)
         return loss * np.nan, metrics
 
-    monkeypatch.setattr(training_loss, "contrastive_loss", not_a_number)
+    monkeypatch.setattr(_retrieval, "contrastive_loss", not_a_number)
     settings = with_offload(settings, *ALL, wire="float32")
     with open_session(settings, console) as session:
         state = begin(session)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxzero.jobs._task.pairs import collect_pairs, is_held_out, pairs_in, standard_library
+from jaxzero.jobs._data import collect_pairs, is_held_out, pairs_in, standard_library
 
 HELD_OUT = ["module_1.py", "module_10.py"]
 LONG = "value = first + second * third - fourth"  # a body long enough to count

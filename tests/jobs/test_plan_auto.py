@@ -8,8 +8,8 @@ import pytest
 
 import jaxzero as jz
 from jaxzero import jobs
-from jaxzero.jobs._training import planned
-from jaxzero.jobs._training.session import open_session
+from jaxzero.jobs import _setup
+from jaxzero.jobs._session import open_session
 
 pytestmark = pytest.mark.standard_promotion  # optax
 
@@ -36,7 +36,7 @@ def measured(monkeypatch):
             nodes, local = mesh.shape["node"], mesh.shape["local"]
             return jz.Cluster(nodes=nodes, local=local, device=device, link=link)
 
-        monkeypatch.setattr(planned.Cluster, "measured", measure)
+        monkeypatch.setattr(_setup.Cluster, "measured", measure)
 
     return set_rates
 

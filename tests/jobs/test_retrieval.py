@@ -14,11 +14,13 @@ from jax.sharding import PartitionSpec
 
 import jaxzero as jz
 from jaxzero import jobs
-from jaxzero.jobs._task.examples import training_batches
-from jaxzero.jobs._task.metrics import embed_in_batches, ranks_of_partners, retrieval_scores
-from jaxzero.jobs._task.pairs import Pair
-from jaxzero.jobs._task.retrieval import contrastive_loss
-from jaxzero.jobs._task.tokens import PairTokenizer, PairTokens
+from jaxzero.jobs._data import Pair, PairTokenizer, PairTokens, training_batches
+from jaxzero.jobs._retrieval import (
+    contrastive_loss,
+    embed_in_batches,
+    ranks_of_partners,
+    retrieval_scores,
+)
 from tests.interop import tiny_checkpoint
 
 
@@ -130,7 +132,7 @@ def test_loss_is_that_over_all_pairs_of_all_devices(nodes: int):
 
 
 def test_ranks_by_sorting(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxzero.jobs._task.metrics._ROWS", 7)  # several blocks, one shorter
+    monkeypatch.setattr("jaxzero.jobs._retrieval._ROWS", 7)  # several blocks, one shorter
     embeddings = unit_vectors(40, seed=1)
     ranks = ranks_of_partners(embeddings[:, 0], embeddings[:, 1])
     for i in range(40):

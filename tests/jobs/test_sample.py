@@ -15,9 +15,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as forms
 
 from jaxzero import cli
+from jaxzero.commands._sample import Continuation, _read
 from jaxzero.interop import load_decoder
-from jaxzero.jobs._sampling.sample import _read
-from jaxzero.jobs._sampling.text import Continuation
 from tests.models import tiny_models
 
 pytest.importorskip("torch", reason="needs torch")

@@ -19,9 +19,8 @@ from rich.console import Console
 from tensorboardX.proto import event_pb2
 
 from jaxzero import jobs
-from jaxzero.jobs._training.journal import Journal
-from jaxzero.jobs._training.profile import StepProfiler
-from jaxzero.jobs._training.trackers import make_trackers
+from jaxzero.jobs._journal import Journal, make_trackers
+from jaxzero.jobs._loop import StepProfiler
 
 Event = vars(event_pb2)["Event"]  # made when it is imported
 

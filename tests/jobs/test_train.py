@@ -21,13 +21,12 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from jaxzero import jobs
+from jaxzero import commands, jobs
 from jaxzero.distributed import Watchdog
-from jaxzero.jobs._training import loop, progress
-from jaxzero.jobs._training.loop import run_steps
-from jaxzero.jobs._training.resume import begin, restore
-from jaxzero.jobs._training.session import open_session
-from jaxzero.jobs._training.setup import zero_config
+from jaxzero.jobs import _loop, _printed
+from jaxzero.jobs._loop import run_steps
+from jaxzero.jobs._session import begin, open_session, restore
+from jaxzero.jobs._setup import zero_config
 from tests.interop import tiny_checkpoint
 
 from .tiny_job import OPTIMIZATION, exported, losses, make_settings, with_run, with_wire
@@ -71,14 +70,14 @@ def finished(finish: Callable[[jobs.Wire], Finished]) -> Finished:
 
 def at_step(step: int, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Do something while the given step runs."""
-    one_step = loop._one_step
+    one_step = _loop._one_step
 
     def with_action(session, state, step_fn):
         if state.step + 1 == step:
             action()
         return one_step(session, state, step_fn)
 
-    monkeypatch.setattr(loop, "_one_step", with_action)
+    monkeypatch.setattr(_loop, "_one_step", with_action)
 
 
 def power_cut() -> None:
@@ -228,13 +227,13 @@ def test_batches_that_adapt_go_on_in_the_middle_of_one(
 
 def test_numbers_that_json_lacks_are_no_numbers_of_a_row():
     numbers = {"loss": math.nan, "gradient_similarity": 0.1, "noise_scale_steps": math.inf}
-    assert list(loop._finite(numbers)) == ["gradient_similarity"]
+    assert list(_loop._finite(numbers)) == ["gradient_similarity"]
 
 
 def test_the_summary_says_how_many_updates_there_were():
     rows = [{"step": 1, "updates": 0.0}, {"step": 9, "updates": 4.0, "noise_scale_steps": 3.25}]
-    assert progress._batches(rows) == "4, of 2.2 steps on average; gradient noise scale 3.2 steps"
-    assert progress._batches(rows[:1]) == "0"
+    assert _printed._batches(rows) == "4, of 2.2 steps on average; gradient noise scale 3.2 steps"
+    assert _printed._batches(rows[:1]) == "0"
 
 
 @pytest.mark.ci
@@ -281,7 +280,7 @@ def test_an_export_that_disagrees_is_an_error(
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr(
-        "jaxzero.jobs._training.export.embed_with_transformers",
+        "jaxzero.jobs._train.embed_with_transformers",
         lambda directory, ids, mask: np.zeros((len(ids), tiny_checkpoint.HIDDEN), np.float32),
     )
     with pytest.raises(RuntimeError, match="embeddings differ by .*, more than 1e-04"):
@@ -317,13 +316,13 @@ def test_lengths_that_the_model_lacks_name_the_setting(
 
 def test_report_trains_and_writes_nothing(tiny_encoder: Path, console: Console, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("made a folder"))
-    jobs.report(jobs.Report(checkpoint=tiny_encoder), console)
+    commands.report(commands.Report(checkpoint=tiny_encoder), console)
     text = console.export_text()
     assert "8 fake CPU devices" in text
     lines = text.strip().splitlines()[-5:]
     labels = [line[:14].strip() for line in lines]
     assert labels == ["Per device", "Into a node", "Whole", "Largest wait", "Details"]
-    jobs.report(jobs.Report(checkpoint=tiny_encoder, detail=("leaves", "traffic")), console)
+    commands.report(commands.Report(checkpoint=tiny_encoder, detail=("leaves", "traffic")), console)
     text = console.export_text()
     assert "embeddings.word.embedding" in text
     assert re.search("weights +node +all-gather +uint8", text)
@@ -349,7 +348,7 @@ def test_every_wire_goes_with_every_stage(stage: int, wire: jobs.Wire):
         (lambda: jobs.Optimization(learning_rate=-1.0), "`learning_rate` must be positive"),
         (lambda: jobs.Optimization(learning_rate=float("inf")), "positive and finite; got inf"),
         (
-            lambda: jobs.Convert(source=Path(), target=Path(), max_shard_gb=float("inf")),
+            lambda: commands.Convert(source=Path(), target=Path(), max_shard_gb=float("inf")),
             "`max_shard_gb` must be positive and finite; got inf",
         ),
         (lambda: jobs.Optimization(steps=-1), "`steps` cannot be negative; got -1"),

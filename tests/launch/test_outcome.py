@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from jaxzero.launch._child_environment import slots
-from jaxzero.launch._outcome import Outcome, ProcessExit
+from jaxzero.launch._child import slots
+from jaxzero.launch._supervisor import Outcome, ProcessExit
 
 ONE, TWO, THREE = slots([0, 1, 2], 1, None)
 ALONE = (False, False)  # it was not asked to end

@@ -17,8 +17,8 @@ import pytest
 from jaxzero import cli
 from jaxzero import launch as launcher
 from jaxzero._processes.exit_codes import MEANINGS, describe, exit_status
-from jaxzero.launch import _child_output
-from jaxzero.launch._child_environment import environment, reserve_port, slots
+from jaxzero.launch import _child
+from jaxzero.launch._child import environment, reserve_port, slots
 
 from ._launching import go_to, launch
 
@@ -108,12 +108,12 @@ class TestOutput:
     def test_a_terminal_gets_colours(self, monkeypatch):
         monkeypatch.setattr(os, "isatty", lambda fd: fd == 1)
         monkeypatch.delenv("NO_COLOR", raising=False)
-        output = _child_output.Output()
+        output = _child.Output()
         assert output._prefix(1, 1) == b"\x1b[0;33m[1]\x1b[0m "
         assert output._prefix(2, 1) == b"[1] "
         output.close(1.0)
         monkeypatch.setenv("NO_COLOR", "1")
-        output = _child_output.Output()
+        output = _child.Output()
         assert output._prefix(1, 1) == b"[1] "
         output.close(1.0)
 

@@ -26,8 +26,8 @@ from jaxzero.models import (
     Rope,
     YarnScaling,
 )
-from jaxzero.models._checks import check_choices
-from jaxzero.models._dropout import dropout
+from jaxzero.models._part_configs import check_choices
+from jaxzero.models._parts import dropout
 from tests import zoo
 
 LENGTH = 9

@@ -19,7 +19,7 @@ from jaxzero._report import DETAILS, Report
 from jaxzero._report.names import merge_layers, ranges, summarized
 from jaxzero._report.text_table import TextTable, wrapped
 from jaxzero._report.waits import waits
-from jaxzero.jobs._settings import Detail
+from jaxzero.commands._settings import Detail
 from tests.plan import test_schedule
 
 pytestmark = pytest.mark.standard_promotion  # optax

@@ -49,7 +49,7 @@ def test_the_report_prints_and_holds_it():
 
 def test_a_picture_is_drawn(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    from jaxzero.jobs._plans.plan_plot import plot_plan
+    from jaxzero.commands._report import plot_plan
 
     plan = test_schedule._plan("scanned", "zeropp", jz.CommSchedule())
     plot_plan(plan, tmp_path / "plan.png", title="a step")

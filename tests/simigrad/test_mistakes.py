@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxzero as jz
-from jaxzero._simigrad import settings
+from jaxzero._simigrad import state
 
 from .helpers import (
     assert_same_bits,
@@ -81,9 +81,9 @@ def test_wrong_options(options, message):
 def test_wrong_types():
     # Not through `jz.simigrad`: in tests, its annotations are checked first.
     with pytest.raises(TypeError, match="`inner` must be an optax transform.*got float"):
-        settings.check_inner(0.1)
+        state.check_inner(0.1)
     with pytest.raises(ValueError, match='`rule` must be "walk", "jump".*got 0.1'):
-        settings.check_rule(0.1)
+        state.check_rule(0.1)
 
 
 @pytest.mark.parametrize(

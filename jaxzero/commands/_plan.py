@@ -1,0 +1,130 @@
+"""`jaxzero plan`: the best way to train a model on a cluster that is not here."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from rich.console import Console
+
+from .._planner import Cluster, tune
+from ..models import Decoder, DecoderConfig
+from ._settings import Plan
+
+_GIGA = 1e9
+_REMAT = {"remat full": "full", "no remat": "none"}
+
+
+def plan(settings: Plan, console: Console) -> None:
+    """Print the plans for a cluster, the best first.
+
+    Raises:
+        ValueError: the settings do not fit together, the model cannot be read, or no plan fits.
+    """
+    # Without a GPU, JAX would drop the compiler for GPUs too.
+    jax.config.update("jax_platforms", "cpu")
+    cluster = Cluster(
+        nodes=settings.nodes,
+        local=settings.local,
+        device=settings.device,
+        link=settings.link * _GIGA,
+        host_memory=settings.host_memory * _GIGA,
+    )
+    if settings.model is not None:
+        batch = (settings.rows * cluster.num_devices, settings.tokens)
+        losses, init_fn = decoder_job(settings.model)
+        rows = jax.ShapeDtypeStruct(batch, jnp.int32)
+    else:
+        assert settings.function is not None
+        losses, init_fn, rows = load_job(settings.function, f"`--function {settings.function}`")[:3]
+    method = settings.rounds.method
+    with console.status("planning") as status:
+        plans = tune(
+            losses,
+            init_fn,
+            rows,
+            cluster,
+            memory=None if settings.memory is None else settings.memory * _GIGA,
+            objective=settings.objective,
+            quantized=not settings.unquantized,
+            local_steps=method or (),
+            budget=settings.budget,
+            progress=status.update,
+        )
+    plans.print(console, settings.limit)
+    best = plans.best  # raises if none fits
+    console.print(f"The best: {best.candidate.name}", highlight=False, markup=False)
+
+
+def decoder_job(directory: Path) -> tuple[dict[str, Callable], Callable[[], Any]]:
+    """The losses of a decoder, one for each form of rematerialisation, and its parameters.
+
+    Args:
+        directory: holds `config.json`.
+    """
+    losses, init_fn = {}, None
+    for name, remat in _REMAT.items():
+        config = DecoderConfig.from_json(
+            directory, compute_dtype="bfloat16", scan_layers=True, remat=remat
+        )
+        make = functools.partial(_make, config)
+        graph, _ = nnx.split(nnx.eval_shape(make))
+        losses[name] = functools.partial(_loss, graph)
+        init_fn = functools.partial(_state, make)
+    assert init_fn is not None
+    return losses, init_fn
+
+
+def _make(config: DecoderConfig) -> Decoder:
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def _state(make: Callable[[], Decoder]) -> Any:
+    return nnx.split(make())[1]
+
+
+def _loss(graph: Any, params: Any, ids: Int[Array, "b t"]) -> Float[Array, ""]:
+    logits = nnx.merge(graph, params)(ids)[:, :-1].astype("float32")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+
+
+def load_job(name: str, said: str) -> tuple[Any, Callable[[], Any], Any, Any]:
+    """What the function `MODULE:NAME` returns: a loss, an `init_fn`, a batch, and optionally `tx`.
+
+    Args:
+        name: of the function.
+        said: how the command line names it, for errors.
+    """
+    job = _function(name, said)()
+    if not isinstance(job, tuple) or len(job) not in (3, 4):
+        raise ValueError(
+            f"{said} must return a tuple `(loss_fn, init_fn, batch)`; it returned "
+            f"{type(job).__name__}{f' of {len(job)}' if isinstance(job, tuple) else ''}. A fourth "
+            "entry may be an optax optimizer."
+        )
+    return job if len(job) == 4 else (*job, None)
+
+
+def _function(name: str, said: str) -> Callable[[], Any]:
+    """The function `MODULE:NAME`, also from the working directory."""
+    module, function = name.split(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(f"{said}: importing {module} failed: {error}.") from None
+        raise ValueError(f"{said}: {error}. Name a module that Python finds.") from None
+    if not callable(found):
+        raise ValueError(
+            f"{said}: the module {module} has no function {function}. It must return "
+            "`(loss_fn, init_fn, batch)`."
+        )
+    return found

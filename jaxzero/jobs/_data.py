@@ -1,0 +1,303 @@
+"""Real training pairs from any tree of Python files, tokenized, and the order of training.
+
+Every documented function is a free example of "find the code that does this": its docstring is the
+description, its body without the docstring is the code. The name and the signature are left out,
+for they would give the answer away. The default tree is the standard library of the Python that
+runs the job, so no data has to be downloaded.
+
+The order of the pairs and the split into training and held-out depend on the files alone: files are
+visited in sorted order, and a *module* (all functions of one file) is held out as a whole by a
+hash of its path. Functions of one file resemble each other, so a split by function would
+leak.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import os
+import sysconfig
+import textwrap
+import tokenize
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from .._zero import Zero
+from ._settings import Data, Optimization
+
+_SKIPPED_DIRECTORIES = frozenset(
+    {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "testing", "tests"}
+)
+_MIN_DESCRIPTION_WORDS = 3
+_MIN_CODE_CHARACTERS = 40  # leaves out `pass`, `...`, `return self._name`
+_HELD_OUT_SHARE = 8  # one module in so many
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A function: its docstring (description) and its body (code)."""
+
+    description: str
+    code: str
+    module: str  # path relative to the tree, with forward slashes
+    line: int  # of the `def`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Training pairs and the pairs of modules that training never sees."""
+
+    train: tuple[Pair, ...]
+    held_out: tuple[Pair, ...]
+
+
+def standard_library() -> Path:
+    """The folder of the standard library of the Python that is running."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def collect_pairs(directory: Path) -> Pairs:
+    """Read every Python file under `directory` and split its documented functions by module.
+
+    A description or a body that occurs twice is kept once: a copy among the in-batch negatives
+    would be punished as wrong although it is right, and a copy across the split would leak.
+
+    Raises:
+        ValueError: `directory` is not a directory, or holds too few documented functions to split.
+    """
+    if not directory.is_dir():
+        raise ValueError(
+            f"`data` must be a directory of Python files; {str(directory)!r} is not a directory. "
+            "Leave it out to use the standard library."
+        )
+    train, held_out = [], []
+    seen = set()
+    for path in _python_files(directory):
+        module = path.relative_to(directory).as_posix()
+        side = held_out if is_held_out(module) else train
+        for pair in pairs_in(_read(path), module):
+            keys = {("description", pair.description.lower()), ("code", pair.code)}
+            if seen.isdisjoint(keys):
+                side.append(pair)
+            seen |= keys
+    if not train or not held_out:
+        raise ValueError(
+            f"{str(directory)!r} gives {len(train)} training and {len(held_out)} held-out pairs; "
+            "both must be positive. Point `data` to a tree with more modules whose functions have "
+            "docstrings."
+        )
+    return Pairs(train=tuple(train), held_out=tuple(held_out))
+
+
+def is_held_out(module: str) -> bool:
+    """Return True if `module` is held out from training, by a hash of its path."""
+    return zlib.crc32(module.encode()) % _HELD_OUT_SHARE == 0  # unlike `hash`, the same every time
+
+
+def pairs_in(source: str, module: str) -> Iterator[Pair]:
+    """Yield a pair for each function of `source` with a docstring and a body worth finding.
+
+    Source that is not valid Python for this interpreter yields nothing: trees of Python files
+    contain templates and files for other versions.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    lines = source.splitlines()
+    functions = (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    for function in sorted(functions, key=lambda node: (node.lineno, node.col_offset)):
+        description = " ".join((ast.get_docstring(function) or "").split())
+        code = _body_without_docstring(function, lines)
+        if len(description.split()) < _MIN_DESCRIPTION_WORDS or len(code) < _MIN_CODE_CHARACTERS:
+            continue
+        yield Pair(description=description, code=code, module=module, line=function.lineno)
+
+
+def _body_without_docstring(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
+) -> str:
+    docstring, *statements = function.body
+    if not statements:
+        return ""
+    first = statements[0]
+    # A decorated inner function starts at its first decorator.
+    start = min([first.lineno, *(d.lineno for d in getattr(first, "decorator_list", []))])
+    if start <= (docstring.end_lineno or start):  # one line holds both: the text would leak
+        return ""
+    return textwrap.dedent("\n".join(lines[start - 1 : statements[-1].end_lineno])).strip()
+
+
+def _python_files(directory: Path) -> list[Path]:
+    found = []
+    for folder, subfolders, names in os.walk(directory):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_DIRECTORIES]  # prune
+        found += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith("test_")
+        ]
+    return sorted(found, key=lambda path: path.relative_to(directory).as_posix())
+
+
+def _read(path: Path) -> str:
+    try:
+        with tokenize.open(path) as file:  # honours the coding line, as Python itself does
+            return file.read()
+    except (SyntaxError, UnicodeDecodeError):
+        return ""
+
+
+if TYPE_CHECKING:
+    from ..data import Batches
+
+
+class PairTokens(NamedTuple):
+    """Tokenised pairs: index 0 of dim 1 is the description, index 1 the code.
+
+    Both are padded or cut to one length, so that a step runs the encoder once. Each weight is then
+    gathered once in forward and once in backward, not for descriptions and for code.
+    """
+
+    ids: Int[np.ndarray, "pairs 2 tokens"]
+    mask: Bool[np.ndarray, "pairs 2 tokens"]  # False for padding
+
+    def __len__(self) -> int:  # of pairs, not of fields
+        return self.ids.shape[0]
+
+    def rows(self, rows: slice) -> PairTokens:
+        """Select a range of pairs."""
+        return PairTokens(self.ids[rows], self.mask[rows])
+
+
+def abstract_tokens(num_pairs: int, num_tokens: int) -> PairTokens:
+    """The tokens of one step as `ShapeDtypeStruct`s."""
+    shape = (num_pairs, 2, num_tokens)
+    ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_))
+    return PairTokens(ids, mask)  # pyright: ignore[reportArgumentType]
+
+
+def open_tokenizer(directory: Path) -> Tokenizer:
+    """Read `tokenizer.json`, without the length to which it may cut or pad texts.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"There is no `tokenizer.json` in {str(directory)!r}. Save the tokenizer there by "
+            "`transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
+        )
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class PairTokenizer:
+    """The tokenizer of a checkpoint, set to a fixed length."""
+
+    def __init__(self, checkpoint: Path, max_tokens: int):
+        """Read `tokenizer.json` of a checkpoint; texts will have `max_tokens` tokens, by padding.
+
+        Raises:
+            ValueError: `checkpoint` has no `tokenizer.json`, or `max_tokens` leaves no room beside
+                the special tokens.
+        """
+        self._tokenizer = open_tokenizer(checkpoint)
+        num_special = self._tokenizer.num_special_tokens_to_add(False)
+        if max_tokens <= num_special:
+            raise ValueError(
+                f"`max_tokens` must be more than the {num_special} special tokens of each text; "
+                f"got {max_tokens}."
+            )
+        # Padding is masked, so its id does not matter.
+        self._tokenizer.enable_truncation(max_tokens)
+        self._tokenizer.enable_padding(length=max_tokens)
+
+    def __call__(self, pairs: Sequence[Pair]) -> PairTokens:
+        """Tokenise pairs; the same text always gives the same row."""
+        texts = [text for pair in pairs for text in (pair.description, pair.code)]
+        encodings = self._tokenizer.encode_batch(texts)
+        shape = (len(pairs), 2, -1)
+        ids = np.array([encoding.ids for encoding in encodings], np.int32)
+        mask = np.array([encoding.attention_mask for encoding in encodings], bool)
+        return PairTokens(ids.reshape(shape), mask.reshape(shape))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Examples:
+    """The tokenised pairs of a run, for training and held out."""
+
+    train: PairTokens
+    held_out: PairTokens
+
+    @property
+    def digest(self) -> str:
+        """Digest of all pairs; it detects edited files, another Python or another tokenizer."""
+        arrays = (*self.train, *self.held_out)
+        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def load_examples(settings: Data, checkpoint: Path, console: Console) -> Examples:
+    """Collect and tokenise the pairs.
+
+    Raises:
+        ValueError: `settings.data` is no folder or has too few functions, or the checkpoint has no
+            tokenizer.
+    """
+    directory = standard_library() if settings.data is None else settings.data
+    tokenize = PairTokenizer(checkpoint, settings.max_tokens)
+    pairs = collect_pairs(directory)
+    console.print(
+        f"{directory}: {len(pairs.train)} training and {len(pairs.held_out)} held-out pairs",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return Examples(train=tokenize(pairs.train), held_out=tokenize(pairs.held_out))
+
+
+def training_batches(pairs: PairTokens, zero: Zero, optimization: Optimization) -> Batches:
+    """An endless iterator over training batches, one for each step.
+
+    Every epoch is a new permutation of all pairs, without the remainder that does not fill a step:
+    a batch that spans two epochs could have a pair twice, which would be its own negative.
+
+    Raises:
+        ValueError: there are fewer pairs than a step takes, or they do not divide over the devices.
+    """
+    import grain  # with `..data` it is needed for training alone, not for a report of it
+
+    from ..data import Batches
+
+    per_step, num_devices = optimization.pairs, zero.mesh.size
+    if len(pairs) < per_step:
+        raise ValueError(
+            f"`pairs` asks for {per_step} per step, the data has {len(pairs)}. Ask for fewer, or "
+            "point `data` to a larger tree."
+        )
+    if per_step % num_devices:
+        raise ValueError(
+            f"`pairs` must be a multiple of the number of devices, {num_devices}; got {per_step}."
+        )
+    order = grain.MapDataset.range(len(pairs)).seed(optimization.seed).shuffle()
+    epochs = order[: len(pairs) - len(pairs) % per_step].repeat()
+    return Batches(
+        epochs.map(lambda i: PairTokens(pairs.ids[i], pairs.mask[i])),
+        zero,
+        batch_size=per_step,
+        read_options=grain.ReadOptions(num_threads=0, prefetch_buffer_size=0),  # it is in memory
+    )

@@ -1,0 +1,183 @@
+"""Trace some steps with JAX's profiler, and mark each step in the trace."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from ..distributed import StopRequest, Watchdog, check_replicas
+from ._ends import Diverged, Interrupted
+from ._printed import progress_bar
+from ._retrieval import Metrics
+from ._session import Session, State, save
+from ._step import RoundFn, StepFn, make_round, make_step
+
+Numbers = dict[str, float]
+Advance = Callable[[State], tuple[State, list[Numbers]]]  # by one program; numbers of each step
+
+
+class StepProfiler:
+    """Context manager that traces the requested steps."""
+
+    def __init__(self, steps: range, directory: Path):
+        """Prepare to trace `steps` (numbers of optimizer steps); the traces go to `directory`."""
+        self._steps = steps
+        self._directory = directory
+        self._is_tracing = False
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    @contextlib.contextmanager
+    def step(self, number: int, num_steps: int = 1) -> Iterator[None]:
+        """Context manager that marks its block as step `number`, and traces it if requested.
+
+        Args:
+            number: the number of the step that the block runs.
+            num_steps: how many it runs, of which `number` is the first.
+        """
+        following = number + num_steps
+        if self._has_any(number, following) and not self._is_tracing:
+            jax.profiler.start_trace(self._directory)
+            self._is_tracing = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            yield
+        if not self._has_any(following, following + num_steps):
+            self._stop()
+
+    def _has_any(self, first: int, following: int) -> bool:
+        """Whether steps from `first` to before `following` are to be traced."""
+        return first < self._steps.stop and self._steps.start < following
+
+    def _stop(self) -> None:
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.profiler.stop_trace()
+
+
+def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
+    """Train up to the last step, and save a checkpoint there. Every step calls `watchdog.beat`.
+
+    With local steps, what is done after a step is done after a round.
+
+    Raises:
+        Interrupted: Ctrl-C was pressed, or SIGTERM came. The step was finished and the state saved.
+        Diverged: too many steps in a row had a loss or gradients that were not finite.
+        ReplicasDiffer: devices hold different bits in copies of one array.
+    """
+    optimization, run = session.settings.optimization, session.settings.run
+    check_every, at_once = session.settings.faults.check_every, session.steps_at_once
+    advance_state = _make_advance(session)
+    bar = progress_bar(session.console, completed=state.step, total=optimization.steps)
+    profiled = run.profiled_steps if jax.process_index() == 0 else range(0)
+    with StopRequest() as stop:
+        with bar as advance, StepProfiler(profiled, run.directory / "profile") as profiler:
+            is_asked, saved = False, state.step or None  # it was read from a checkpoint, or is new
+            while state.step < optimization.steps and not is_asked:
+                first = state.step + 1
+                with profiler.step(first, at_once):
+                    state, rows = advance_state(state)
+                watchdog.beat(state.step)
+                for step, numbers in enumerate(rows, first):
+                    session.journal.append("step", step, **_finite(numbers))
+                    advance(numbers)
+                    _check_finite(session, step, numbers)
+                if state.step % run.save_every < at_once:  # it is, or has passed, a multiple
+                    _save_compared(session, state)
+                    saved = state.step
+                elif check_every and state.step % check_every < at_once:
+                    _compare(session, state)
+                is_asked = stop.reached()
+        if saved != state.step:
+            _save_compared(session, state)
+        session.checkpoints.close()  # written, before a second signal may end this process
+        if is_asked and state.step < optimization.steps:
+            raise Interrupted(run.name, state.step, by_ctrl_c=stop.interrupted)
+    return state
+
+
+def _make_advance(session: Session) -> Advance:
+    if session.rounds is not None:
+        session.setup.free()  # the state holds copies
+        round_fn = make_round(session.setup, session.rounds)
+        return lambda state: _one_round(session, state, round_fn)
+    step_fn = make_step(session.setup, session.loss)
+
+    def by_a_step(state: State) -> tuple[State, list[Numbers]]:
+        state, numbers = _one_step(session, state, step_fn)
+        return state, [numbers]
+
+    return by_a_step
+
+
+def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, Numbers]:
+    began = time.perf_counter()
+    params, opt_state, wire_state, metrics = step_fn(
+        state.params, state.opt_state, state.wire_state, next(session.batches)
+    )
+    numbers = _numbers(metrics)  # waits for the step
+    numbers["pairs_per_second"] = session.settings.optimization.pairs / (
+        time.perf_counter() - began
+    )
+    state = State(step=state.step + 1, params=params, opt_state=opt_state, wire_state=wire_state)
+    return state, numbers
+
+
+def _one_round(session: Session, state: State, round_fn: RoundFn) -> tuple[State, list[Numbers]]:
+    began, every = time.perf_counter(), session.steps_at_once
+    local, metrics = round_fn(state.local, next(session.batches.rounds(every)))
+    columns = {name: np.asarray(x) for name, x in metrics.items()}  # waits for the round
+    pairs = every * session.settings.optimization.pairs
+    speed = {"pairs_per_second": pairs / (time.perf_counter() - began)}
+    rows = [{**{name: float(x[i]) for name, x in columns.items()}, **speed} for i in range(every)]
+    return State.of_local(state.step + every, local), rows
+
+
+def _numbers(metrics: Metrics) -> Numbers:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _finite(numbers: Numbers) -> Numbers:
+    """The numbers that JSON can represent: a similarity may not be known yet, a loss overflow."""
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _save_compared(session: Session, state: State) -> None:
+    """Compare replicas, then save: a checkpoint has one of them, which would hide a difference."""
+    if session.settings.faults.check_every:
+        _compare(session, state)
+    save(session, state)
+
+
+def _compare(session: Session, state: State) -> None:
+    check_replicas(state.trees, step=state.step, seconds=session.settings.faults.step_seconds)
+
+
+def _check_finite(session: Session, step: int, numbers: Numbers) -> None:
+    """Raise `Diverged` after too many steps in a row with a non-finite loss or gradients."""
+    if numbers["skipped_in_a_row"] >= session.settings.faults.max_skipped:
+        raise Diverged(
+            f"{numbers['skipped_in_a_row']:.0f} steps in a row had a loss or gradients that are "
+            f"not finite, the last was step {step} (loss {numbers['loss']}). "
+            f"{_last_good(session)}"
+        )
+
+
+def _last_good(session: Session) -> str:
+    session.checkpoints.close()  # waits for a checkpoint that is being written
+    step = session.checkpoints.latest_step()
+    remedy = "Start a new run with a lower `learning_rate`, or look at the data."
+    if step is None:
+        return f"There is no checkpoint yet. {remedy}"
+    where = str(session.checkpoints.directory)
+    return (
+        f"The last good checkpoint is that of step {step}, in {where!r}; `resume` goes on from it, "
+        f"which helps if a device or a file was to blame. {remedy}"
+    )

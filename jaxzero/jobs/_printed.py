@@ -1,0 +1,267 @@
+"""What a run prints: memory and communication at its start, a progress bar, and a summary."""
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .._collectives import readable_bytes
+from .._mesh import NODE, in_host
+from .._plan import Plan
+from .._report import LocalReport, Traffic
+from .._sharding import ZeroConfig
+from .._zero import LocalRounds
+from ._data import PairTokens
+from ._journal import Row
+from ._retrieval import LossFn
+from ._session import Session, State
+from ._settings import Local, Sharding
+from ._setup import Setup, plan_step, zero_config
+
+_KINDS = {
+    "params": "parameters",
+    "opt_state": "optimizer state",
+    "wire_state": "wire state",
+    "outer_params": "outer parameters",
+    "outer_state": "outer optimizer state",
+    "residuals": "residuals",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeBytes:
+    """Bytes of weights and gradients that enter each node in one step, beside plain ZeRO-3's.
+
+    With local steps, those of parameters.
+    """
+
+    sent: int  # by the job
+    round_steps: int  # those of a round of local steps, of which `sent` is the mean; else 0
+    weights_counted: bool  # False if `sent` counts gradients only; full weights are sent too
+    zero3_float32: int  # by plain ZeRO-3, without codecs
+    zero3_bfloat16: int  # by plain ZeRO-3 in 16 bits, as in the papers
+
+
+def node_bytes(
+    setup: Setup, loss: LossFn, tokens: PairTokens, work: Plan | LocalRounds
+) -> NodeBytes | None:
+    """Count the bytes that enter a node; None if there is only one node.
+
+    Args:
+        setup: devices, sharding, model and optimizer.
+        loss: the training loss.
+        tokens: abstract tokens of one step.
+        work: plan of one step, or the rounds of local steps.
+    """
+    if setup.zero.mesh.shape[NODE] == 1:
+        return None
+
+    def count(config: ZeroConfig) -> int:
+        zero, params = setup.other_zero(config)
+        if isinstance(work, Plan) and config == setup.zero.config:
+            plan = work
+        else:
+            plan = plan_step(zero, params, loss, tokens)
+        traffic = zero.report(params, plan=plan).traffic
+        assert traffic is not None
+        return traffic.node_bytes
+
+    if isinstance(work, Plan):
+        sent, round_steps = count(setup.zero.config), 0
+    else:
+        sent, round_steps = round(work.report().bytes_per_step), work.method.every
+    return NodeBytes(
+        sent=sent,
+        round_steps=round_steps,
+        weights_counted=setup.zero.config.stage in (0, 3) or round_steps > 0,
+        zero3_float32=count(zero_config(Sharding(wire="float32"))),
+        zero3_bfloat16=count(zero_config(Sharding(wire="bfloat16"))),
+    )
+
+
+def print_overview(session: Session, state: State) -> None:
+    """Print the bytes held for a device between steps and the bytes that a step communicates.
+
+    Communication is printed as bytes into each node, and bytes to each device from its own node;
+    with local steps, as what nodes exchange in a round.
+
+    Args:
+        session: the session that will train.
+        state: the training state before the first step of this session.
+    """
+    zero = session.setup.zero
+    _say(session.console, f"A device holds {_held(state, on_host=False) or 'nothing'}")
+    if offloaded := _held(state, on_host=True):
+        _say(session.console, f"Host memory holds for each device {offloaded}")
+    if session.rounds is not None:
+        _say(session.console, _exchanged(session.rounds.report(), session.settings.local))
+        return
+    report = zero.report(state.params, state.opt_state, plan=session.plan)
+    assert report.traffic is not None
+    sent = _sent(report.traffic, zero.mesh.shape[NODE])
+    if zero.config.stage in (1, 2):  # the optimizer makes shards, and the compiler gathers them
+        sent += ", and the whole weights"
+    _say(session.console, f"A step sends {sent}")
+
+
+def _held(state: State, *, on_host: bool) -> str:
+    """Format the bytes of one device's shards that are in host memory, or in device memory."""
+    sizes = {name: _bytes(tree, on_host) for name, tree in state.trees.items()}
+    held = [f"{readable_bytes(size)} of {_KINDS[name]}" for name, size in sizes.items() if size]
+    return _listed(held) if held else ""
+
+
+def _bytes(tree: Any, on_host: bool) -> int:
+    found = [x for x in jax.tree.leaves(tree) if in_host(x) == on_host]
+    return sum(x.addressable_shards[0].data.nbytes for x in found)
+
+
+def _exchanged(report: LocalReport, local: Local) -> str:
+    """Format what nodes exchange, and when."""
+    sent = readable_bytes(round(report.bytes_per_step))
+    plural = "s" if report.delay > 1 else ""
+    when = f"used {report.delay} step{plural} later" if report.delay else "for which nodes wait"
+    return (
+        f"A step sends {sent} into each node on average: all parameters once in {report.every} "
+        f"steps, in {report.fragments} messages of {local.local_codec}, {when}"
+    )
+
+
+def _sent(traffic: Traffic, num_nodes: int) -> str:
+    """Format the communication in the plan, which excludes that of the loss itself."""
+    amounts = []
+    if num_nodes > 1:
+        amounts.append(f"{readable_bytes(traffic.node_bytes)} into each node")
+    inside = sum((t.entering_bytes - t.node_bytes) * t.trips for t in traffic.transfers)
+    amounts.append(f"{readable_bytes(inside)} to each device from its own node")
+    return _listed(amounts)
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress_bar(
+    console: Console, *, completed: int, total: int
+) -> Iterator[Callable[[Mapping[str, float]], None]]:
+    """Show a progress bar; yields a function that advances it by one step and shows its metrics."""
+    columns = (
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("Training", completed=completed, total=total, numbers="compiling")
+
+        def advance(metrics: Mapping[str, float]) -> None:
+            progress.update(task, advance=1, numbers=_numbers(metrics))
+
+        yield advance
+
+
+def _numbers(metrics: Mapping[str, float]) -> str:
+    batch = ""
+    if "steps_per_update" in metrics:
+        batch = f"batch of {metrics['steps_per_update']:.0f} steps "
+    return (
+        f"loss {metrics['loss']:.3f} accuracy {metrics['accuracy']:.2f} "
+        f"cosine {metrics['similarity']:.2f}/{metrics['similarity_others']:.2f} "
+        f"{batch}{metrics['pairs_per_second']:.1f} pairs/s"
+    )
+
+
+def print_summary(
+    console: Console,
+    *,
+    scores: Mapping[str, Mapping[str, float]],
+    rows: Sequence[Row],
+    node_bytes: NodeBytes | None,
+    directory: Path,
+    torch_difference: float | None,
+    seconds: float,
+) -> None:
+    """Print scores, speed and bytes sent, and where the results are.
+
+    Args:
+        console: where to print.
+        scores: "before" and "after", each with `mrr_at_10` and `recall_at_1`.
+        rows: the "step" rows of the journal.
+        node_bytes: bytes of one step; None if there is one node or nothing was trained.
+        directory: the run's directory.
+        torch_difference: from `export_and_compare`.
+        seconds: duration of the job.
+    """
+    before, after = scores["before"], scores["after"]
+    table = Table(title="Held-out retrieval", title_justify="left")
+    for column in ("", "before", "after", "change"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, label in (("mrr_at_10", "MRR@10"), ("recall_at_1", "recall@1")):
+        change = after[name] - before[name]
+        table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{change:+.3f}")
+    console.print(table)
+
+    facts = Table.grid(padding=(0, 2))
+    if rows:
+        speed = statistics.median(row["pairs_per_second"] for row in rows)
+        facts.add_row("steps", f"{rows[-1]['step']}, median {speed:.1f} pairs/s")
+    if rows and rows[-1]["skipped"]:
+        facts.add_row("not finite", f"{rows[-1]['skipped']:.0f} steps, which changed nothing")
+    if rows and "updates" in rows[-1]:
+        facts.add_row("updates", _batches(rows))
+    if node_bytes:
+        facts.add_row("between nodes", _comparison(node_bytes))
+    facts.add_row("time", f"{seconds:.0f} s in all")
+    facts.add_row("metrics", f"{directory / 'metrics.jsonl'}, {directory / 'loss.png'}")
+    if (directory / "tensorboard").exists():
+        facts.add_row("TensorBoard", f"tensorboard --logdir {directory.parent}")
+    facts.add_row("checkpoints", f"{directory / 'checkpoints'}")
+    facts.add_row("PyTorch checkpoint", f"{directory / 'export'}")
+    facts.add_row("loaded by PyTorch", _verdict(torch_difference))
+    console.print(facts, highlight=False)
+
+
+def _batches(rows: Sequence[Row]) -> str:
+    updates, last = rows[-1]["updates"], rows[-1]
+    mean = f", of {last['step'] / updates:.1f} steps on average" if updates else ""
+    noise = last.get("noise_scale_steps")
+    scale = f"; gradient noise scale {noise:.1f} steps" if noise is not None else ""
+    return f"{updates:.0f}{mean}{scale}"
+
+
+def _comparison(node_bytes: NodeBytes) -> str:
+    def beside(name: str, num_bytes: int) -> str:
+        return f"{readable_bytes(num_bytes)} in {name} (this is {node_bytes.sent / num_bytes:.0%})"
+
+    sent = readable_bytes(node_bytes.sent)
+    if not node_bytes.weights_counted:
+        return f"{sent} of gradients entered each node per step; on top come the whole weights"
+    what = "weights and gradients"
+    if node_bytes.round_steps:
+        what = f"parameters, in the mean of rounds of {node_bytes.round_steps} steps,"
+    return (
+        f"{sent} of {what} entered each node per step; plain ZeRO-3 sends "
+        f"{beside('float32', node_bytes.zero3_float32)}, "
+        f"{beside('bfloat16', node_bytes.zero3_bfloat16)}"
+    )
+
+
+def _verdict(difference: float | None) -> str:
+    if difference is None:
+        return (
+            "not compared: torch or transformers is missing "
+            r'(`pip install -e ".\[torch]"` in a checkout of jaxzero)'
+        )
+    return f"embeddings agree, largest difference {difference:.1e}"

