@@ -1,4 +1,4 @@
-"""`FormatCodec`: codecs whose messages `pallas_kernels` reads and writes, `Int8`, `Int4`, `Float8`.
+"""`Int8`, `Int4` and `Float8`: codecs whose messages `pallas_kernels` reads and writes.
 
 A `Format` says what a message contains: codes of one kind in blocks, and a scale for each block.
 """
@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Float64, Integer, 
 
 from .. import pallas_kernels as kernels
 from .blockwise import largest_of_blocks, to_float32
-from .codec import Codec, cut, joined
+from .codec import Codec
+from .rows import cut, joined
 
 _GROUP = 32  # numbers that are rotated together
 _TAIL = 8.0  # what is left over at the end of a rotated row is divided by this
@@ -313,3 +314,85 @@ def _rotate(
         rotated = groups @ signs * factor
     tail = x[..., whole:] * tail_factor
     return np.concatenate([rotated.reshape(*x.shape[:-1], whole), tail], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8(FormatCodec):
+    """Send floats as 8-bit floats times the scale of their block.
+
+    Small numbers keep their relative precision: better than `Int8` for numbers of very
+    different sizes in one block, worse for others. The step that `rounding` speaks of is the
+    distance between neighbouring 8-bit floats. Outliers do no harm, so `hadamard` gains little.
+    Stochastic rounding, scales and numbers that are not finite are as in `Int8`.
+
+    Args:
+        dtype: `jnp.float8_e4m3fn`, or `jnp.float8_e5m2` with a bit less of precision and a
+            wider range.
+    """
+
+    dtype: DTypeLike = jnp.float8_e4m3fn
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._set_dtype("dtype", "float8_e4m3fn", "float8_e5m2")
+
+    @property
+    def _name(self) -> str:
+        return str(self.dtype)
+
+    @property
+    def _kind(self) -> kernels.Kind:
+        return "float8_e5m2" if self.dtype == jnp.float8_e5m2 else "float8_e4m3fn"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int4(FormatCodec):
+    """Send floats as integers of 4 bits, from -7 to 7 times the scale of their block.
+
+    Each byte holds two codes. Options and numerics are those of `Int8`, except that blocks have
+    128 numbers by default.
+    """
+
+    block: int = 128
+
+    @property
+    def _kind(self) -> kernels.Kind:
+        return "int4"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8(FormatCodec):
+    """Send floats as integers of 8 bits, from -127 to 127 times the scale of their block.
+
+    A block with a number that is not finite arrives as NaN. Arithmetic is in float32, so
+    numbers below 2**-126 may arrive as zero.
+
+    Stochastic rounding takes its random numbers from a hash of `seed`, the number, its place
+    in its row, and its block's scale, so it needs no key and no state, and is reproducible. Where
+    all four are equal, roundings are equal too, and errors add up: give devices whose numbers
+    are summed different seeds.
+
+    Args:
+        block: numbers for each scale, a power of two from 32 to 8192.
+        rounding: "nearest" has the smaller error, half a step at most; "stochastic", up to one
+            step, is right on average, for what is summed over many devices or steps.
+        hadamard: 32 multiplies each 32 numbers by an orthogonal matrix, which spreads outliers:
+            better for heavy tails. Blocks with an exact zero are not multiplied, so that it arrives
+            as zero.
+        scale_dtype: dtype of the scales, `jnp.bfloat16` or `jnp.float32`.
+        implementation: what writes and reads messages: "xla", "mosaic_gpu" (kernels for NVIDIA
+            GPUs, which compile and were never executed on one; JAX 0.11.2 or newer), or `None`
+            for the default: "xla" and, in programs compiled for TPUs, kernels where there are
+            any. Their messages are equal but for roundings in the last place, and each reads
+            the other's.
+
+    Raises:
+        ValueError: an option is none of these.
+
+    References:
+        ZeRO++ (https://arxiv.org/abs/2306.10209); SDP4Bit (https://arxiv.org/abs/2410.15526).
+    """
+
+    @property
+    def _kind(self) -> kernels.Kind:
+        return "int8"

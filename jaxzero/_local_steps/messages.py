@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from .._codecs import Codec
-from .._collectives import as_bytes, from_bytes
+from .._codecs import Codec, as_bytes, from_bytes
 from .._mesh import AXES, NODE, device_index
 from ..pallas_kernels import add_up
 

@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from jaxzero._collectives.bucket import arrays
 from jaxzero._collectives.comm_spec import CommSpec
-from jaxzero._collectives.encoded_shards import EncodedShards
+from jaxzero._collectives.encoded_shards import EncodedShards, arrays
 from jaxzero._collectives.gather import gather_hop, start_gather
 from jaxzero._sharding.layout import DimSharding
 from jaxzero._sharding.padding import pad, unpad
