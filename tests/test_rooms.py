@@ -63,7 +63,6 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 JAXPRS = {
     "jaxzero._hlo.host_memory",
     "jaxzero._mesh.loop_order",
-    "jaxzero._mesh.memory",
     "jaxzero._mesh.per_device",
     "jaxzero._planner.flops",
     *(f"jaxzero._program.{x}" for x in ("ir", "known_part", "split_stacks", "trace")),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._mesh import gloo_groups
+from .._mesh import gloo_workaround
 from .._zero import Zero
 from .agreement import new_name, tell_all
 from .description import describe
@@ -198,7 +198,7 @@ class Checkpoints:
         chosen = choose(self.directory, step, self._seconds)
         folder = self.directory / str(chosen)
         tree, named, state, extra = self._read_together(folder, like)
-        gloo_groups.connect(self._zero.mesh)
+        gloo_workaround.connect_groups(self._zero.mesh)
         stored = [stored_array(entry, state.get(name), self._zero) for name, entry in named.items()]
         return Restored(chosen, with_arrays(tree, stored), extra)
 

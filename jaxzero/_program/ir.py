@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,15 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from .._mesh import in_host, is_traced, reduce_scatter
-from .._mesh import simulated as simulate
+from .._mesh import (
+    EXCHANGES,
+    NAMING_ONLY,
+    bind,
+    equations_inside,
+    exchange_in_turn,
+    in_host,
+    is_simulating,
+    is_traced,
+    reduce_scatter,
+    refuse_exchanges_inside,
+)
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import movable_ops
 
 _ELEMENTWISE = {"neg", "reduce_precision"}
-_LOCAL = {"axis_index", "pvary", "pcast"}  # they name an axis and send nothing
 ADDITIONS = ("add", "add_any")  # of the user, and of differentiation
-_EXCHANGES = {"all_gather", "reduce_scatter", "ppermute", "all_to_all"}
 
 
 class Value:
@@ -93,20 +101,17 @@ class Operation:
     def bind(self, inputs: Sequence[Any]) -> list[Any]:
         """Apply the primitive to arrays with the shapes and dtypes of `self.inputs`."""
         equation = self.equation
-        if simulate.is_simulating():
-            if self.name in _EXCHANGES:
+        if is_simulating():
+            if self.name in EXCHANGES:
                 with scope(equation):
-                    return [_exchange(self.name, inputs[0], equation.params)]
-            _refuse_exchanges_inside(equation)
+                    return [exchange_in_turn(self.name, inputs[0], equation.params)]
+            refuse_exchanges_inside(equation)
         if self.name == "reduce_scatter" and equation.params["axis_index_groups"] is None:
             with scope(equation):
                 axes, dim = equation.params["axis_name"], equation.params["scatter_dimension"]
                 return [reduce_scatter(inputs[0], axes, dim, tiled=equation.params["tiled"])]
-        params = equation.primitive.get_bind_params(equation.params)
-        args, params = params if isinstance(params, tuple) else ((), params)
-        with scope(equation), equation.ctx.manager:
-            out = equation.primitive.bind(*args, *inputs, **params)
-        return list(out) if equation.primitive.multiple_results else [out]
+        with scope(equation):
+            return bind(equation, inputs)
 
     @property
     def source(self) -> Value | None:
@@ -225,24 +230,15 @@ def exchanged_or_effect(operation: Operation) -> str | None:
 
     `axis_index` is none: it tells a device where it is, and sends nothing.
     """
-    for equation in _equations(operation.equation):
+    for equation in equations_inside(operation.equation):
         name, params = equation.primitive.name, equation.params
         axes = params.get("axis_name", params.get("axes", ()))
         axes = axes if isinstance(axes, tuple | list) else (axes,)
-        if any(isinstance(axis, str) for axis in axes) and name not in _LOCAL:
+        if any(isinstance(axis, str) for axis in axes) and name not in NAMING_ONLY:
             return name
         if any("Named" not in type(effect).__name__ for effect in equation.effects):
             return name
     return None
-
-
-def _equations(equation: Any) -> Iterator[Any]:
-    """An equation, and those of the jaxprs inside it."""
-    yield equation
-    for param in equation.params.values():
-        for inner in param if isinstance(param, tuple | list) else (param,):
-            for other in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
-                yield from _equations(other)
 
 
 def is_ref(aval: Any) -> bool:
@@ -253,39 +249,6 @@ def is_ref(aval: Any) -> bool:
 def is_mutable(x: Any) -> bool:
     """Whether `x` is a mutable array (`jax.Ref`), traced or not."""
     return isinstance(x, jax.Ref) or (is_traced(x) and is_ref(jax.typeof(x)))
-
-
-def _exchange(name: str, x: Any, params: dict[str, Any]) -> Any:
-    """Run a collective of the user's program between simulated devices."""
-    axes = params["axis_name"]
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    if params.get("axis_index_groups") is not None:
-        raise NotImplementedError(
-            f"`{name}` with `axis_index_groups` cannot be simulated. Use the mesh axes."
-        )
-    match name:
-        case "all_gather":
-            return simulate.gather_in_turn(x, axes, params["all_gather_dimension"], params["tiled"])
-        case "reduce_scatter":
-            return simulate.scatter_in_turn(x, axes, params["scatter_dimension"], params["tiled"])
-        case "ppermute":
-            return simulate.permute(x, axes, params["perm"])
-    x = simulate.varying(x, axes)
-    return jax.lax.all_to_all(x, axes, params["split_axis"], params["concat_axis"], tiled=True)
-
-
-def _refuse_exchanges_inside(equation: Any) -> None:
-    """Raise `NotImplementedError` for nested collectives that `vmap` computes wrongly."""
-    for param in equation.params.values():
-        for inner in param if isinstance(param, tuple | list) else (param,):
-            for other in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
-                name, axes = other.primitive.name, other.params.get("axis_name", ())
-                if name == "all_to_all" or (name in _EXCHANGES and len(axes) > 1):
-                    raise NotImplementedError(
-                        f"`{name}` over {axes} inside `{equation.primitive.name}` cannot be "
-                        "simulated. Call it outside, or `all_gather` over one axis at a time."
-                    )
-                _refuse_exchanges_inside(other)
 
 
 def scope(equation: Any) -> contextlib.AbstractContextManager:

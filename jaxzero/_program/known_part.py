@@ -16,7 +16,8 @@ import jax
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from .split_stacks import bind, located, run_on_split_stacks
+from .._mesh import bind, equations_inside
+from .split_stacks import located, run_on_split_stacks
 
 _ACTIVE, _FROZEN, _BATCH, _RANDOM = 1, 2, 4, 8
 _KNOWN = _FROZEN | _BATCH
@@ -112,7 +113,8 @@ def _dependences(jaxpr: Any, kinds: Sequence[int]) -> dict[Any, int]:
         # A print belongs to each call; that a collective names an axis is an effect, too.
         effects = {type(effect).__name__ for effect in equation.effects}
         flags = _ACTIVE if effects - {"NamedAxisEffect"} else 0
-        flags |= _RANDOM if _draws(equation) else 0
+        draws = (x.primitive.name in _RANDOM_BITS for x in equations_inside(equation))
+        flags |= _RANDOM if any(draws) else 0
         for var in equation.invars:
             flags |= 0 if isinstance(var, jex.Literal) else depends[var]
         depends |= dict.fromkeys(equation.outvars, flags)
@@ -141,18 +143,6 @@ def _read_by_rest(jaxpr: Any, depends: dict[Any, int]) -> dict[Any, None]:
             )
         saved[var] = None
     return saved
-
-
-def _draws(equation: Any) -> bool:
-    """Whether an equation, or one inside it, draws random bits."""
-    if equation.primitive.name in _RANDOM_BITS:
-        return True
-    for param in equation.params.values():
-        for inner in param if isinstance(param, tuple | list) else (param,):
-            equations = getattr(getattr(inner, "jaxpr", inner), "eqns", ())
-            if any(map(_draws, equations)):
-                return True
-    return False
 
 
 def _run(

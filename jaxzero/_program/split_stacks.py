@@ -20,15 +20,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 from jax.extend import source_info_util
 from jaxtyping import Array, Shaped
 
-from .._mesh import bare, scan_sizes
+from .._mesh import CALLS, REMAT, bare, bind, evaluate, scan_sizes
 from .._warnings import warn
 from .elementwise import is_elementwise
 from .ir import Operation, Value
-from .trace import CALLS, REMAT, has_shardings
+from .trace import has_shardings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,18 +86,13 @@ def _run(
     jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Any], caller: Any = None
 ) -> list[Any]:
     """Evaluate a jaxpr, which `caller` calls, on arrays and `SplitStack`s."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, jex.Literal) else env[var]
-
-    for equation in jaxpr.eqns:
+    def apply(equation: Any, args: list[Any]) -> Sequence[Any]:
         named = caller or equation
         with located(equation, named):
-            outputs = _equation(equation, [read(var) for var in equation.invars], named)
-        env.update(zip(equation.outvars, outputs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+            return _equation(equation, args, named)
+
+    return evaluate(jaxpr, constants, inputs, apply)
 
 
 def located(equation: Any, caller: Any) -> contextlib.AbstractContextManager:
@@ -126,15 +120,6 @@ def _equation(equation: Any, inputs: list[Any], caller: Any) -> Sequence[Any]:
             return [output]
     _warn_of_joined(name, split)
     return bind(equation, [_joined(x) for x in inputs])
-
-
-def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
-    """Apply the primitive of an equation, with some of its parameters changed."""
-    params = equation.primitive.get_bind_params({**equation.params, **changes})
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
-        out = equation.primitive.bind(*functions, *inputs, **params)
-    return list(out) if equation.primitive.multiple_results else [out]
 
 
 def _scan(equation: Any, inputs: list[Any]) -> list[Any]:

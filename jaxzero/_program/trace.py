@@ -16,19 +16,11 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.sharding import NamedSharding
 
-from .._mesh import bare, rewrite, scan_sizes, without_refs
+from .._mesh import CALLS, REMAT, bare, evaluate, rewrite, scan_sizes, without_refs
 from .._warnings import warn
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_mutable, is_ref
 from .layout_requests import CALLBACKS, explaining, without_our_axes
 
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
-}
-REMAT = {"checkpoint", "remat", "remat2"}
 OF_MUTABLE = (
     "Every device runs the function on its own rows, and would write a value of its own. Pass the "
     "value, `ref[...]`, as an argument; return the new one with `has_aux=True`, where `aux_reduce` "
@@ -216,17 +208,11 @@ def _inline(
     caller: Any = None,
 ) -> list[Atom]:
     """Append the operations of `jaxpr`, which `caller` calls; return its outputs."""
-    env: dict[Any, Atom] = dict(zip(jaxpr.constvars, map(Constant, consts), strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(var: Any) -> Atom:
-        return Constant(var.val) if isinstance(var, jex.Literal) else env[var]
+    def apply(equation: Any, args: list[Atom]) -> Sequence[Atom]:
+        return _operation(equation, args, operations, caller)
 
-    for equation in jaxpr.eqns:
-        args = [read(var) for var in equation.invars]
-        outputs = _operation(equation, args, operations, caller)
-        env.update(zip(equation.outvars, outputs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+    return evaluate(jaxpr, [*map(Constant, consts)], inputs, apply, Constant)
 
 
 def _operation(

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .paths import path_name
-from .stored_array import flatten, is_array, is_stored
+from .stored_array import flatten, is_array, is_stored, path_name
 
 _OVERWRITTEN = "_overwrite_with_gradient"
 # The variables of `Fp8DotGeneralBase`, for a part of a tree that is given without the collection.

@@ -12,13 +12,12 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from .._mesh import AnyMesh, NodeMesh, is_traced, physical
+from .._mesh import AnyMesh, NodeMesh, axes_of_dims, is_traced, physical
 from .config import ZeroConfig
 from .layout import LeafSpec, layout_of_leaf
-from .paths import path_name
-from .stored_array import StoredArray, flatten, is_array, is_stored
+from .stored_array import StoredArray, flatten, is_array, is_stored, path_name
 from .tree import TreePlan, as_placed, plan_as_stored, without_layout
 
 
@@ -175,12 +174,9 @@ class Registry:
         split over both axes in the other order.
         """
         sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
-        entries = [
-            (entry,) if isinstance(entry, str) else tuple(entry or ())
-            for entry in getattr(sharding, "spec", ())
-        ]
         axes = self._config.axes
-        return any(entry[: len(axes)] == axes for entry in entries)
+        dims = axes_of_dims(getattr(sharding, "spec", PartitionSpec()))
+        return any(of_dim[: len(axes)] == axes for of_dim in dims)
 
     def _check_is_laid_out(self, tree: Any, is_known: bool) -> None:
         """Raise `ValueError` for an array that is on other devices than those of the mesh.

@@ -13,13 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec, check_is_value
 from .._mesh import HOST, AnyMesh, memory_kind_of
-from .config import ZeroConfig
-from .layout import LeafSpec, in_memory, layout_of_leaf
+from .config import Offload, Role, ZeroConfig
+from .layout import LeafSpec, axes_of, in_memory, layout_of_leaf
 from .modules import overwritten_leaves, trained_leaves
-from .offload import Offload, Role
-from .paths import path_name, spread_prefix
-from .specs import axes_of
-from .stored_array import StoredArray, data_of, flatten, is_array
+from .stored_array import StoredArray, data_of, flatten, is_array, path_name, spread_prefix
 
 
 @dataclasses.dataclass(frozen=True)

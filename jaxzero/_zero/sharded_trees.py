@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from .._codecs import Codec
 from .._collectives import CommSpec
 from .._execute import WireState, first_state
-from .._mesh import AXES, AnyMesh, NodeMesh, gloo_groups, is_one_node, physical
+from .._mesh import AXES, AnyMesh, NodeMesh, gloo_workaround, is_one_node, physical
 from .._plan import Plan
 from .._report import Report, make_report
 from .._sharding import (
@@ -94,7 +94,7 @@ class ShardedTrees:
             return [x.data if is_stored(x) else pad_leaf(leaf, x) for leaf, x in pairs]
 
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
-        gloo_groups.connect(self.mesh)
+        gloo_workaround.connect_groups(self.mesh)
         made = make_leaves(stored, plan.leaves, self._programs, self._weight_axes, *args)
         return plan.stored(made)
 
@@ -131,7 +131,7 @@ class ShardedTrees:
         plan = self._plan(tree, specs, codec)
         self._plans.check_is_ours(plan)
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
-        gloo_groups.connect(self.mesh)
+        gloo_workaround.connect_groups(self.mesh)
         arrays = [x for x in flatten(tree)[1] if is_array(x)]
         return plan.stored(place_tree(plan, arrays, self._programs, self._weight_axes))
 

@@ -15,8 +15,7 @@ from jaxzero._collectives.encoded_shards import EncodedShards, unpack
 from jaxzero._collectives.gather import gather_hop, move_split, start_gather
 from jaxzero._collectives.reduce_hop import sum_full
 from jaxzero._collectives.reductions import reduce_gradient
-from jaxzero._sharding.layout import DimSharding
-from jaxzero._sharding.padding import pad, unpad
+from jaxzero._sharding.layout import DimSharding, pad, unpad
 
 CONFIGS = {
     "plain": jz.zero3(),
