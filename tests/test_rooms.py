@@ -65,7 +65,7 @@ JAXPRS = {
     "jaxzero._mesh.loop_order",
     "jaxzero._mesh.per_device",
     "jaxzero._planner.flops",
-    *(f"jaxzero._program.{x}" for x in ("ir", "known_part", "split_stacks", "trace")),
+    *(f"jaxzero._program.{x}" for x in ("frozen_part", "ir", "trace")),
 }
 JAXPRS.add("jaxzero._program.layout_requests")
 JAXPR_FIELDS = {"constvars", "eqns", "invars", "jaxpr", "outvars"}

@@ -1,21 +1,23 @@
 """The intermediate representation of a traced program: blocks of operations that can be re-bound.
 
-`trace` makes blocks from functions; `per_device` and `layout_requests` handle what jaxprs contain
-about meshes, `loop_order` orders them for CPUs, and `memory` has a primitive of its own. Only these
-six modules know jaxprs, so a new JAX release affects only them.
+`trace` makes blocks from functions, `layout_requests` handles what jaxprs contain about meshes, and
+`frozen_part` runs jaxprs; in `_mesh`, `per_device` reads and evaluates them, and `loop_order`
+orders them for CPUs. Only these modules know jaxprs, so a new JAX release affects only them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import source_info_util
 
 from .._mesh import (
@@ -113,6 +115,12 @@ class Operation:
         with scope(equation):
             return bind(equation, inputs)
 
+    def reading(self, others: Mapping[Any, Atom]) -> Operation:
+        """This operation with other inputs in place of some."""
+        if others.keys().isdisjoint(self.inputs):
+            return self
+        return dataclasses.replace(self, inputs=tuple(others.get(x, x) for x in self.inputs))
+
     @property
     def source(self) -> Value | None:
         """The input that is not a constant; None unless there is exactly one."""
@@ -167,6 +175,17 @@ class Loop(Operation):
         return self.equation.params["length"]
 
     @property
+    def first_stack(self) -> int:
+        """The index of the first stack among the inputs."""
+        return self.num_constants + self.num_carry
+
+    @property
+    def stacks(self) -> list[tuple[Atom, Value]]:
+        """Each stack that it scans, with the layer of it that the body reads."""
+        first = self.first_stack
+        return list(zip(self.inputs[first:], self.body.inputs[first:], strict=True))
+
+    @property
     def products(self) -> int:
         """The number of multiplications of the matrix products of all iterations."""
         return self.length * sum(operation.products for operation in self.body.operations)
@@ -198,6 +217,11 @@ class Block:
     inputs: tuple[Value, ...]
     outputs: tuple[Atom, ...]
     operations: tuple[Operation, ...]
+
+    @functools.cached_property
+    def makers(self) -> dict[Any, Operation]:
+        """For each value that an operation makes, that operation."""
+        return {x: operation for operation in self.operations for x in operation.outputs}
 
 
 def _indexed(body: Callable, stacks: Any, length: int) -> tuple[Callable, Any]:
@@ -314,3 +338,41 @@ def _ints(sequence: Sequence[Any]) -> tuple[int, ...]:
 def _narrows(old: Any, new: Any) -> bool:
     both_floats = all(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (old, new))
     return both_floats and np.dtype(new).itemsize < np.dtype(old).itemsize
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fork(Operation):
+    """A `cond` of which devices may take different branches."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Branch(Loop):
+    """A branch of a `cond`: a loop that runs once or not at all.
+
+    It carries its results, and last whether it runs. It scans nothing. If it does not run, it
+    returns what it is given to carry.
+    """
+
+    operands: tuple[Atom, ...] = ()  # what any branch of the `cond` reads
+
+    @property
+    def length(self) -> int:
+        return 1
+
+    @property
+    def is_reversed(self) -> bool:
+        return False
+
+    def scan(self, body: Callable, carry: Any, stacks: Any) -> tuple[Any, Any]:
+        """Run the body once if the last carried value is true; it may return no stacks."""
+        layers, stacked = jax.tree.map(lambda x: x[0], stacks), None
+
+        def run(carry: Any) -> Any:
+            nonlocal stacked
+            results, stacked = body(carry, layers)
+            assert not jax.tree.leaves(stacked)
+            # A result may be a Python scalar, whose type is weaker.
+            return jax.tree.map(lambda x, y: lax.convert_element_type(x, y.dtype), results, carry)
+
+        with scope(self.equation):
+            return lax.cond(carry[-1], run, lambda carry: carry, carry), stacked

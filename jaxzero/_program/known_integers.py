@@ -1,14 +1,21 @@
-"""The integers of a program that are known while tracing: counters of loops, and values of these.
+"""The values of a program that are equal on all devices: known integers, and all that is uniform.
 
-They are the same on all devices, whatever the batch is. A counter is a stack that a loop scans
-(`jnp.arange`), or a value that it carries (as `lax.fori_loop` does); its value in each iteration is
-found by running the integer operations of the body in NumPy, and nothing else.
+Integers are known while tracing, whatever the batch is: counters of loops, and values of these. A
+counter is a stack that a loop scans (`jnp.arange`), or a value that it carries (as `lax.fori_loop`
+does); its value in each iteration is found by running the integer operations of the body in NumPy,
+and nothing else.
+
+Literals, constants, counters of loops and replicated arguments are uniform, and what deterministic
+operations make of these: devices decide alike by them. What comes from weights or the batch is not,
+nor what any operation makes that is not listed here. A matrix product, for one: two hosts may run
+different kernels for it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +23,7 @@ import numpy as np
 
 from .._mesh import is_traced
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value
+from .operation_kinds import is_elementwise
 
 Known = dict[Value, np.ndarray]
 
@@ -41,6 +49,14 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "sub": np.subtract,
 }
 _RESHAPES = {"expand_dims", "reshape", "squeeze"}
+_DETERMINISTIC = {
+    *("argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate"),
+    *("dynamic_slice", "expand_dims"),
+    *("gather", "iota", "pad", "random_bits", "random_clone", "random_fold_in", "random_seed"),
+    *("random_split", "random_unwrap", "random_wrap", "reduce_and", "reduce_max", "reduce_min"),
+    *("reduce_or", "reshape", "rev", "select_n", "slice", "split", "squeeze", "threefry2x32"),
+    *("transpose", "unstack"),
+}
 
 
 def known_integers(block: Block, given: Mapping[Value, np.ndarray]) -> Known:
@@ -73,7 +89,7 @@ def known_in_body(
     if not 0 < loop.length <= most:
         return {}
     outside = [_value(x, known) for x in loop.inputs]
-    first = loop.num_constants + loop.num_carry
+    first = loop.first_stack
     operations = [x for x in loop.body.operations if _makes_integers(x)]
     carried = [i for i in range(loop.num_constants, first) if outside[i] is not None]
     while True:
@@ -104,7 +120,7 @@ def _iterations(
     Returns:
         What is known in all iterations, and the inputs that are not.
     """
-    body, first = loop.body, loop.num_constants + loop.num_carry
+    body, first = loop.body, loop.first_stack
     constants = {x: outside[i] for i, x in enumerate(body.inputs[: loop.num_constants])}
     carry = {body.inputs[i]: outside[i] for i in carried}
     by_iteration: list[Known] = []
@@ -208,3 +224,88 @@ def _computed(operation: Operation, inputs: Sequence[np.ndarray | None]) -> np.n
     else:
         return None
     return np.asarray(array, out.dtype)  # NumPy makes scalars of arrays without dims
+
+
+def uniform_values(block: Block, given: Iterable[Value]) -> set[Atom]:
+    """Find the values of a block that are equal on all devices.
+
+    Args:
+        block: a program, or the body of a loop.
+        given: its inputs that are.
+    """
+    return _made_of(block, given, _is_uniform_constant, _is_deterministic)
+
+
+def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
+    """Find the values of a block that constants and the inputs `given` decide, and no other input.
+
+    Of an operation such as a `cond`, every output counts as made of every input.
+    """
+    return _made_of(block, given, lambda constant: True, lambda operation: True)
+
+
+def _made_of(
+    block: Block,
+    given: Iterable[Value],
+    is_known: Callable[[Constant], bool],
+    keeps: Callable[[Operation], bool],
+) -> set[Atom]:
+    """Find the values that operations for which `keeps` is true make of known values."""
+    known: set[Atom] = {*given}
+    read = functools.partial(_is_in, known, is_known)
+    for operation in block.operations:
+        inputs = [read(x) for x in operation.inputs]
+        if isinstance(operation, Barrier):
+            known.update(x for x, same in zip(operation.outputs, inputs, strict=True) if same)
+        elif isinstance(operation, Loop):
+            inside = functools.partial(_is_in, _in_body(operation, read, is_known, keeps), is_known)
+            outputs = zip(operation.outputs, operation.body.outputs, strict=True)
+            known.update(out for out, x in outputs if inside(x))
+        elif all(inputs) and keeps(operation):
+            known.update(operation.outputs)
+    return known
+
+
+def uniform_in_body(loop: Loop, uniform: set[Atom]) -> set[Atom]:
+    """Find the values in the body of a loop that are equal on all devices, in each iteration.
+
+    Args:
+        loop: the loop, which runs equally often on all devices.
+        uniform: the values outside of it that are.
+    """
+    read = functools.partial(_is_in, uniform, _is_uniform_constant)
+    return _in_body(loop, read, _is_uniform_constant, _is_deterministic)
+
+
+def _in_body(
+    loop: Loop,
+    read: Callable[[Atom], bool],
+    is_known: Callable[[Constant], bool],
+    keeps: Callable[[Operation], bool],
+) -> set[Atom]:
+    """`_made_of` for the body of a loop, in each iteration; `read` is whether an input is known."""
+    first, body = loop.first_stack, loop.body
+    given = {i for i, x in enumerate(loop.inputs) if read(x)}
+    while True:
+        inside = _made_of(body, [body.inputs[i] for i in given], is_known, keeps)
+        lost = {
+            i
+            for i in given
+            if loop.num_constants <= i < first
+            and not _is_in(inside, is_known, body.outputs[i - loop.num_constants])
+        }
+        if not lost:
+            return inside
+        given -= lost
+
+
+def _is_in(known: set[Atom], is_known: Callable[[Constant], bool], atom: Atom) -> bool:
+    return is_known(atom) if isinstance(atom, Constant) else atom in known
+
+
+def _is_uniform_constant(constant: Constant) -> bool:
+    return not is_traced(constant.value)
+
+
+def _is_deterministic(operation: Operation) -> bool:
+    return is_elementwise(operation) or operation.name in _DETERMINISTIC

@@ -154,13 +154,13 @@ def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
         A function that runs the trace, of arguments like `args`; and the tree of
         `ShapeDtypeStruct`s that it returns.
     """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    run, structure = jex.jaxpr_as_fun(closed), jax.tree.structure(shapes)
+    program = open_program(function, *args)
 
     def traced(*args):
-        return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
+        outputs = program.run(program.constants, jax.tree.leaves(args))
+        return jax.tree.unflatten(program.treedef, outputs)
 
-    return traced, shapes
+    return traced, program.shapes
 
 
 def rewritten(
@@ -308,7 +308,7 @@ def _narrow_loop(loop: Loop, live: set[Value]) -> Loop:
     body = without_dead_code(body)
     read = {atom for op in body.operations for atom in op.inputs if isinstance(atom, Value)}
     read.update(atom for atom in body.outputs if isinstance(atom, Value))
-    first_stack = loop.num_constants + loop.num_carry
+    first_stack = loop.first_stack
 
     def needed(i: int) -> bool:
         return loop.num_constants <= i < first_stack or body.inputs[i] in read
