@@ -325,6 +325,10 @@ class ZeroConfig:
         """The mesh axes that split a leaf, major first."""
         return ("local", "node") if self.split == "all" else ("local",)
 
+    def axes_at(self, stage: int) -> tuple[str, ...]:
+        """The axes that split what is split from this stage on; none at a lower one."""
+        return self.axes if self.stage >= stage else ()
+
     def num_shards(self, mesh: AnyMesh) -> int:
         """The number of shards of a leaf on `mesh`: the devices along the axes that split it."""
         return math.prod(mesh.shape[axis] for axis in self.axes)

@@ -1,4 +1,4 @@
-"""Classify the arguments of a call as sharded parameters, batch or replicated values; check them.
+"""The options of a call, and its arguments: sharded parameters, batch or replicated values.
 
 Every mistake that can be seen without tracing raises an error here that names the argument and the
 tree path.
@@ -45,6 +45,37 @@ from .batch_choice import (
 )
 
 BATCH = PartitionSpec(AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options given to `value_and_grad`, or (`has_gradients` False) to `apply`."""
+
+    argnums: tuple[int, ...]
+    has_aux: bool = False
+    microbatches: int = 1
+    weighted: bool = False
+    reduce: tuple[tuple[str, ...], Any] | None = None  # reductions of outputs: names, treedef
+    has_gradients: bool = True
+    shares: tuple[int, ...] | None = None  # of the nodes, without a common factor; None: all equal
+    halves: bool = False  # whether gradients of two half-batches are compared
+    # How gradients are reduced, as `reduce`; None: as the leaves say (`overwritten_leaves`).
+    gradient_reduce: tuple[tuple[str, ...], Any] | None = None
+
+
+def argument_numbers(argnums: Any) -> tuple[int, ...]:
+    """`argnums` as a tuple.
+
+    Raises:
+        ValueError: it is no position of an argument, nor several.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(numbers, Sequence) or not all(isinstance(x, int) for x in numbers):
+        raise ValueError(
+            f"`argnums` must be the position of an argument, or several; got {argnums!r}. Of an "
+            "`nnx.Module` what is an `nnx.Param` is differentiated, without a filter."
+        )
+    return tuple(numbers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,23 +25,21 @@ from .._sharding import (
     stored_leaf,
     trained_leaves,
 )
-from .local_batches import batch_specs, node_specs
-from .local_checks import check_kept
-from .local_layouts import Layouts
 from .local_state import (
     FIELDS,
     Arrays,
+    Layouts,
     LocalState,
     first_arrays,
     for_nodes,
     gathered_mean,
     mean_over_nodes,
 )
-from .local_step import LocalStep
+from .local_step import LocalStep, batch_specs, check_kept, node_specs
 from .padding_check import warn_of_padding
 from .placement import auto_mesh, constrain, pad_leaf, run_automatic, stored_struct, unpad_leaf
+from .programs import run_straight_through
 from .sharded_trees import ShardedTrees
-from .tangents import run_straight_through
 
 _OF_OUTER = (
     "Take an `outer` optimizer that updates each element by itself, such as `optax.sgd`, or nodes "
@@ -274,7 +272,8 @@ class LocalRounds:
             )
         inner = self._zero._on_one_node
         layouts = Layouts.of(self.method, plan, state_plan, trained, inner._devices, inner.config)
-        inner._know(layouts.params, layouts.opt_state)
+        inner._plans.add(layouts.params)
+        inner._states.add(layouts.opt_state)
         outer, programs = self.method.outer, self._zero._programs
         warn_of_padding(outer, layouts.outer_plan, programs, remedy=_OF_OUTER, as_arrays=True)
         self._layouts, self._plan = layouts, plan

@@ -46,9 +46,8 @@ from .._sharding import (
     trained_leaves,
 )
 from .host_memory import check_room
-from .init_fn import Initializer
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
-from .programs import Programs
+from .programs import Initializer, Programs
 
 
 class TrueShapes(optax.GradientTransformationExtraArgs):

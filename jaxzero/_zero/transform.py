@@ -28,24 +28,18 @@ from .._plan import Plan
 from .._program import OpenProgram
 from .._sharding import HpZ, PerAxis, ZeroConfig
 from .._simigrad import GradientHalves
-from .arguments import BATCH, Argument, Call, num_rows
-from .gradient_reduce import combined_gradients, combined_leaves, parameters_of
-from .in_place import call_checked
-from .loss import check_loss, split_aux, split_weight
-from .options import Options
-from .outputs import Outputs, values_of
+from .arguments import BATCH, Argument, Call, Options, num_rows
+from .outputs import Outputs, combined_gradients, combined_leaves, parameters_of, values_of
 from .placement import constrain
-from .program_updates import ProgramUpdates
-from .row_outputs import shapes_with_twice_the_rows
-from .tangents import (
-    Derivative,
-    Differentiable,
-    Rule,
-    check_tangents,
-    run_with_tangents,
-    tangents_like,
-    trace_along,
-    zeros,
+from .programs import Rule, run_with_tangents, tangents_like, zeros
+from .tangents import Derivative, Differentiable, check_tangents, trace_along
+from .updates import ProgramUpdates
+from .user_function import (
+    call_checked,
+    check_loss,
+    shapes_with_twice_the_rows,
+    split_aux,
+    split_weight,
 )
 
 
@@ -201,7 +195,7 @@ class Transform:
 
     @property
     def _gradient_axes(self) -> tuple[str, ...]:
-        return self.config.axes if self.parameters.gradients_split else ()
+        return self.config.axes_at(2)
 
     @property
     def _in_specs(self) -> list[list[PartitionSpec]]:
@@ -246,7 +240,7 @@ class Transform:
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.plan is None:
             return list(argument.specs)
-        axes = self.config.axes if self.parameters.weights_split else ()
+        axes = self.config.axes_at(3)
         return [leaf.spec(axes, manual_only=True) for leaf in argument.plan.leaves]
 
     def _state_specs(self, wire_state: LocalWireState) -> LocalWireState:

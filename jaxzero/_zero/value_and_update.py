@@ -27,12 +27,11 @@ from .._sharding import (
     statics_of,
 )
 from .._windowed_update import TracedUpdate, UpdateLayouts
-from .apply_gradients import Layouts, apply_gradients, split, split_arrays, with_untrained
-from .call_results import returned
+from .calls import returned
 from .optimizer_state import TrueShapes, trained_part
-from .program_updates import ProgramUpdates
 from .programs import Programs
 from .transform import Transform
+from .updates import Layouts, ProgramUpdates, apply_gradients, split, split_arrays, with_untrained
 
 
 def check_one_program(config: ZeroConfig, microbatches: int, weighted: bool) -> None:

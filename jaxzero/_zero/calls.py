@@ -1,10 +1,11 @@
-"""Check the options of `value_and_grad`, and turn a program's flat results into its return value.
+"""One call of a transformed function: check its options and arguments, and build what it returns.
 
-This module also converts wire states between the user's trees and the flat `LocalWireState`.
+Wire states are converted between the user's trees and the flat `LocalWireState`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,15 +23,121 @@ from .._execute import (
     to_tree,
 )
 from .._mesh import AXES, NODE, AnyMesh
-from .._sharding import LeafSpec, Static, ZeroConfig, is_stored, rebuild, stored_leaf
+from .._sharding import (
+    LeafSpec,
+    Static,
+    ZeroConfig,
+    flatten,
+    is_array,
+    is_stored,
+    path_name,
+    plain_arrays,
+    rebuild,
+    stored_leaf,
+    trained_leaves,
+)
 from .._simigrad import GradientHalves
 from .._warnings import warn
-from .arguments import Argument, Call
-from .node_shares import check_shares, known_shares
+from .arguments import Argument, Call, Options, argument_numbers, check_meshes, check_rows, resolve
+from .batch_choice import BatchArgnums
 from .optimizer_state import trained_tree
-from .options import Options, argument_numbers
 from .outputs import flat_reductions
+from .rows import check_share_rows, check_shares, known_shares
+from .sharded_trees import ShardedTrees
 from .transform import Transform
+
+
+def prepare(
+    zero: ShardedTrees,
+    f: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    options: Options,
+    batch_argnums: BatchArgnums,
+    in_specs: Sequence[Any] | None,
+) -> tuple[Transform, list[list[Any]]]:
+    """Classify the arguments of a call of `f`, check them, and build its `Transform`.
+
+    Returns:
+        The transform, and the stored arrays of each argument.
+
+    Raises:
+        ValueError: an argument does not fit; see `resolve`, `check_meshes`, `check_rows`
+            and `check_share_rows`.
+    """
+    numbers = tuple(i + len(args) if i < 0 else i for i in options.argnums)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"`argnums` names an argument twice; got {numbers}.")
+    options = dataclasses.replace(options, argnums=numbers)
+    here = zero._here
+    call, arrays = resolve(
+        f,
+        args,
+        kwargs,
+        argnums=numbers,
+        batch_argnums=batch_argnums,
+        in_specs=in_specs,
+        registry=here._plans,
+        states=here._states,
+        num_devices=here.num_devices,
+    )
+    check_meshes(call, arrays, here.mesh)
+    check_rows(call, arrays, here._devices, options.microbatches)
+    if options.shares is not None:
+        check_share_rows(call, arrays, here._devices, options.microbatches, options.shares)
+    return Transform(f, call, options, here._devices, zero.config), arrays
+
+
+def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:
+    """Raise `ValueError` if a leaf of a differentiated argument cannot have a gradient."""
+    for leaf in argument.plan.leaves if argument.plan else ():
+        if leaf.codec is not None:
+            raise ValueError(
+                f"{argument.name}, leaf `{leaf.path}`: it is stored as messages of "
+                f"{leaf.codec}, which cannot be trained. Pass it in an argument that is not in "
+                "`argnums`."
+            )
+    value = argument.rebuild(leaves)
+    _check_is_trained(argument, plain_arrays(value))
+    paths, found, _ = flatten(value)
+    for path, leaf, kind in zip(paths, found, trained_leaves(value), strict=True):
+        if kind is not None:  # in a module: leaves that it does not train get None as gradient
+            continue
+        if is_array(leaf) and (allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)):
+            continue
+        shown = leaf.dtype if is_array(leaf) else type(leaf).__name__
+        raise ValueError(
+            f"{argument.name}, leaf `{path_name(path)}`: cannot differentiate with respect to "
+            f"{shown}. Pass it in an argument that is not in `argnums`, or use "
+            "`allow_int=True`."
+        )
+
+
+def _check_is_trained(argument: Argument, plain: Sequence[str]) -> None:
+    """Raise `ValueError` if a module trains none of its leaves; warn if it has plain arrays.
+
+    Args:
+        argument: the differentiated argument.
+        plain: the paths of arrays that its `nnx.Module`s hold, and not in an `nnx.Variable`.
+    """
+    kinds = argument.module_trains
+    is_trained = not kinds or any(kind is not False for kind in kinds)
+    if is_trained and not plain:
+        return
+    of_plain = (
+        f" Among them are plain arrays, `{plain[0]}` the first of {len(plain)}: make those to be "
+        "trained `nnx.Param(array)`, and others `nnx.Variable(array)`."
+    )
+    if not is_trained:
+        raise ValueError(
+            f"{argument.name} holds no leaf that its module trains, so nothing would get a "
+            "gradient. Of an `nnx.Module` each `nnx.Param` of floats is trained, of an "
+            f"`eqx.Module` each array of floats.{of_plain if plain else ''}"
+        )
+    warn(
+        f"{argument.name}: an `nnx.Module` trains its `nnx.Param`s, and the gradient of other "
+        f"leaves is None.{of_plain}"
+    )
 
 
 def gradient_options(
