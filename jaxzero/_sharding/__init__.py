@@ -37,10 +37,13 @@ from .modules import trained_leaves as trained_leaves
 from .modules import unboxed as unboxed
 from .registry import Registry as Registry
 from .stored_array import StoredArray as StoredArray
+from .stored_array import array_leaves as array_leaves
 from .stored_array import data_of as data_of
 from .stored_array import flatten as flatten
 from .stored_array import is_array as is_array
 from .stored_array import is_stored as is_stored
+from .stored_array import named_leaves as named_leaves
+from .stored_array import of_arrays as of_arrays
 from .stored_array import path_endings as path_endings
 from .stored_array import path_name as path_name
 from .stored_array import spread_prefix as spread_prefix

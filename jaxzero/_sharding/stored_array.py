@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -223,6 +223,23 @@ def flatten(tree: Any) -> tuple[list[tuple[Any, ...]], list[Any], Any]:
     """Paths, leaves and structure of a tree, where a `StoredArray` counts as one leaf."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
     return [path for path, _ in pairs], [leaf for _, leaf in pairs], treedef
+
+
+def array_leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree that are arrays, or `StoredArray`s of one."""
+    return [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+
+
+def of_arrays(tree: Any, values: Iterable[Any]) -> list[Any]:
+    """Of one value for each leaf of a tree, those of the leaves that are arrays."""
+    pairs = zip(flatten(tree)[1], values, strict=True)
+    return [value for leaf, value in pairs if is_array(leaf)]
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its path as text."""
+    paths, leaves, _ = flatten(tree)
+    return [(path_name(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
 
 def _how(form: LeafSpec) -> str:

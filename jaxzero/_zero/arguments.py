@@ -22,11 +22,13 @@ from .._sharding import (
     Registry,
     Static,
     TreePlan,
+    arrays_of,
     axes_of,
-    data_of,
     flatten,
     is_array,
     is_stored,
+    named_leaves,
+    of_arrays,
     path_name,
     rebuild,
     split_dim,
@@ -107,6 +109,10 @@ class Argument:
             jnp.issubdtype(leaf.dtype, jnp.inexact) and kind is not False
             for leaf, kind in zip(leaves, self.module_trains, strict=self.plan is not None)
         )
+
+    def paths(self, arrays: Sequence[Any]) -> list[str]:
+        """The path of each of its arrays, for error messages."""
+        return [path for path, x in named_leaves(self.rebuild(arrays)) if is_array(x)]
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Build the argument with these values in place of its arrays, without `StoredArray`s."""
@@ -194,10 +200,10 @@ def resolve(
 def _check_mutable(values: Sequence[Any], names: Sequence[str]) -> None:
     """Raise `ValueError` for a mutable array, which devices would change in different ways."""
     for name, value in zip(names, values, strict=True):
-        for path, x in _array_paths(value):
+        for path, x in named_leaves(value):
             if is_mutable(x):
                 raise ValueError(
-                    f"{name}, leaf `{path_name(path)}`: it is a mutable array (`jax.Ref`) "
+                    f"{name}, leaf `{path}`: it is a mutable array (`jax.Ref`) "
                     f"{x.dtype}{list(x.shape)}. {OF_MUTABLE}"
                 )
 
@@ -236,8 +242,9 @@ def _check_specs(
     for i, spec in enumerate(given):
         if spec is None:
             continue
-        is_stored_tree = any(map(is_stored, flatten(values[i])[1]))
-        if is_stored_tree or (not is_array(values[i]) and registry.find(values[i]) is not None):
+        if any(map(is_stored, flatten(values[i])[1])) or (
+            not is_array(values[i]) and registry.find(values[i]) is not None
+        ):
             raise ValueError(
                 f"`in_specs[{i}]` is for {names[i]}, a tree that `Zero` lays out itself. Give "
                 "`None` there."
@@ -301,7 +308,6 @@ def _argument(
     name: str, value: Any, plan: TreePlan | None, spec: Any
 ) -> tuple[Argument, list[Any]]:
     _, leaves, treedef = flatten(value)
-    found = [leaf for leaf in leaves if is_array(leaf)]
     specs = [PartitionSpec()] * len(leaves)
     if plan is None and spec is not None:
         try:
@@ -313,16 +319,15 @@ def _argument(
             ) from error
     pairs = zip(specs, leaves, strict=True)
     array_specs = [s if leaf.shape else PartitionSpec() for s, leaf in pairs if is_array(leaf)]
-    kinds = zip(trained_leaves(value), leaves, strict=True)
     argument = Argument(
         name,
         treedef,
         statics_of(leaves),
         plan,
         tuple(array_specs),
-        tuple(kind for kind, leaf in kinds if is_array(leaf)),
+        tuple(of_arrays(value, trained_leaves(value))),
     )
-    return argument, [data_of(leaf) for leaf in found]
+    return argument, arrays_of(value)
 
 
 def check_rows(
@@ -332,8 +337,7 @@ def check_rows(
     for argument, leaves in zip(call.arguments, arrays, strict=True):
         if argument.plan is not None:
             continue
-        paths = [path_name(path) for path, _ in _array_paths(argument.rebuild(leaves))]
-        for path, leaf, spec in zip(paths, leaves, argument.specs, strict=True):
+        for path, leaf, spec in zip(argument.paths(leaves), leaves, argument.specs, strict=True):
             dim = split_dim(spec)
             if dim is None:
                 continue
@@ -363,18 +367,13 @@ def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> Non
                 continue
             is_split = argument.plan is not None or any(argument.specs[i]) or any(sharding.spec)
             if is_split and sharding.mesh != mesh.abstract_mesh:
-                path = path_name(_array_paths(argument.rebuild(leaves))[i][0])
+                path = argument.paths(leaves)[i]
                 raise ValueError(
                     f"{argument.name}, leaf `{path}`: it is laid out as {sharding.spec} on another "
                     "mesh, whose axes are explicit. Lay it out on the mesh of `zero` first: a "
                     "batch by `jax.device_put(batch, NamedSharding(zero.mesh, zero.batch_spec))`, "
                     "parameters by `zero.shard(tree)`."
                 )
-
-
-def _array_paths(value: Any) -> list[tuple[Any, Any]]:
-    paths, leaves, _ = flatten(value)
-    return [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]
 
 
 def num_rows(call: Call, arrays: Sequence[Sequence[Any]]) -> int | None:

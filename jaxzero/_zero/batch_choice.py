@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .._sharding import Registry, flatten, is_array, is_stored, path_name, split_dim
+from .._sharding import Registry, is_array, is_stored, named_leaves, split_dim
 from .._warnings import warn
 
 BatchArgnums = int | str | Sequence[int | str] | None
@@ -158,8 +158,7 @@ def rows_of(name: str, value: Any) -> int:
     Raises:
         ValueError: no array has a dim 0, or arrays have different numbers of rows.
     """
-    paths, leaves, _ = flatten(value)
-    named = {path_name(path): x for path, x in zip(paths, leaves, strict=True)}
+    named = dict(named_leaves(value))
     rows = {path: x.shape[0] for path, x in named.items() if _is_rows(x)} or {
         path: x.shape[0] for path, x in named.items() if is_array(x) and x.shape
     }

@@ -27,10 +27,9 @@ from .._sharding import (
     LeafSpec,
     Static,
     ZeroConfig,
-    flatten,
     is_array,
     is_stored,
-    path_name,
+    named_leaves,
     plain_arrays,
     rebuild,
     stored_leaf,
@@ -99,15 +98,14 @@ def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: b
             )
     value = argument.rebuild(leaves)
     _check_is_trained(argument, plain_arrays(value))
-    paths, found, _ = flatten(value)
-    for path, leaf, kind in zip(paths, found, trained_leaves(value), strict=True):
+    for (path, leaf), kind in zip(named_leaves(value), trained_leaves(value), strict=True):
         if kind is not None:  # in a module: leaves that it does not train get None as gradient
             continue
         if is_array(leaf) and (allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)):
             continue
         shown = leaf.dtype if is_array(leaf) else type(leaf).__name__
         raise ValueError(
-            f"{argument.name}, leaf `{path_name(path)}`: cannot differentiate with respect to "
+            f"{argument.name}, leaf `{path}`: cannot differentiate with respect to "
             f"{shown}. Pass it in an argument that is not in `argnums`, or use "
             "`allow_int=True`."
         )

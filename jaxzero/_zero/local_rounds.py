@@ -19,8 +19,7 @@ from .._report import LocalReport
 from .._sharding import (
     TreePlan,
     arrays_of,
-    flatten,
-    is_array,
+    of_arrays,
     overwritten_leaves,
     stored_leaf,
     trained_leaves,
@@ -250,16 +249,14 @@ class LocalRounds:
         return self._layouts
 
     def _lay_out(self, params: Any, plan: TreePlan, state_plan: TreePlan) -> Layouts:
-        pairs = zip(flatten(params)[1], trained_leaves(params), strict=True)
-        kinds = [kind for x, kind in pairs if is_array(x)]
+        kinds = of_arrays(params, trained_leaves(params))
         for leaf, kind in zip(plan.leaves, kinds, strict=True):
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating) and kind is not False:
                 raise NotImplementedError(
                     f"`local_steps` cannot exchange the leaf `{leaf.path}` of {leaf.dtype}. Keep "
                     "its real and imaginary parts as two leaves."
                 )
-        pairs = zip(flatten(params)[1], overwritten_leaves(params), strict=True)
-        states = [is_state for x, is_state in pairs if is_array(x)]
+        states = of_arrays(params, overwritten_leaves(params))
         trained = [
             jnp.issubdtype(leaf.dtype, jnp.floating) and kind is not False and not is_state
             for leaf, kind, is_state in zip(plan.leaves, kinds, states, strict=True)

@@ -23,8 +23,8 @@ from .._sharding import (
     TreePlan,
     ZeroConfig,
     flatten,
-    is_array,
     layout_of_leaf,
+    of_arrays,
     overwritten_leaves,
     rebuild,
     statics_of,
@@ -66,8 +66,7 @@ class Kept:
     def overwritten(self) -> list[bool]:
         """Which arrays are state that gradients overwrite; see `overwritten_leaves`."""
         tree = self.build([leaf.stored for leaf in self.leaves])
-        pairs = zip(flatten(tree)[1], overwritten_leaves(tree), strict=True)
-        return [is_state for x, is_state in pairs if is_array(x)]
+        return of_arrays(tree, overwritten_leaves(tree))
 
     def device_bytes(self, mesh: AnyMesh) -> int:
         """Bytes of one device, which may be simulated."""

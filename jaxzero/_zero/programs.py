@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 from .._mesh import in_turn, is_traced, is_tracing, last_tokens, remember
 from .._program import OpenProgram, is_mutable, open_program
-from .._sharding import flatten, is_array, rebuild, statics_of, trained_leaves
+from .._sharding import array_leaves, flatten, is_array, rebuild, statics_of, trained_leaves
 
 _MOST_KEPT = 64  # compiled programs of one `Zero`, for various functions, shapes and dtypes
 
@@ -263,8 +263,7 @@ class Initializer:
         has_none = self._context.empty
         with jax.sharding.use_abstract_mesh(self._context) if has_none else nullcontext():
             tree = self.init_fn(*args)
-        leaves = flatten(numbers_as_arrays(tree))[1]
-        return [x for x in leaves if is_array(x)]
+        return array_leaves(numbers_as_arrays(tree))
 
     def shapes(self, *args: Any) -> Any:
         """The tree that `init_fn` returns, with `ShapeDtypeStruct`s for its arrays."""

@@ -21,9 +21,8 @@ from .._sharding import (
     Registry,
     TreePlan,
     ZeroConfig,
+    array_leaves,
     arrays_of,
-    flatten,
-    is_array,
     is_stored,
     offloaded,
     plan_tree,
@@ -130,8 +129,8 @@ class ShardedTrees:
         self._plans.check_is_ours(plan)
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
         gloo_workaround.connect_groups(self.mesh)
-        arrays = [x for x in flatten(tree)[1] if is_array(x)]
-        return plan.stored(place_tree(plan, arrays, self._programs, self._weight_axes))
+        axes = self._weight_axes
+        return plan.stored(place_tree(plan, array_leaves(tree), self._programs, axes))
 
     def unshard(self, tree: Any) -> Any:
         """Gather a sharded tree: ordinary arrays in their true shapes, in full on every device.

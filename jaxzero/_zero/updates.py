@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from .._execute import LeafUpdate
 from .._mesh import in_host, is_traced
-from .._sharding import TreePlan, arrays_of, flatten, overwritten_leaves, statics_of
+from .._sharding import TreePlan, arrays_of, flatten, overwritten_leaves
 from .._windowed_update import (
     LayerUpdate,
     TracedUpdate,
@@ -63,12 +63,8 @@ def apply_gradients(
 ) -> tuple[Any, Any]:
     """The new parameters and the new state; see `Zero.apply_gradients`."""
     trees = (grads, state, params)
-    plans = [
-        dataclasses.replace(plan, statics=statics_of(flatten(tree)[1]))  # those of a known tree
-        for plan, tree in zip(
-            (layouts.gradients, layouts.state, layouts.params), trees, strict=True
-        )
-    ]
+    known = (layouts.gradients, layouts.state, layouts.params)
+    plans = [plan.with_statics_of(tree) for plan, tree in zip(known, trees, strict=True)]
     arrays = [arrays_of(tree) for tree in trees]
     if all(is_traced(x) for xs in arrays for x in xs):
         return _apply(tx, trees, plans, layouts, extra_args)

@@ -6,7 +6,6 @@ leaves are updated at the end, by the same traced update.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,9 +21,8 @@ from .._sharding import (
     ZeroConfig,
     arrays_of,
     flatten,
-    is_array,
+    of_arrays,
     overwritten_leaves,
-    statics_of,
 )
 from .._windowed_update import TracedUpdate, UpdateLayouts
 from .calls import returned
@@ -76,10 +74,8 @@ class Step:
     ):
         self._transform = transform
         self._tx = tx
-        self._plans = tuple(
-            dataclasses.replace(plan, statics=statics_of(flatten(tree)[1]))  # those of a known tree
-            for plan, tree in ((layouts.params, params), (layouts.state, opt_state))
-        )
+        pairs = (layouts.params, params), (layouts.state, opt_state)
+        self._plans = tuple(plan.with_statics_of(tree) for plan, tree in pairs)
         self._layouts = layouts
         self._programs = programs
 
@@ -127,8 +123,7 @@ class Step:
             {},
         )
         argument, states = self._transform.call.arguments[0], overwritten_leaves(params)
-        pairs = zip(flatten(params)[1], states, strict=True)
-        kinds = zip([state for x, state in pairs if is_array(x)], argument.trained, strict=True)
+        kinds = zip(of_arrays(params, states), argument.trained, strict=True)
         of_state = [is_state for is_state, has_gradient in kinds if has_gradient]
         updates = ProgramUpdates(update, [i for i, x in enumerate(of_state) if not x])
         outputs = self._transform.program(arrays, LocalWireState(), updates)
