@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -110,9 +110,11 @@ class Argument:
             for leaf, kind in zip(leaves, self.module_trains, strict=self.plan is not None)
         )
 
-    def paths(self, arrays: Sequence[Any]) -> list[str]:
-        """The path of each of its arrays, for error messages."""
-        return [path for path, x in named_leaves(self.rebuild(arrays)) if is_array(x)]
+    def path(self, i: int) -> str:
+        """The path of its array `i`, for error messages."""
+        leaves = named_leaves(jax.tree.unflatten(self.treedef, range(len(self.statics))))
+        pairs = zip(leaves, self.statics, strict=True)
+        return [path for (path, _), static in pairs if static is None][i]
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Build the argument with these values in place of its arrays, without `StoredArray`s."""
@@ -126,6 +128,22 @@ class Call:
     arguments: tuple[Argument, ...]
     num_positional: int
     keywords: tuple[str, ...]
+
+    def sharded(self) -> Iterator[tuple[int, int, Argument, TreePlan]]:
+        """Each sharded argument: position, index of its first leaf among those of all, plan."""
+        start = 0
+        for number, argument in enumerate(self.arguments):
+            if argument.plan is not None:
+                yield number, start, argument, argument.plan
+                start += len(argument.plan.leaves)
+
+    def split(self, arrays: Sequence[Sequence[Any]]) -> Iterator[tuple[Argument, Any, int]]:
+        """Each array that is split over devices, with its argument and its index there."""
+        for argument, leaves in zip(self.arguments, arrays, strict=True):
+            if argument.plan is None:
+                for i, (x, spec) in enumerate(zip(leaves, argument.specs, strict=True)):
+                    if split_dim(spec) is not None:
+                        yield argument, x, i
 
     def rebuild(self, arrays: Sequence[Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
         """Build positional and keyword arguments from the arrays of each argument."""
@@ -334,22 +352,19 @@ def check_rows(
     call: Call, arrays: Sequence[Sequence[Any]], mesh: AnyMesh, microbatches: int
 ) -> None:
     """Raise `ValueError` unless every dim that is split over devices divides evenly."""
-    for argument, leaves in zip(call.arguments, arrays, strict=True):
-        if argument.plan is not None:
-            continue
-        for path, leaf, spec in zip(argument.paths(leaves), leaves, argument.specs, strict=True):
-            dim = split_dim(spec)
-            if dim is None:
-                continue
-            names = [axis for axis in axes_of(PartitionSpec(spec[dim])) if axis in AXES]
-            num = math.prod(mesh.shape[axis] for axis in names) * microbatches
-            if dim >= len(leaf.shape) or leaf.shape[dim] % num:
-                raise ValueError(
-                    f"{argument.name}, leaf `{path}`: dim {dim} of shape {tuple(leaf.shape)} is "
-                    f"split over {num // microbatches} devices x {microbatches} micro-batches "
-                    f"and must be a multiple of {num}. Pad it with `jz.pad_batch`, drop rows, or "
-                    "say with `batch_argnums=` or `in_specs` what is split."
-                )
+    for argument, x, i in call.split(arrays):
+        spec = argument.specs[i]
+        dim = split_dim(spec)
+        assert dim is not None
+        names = [axis for axis in axes_of(PartitionSpec(spec[dim])) if axis in AXES]
+        num = math.prod(mesh.shape[axis] for axis in names) * microbatches
+        if dim >= len(x.shape) or x.shape[dim] % num:
+            raise ValueError(
+                f"{argument.name}, leaf `{argument.path(i)}`: dim {dim} of shape {tuple(x.shape)} "
+                f"is split over {num // microbatches} devices x {microbatches} micro-batches and "
+                f"must be a multiple of {num}. Pad it with `jz.pad_batch`, drop rows, or say with "
+                "`batch_argnums=` or `in_specs` what is split."
+            )
 
 
 def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> None:
@@ -367,20 +382,19 @@ def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> Non
                 continue
             is_split = argument.plan is not None or any(argument.specs[i]) or any(sharding.spec)
             if is_split and sharding.mesh != mesh.abstract_mesh:
-                path = argument.paths(leaves)[i]
                 raise ValueError(
-                    f"{argument.name}, leaf `{path}`: it is laid out as {sharding.spec} on another "
-                    "mesh, whose axes are explicit. Lay it out on the mesh of `zero` first: a "
-                    "batch by `jax.device_put(batch, NamedSharding(zero.mesh, zero.batch_spec))`, "
-                    "parameters by `zero.shard(tree)`."
+                    f"{argument.name}, leaf `{argument.path(i)}`: it is laid out as "
+                    f"{sharding.spec} on another mesh, whose axes are explicit. Lay it out on the "
+                    "mesh of `zero` first: a batch by `jax.device_put(batch, NamedSharding("
+                    "zero.mesh, zero.batch_spec))`, parameters by `zero.shard(tree)`."
                 )
 
 
 def num_rows(call: Call, arrays: Sequence[Sequence[Any]]) -> int | None:
     """The number of rows of the batch; None if no argument has rows."""
-    for argument, leaves in zip(call.arguments, arrays, strict=True):
-        for x, spec in zip(leaves, argument.specs, strict=True):
-            dim = None if argument.plan else split_dim(spec)
-            if dim is not None and spec[dim] == AXES:
-                return x.shape[dim]
+    for argument, x, i in call.split(arrays):
+        spec = argument.specs[i]
+        dim = split_dim(spec)
+        if dim is not None and spec[dim] == AXES:
+            return x.shape[dim]
     return None

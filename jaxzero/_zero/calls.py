@@ -6,7 +6,7 @@ Wire states are converted between the user's trees and the flat `LocalWireState`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -291,11 +291,10 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
             "`zero.init_wire_state(params)`."
         )
     local_state = LocalWireState()
-    for number, start, argument in _sharded(call):
+    for number, start, argument, plan in call.sharded():
         if number in numbers:
-            assert argument.plan is not None
             state = states[list(numbers).index(number)]
-            part = from_tree(argument.plan, state, comm, argument.name, start)
+            part = from_tree(plan, state, comm, argument.name, start)
             local_state = local_state.joined(part)
     return local_state
 
@@ -323,18 +322,5 @@ def _state_trees(
     call: Call, numbers: Sequence[int], local_state: LocalWireState
 ) -> list[WireState]:
     """One `WireState` for each argument in `numbers`; the reverse of `wire_state_of`."""
-    trees = {
-        number: to_tree(argument.plan, local_state, start)
-        for number, start, argument in _sharded(call)
-        if argument.plan is not None
-    }
+    trees = {number: to_tree(plan, local_state, start) for number, start, _, plan in call.sharded()}
     return [trees[number] for number in numbers]
-
-
-def _sharded(call: Call) -> Iterator[tuple[int, int, Argument]]:
-    """Iterate over sharded arguments: `(position, index of its first leaf, argument)`."""
-    start = 0
-    for number, argument in enumerate(call.arguments):
-        if argument.plan is not None:
-            yield number, start, argument
-            start += len(argument.plan.leaves)

@@ -265,10 +265,8 @@ def parameters_of(
     """The leaves of all sharded arguments; the program reduces none of those that are combined."""
     leaves, differentiated = [], []
     numbers = options.argnums if options.has_gradients else ()
-    for number, argument in enumerate(call.arguments):
-        if argument.plan is None:
-            continue
-        for leaf, is_trained in zip(argument.plan.leaves, argument.trained, strict=True):
+    for number, _, argument, plan in call.sharded():
+        for leaf, is_trained in zip(plan.leaves, argument.trained, strict=True):
             if number in numbers and is_trained and len(leaves) not in combined:
                 differentiated.append(len(leaves))
             leaves.append(leaf)
@@ -312,11 +310,8 @@ def combined_gradients(
 def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpec, str]]:
     """The leaves of the differentiated arguments, with their indices and reductions."""
     reductions = _reductions(call, options)
-    start = 0
-    for number, argument in enumerate(call.arguments):
-        if argument.plan is None:
-            continue
-        for i, leaf in enumerate(argument.plan.leaves):
+    for number, start, argument, plan in call.sharded():
+        for i, leaf in enumerate(plan.leaves):
             if number not in options.argnums or not argument.trained[i]:
                 continue
             how = reductions[number][i]
@@ -326,7 +321,6 @@ def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpe
                     f"{leaf.dtype} has no order."
                 )
             yield start + i, leaf, how
-        start += len(argument.plan.leaves)
 
 
 def _reductions(call: Call, options: Options) -> dict[int, list[str]]:

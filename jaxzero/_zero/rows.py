@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32
 
 from .._mesh import AXES, LOCAL, NODE, AnyMesh, physical
-from .._sharding import ZeroConfig, path_name, split_dim
+from .._sharding import ZeroConfig, path_name
 from .arguments import BATCH, Call
 from .batch_choice import is_split, rows_of
 from .sharded_trees import ShardedTrees
@@ -89,23 +89,19 @@ def check_share_rows(
         )
     divisor = mesh.shape[NODE] * mesh.shape[LOCAL] * microbatches * max(shares)
     num_split = 0
-    for argument, leaves in zip(call.arguments, arrays, strict=True):
-        for x, spec in zip(leaves, argument.specs, strict=False):
-            if argument.plan is not None or split_dim(spec) is None:
-                continue
-            num_split += 1
-            if spec != BATCH:
-                raise ValueError(
-                    f"{argument.name} is split by {spec}. With `shares`, arguments are split by "
-                    "`zero.batch_spec` or not at all."
-                )
-            if x.shape[0] % divisor:
-                raise ValueError(
-                    f"{argument.name} has {x.shape[0]} rows. For `shares={shares}` and "
-                    f"{microbatches} micro-batches on {mesh.size} devices that must be a multiple "
-                    f"of {divisor}. Pad it: `jz.pad_batch(batch, zero, microbatches="
-                    f"{microbatches}, shares={shares})`."
-                )
+    for argument, x, i in call.split(arrays):
+        num_split += 1
+        if argument.specs[i] != BATCH:
+            raise ValueError(
+                f"{argument.name} is split by {argument.specs[i]}. With `shares`, arguments are "
+                "split by `zero.batch_spec` or not at all."
+            )
+        if x.shape[0] % divisor:
+            raise ValueError(
+                f"{argument.name} has {x.shape[0]} rows. For `shares={shares}` and {microbatches} "
+                f"micro-batches on {mesh.size} devices that must be a multiple of {divisor}. Pad "
+                f"it: `jz.pad_batch(batch, zero, microbatches={microbatches}, shares={shares})`."
+            )
     if not num_split:
         raise ValueError("`shares` says how rows are split, and no argument is a batch.")
 
