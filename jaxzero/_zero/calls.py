@@ -198,31 +198,25 @@ def returned(
     loss, gradients, aux, local_state, halves, _ = outputs
     options = transform.options
 
-    def trees(values: Sequence[Any], as_leaf: Callable[[LeafSpec, Any], Any], other: Any) -> Any:
-        return _as_given(_as_trees(transform, values, as_leaf, other), is_one)
+    def as_given(trees: list[Any]) -> Any:
+        return trees[0] if is_one else tuple(trees)
 
-    gradients = trees(
-        gradients, stored_leaf, lambda leaf: np.zeros(leaf.stored_shape, jax.dtypes.float0)
-    )
+    def no_gradient(leaf: LeafSpec) -> np.ndarray:
+        return np.zeros(leaf.stored_shape, jax.dtypes.float0)
+
+    gradients = as_given(_as_trees(transform, gradients, stored_leaf, no_gradient))
     result = [(loss, aux) if options.has_aux else loss, gradients]
     if halves is not None:
         *parts, share = halves
-        first, second, cross = (
-            trained_tree(  # as an optimizer sees the gradients
-                trees(x, lambda leaf, scalar: scalar, lambda leaf: jnp.zeros([], jnp.float32))
-            )
-            for x in parts
-        )
+        nothing = jnp.zeros([], jnp.float32)
+        trees = (_as_trees(transform, x, lambda _, x: x, lambda _: nothing) for x in parts)
+        # As an optimizer sees the gradients.
+        first, second, cross = (trained_tree(as_given(tree)) for tree in trees)
         result.append(GradientHalves(first, second, cross, share))
     if has_state:
         states = _state_trees(transform.call, options.argnums, local_state)
-        result.append(_as_given(states, is_one))
+        result.append(as_given(states))
     return tuple(result)
-
-
-def _as_given(trees: list[Any], is_one: bool) -> Any:
-    """The only tree if `argnums` was an int, otherwise a tuple of all."""
-    return trees[0] if is_one else tuple(trees)
 
 
 def _as_trees(

@@ -27,6 +27,7 @@ from .._sharding import (
 from .local_state import (
     FIELDS,
     Arrays,
+    Kept,
     Layouts,
     LocalState,
     first_arrays,
@@ -36,7 +37,15 @@ from .local_state import (
 )
 from .local_step import LocalStep, batch_specs, check_kept, node_specs
 from .padding_check import warn_of_padding
-from .placement import auto_mesh, constrain, pad_leaf, run_automatic, stored_struct, unpad_leaf
+from .placement import (
+    auto_mesh,
+    constrain,
+    constrain_tree,
+    pad_leaf,
+    run_automatic,
+    stored_struct,
+    unpad_leaf,
+)
 from .programs import run_straight_through
 from .sharded_trees import ShardedTrees
 
@@ -105,14 +114,14 @@ class LocalRounds:
         plans = self._zero._plan_of(params), self._zero._plan_of(opt_state)
         layouts = self._lay_out(params, *plans)
         num = self.num_nodes if nodes is None else nodes
-        fields = {}
-        for name, kept in layouts.kept.items():
+
+        def structs(kept: Kept) -> Any:
             leaves = kept.global_leaves(num, split=num == self.num_nodes)
             arrays = [stored_struct(leaf, self._zero.mesh, kept.axes) for leaf in leaves]
-            fields[name] = kept.build(
-                [stored_leaf(leaf, x) for leaf, x in zip(leaves, arrays, strict=True)]
-            )
-        return LocalState(**fields)
+            pairs = zip(leaves, arrays, strict=True)
+            return kept.build([stored_leaf(leaf, x) for leaf, x in pairs])
+
+        return LocalState(**layouts.each(structs))
 
     def __call__(self, state: Any, batches: Any) -> tuple[LocalState, Any]:
         """Run one round of `method.every` steps on every node.
@@ -143,7 +152,7 @@ class LocalRounds:
         rows, treedef = jax.tree.flatten(batches)
 
         def run(layouts: Layouts, arrays: Arrays, rows: list[Array]) -> Any:
-            kept = {name: x.spec() for name, x in layouts.kept.items()}
+            kept = layouts.each(Kept.spec)
             on_nodes = map_nodes(
                 lambda arrays, rows: self._on_node(
                     layouts, found, arrays, jax.tree.unflatten(treedef, rows)
@@ -152,8 +161,7 @@ class LocalRounds:
                 in_specs=(kept, node_specs(specs)),
                 out_specs=(kept, PartitionSpec(None, NODE)),
             )
-            pairs = zip(rows, specs, strict=True)
-            rows = [constrain(x, self._zero.mesh, spec) for x, spec in pairs]
+            rows = constrain_tree(rows, self._zero.mesh, specs)
             return on_nodes(self._placed(layouts, arrays), rows)
 
         def program(arrays: Arrays, rows: list[Array]) -> Any:
@@ -163,8 +171,7 @@ class LocalRounds:
             return run_straight_through(*kinds, arrays, rows)
 
         new, metrics = self._zero._programs.run(program, arrays, rows)
-        fields = {name: kept.tree(self.num_nodes, new[name]) for name, kept in layouts.kept.items()}
-        return LocalState(**fields), jax.tree.unflatten(found["metrics"], metrics)
+        return self._state(layouts, new), jax.tree.unflatten(found["metrics"], metrics)
 
     def mean(self, state: LocalState) -> Any:
         """The mean of all nodes' parameters, laid out as by `zero.init`: to evaluate or export.
@@ -200,17 +207,12 @@ class LocalRounds:
         """
         layouts = self._checked(state, any_nodes=True)
 
+        def mean(kept: Kept, arrays: list[Array]) -> list[Array]:
+            pairs = zip(arrays, kept.overwritten, strict=True)
+            return [mean_over_nodes(*pair) for pair in pairs] if kept.is_per_node else arrays
+
         def make(arrays: Arrays) -> Arrays:
-            one = {
-                name: [
-                    mean_over_nodes(x, state)
-                    for x, state in zip(arrays[name], kept.overwritten, strict=True)
-                ]
-                if kept.is_per_node
-                else arrays[name]
-                for name, kept in layouts.kept.items()
-            }
-            return for_nodes(one, layouts, self.num_nodes)
+            return for_nodes(layouts.each(mean, arrays), layouts, self.num_nodes)
 
         arrays = {name: arrays_of(getattr(state, name)) for name in FIELDS}
         return self._made(layouts, make, arrays)
@@ -230,9 +232,7 @@ class LocalRounds:
             codec=None if method.codec is None else str(method.codec),
             num_nodes=self.num_nodes,
             num_elements=sum(math.prod(leaf.shape) for leaf in exchange.leaves),
-            device_bytes={
-                name: kept.device_bytes(self._mesh) for name, kept in layouts.kept.items()
-            },
+            device_bytes=layouts.each(lambda kept: kept.device_bytes(self._mesh)),
             message_bytes=exchange.message_bytes,
             kept_bytes=exchange.kept_bytes,
             bytes_between_nodes=exchange.node_bytes,
@@ -304,32 +304,27 @@ class LocalRounds:
     def _made(self, layouts: Layouts, make: Callable, arrays: Any) -> LocalState:
         """The state whose arrays `make(arrays)` returns, each made on the devices that keep it."""
         mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
-        shardings = {
-            name: [leaf.sharding(mesh, kept.axes) for leaf in kept.global_leaves(nodes)]
-            for name, kept in layouts.kept.items()
-        }
-        made = run_automatic(make, shardings, self._zero._programs, arrays)
-        return LocalState(
-            **{name: kept.tree(nodes, made[name]) for name, kept in layouts.kept.items()}
+        shardings = layouts.each(
+            lambda kept: [x.sharding(mesh, kept.axes) for x in kept.global_leaves(nodes)]
         )
+        made = run_automatic(make, shardings, self._zero._programs, arrays)
+        return self._state(layouts, made)
+
+    def _state(self, layouts: Layouts, arrays: Arrays) -> LocalState:
+        fields = layouts.each(lambda kept, xs: kept.tree(self.num_nodes, xs), arrays)
+        return LocalState(**fields)
 
     def _placed(self, layouts: Layouts, arrays: Arrays) -> Arrays:
-        return {
-            name: [
-                constrain(x, self._zero.mesh, leaf.spec(kept.axes))
-                for x, leaf in zip(arrays[name], kept.global_leaves(self.num_nodes), strict=True)
-            ]
-            for name, kept in layouts.kept.items()
-        }
+        specs = layouts.each(
+            lambda kept: [leaf.spec(kept.axes) for leaf in kept.global_leaves(self.num_nodes)]
+        )
+        return constrain_tree(arrays, self._zero.mesh, specs)
 
     def _on_node(
         self, layouts: Layouts, found: dict[str, Any], arrays: Arrays, batches: Any
     ) -> Any:
         """The round of one node."""
-        mine = {
-            name: [x[0] for x in xs] if layouts.kept[name].is_per_node else xs
-            for name, xs in arrays.items()
-        }
+        mine = layouts.each(lambda kept, xs: [x[0] for x in xs] if kept.is_per_node else xs, arrays)
         inner = Inner(mine["params"], mine["opt_state"])
         outer = Outer(mine["outer_params"], mine["outer_state"], mine["residuals"])
         step = LocalStep(self._step, layouts, self._zero.mesh, found)
@@ -337,10 +332,5 @@ class LocalRounds:
             step, layouts.exchange, layouts.exchanged, Carry(inner, outer), batches
         )
         new = dict(zip(FIELDS, (*carry.inner, *carry.outer), strict=True))
-        return (
-            {
-                name: [x[None] for x in xs] if layouts.kept[name].is_per_node else xs
-                for name, xs in new.items()
-            },
-            [jnp.expand_dims(x, 1) for x in metrics],
-        )
+        new = layouts.each(lambda kept, xs: [x[None] for x in xs] if kept.is_per_node else xs, new)
+        return new, [jnp.expand_dims(x, 1) for x in metrics]

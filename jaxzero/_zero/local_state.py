@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -160,6 +160,13 @@ class Layouts:
         }
         return cls(kept, inner, state, numbers, exchange)
 
+    def each(self, function: Callable[..., Any], *values: Mapping[str, Any]) -> dict[str, Any]:
+        """`function(kept, ...)` for each kind of array, given its entry of each of `values`."""
+        return {
+            name: function(kept, *(value[name] for value in values))
+            for name, kept in self.kept.items()
+        }
+
     @property
     def outer_plan(self) -> TreePlan:
         """The layout of the tree that the outer optimizer sees."""
@@ -289,12 +296,11 @@ def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) 
 
 def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
     """The arrays of one node, with a copy for every node of those that each has of its own."""
-    return {
-        name: [jnp.broadcast_to(x, (nodes, *x.shape)) for x in xs]
-        if layouts.kept[name].is_per_node
-        else xs
-        for name, xs in arrays.items()
-    }
+
+    def copied(kept: Kept, xs: list[Array]) -> list[Array]:
+        return [jnp.broadcast_to(x, (nodes, *x.shape)) for x in xs] if kept.is_per_node else xs
+
+    return layouts.each(copied, arrays)
 
 
 def mean_over_nodes(

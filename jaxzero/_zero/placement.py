@@ -320,3 +320,13 @@ def constrain(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
     ]
     sharding = NamedSharding(mesh, PartitionSpec(*explicit), memory_kind=memory_kind)
     return jax.sharding.reshard(x, sharding)
+
+
+def constrain_tree(tree: Any, mesh: Mesh | AbstractMesh, specs: Any) -> Any:
+    """`constrain` each array of a tree as the tree prefix `specs` says."""
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(lambda x: constrain(x, mesh, spec), part),
+        specs,
+        tree,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )

@@ -27,24 +27,6 @@ from .user_function import constant_weight
 
 
 @dataclasses.dataclass(frozen=True)
-class Differentiable:
-    """The function on one device that a program was made from, to be differentiated.
-
-    Attributes:
-        traced: the function, traced on flat lists, without the arrays that it closes over.
-        call: the arguments of the program.
-    """
-
-    traced: OpenProgram
-    call: Call
-
-    def along(self, primals: Any, tangents: Any) -> Derivative:
-        """The derivative at `(closed_over, args)`, along the tangents of these."""
-        (constants, args), (of_constants, of_args) = _known_together(primals, tangents)
-        return Derivative(self.traced, constants, of_constants, self.call, args[0], of_args[0])
-
-
-@dataclasses.dataclass(frozen=True)
 class Derivative:
     """The derivative of a function, and the arguments of a sharded program of it.
 
@@ -63,6 +45,19 @@ class Derivative:
     call: Call
     arrays: list[list[Any]]
     of_arrays: list[list[Any]]
+
+    @classmethod
+    def along(cls, traced: OpenProgram, call: Call, primals: Any, tangents: Any) -> Derivative:
+        """The derivative at `(closed_over, args)`, along the tangents of these.
+
+        Args:
+            traced: the function on one device, traced on flat lists.
+            call: the arguments of its program.
+            primals: the arrays that the function closes over, and the arguments of the program.
+            tangents: likewise.
+        """
+        (constants, args), (of_constants, of_args) = _known_together(primals, tangents)
+        return cls(traced, constants, of_constants, call, args[0], of_args[0])
 
     def arguments(self) -> tuple[Call, list[list[Any]]]:
         """The arguments with two more, tangents of weights and of others; and their arrays."""

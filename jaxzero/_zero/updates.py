@@ -89,9 +89,16 @@ def _apply(
     trained, plan = trained_part(params, of_params)
     if any(in_host(x) for tree in trees for x in arrays_of(tree)):
         for_trained, of_grads = trained_part(grads, of_grads)
-        inner = UpdateLayouts(of_grads, of_state, plan, layouts.mesh, layouts.state_axes)
-        new, new_state = _by_windows(tx, for_trained, state, trained, inner, extra_args)
-        new = split(plan, new, layouts.mesh, layouts.weight_axes)
+        mesh, axes = layouts.mesh, layouts.state_axes
+        new, new_state = windowed_update(
+            tx.inner if isinstance(tx, TrueShapes) else tx,
+            split(of_grads, for_trained, mesh, axes),
+            state,
+            split(plan, trained, mesh, axes),
+            layouts=UpdateLayouts(of_grads, of_state, plan, mesh, axes),
+            extra_args=extra_args,
+        )
+        new = split(plan, new, mesh, layouts.weight_axes)
     else:
         run = optax.with_extra_args_support(tx).update
         grads_of_trained = trained_tree(grads)
@@ -100,25 +107,6 @@ def _apply(
             updates, new_state = run(grads_of_trained, state, trained, **extra_args)
         new = optax.apply_updates(trained, updates)
     return with_untrained(params, trained, new, grads), numbers_as_arrays(new_state)
-
-
-def _by_windows(
-    tx: optax.GradientTransformation,
-    grads: Any,
-    state: Any,
-    trained: Any,
-    layouts: UpdateLayouts,
-    extra_args: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    mesh, axes = layouts.mesh, layouts.axes
-    return windowed_update(
-        tx.inner if isinstance(tx, TrueShapes) else tx,
-        split(layouts.gradients, grads, mesh, axes),
-        state,
-        split(layouts.params, trained, mesh, axes),
-        layouts=layouts,
-        extra_args=extra_args,
-    )
 
 
 def split(plan: TreePlan, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
