@@ -34,6 +34,7 @@ from .mesh_kinds import exchange_in_turn as exchange_in_turn
 from .mesh_kinds import is_one_node as is_one_node
 from .mesh_kinds import is_simulating as is_simulating
 from .mesh_kinds import map_nodes as map_nodes
+from .mesh_kinds import map_specs as map_specs
 from .mesh_kinds import physical as physical
 from .mesh_kinds import program_axes as program_axes
 from .mesh_kinds import refuse_exchanges_inside as refuse_exchanges_inside

@@ -95,12 +95,12 @@ class SimulatedMesh:
         def run(*args):
             mapped = on_device
             for axis in reversed(names):
-                in_axes = _map_prefix(
+                in_axes = map_specs(
                     lambda x, spec, axis=axis: 0 if _splits(spec, axis) else None, in_specs, args
                 )
                 mapped = jax.vmap(mapped, in_axes, axis_name=axis, axis_size=self.shape[axis])
-            shards = mapped(*_map_prefix(self._cut, in_specs, args))
-            return _map_prefix(lambda x, spec: self._join(x, spec, names), out_specs, shards)
+            shards = mapped(*map_specs(self._cut, in_specs, args))
+            return map_specs(lambda x, spec: self._join(x, spec, names), out_specs, shards)
 
         return run
 
@@ -140,7 +140,7 @@ def _splits(spec: PartitionSpec, axis: str) -> bool:
     return any(axis in axes for axes in axes_of_dims(spec))
 
 
-def _map_prefix(function: Callable, specs: Any, tree: Any) -> Any:
+def map_specs(function: Callable, specs: Any, tree: Any) -> Any:
     """Apply `function(leaf, spec)` to every leaf of `tree`; `specs` is a tree prefix of it."""
     return jax.tree.map(
         lambda spec, subtree: jax.tree.map(lambda x: function(x, spec), subtree),
@@ -267,7 +267,7 @@ class NodeMesh:
         # Below stage 3 parameters are whole on each device. Where the axis is explicit, their types
         # say so, and JAX 0.12 refuses to split them.
         def on_split(*args: Any) -> Any:
-            return mapped(*jax.tree.map(_split_all, in_specs, args, is_leaf=_is_spec))
+            return mapped(*map_specs(split_if_explicit, in_specs, args))
 
         return on_split
 
@@ -347,10 +347,6 @@ def split_if_explicit(x: Any, spec: PartitionSpec) -> Any:
     ):
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-
-def _split_all(spec: PartitionSpec, tree: Any) -> Any:
-    return jax.tree.map(lambda x: split_if_explicit(x, spec), tree)
 
 
 def _is_spec(x: Any) -> bool:

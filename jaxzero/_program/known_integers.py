@@ -13,10 +13,9 @@ different kernels for it.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -233,7 +232,7 @@ def uniform_values(block: Block, given: Iterable[Value]) -> set[Atom]:
         block: a program, or the body of a loop.
         given: its inputs that are.
     """
-    return _made_of(block, given, _is_uniform_constant, _is_deterministic)
+    return _made_of(block, given, _UNIFORM)
 
 
 def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
@@ -241,27 +240,39 @@ def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
 
     Of an operation such as a `cond`, every output counts as made of every input.
     """
-    return _made_of(block, given, lambda constant: True, lambda operation: True)
+    return _made_of(block, given, _Rule(lambda constant: True, lambda operation: True))
 
 
-def _made_of(
-    block: Block,
-    given: Iterable[Value],
-    is_known: Callable[[Constant], bool],
-    keeps: Callable[[Operation], bool],
-) -> set[Atom]:
-    """Find the values that operations for which `keeps` is true make of known values."""
+class _Rule(NamedTuple):
+    """Which constants are known, and which operations make known values of known ones."""
+
+    constant: Callable[[Constant], bool]
+    operation: Callable[[Operation], bool]
+
+    def knows(self, known: set[Atom], atom: Atom) -> bool:
+        """Whether an atom is known, given the values that are."""
+        return self.constant(atom) if isinstance(atom, Constant) else atom in known
+
+
+def _is_deterministic(operation: Operation) -> bool:
+    return is_elementwise(operation) or operation.name in _DETERMINISTIC
+
+
+_UNIFORM = _Rule(lambda constant: not is_traced(constant.value), _is_deterministic)
+
+
+def _made_of(block: Block, given: Iterable[Value], rule: _Rule) -> set[Atom]:
+    """Find the values of a block that are made of known ones, of which `given` are inputs."""
     known: set[Atom] = {*given}
-    read = functools.partial(_is_in, known, is_known)
     for operation in block.operations:
-        inputs = [read(x) for x in operation.inputs]
+        inputs = [rule.knows(known, x) for x in operation.inputs]
         if isinstance(operation, Barrier):
             known.update(x for x, same in zip(operation.outputs, inputs, strict=True) if same)
         elif isinstance(operation, Loop):
-            inside = functools.partial(_is_in, _in_body(operation, read, is_known, keeps), is_known)
+            inside = _in_body(operation, known, rule)
             outputs = zip(operation.outputs, operation.body.outputs, strict=True)
-            known.update(out for out, x in outputs if inside(x))
-        elif all(inputs) and keeps(operation):
+            known.update(out for out, x in outputs if rule.knows(inside, x))
+        elif all(inputs) and rule.operation(operation):
             known.update(operation.outputs)
     return known
 
@@ -273,39 +284,18 @@ def uniform_in_body(loop: Loop, uniform: set[Atom]) -> set[Atom]:
         loop: the loop, which runs equally often on all devices.
         uniform: the values outside of it that are.
     """
-    read = functools.partial(_is_in, uniform, _is_uniform_constant)
-    return _in_body(loop, read, _is_uniform_constant, _is_deterministic)
+    return _in_body(loop, uniform, _UNIFORM)
 
 
-def _in_body(
-    loop: Loop,
-    read: Callable[[Atom], bool],
-    is_known: Callable[[Constant], bool],
-    keeps: Callable[[Operation], bool],
-) -> set[Atom]:
-    """`_made_of` for the body of a loop, in each iteration; `read` is whether an input is known."""
-    first, body = loop.first_stack, loop.body
-    given = {i for i, x in enumerate(loop.inputs) if read(x)}
+def _in_body(loop: Loop, known: set[Atom], rule: _Rule) -> set[Atom]:
+    """`_made_of` for the body of a loop, in each iteration; `known` are values outside of it."""
+    body = loop.body
+    given = {i for i, x in enumerate(loop.inputs) if rule.knows(known, x)}
     while True:
-        inside = _made_of(body, [body.inputs[i] for i in given], is_known, keeps)
-        lost = {
-            i
-            for i in given
-            if loop.num_constants <= i < first
-            and not _is_in(inside, is_known, body.outputs[i - loop.num_constants])
-        }
+        inside = _made_of(body, [body.inputs[i] for i in given], rule)
+        carried = {i for i in given if loop.num_constants <= i < loop.first_stack}
+        after = {i: body.outputs[i - loop.num_constants] for i in carried}
+        lost = {i for i, out in after.items() if not rule.knows(inside, out)}
         if not lost:
             return inside
         given -= lost
-
-
-def _is_in(known: set[Atom], is_known: Callable[[Constant], bool], atom: Atom) -> bool:
-    return is_known(atom) if isinstance(atom, Constant) else atom in known
-
-
-def _is_uniform_constant(constant: Constant) -> bool:
-    return not is_traced(constant.value)
-
-
-def _is_deterministic(operation: Operation) -> bool:
-    return is_elementwise(operation) or operation.name in _DETERMINISTIC

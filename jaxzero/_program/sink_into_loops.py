@@ -255,7 +255,7 @@ class _Sinking:
         if not ends:
             return
         editor = LoopEditor(self.values, loop)
-        moved = {x: editor.stacked(editor.layer(x, behind.made)) for x in ends}
+        moved: dict[Atom, Value] = {x: editor.stacked(editor.layer(x, behind.made)) for x in ends}
         block = _with(self.block, {index: [editor.finish()]})
         self._set_in_order(_substituted(block, moved))
 

@@ -26,6 +26,7 @@ from .._mesh import (
     check_context,
     is_one_node,
     is_traced,
+    map_specs,
     memory_kind_of,
     to_device,
     to_host,
@@ -324,9 +325,4 @@ def constrain(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
 
 def constrain_tree(tree: Any, mesh: Mesh | AbstractMesh, specs: Any) -> Any:
     """`constrain` each array of a tree as the tree prefix `specs` says."""
-    return jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda x: constrain(x, mesh, spec), part),
-        specs,
-        tree,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
+    return map_specs(lambda x, spec: constrain(x, mesh, spec), specs, tree)
