@@ -10,22 +10,24 @@ jaxzero launch --nodes 2 --restart 3 -- train.py
 jaxzero --version
 """
 
+import dataclasses
 import difflib
 import errno
 import importlib.metadata
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated, Any, get_args
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 from rich.console import Console
 from rich.markup import escape
+from tyro.conf import Positional, UseAppendAction
 
 from . import distributed, jobs
 from ._processes import DIVERGED, FILE_ERROR, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
-from ._repeated_flags import check_repeated
 from .launch import Launch, launch
 
 _STATUSES = {
@@ -73,7 +75,7 @@ def _parsed(arguments: Sequence[str]) -> Any:
         raise ValueError(f"There is no command `jaxzero {arguments[0]}`. {meant}")
     if arguments and arguments[0] in _COMMANDS:
         settings = _COMMANDS[arguments[0]]
-        check_repeated(arguments, settings)
+        _check_repeated(arguments, settings)
         return tyro.cli(settings, args=arguments[1:], prog=f"jaxzero {arguments[0]}", config=shape)
     return tyro.cli(
         _Command,
@@ -179,3 +181,42 @@ def _text_of(error: Exception) -> str:
 def _plain(text: str) -> str:
     """Escape markup of rich, and control characters that a terminal would obey."""
     return escape("".join(x if x.isprintable() or x == "\n" else repr(x)[1:-1] for x in text))
+
+
+def _check_repeated(arguments: Sequence[str], settings: Any) -> None:
+    """Raise `ValueError` for a flag with one value that a command line gives several times.
+
+    tyro takes the last value, and drops the first in silence.
+
+    Args:
+        arguments: a command line; words after `--` are not looked at.
+        settings: the dataclass of settings that it is parsed to. Flags that collect values
+            (`UseAppendAction`), and those without one, may be repeated.
+    """
+    single = set(_single_flags(settings))
+    given = defaultdict(list)
+    for number, word in enumerate(arguments):
+        if word == "--":
+            break
+        flag, has_value, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if flag in single:
+            given[flag].append(value if has_value else " ".join(arguments[number + 1 :][:1]))
+    for flag, values in given.items():
+        if len(values) > 1:
+            raise ValueError(
+                f"`{flag}` is given {len(values)} times, with {', '.join(map(repr, values))}. Give "
+                "it once."
+            )
+
+
+def _single_flags(settings: Any) -> Iterator[str]:
+    """Flags of fields, nested ones included, of which only the last value would be kept."""
+    hints = get_type_hints(settings, include_extras=True)
+    for field in dataclasses.fields(settings):
+        kind = hints[field.name]
+        marks = getattr(kind, "__metadata__", ())
+        if dataclasses.is_dataclass(kind):
+            yield from _single_flags(kind)
+        elif kind is not bool and UseAppendAction not in marks and Positional not in marks:
+            yield f"--{field.name.replace('_', '-')}"

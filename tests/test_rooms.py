@@ -54,7 +54,7 @@ FLOORS = [
     ["jaxzero.jobs._task"],
     ["jaxzero.jobs._training"],
     ["jaxzero.jobs._plans", "jaxzero.jobs._files", "jaxzero.jobs._sampling"],
-    ["jaxzero.jobs", "jaxzero._repeated_flags"],
+    ["jaxzero.jobs"],
     ["jaxzero.cli", "jaxzero.extend", "jaxzero"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
