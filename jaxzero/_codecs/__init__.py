@@ -1,4 +1,4 @@
-"""Codecs: how rows of numbers are written as messages, and read back; one file for each codec.
+"""Codecs: how rows of numbers are written as messages, and read back; one class for each codec.
 
 In: a float array `[n, m]`. Out: a message `uint8[n, bytes]` or a cast array, and its inverse.
 Packages above use only `Codec` and its methods, and name no single codec. A new codec derives from

@@ -5,7 +5,7 @@ array, a sum over the node, crosses between nodes. With a codec, each axis is on
 (ZeRO++, https://arxiv.org/abs/2306.10209): encode the shards of all receivers, exchange them
 all-to-all, decode and sum in float32. Gradients without a codec are reduce-scattered in
 `accumulator_dtype`. A bucket whose gradients have one cast is reduced as one gradient
-(`reduce_spec.py`).
+([Note: a bucket as one gradient]).
 
 Legend: `full` is a full gradient on one device; `rows` are its shards for all receivers, flattened
 to one row each.
