@@ -269,8 +269,9 @@ def known_part(
             "model, but one layer of it."
         )
     given = [*[None] * len(jax.tree.leaves(active)), *jax.tree.leaves((frozen, batch))]
-    env = _run_part(program, given, lambda flags: not flags & _ACTIVE, {})
-    return [env[var] for var in program.saved]
+    made = {var: None for var in program.saved}
+    _run_part(program, given, lambda flags: not flags & _ACTIVE, made)
+    return list(made.values())
 
 
 def rest_part(
@@ -294,10 +295,9 @@ def rest_part(
         )
     given = jax.tree.leaves((active, frozen, batch))
     known = dict(zip(program.saved, saved, strict=True))
-    env = _run_part(
+    outputs = _run_part(
         program, given, lambda flags: bool(flags & _ACTIVE) or flags & _KNOWN != _KNOWN, known
     )
-    outputs = [_read(env, var) for var in program.jaxpr.outvars]
     return jax.tree.unflatten(jax.tree.structure(program.shapes), outputs)
 
 
@@ -359,18 +359,20 @@ def _read_by_rest(jaxpr: Any, depends: dict[Any, int]) -> dict[Any, None]:
 
 def _run_part(
     program: _Program, inputs: Sequence[Any], is_run: Callable[[int], bool], known: dict[Any, Any]
-) -> dict[Any, Any]:
-    """Evaluate the equations whose outputs depend on what `is_run` accepts."""
-    env = dict(zip(program.jaxpr.constvars, program.constants, strict=True)) | known
-    env |= zip(program.jaxpr.invars, inputs, strict=True)
-    for equation in program.jaxpr.eqns:
+) -> list[Any]:
+    """Evaluate the equations whose outputs depend on what `is_run` accepts; return the outputs.
+
+    Of the variables in `known` it takes the values from there, or writes them there.
+    """
+
+    def apply(equation: Any, args: list[Any]) -> list[Any]:
         flags = program.depends[equation.outvars[0]] if equation.outvars else _ACTIVE
-        if is_run(flags):
-            with located(equation, equation):
-                outputs = bind(equation, [_read(env, var) for var in equation.invars])
-            env |= zip(equation.outvars, outputs, strict=True)
-    return env
+        if not is_run(flags):
+            return [known.get(var) for var in equation.outvars]
+        with located(equation, equation):
+            outputs = bind(equation, args)
+        pairs = zip(equation.outvars, outputs, strict=True)
+        known.update((var, x) for var, x in pairs if var in known)
+        return outputs
 
-
-def _read(env: dict[Any, Any], var: Any) -> Any:
-    return var.val if isinstance(var, jex.Literal) else env[var]
+    return evaluate(program.jaxpr, program.constants, inputs, apply)
