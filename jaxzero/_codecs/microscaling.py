@@ -12,7 +12,10 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Float64, UInt8
 from .. import pallas_kernels as kernels
 from .blockwise import BlockCodec, to_float32
 
+# Of `MXFloat8`.
 _LEAST_EXPONENT = -127  # of a scale
+
+# Of `NVFloat4`.
 _LIMIT = 6.0  # the largest element
 _SCALE_DTYPE = jnp.float8_e4m3fn
 _SCALE_LIMIT = 448.0  # the largest scale of a block

@@ -25,7 +25,6 @@ from .ir import Operation as Operation
 from .ir import Value as Value
 from .ir import exchanged_or_effect as exchanged_or_effect
 from .ir import is_mutable as is_mutable
-from .known_integers import values_made_of as values_made_of
 from .operation_kinds import CarriedSum as CarriedSum
 from .operation_kinds import addends as addends
 from .operation_kinds import carried_sums as carried_sums
@@ -43,5 +42,6 @@ from .trace import OpenProgram as OpenProgram
 from .trace import open_program as open_program
 from .trace import trace as trace
 from .trace import traced_once as traced_once
+from .uniform import values_made_of as values_made_of
 from .weight_values import kept_values as kept_values
 from .weight_values import recompute_in_backward as recompute_in_backward

@@ -23,11 +23,11 @@ from jax import lax
 
 from .indexed_rows import READS, RowRead, Rows, row_placed, row_read
 from .ir import Atom, Barrier, Block, Branch, Loop, Operation, Value
-from .known_integers import Known, known_in_body, known_integers, unchanged_in_body
 from .movable_ops import ConvertDtype, Op, Reshape, Transpose
 from .operation_kinds import addends, carried_sums, is_zero
 from .sink_into_loops import LoopEditor
 from .trace import rewritten, without_dead_code
+from .uniform import Known, known_in_body, known_integers, unchanged_in_body
 from .weight_values import StackValues, fixed_of
 
 _PLACES = {"dynamic_update_slice", "scatter-add"}

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from .ir import Atom, Barrier, Block, Branch, Fork, Loop, Operation, Value, exchanged_or_effect
-from .known_integers import uniform_in_body, uniform_values
 from .movable_ops import Op
 from .operation_kinds import is_zero
 from .trace import branch_blocks, rewritten, without_dead_code
+from .uniform import uniform_in_body, uniform_values
 from .weight_values import fixed_of
 
 

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from jaxzero._program import trace
-from jaxzero._program.known_integers import uniform_values
+from jaxzero._program.uniform import uniform_values
 
 
 def _counter(x, same):
