@@ -177,12 +177,17 @@ class NVFloat4(BlockCodec):
         scaled_kb = jnp.where(is_used_k[..., None], x_kb * inverse_k[..., None], 0)
         bytes_k = lax.bitcast_convert_type(scale_k, jnp.uint8)
         bytes_k = jnp.where(is_finite_k, bytes_k, jnp.uint8(_NAN))
-        return _to_codes(scaled_kb), jnp.concatenate((bytes_k, _to_bytes(row_scale)), axis=-1)
+        return _to_codes(scaled_kb), jnp.concatenate(
+            (bytes_k, lax.bitcast_convert_type(row_scale, jnp.uint8)), axis=-1
+        )
 
     def dequantize(
         self, codes_kb: UInt8[Array, "*rows k b"], scales: UInt8[Array, "*rows m"]
     ) -> Float32[Array, "*rows k b"]:
-        bytes_k, row_scale = scales[..., :-4], _from_bytes(scales[..., -4:])
+        bytes_k, row_scale = (
+            scales[..., :-4],
+            lax.bitcast_convert_type(scales[..., -4:], jnp.float32),
+        )
         scale_k = lax.bitcast_convert_type(bytes_k, _SCALE_DTYPE).astype(jnp.float32)
         return _from_codes(codes_kb) * (scale_k * row_scale[..., None])[..., None]
 
@@ -214,14 +219,6 @@ def _row_scale(largest: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
     bits = lax.bitcast_convert_type(jnp.maximum(exact, _LEAST_ROW_SCALE), jnp.uint32)
     bits = (bits + jnp.uint32(0xFF)) & jnp.uint32(0xFFFFFF00)
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _to_bytes(x: Float32[Array, "*rows"]) -> UInt8[Array, "*rows 4"]:
-    return lax.bitcast_convert_type(x, jnp.uint8)
-
-
-def _from_bytes(x: UInt8[Array, "*rows 4"]) -> Float32[Array, "*rows"]:
-    return lax.bitcast_convert_type(x, jnp.float32)
 
 
 def _to_codes(x: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:

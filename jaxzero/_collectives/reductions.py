@@ -171,14 +171,10 @@ def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
     parts, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
-        cut = functools.partial(_range_of, start=start, end=end, shape=shape)
-        parts.append(jax.tree.map(cut, x))
+        cut = functools.partial(lax.slice_in_dim, start_index=start, limit_index=end)
+        parts.append(jax.tree.map(lambda x, cut=cut, s=shape: cut(x.reshape(-1)).reshape(s), x))
         start = end
     return parts
-
-
-def _range_of(x: Array, start: int, end: int, shape: tuple[int, ...]) -> Array:
-    return lax.slice_in_dim(x.reshape(-1), start, end).reshape(shape)
 
 
 def _split_by_codec(

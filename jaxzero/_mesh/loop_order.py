@@ -149,7 +149,9 @@ class _Order:
 
     def wait_for_all(self) -> Token:
         """The token, which then depends on all that came before."""
-        self.token = _read(_unknown_zero() if self.token is None else self.token, self.since)
+        if self.token is None:  # a zero that XLA does not know
+            self.token = lax.shift_right_arithmetic(lax.axis_index((NODE, LOCAL)), jnp.int32(31))
+        self.token = _read(self.token, self.since)
         self.since = []
         return self.token
 
@@ -219,10 +221,6 @@ def _read(token: Token, arrays: Sequence[Any]) -> Token:
         if x.size and jnp.issubdtype(x.dtype, jnp.number):
             token = token & (x[(0,) * x.ndim] != 0).astype(token.dtype)
     return token
-
-
-def _unknown_zero() -> Token:
-    return lax.shift_right_arithmetic(lax.axis_index((NODE, LOCAL)), jnp.int32(31))
 
 
 def communicates(equation: Any) -> bool:

@@ -333,7 +333,7 @@ def without_node(specs: Any) -> Any:
         rest = [tuple(name for name in names if name != NODE) for names in axes_of_dims(spec)]
         return PartitionSpec(*(names or None for names in rest))
 
-    return jax.tree.map(change, specs, is_leaf=_is_spec)
+    return jax.tree.map(change, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def split_if_explicit(x: Any, spec: PartitionSpec) -> Any:
@@ -347,7 +347,3 @@ def split_if_explicit(x: Any, spec: PartitionSpec) -> Any:
     ):
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

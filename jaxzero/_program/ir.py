@@ -122,10 +122,14 @@ class Operation:
         return dataclasses.replace(self, inputs=tuple(others.get(x, x) for x in self.inputs))
 
     @property
+    def values(self) -> list[Value]:
+        """The inputs that are not constants."""
+        return [atom for atom in self.inputs if isinstance(atom, Value)]
+
+    @property
     def source(self) -> Value | None:
         """The input that is not a constant; None unless there is exactly one."""
-        values = [atom for atom in self.inputs if isinstance(atom, Value)]
-        return values[0] if len(values) == 1 else None
+        return self.values[0] if len(self.values) == 1 else None
 
     @property
     def products(self) -> int:

@@ -282,7 +282,7 @@ def addends(operation: Operation) -> list[Value]:
     """The inputs of an addition of two arrays of equal shape; `[]` for any other operation."""
     if operation.name not in ADDITIONS:
         return []
-    arrays = [atom for atom in operation.inputs if isinstance(atom, Value)]
+    arrays = operation.values
     alike = len(arrays) == 2 and arrays[0].shape == arrays[1].shape
     return arrays if alike else []
 

@@ -23,7 +23,7 @@ from jax import lax
 
 from .indexed_rows import READS, RowRead, Rows, row_placed, row_read
 from .ir import Atom, Barrier, Block, Branch, Loop, Operation, Value
-from .movable_ops import ConvertDtype, Op, Reshape, Transpose
+from .movable_ops import ConvertDtype, Op, Reshape, Transpose, apply_all
 from .operation_kinds import addends, carried_sums, is_zero
 from .sink_into_loops import LoopEditor
 from .trace import rewritten, without_dead_code
@@ -123,7 +123,10 @@ class _LoopOfBlock:
         sums = self._row_sums()
         if not reads and not sums:
             return [self.loop]
-        stacked = {i: self._stacked(rows) for i, rows in sums.items()}
+        stacked = {
+            i: {rows: self.editor.stacked(row) for rows, row in by_rows.items()}
+            for i, by_rows in sums.items()
+        }
         loop, after = _without_carry(self.editor.finish(), sums), []
         for i, stacks in stacked.items():
             out = self.loop.outputs[i]
@@ -184,9 +187,7 @@ class _LoopOfBlock:
             cached[outside, rows] = stack
 
         def row(layer: Any) -> Any:
-            for op in read.ops:
-                layer = op.apply(layer)
-            return read.row.apply(layer)
+            return read.row.apply(apply_all(read.ops, layer))
 
         layer = self.editor.layer(cached[outside, rows])
         (inside,) = self.editor.emit(read.operation, row, [layer])
@@ -244,9 +245,6 @@ class _LoopOfBlock:
                     (row,) = self.editor.emit(self.loop, lax.add, operands, last=True)
                 total[rows] = row
         return total
-
-    def _stacked(self, rows: Mapping[Rows, Atom]) -> dict[Rows, Value]:
-        return {key: self.editor.stacked(row) for key, row in rows.items()}
 
 
 def _of_layer(operation: Operation) -> Op | None:

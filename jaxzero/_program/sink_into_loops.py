@@ -347,7 +347,7 @@ class _Behind:
             operation = self.made.get(each)
             if operation is None or not _passes_reductions(operation):
                 return True
-            pending += [atom for atom in operation.inputs if isinstance(atom, Value)]
+            pending += operation.values
         return False
 
 
@@ -386,7 +386,7 @@ def _in_order(block: Block) -> Block | None:
     waiting: list[Operation] = []
     for operation in block.operations:
         waiting.append(operation)
-        while ready := next((x for x in waiting if known.issuperset(_values_read(x))), None):
+        while ready := next((x for x in waiting if known.issuperset(x.values)), None):
             waiting.remove(ready)
             ordered.append(ready)
             known.update(ready.outputs)
@@ -394,7 +394,3 @@ def _in_order(block: Block) -> Block | None:
     if waiting or [x for x in ordered if isinstance(x, Loop) or x.has_effects] != fixed:
         return None
     return dataclasses.replace(block, operations=tuple(ordered))
-
-
-def _values_read(operation: Operation) -> list[Atom]:
-    return [atom for atom in operation.inputs if isinstance(atom, Value)]

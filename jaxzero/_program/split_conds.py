@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .ir import Atom, Barrier, Block, Branch, Fork, Loop, Operation, Value, exchanged_or_effect
-from .movable_ops import Op
+from .movable_ops import Op, apply_all
 from .operation_kinds import is_zero
 from .trace import branch_blocks, rewritten, without_dead_code
 from .uniform import uniform_in_body, uniform_values
@@ -227,7 +227,7 @@ def _without_saved(conds: Iterable[_Cond]) -> dict[Operation, list[Operation]]:
                     operands[i], ops = saved[index, number, x]
                     if ops:
                         made, (operands[i],) = rewritten(
-                            cond.operation, functools.partial(_applied, ops), [operands[i]]
+                            cond.operation, functools.partial(apply_all, ops), [operands[i]]
                         )
                         added.setdefault(cond.operation, []).extend(made)
             given = dict(zip(block.inputs, operands, strict=True))
@@ -235,12 +235,6 @@ def _without_saved(conds: Iterable[_Cond]) -> dict[Operation, list[Operation]]:
                 if (passed := passed_on(block, x)) is not None and passed.value in given:
                     saved[index, number, out] = given[passed.value], passed.ops
     return added
-
-
-def _applied(ops: tuple[Op, ...], x: Any) -> Any:
-    for op in ops:
-        x = op.apply(x)
-    return x
 
 
 def _drop_unread(

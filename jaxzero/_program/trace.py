@@ -287,7 +287,7 @@ def without_dead_code(block: Block) -> Block:
         elif isinstance(operation, Loop):
             operation = _narrow_loop(operation, live)
         kept.append(operation)
-        live.update(atom for atom in operation.inputs if isinstance(atom, Value))
+        live.update(operation.values)
     return Block(block.inputs, block.outputs, tuple(reversed(kept)))
 
 
@@ -306,7 +306,7 @@ def _narrow_loop(loop: Loop, live: set[Value]) -> Loop:
     keep_out = [i for i, value in enumerate(loop.outputs) if i < loop.num_carry or value in live]
     body = dataclasses.replace(loop.body, outputs=tuple(loop.body.outputs[i] for i in keep_out))
     body = without_dead_code(body)
-    read = {atom for op in body.operations for atom in op.inputs if isinstance(atom, Value)}
+    read = {x for operation in body.operations for x in operation.values}
     read.update(atom for atom in body.outputs if isinstance(atom, Value))
     first_stack = loop.first_stack
 

@@ -34,7 +34,9 @@ def trained_leaves(tree: Any) -> list[bool | None]:
         ValueError: an `nnx.Module` holds one `Variable` in two places.
     """
     found: list[bool | None] = []
-    for part in jax.tree.leaves(tree, is_leaf=lambda x: is_stored(x) or _is_module(x)):
+    for part in jax.tree.leaves(
+        tree, is_leaf=lambda x: is_stored(x) or _is_nnx(x) or _is_equinox(x)
+    ):
         if _is_nnx(part):
             found += _trained_by_nnx(part)
         elif _is_equinox(part):
@@ -186,10 +188,6 @@ def _is_overwritten_type(kind: type) -> bool:
 
 def _is_inexact(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _is_module(x: Any) -> bool:
-    return _is_nnx(x) or _is_equinox(x)
 
 
 def _pairs(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:

@@ -23,7 +23,8 @@ BatchArgnums = int | str | Sequence[int | str] | None
 
 def _is_key(leaf: Any) -> bool:
     """Whether a leaf looks like a random key: typed, or raw, `uint32[2]` or `uint32[4]`."""
-    return is_array(leaf) and (_is_typed_key(leaf) or _is_like_raw_key(leaf))
+    is_typed = is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return is_typed or _is_like_raw_key(leaf)
 
 
 def is_split(path: str, leaf: Any, num_rows: int) -> bool:
@@ -245,10 +246,6 @@ def _common_rows(value: Any) -> int | None:
 
 def _is_rows(leaf: Any) -> bool:
     return is_array(leaf) and len(leaf.shape) > 0 and not _is_key(leaf)
-
-
-def _is_typed_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _is_like_raw_key(leaf: Any) -> bool:

@@ -37,7 +37,7 @@ from .._sharding import (
 )
 from .._simigrad import GradientHalves
 from .._warnings import warn
-from .arguments import Argument, Call, Options, argument_numbers, check_meshes, check_rows, resolve
+from .arguments import Argument, Options, argument_numbers, check_meshes, check_rows, resolve
 from .batch_choice import BatchArgnums
 from .optimizer_state import trained_tree
 from .outputs import flat_reductions
@@ -214,8 +214,11 @@ def returned(
         first, second, cross = (trained_tree(as_given(tree)) for tree in trees)
         result.append(GradientHalves(first, second, cross, share))
     if has_state:
-        states = _state_trees(transform.call, options.argnums, local_state)
-        result.append(as_given(states))
+        states = {
+            number: to_tree(plan, local_state, start)
+            for number, start, _, plan in transform.call.sharded()
+        }
+        result.append(as_given([states[number] for number in options.argnums]))
     return tuple(result)
 
 
@@ -310,11 +313,3 @@ def warn_of_full_weights(config: ZeroConfig) -> None:
         "little: a ratio of probabilities of the two (PPO) is not that of equal weights. Pass "
         "`wire_state=`, the state that the next training step gets, to read what it reads."
     )
-
-
-def _state_trees(
-    call: Call, numbers: Sequence[int], local_state: LocalWireState
-) -> list[WireState]:
-    """One `WireState` for each argument in `numbers`; the reverse of `wire_state_of`."""
-    trees = {number: to_tree(plan, local_state, start) for number, start, _, plan in call.sharded()}
-    return [trees[number] for number in numbers]

@@ -161,8 +161,10 @@ class LocalRounds:
                 in_specs=(kept, node_specs(specs)),
                 out_specs=(kept, PartitionSpec(None, NODE)),
             )
-            rows = constrain_tree(rows, self._zero.mesh, specs)
-            return on_nodes(self._placed(layouts, arrays), rows)
+            kept_specs = layouts.each(
+                lambda kept: [leaf.spec(kept.axes) for leaf in kept.global_leaves(self.num_nodes)]
+            )
+            return on_nodes(*constrain_tree((arrays, rows), self._zero.mesh, (kept_specs, specs)))
 
         def program(arrays: Arrays, rows: list[Array]) -> Any:
             exchange = dataclasses.replace(layouts.exchange, has_tangents=True)
@@ -313,12 +315,6 @@ class LocalRounds:
     def _state(self, layouts: Layouts, arrays: Arrays) -> LocalState:
         fields = layouts.each(lambda kept, xs: kept.tree(self.num_nodes, xs), arrays)
         return LocalState(**fields)
-
-    def _placed(self, layouts: Layouts, arrays: Arrays) -> Arrays:
-        specs = layouts.each(
-            lambda kept: [leaf.spec(kept.axes) for leaf in kept.global_leaves(self.num_nodes)]
-        )
-        return constrain_tree(arrays, self._zero.mesh, specs)
 
     def _on_node(
         self, layouts: Layouts, found: dict[str, Any], arrays: Arrays, batches: Any

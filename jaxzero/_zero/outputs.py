@@ -33,7 +33,7 @@ from .._sharding import (
     rng_leaves,
     spread_prefix,
 )
-from .arguments import Argument, Call, Options
+from .arguments import Call, Options
 
 _Doubled = Callable[[], Sequence[tuple[int, ...]] | None]
 
@@ -326,7 +326,9 @@ def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpe
 def _reductions(call: Call, options: Options) -> dict[int, list[str]]:
     """For each differentiated argument, by position, the reduction of each array."""
     arguments = {number: call.arguments[number] for number in options.argnums}
-    trees = tuple(_tree(argument) for argument in arguments.values())
+    trees = tuple(  # with a number for each leaf
+        jax.tree.unflatten(x.treedef, range(len(x.statics))) for x in arguments.values()
+    )
     if options.gradient_reduce is None:
         flat = ["max" if is_state else "mean" for is_state in overwritten_leaves(trees)]
     else:
@@ -343,8 +345,3 @@ def _reductions(call: Call, options: Options) -> dict[int, list[str]]:
         number: [how for how, s in zip(every[number], x.statics, strict=True) if s is None]
         for number, x in arguments.items()
     }
-
-
-def _tree(argument: Argument) -> object:
-    """The structure of an argument, with a number for each of its leaves."""
-    return jax.tree.unflatten(argument.treedef, range(len(argument.statics)))
