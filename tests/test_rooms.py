@@ -60,11 +60,10 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 JAXPRS = {
     "jaxzero._hlo.host_memory",
     "jaxzero._mesh.loop_order",
-    "jaxzero._mesh.memory",
     "jaxzero._mesh.per_device",
     "jaxzero._planner.flops",
     "jaxzero._verify.roundings",
-    *(f"jaxzero._program.{x}" for x in ("ir", "known_part", "split_stacks", "trace")),
+    *(f"jaxzero._program.{x}" for x in ("frozen_part", "ir", "trace")),
 }
 JAXPRS.add("jaxzero._program.layout_requests")
 JAXPR_FIELDS = {"constvars", "eqns", "invars", "jaxpr", "outvars"}

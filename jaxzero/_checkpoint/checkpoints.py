@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._mesh import gloo_groups
+from .._mesh import gloo_workaround
 from .._processes import all_succeed
 from .._zero import Zero
 from .digests import MAX_TEXT_BYTES, DamagedCheckpoint
@@ -201,7 +201,7 @@ class Checkpoints:
         chosen = choose(self.directory, step, self._seconds)
         folder = self.directory / str(chosen)
         tree, named, state, extra = self._read_together(folder, like)
-        gloo_groups.connect(self._zero.mesh)
+        gloo_workaround.connect_groups(self._zero.mesh)
         stored = [stored_array(entry, state.get(name), self._zero) for name, entry in named.items()]
         return Restored(chosen, with_arrays(tree, stored), extra)
 

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32, Float64, Integer, Shaped
 
 from .. import pallas_kernels as kernels
-from .codec import Codec, joined
-from .narrow_floats import bits_dtype, from_bits, to_bits
+from .codec import Codec
+from .rows import bits_dtype, from_bits, joined, to_bits
 
 
 @dataclasses.dataclass(frozen=True)

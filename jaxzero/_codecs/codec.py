@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import abc
 import copy
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,30 +19,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Float64, Integer, Shaped
 
 from .. import pallas_kernels as kernels
 from ..pallas_kernels import add_up
-
-
-@dataclasses.dataclass(frozen=True)
-class DeferredMessage:
-    """Messages that are not written yet, so that they can be written into a larger array.
-
-    Attributes:
-        shape: `(messages, bytes of each)`.
-        write: called with a `pallas_kernels.Place` (some columns of a larger array), writes them
-            there and returns the larger array; called without, returns an array of them alone.
-    """
-
-    shape: tuple[int, int]
-    write: Callable[..., Shaped[Array, "n _"]]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the messages, uint8."""
-        return jnp.dtype(jnp.uint8)
-
-
-def written(x: Shaped[Array, "n m"] | DeferredMessage) -> Shaped[Array, "n m"]:
-    """The messages as an array of their own, written now if they were deferred."""
-    return x.write() if isinstance(x, DeferredMessage) else x
+from .rows import joined_rows, rows_of
 
 
 class Codec(abc.ABC):
@@ -351,30 +326,3 @@ def check_is_value(codec: Codec) -> None:
             f"`{name}.__eq__` must find a copy of a codec equal to it, with the same hash, for "
             f"stored messages are told apart by their codecs; got two that differ. {remedy}"
         )
-
-
-def cut(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, int, int]:
-    """The shape `(outer, num, inner)` of an array of `shape` cut into `num` pieces along `dim`."""
-    return math.prod(shape[:dim]), num, math.prod(shape[dim:]) // num
-
-
-def rows_of(x: Shaped[Array, ...], dim: int, num: int) -> Shaped[Array, "num n"]:
-    """Cut `dim` into `num` pieces, and flatten each to a row."""
-    if math.prod(x.shape[:dim]) == 1:  # the pieces follow one another
-        return x.reshape(num, x.size // num)
-    return kernels.pieces_of(x, dim, num).reshape(num, x.size // num)
-
-
-def joined_rows(
-    rows: Shaped[Array, "num n"], shape: tuple[int, ...], dim: int
-) -> Shaped[Array, ...]:
-    """Join pieces of `shape` along `dim`, each given as a row; reverses `rows_of`."""
-    num = len(rows)
-    if math.prod(shape[:dim]) == 1:
-        return joined(rows, shape, dim, num)
-    return joined(jnp.moveaxis(rows.reshape(num, *shape), 0, dim), shape, dim, num)
-
-
-def joined(x: Shaped[Array, ...], shape: tuple[int, ...], dim: int, num: int) -> Shaped[Array, ...]:
-    """Join `num` pieces of `shape`, which `x` has on a dim before `dim`, along `dim`."""
-    return x.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :])

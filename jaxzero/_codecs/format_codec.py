@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Float64, Integer, 
 
 from .. import pallas_kernels as kernels
 from .blockwise import largest_of_blocks, to_float32
-from .codec import Codec, cut, joined
+from .codec import Codec
+from .rows import cut, joined
 
 _GROUP = 32  # numbers that are rotated together
 _TAIL = 8.0  # what is left over at the end of a rotated row is divided by this

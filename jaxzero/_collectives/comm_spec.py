@@ -1,19 +1,59 @@
-"""Which axes and codecs collectives use, and the dtype that sums are accumulated in."""
+"""How values are sent: axes, codecs, form of messages, and the hops of each gradient's reduction.
+
+[Note: form of messages] CPUs and GPUs keep arrays in plain rows, so a bucket is one array
+`[devices, bytes]` into which the messages of several leaves are joined. A TPU keeps the last two
+dims of an array in tiles of 8 x 128. There, moving bytes between rows `[devices, m]` and the shape
+of a weight crosses all tiles, and XLA compiles for minutes: reading 4M codes out of 8 rows takes
+4 s of compile time, and out of `[8, m / 128, 128]` 0.1 s; an all-gather of rows of 5.5M bfloat16
+takes 26 s, and one for each leaf in its own shape 0.3 s in all (JAX 0.12.0, v5e,
+`benchmarks.compiled.tpu_messages`). So there large leaves travel alone, floats in their own shapes
+and dtype, and codes as columns, whose blocks lie across rows of lanes
+(`pallas_kernels._columns`). The numbers are the same in both forms.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from .._codecs import Cast, Codec, is_narrow_float
-from .._mesh import AXES, LOCAL, NODE, AnyMesh, physical
-from .._sharding import CommSchedule, GradientHop, HpZ, PerAxis, WeightHop, ZeroConfig
+from .._codecs import Cast, Codec, Column, is_narrow_float
+from .._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, AnyMesh, physical
+from .._sharding import CommSchedule, DimSharding, GradientHop, HpZ, PerAxis, WeightHop, ZeroConfig
 from .ledger import Transfer
-from .message_form import MessageForm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MessageForm:
+    """How the arrays of collectives are shaped.
+
+    Attributes:
+        tiled: whether each leaf is sent alone, in a shape whose minor dims fill tiles, and floats
+            in their own dtype; otherwise as rows of bits, `[devices, m]`.
+        join_below_bytes: leaves without a codec are joined into one message only if each sends
+            fewer bytes than this; None joins all.
+    """
+
+    tiled: bool = False
+    join_below_bytes: int | None = None
+
+    @classmethod
+    def of(cls, mesh: AnyMesh) -> MessageForm:
+        """The form for the platform of the devices of `mesh`."""
+        return _FORMS.get(physical(mesh).devices.flat[0].platform, cls())
+
+    def joins(self, num_bytes: int) -> bool:
+        """Whether a leaf without a codec, which sends `num_bytes`, is joined with others."""
+        return self.join_below_bytes is None or num_bytes < self.join_below_bytes
+
+
+TILED = MessageForm(tiled=True, join_below_bytes=2**16)
+_FORMS = {"tpu": TILED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,3 +200,101 @@ class CommSpec:
 def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype that sums are accumulated in: float32 for narrower floats, otherwise `dtype`."""
     return jnp.dtype(jnp.float32) if is_narrow_float(dtype) else jnp.dtype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceSpec:
+    """The reduce-scatter of one gradient over the mesh axes.
+
+    Attributes:
+        name: path of the leaf.
+        shape: shape of the full gradient on each device, without padding.
+        dtype: dtype of the full gradient.
+        layout: split dim and padding of the result.
+        hops: the mesh axes to sum over, in order. With `local` only, the result is this device's
+            node slice of the sum over its node.
+        exact: whether no codec of the config encodes it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    layout: DimSharding
+    hops: tuple[str, ...] = REDUCTION_HOPS
+    exact: bool = False
+
+    def scatters(self, axis: str, comm: CommSpec) -> bool:
+        """Whether the reduction over `axis` scatters the gradient.
+
+        It all-reduces instead where devices along the axis hold the same shards (`split="local"`).
+        """
+        return axis in self.hops and axis in comm.axes and comm.sizes[axis] > 1
+
+    def codec(self, axis: str, comm: CommSpec) -> Codec | None:
+        """The codec that the gradient is sent with over `axis`."""
+        size = 0 if self.exact else math.prod(self.shape)
+        return comm.gradient_codec(axis, size, self.dtype)
+
+    def dtype_at(self, axis: str, comm: CommSpec) -> Any:
+        """The dtype of the sum that is sent over `axis`: float32 once it has been decoded."""
+        before = [x for x in REDUCTION_HOPS[: REDUCTION_HOPS.index(axis)] if self.scatters(x, comm)]
+        if any(self.codec(hop, comm) is not None for hop in before):
+            return jnp.dtype(jnp.float32)
+        return accumulator_dtype(self.dtype) if before else self.dtype
+
+    def shard_shape(self, axis: str, comm: CommSpec) -> tuple[int, ...]:
+        """The shape of a device's shard after the reduction over `axis` and the axes before it."""
+        done = REDUCTION_HOPS[: REDUCTION_HOPS.index(axis) + 1]
+        shape, dim = list(self.layout.pad_shape(self.shape)), self.layout.dim
+        shape[dim] //= math.prod(comm.sizes[hop] for hop in done if self.scatters(hop, comm))
+        return tuple(shape)
+
+    def message_column(self, axis: str, comm: CommSpec) -> Column:
+        """Length and dtype of the message for each device along `axis`."""
+        codec = self.codec(axis, comm)
+        assert codec is not None
+        num = math.prod(self.shard_shape(axis, comm))
+        return _message_size(codec, num, self.dtype_at(axis, comm))
+
+
+def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
+    """The axes that a bucket is reduced over, in order: those that any of its gradients needs.
+
+    At least one axis is returned, even on a single device, so that every bucket runs the same code.
+    """
+    axes = [axis for axis in REDUCTION_HOPS if any(axis in x.hops for x in specs)]
+    return comm.axes_with_peers(tuple(axes)) or REDUCTION_HOPS[:1]
+
+
+# [Note: a bucket as one gradient]
+# If all gradients of a bucket have the same joinable codec on each axis, they are reduced as one:
+# an array with a row for each device, in the order of the shards. The devices of an axis exchange
+# ranges of these rows, so nothing is cut apart and joined again between the axes. Otherwise a
+# program of unrolled layers has 28 operations more for each layer of nine weights, and XLA computes
+# the sums inside the concatenation of the next message, once for each weight. Results are equal
+# bit for bit.
+
+
+def as_one(specs: Sequence[ReduceSpec], comm: CommSpec) -> ReduceSpec | None:
+    """The gradients of a bucket as one of shape `[devices, m]`; None if they are reduced apart."""
+    axes, first = reduce_axes(specs, comm), specs[0]
+    if len(specs) < 2 or comm.form.tiled or any(x.dtype != first.dtype for x in specs):
+        return None
+    num = math.prod(comm.sizes[axis] for axis in axes)
+    sizes = [math.prod(x.layout.pad_shape(x.shape)) for x in specs]
+    shape, layout = (num, sum(sizes) // num), DimSharding(0, num, num)
+    one = ReduceSpec("", shape, first.dtype, layout, first.hops)
+    for axis in axes:
+        codec = one.codec(axis, comm)
+        if codec is None or not codec.is_joinable:
+            return None
+        if not all(x.scatters(axis, comm) and x.codec(axis, comm) == codec for x in specs):
+            return None
+    return one
+
+
+@functools.cache
+def _message_size(codec: Codec, num: int, dtype: Any) -> Column:
+    """Length and dtype of the message of `num` numbers; cached, as many layers share it."""
+    message = codec.message(num, dtype)
+    return message.shape[0], message.dtype

@@ -5,17 +5,37 @@ Only a shard then crosses between nodes, the smallest array of all, and the gath
 the order of storage (`_sharding.layout`). `start_gather` encodes the buckets; each call of
 `gather_hop` then gathers over one axis.
 
+A node slice is what one device has after the gather over `node`, joined from the shards of all
+devices with its `local` index. `node_slices` makes them, to be gathered inside the node later
+(hpZ).
+
+[Note: weight differences] A step changes weights little, so a codec loses less on the difference
+than on the weight (SDP4Bit, https://arxiv.org/abs/2410.15526). Each device keeps its node slice w
+from step to step (`EncodedShards.kept`); the owner of a shard x sends the difference over `node`,
+and every device that receives it adds it:
+
+    w' = w + decode(encode(x - w)).
+
 Legend: a `shard` is what one device owns; `full` is the array in its own shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from .._codecs import Codec, DeferredMessage
-from .bucket import GatherBucket, pack
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Shaped
+
+from .._codecs import Codec, DeferredMessage, from_bits, to_bits
+from .._mesh import LOCAL, NODE, program_axes
+from .._sharding import DimSharding, pad, unpad
 from .comm_spec import CommSpec
-from .encoded_shards import EncodedShards
+from .encoded_shards import EncodedShards, GatherBucket, pack, unpack
+from .primitives import all_to_all
 
 
 def start_gather(
@@ -89,3 +109,98 @@ def _codec(shards: EncodedShards, size: int, comm: CommSpec) -> Codec | None:
     if shards.kept is not None:
         return comm.weight_hop.codec
     return comm.weight_codec(axis, size, shards.dtype)
+
+
+def node_slices(
+    shards: Sequence[EncodedShards],
+    sizes: Sequence[int],
+    comm: CommSpec,
+    pin: Callable[[list[GatherBucket]], list[GatherBucket]] = lambda buckets: buckets,
+) -> list[EncodedShards]:
+    """All-gather weights over `node` only, and encode the slices as hpZ stores them.
+
+    Args:
+        shards: this device's shards. Those with `kept` are sent as differences to it.
+        sizes: for each weight, the elements of the full array, or of one layer of a stack.
+        comm: axes and codecs.
+        pin: applied to the encoded buckets before they are sent, to put a barrier on them.
+    """
+    sent = [x if x.kept is None else _difference(x, x.kept, comm) for x in shards]
+    sent = [dataclasses.replace(x, axes=(NODE,)) for x in sent]
+    received = unpack(gather_hop(pin(start_gather(sent, sizes, comm)), sizes, comm))
+    slices = []
+    for shard, x, size in zip(shards, received, sizes, strict=True):
+        if shard.kept is not None:
+            new = comm.weight_hop.updated(_finite(shard.kept), x.join()).astype(shard.dtype)
+            new = EncodedShards.plain(new, shard.dim, shard.lead)
+            slices.append(encode_node_slice(new, size, comm))
+        else:
+            tiled = comm.form.tiled
+            slices.append(x if x.pinned else encode_node_slice(x, size, comm, tiled=tiled))
+    return [dataclasses.replace(x, axes=(LOCAL,)) for x in slices]
+
+
+def encode_node_slice(
+    node_slice: EncodedShards, size: int, comm: CommSpec, *, tiled: bool = False
+) -> EncodedShards:
+    """Encode a node slice with hpZ's codec, to be gathered over `local` later.
+
+    `size` is the number of elements of the full array, compared with `min_quantized_size`. A slice
+    that is kept between steps is not `tiled`: its form does not depend on the platform.
+    """
+    assert comm.hpz is not None
+    codec = comm.suitable_for_weights(comm.hpz.codec, size, node_slice.dtype)
+    return node_slice.encode(codec, (LOCAL,), tiled=tiled)
+
+
+def _difference(shard: EncodedShards, kept: EncodedShards, comm: CommSpec) -> EncodedShards:
+    """The difference between a shard and its part of the node slice, to be encoded."""
+    size = shard.shape[shard.dim]
+    start = lax.axis_index(NODE) * size
+    mine = lax.dynamic_slice_in_dim(_finite(kept), start, size, axis=shard.dim)
+    difference = comm.weight_hop.difference(shard.join(jnp.float32), mine)
+    plain = EncodedShards.plain(difference, shard.dim, shard.lead)
+    return dataclasses.replace(plain, kept=kept)
+
+
+def _finite(kept: EncodedShards) -> Float32[Array, ...]:
+    """A node slice, decoded, with 0 for what is not finite.
+
+    After weights with NaN are replaced from a checkpoint, NaN + difference would stay NaN.
+    """
+    old = kept.join(jnp.float32)
+    return jnp.where(jnp.isfinite(old), old, 0)
+
+
+def move_split(
+    x: Shaped[Array, ...],
+    shape: tuple[int, ...],
+    old: DimSharding,
+    new: DimSharding,
+    axes: tuple[str, ...],
+) -> Shaped[Array, ...]:
+    """Move the split of a sharded array to another dim, by one all-to-all.
+
+    Args:
+        x: this device's shard in the layout `old`.
+        shape: true shape of the full array, without padding.
+        old: the present layout.
+        new: the target layout, on another dim.
+        axes: the mesh axes that split the array; each has more than one device.
+    """
+    assert old.dim != new.dim and shape[new.dim] == new.size
+    if not axes:
+        return unpad(pad(x, new), old)
+    bits = all_to_all(to_bits(pad(x, new)), axes, new.dim, old.dim)
+    return unpad(from_bits(bits, x.dtype), old)
+
+
+def gathered_aval(shard: Any, layout: DimSharding, comm: CommSpec) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of the array gathered from `shard`, inside the `shard_map`."""
+
+    def full(x: Array) -> Array:
+        for axis in reversed(program_axes(comm.axes)):
+            x = lax.all_gather(x, axis, axis=layout.dim, tiled=True)
+        return unpad(x, layout)
+
+    return jax.eval_shape(full, shard)

@@ -1,6 +1,6 @@
 """Record the collectives that a program issues, with sizes, mesh axes and the leaves they serve.
 
-Copies between device memory and host memory are recorded too (`host_copies`). Records are made
+Copies between device memory and host memory are recorded too (`primitives`). Records are made
 while a program is traced, so a report shows what is sent, not an estimate. For an array of B bytes
 and n devices, an all-gather, all-to-all or reduce-scatter brings B (n - 1) / n bytes into each
 device, an all-reduce twice that.

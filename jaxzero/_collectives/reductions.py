@@ -5,7 +5,7 @@ array, a sum over the node, crosses between nodes. With a codec, each axis is on
 (ZeRO++, https://arxiv.org/abs/2306.10209): encode the shards of all receivers, exchange them
 all-to-all, decode and sum in float32. Gradients without a codec are reduce-scattered in
 `accumulator_dtype`. A bucket whose gradients have one cast is reduced as one gradient
-(`reduce_spec.py`).
+([Note: a bucket as one gradient]).
 
 Legend: `full` is a full gradient on one device; `rows` are its shards for all receivers, flattened
 to one row each.
@@ -25,22 +25,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from .._codecs import rows_of
+from .._codecs import can_join, column_bytes, columns_in_place, join_columns, rows_of, split_columns
 from .._sharding import pad
-from .comm_spec import CommSpec, accumulator_dtype
+from .comm_spec import CommSpec, ReduceSpec, accumulator_dtype, as_one, reduce_axes
 from .ledger import picked
-from .packing import can_join, in_place, join, split, widths
-from .partial_sums import (
+from .primitives import all_to_all, reduce_scatter
+from .reduce_hop import (
     HalfBatchSum,
     PartialSums,
     Sum,
     decoded_together,
+    encoded,
+    reduce_to_shard,
+    rounding_seed,
     sum_of,
+    sum_over,
     total_of,
 )
-from .primitives import all_to_all, reduce_scatter
-from .reduce_hop import encoded, reduce_to_shard, rounding_seed, sum_over
-from .reduce_spec import ReduceSpec, as_one, reduce_axes
 
 _FEW = 2**18  # elements; most matrices have more
 
@@ -77,7 +78,7 @@ def start_reduction(
     if (one := as_one(specs, comm)) is not None:
         pairs = zip(arrays, specs, strict=True)
         rows = [rows_of(x.astype(s.dtype), s.layout.dim, one.layout.size) for x, s in pairs]
-        arrays, specs = [join(rows)], [one]
+        arrays, specs = [join_columns(rows)], [one]
     return _encode_bucket(arrays, specs, axes[0], 1, comm)
 
 
@@ -160,7 +161,7 @@ def _reduce_one(
     """Reduce a bucket over one axis as the one gradient `one`, made of those of `specs`."""
     codec = one.codec(axis, comm)
     assert codec is not None
-    shares = widths([spec.message_column(axis, comm) for spec in specs])
+    shares = column_bytes([spec.message_column(axis, comm) for spec in specs])
     received = all_to_all(bucket.coded, axis, shares=shares, forms=(codec,))
     return PartialSums(received, codec, one.shard_shape(axis, comm), num_summed)
 
@@ -170,14 +171,10 @@ def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
     parts, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
-        cut = functools.partial(_range_of, start=start, end=end, shape=shape)
-        parts.append(jax.tree.map(cut, x))
+        cut = functools.partial(lax.slice_in_dim, start_index=start, limit_index=end)
+        parts.append(jax.tree.map(lambda x, cut=cut, s=shape: cut(x.reshape(-1)).reshape(s), x))
         start = end
     return parts
-
-
-def _range_of(x: Array, start: int, end: int, shape: tuple[int, ...]) -> Array:
-    return lax.slice_in_dim(x.reshape(-1), start, end).reshape(shape)
 
 
 def _split_by_codec(
@@ -221,10 +218,10 @@ def _encode_bucket(
             plain[name] = sums[numbers[0]]
         else:
             rows = [rows_of(sums[i], specs[i].layout.dim, comm.sizes[axis]) for i in numbers]
-            plain[name] = join(rows)
+            plain[name] = join_columns(rows)
     rest = {i: sums[i] for i, s in enumerate(specs) if not s.scatters(axis, comm)}
     # The barrier keeps XLA from moving the decoding across the exchange.
-    sent: Any = messages if comm.form.tiled else join(messages) if messages else None
+    sent: Any = messages if comm.form.tiled else join_columns(messages) if messages else None
     return ReduceBucket(lax.optimization_barrier(sent), plain, rest)
 
 
@@ -256,7 +253,7 @@ def _messages(
         x, dim = arrays[numbers[0]], specs[numbers[0]].layout.dim
         if len(numbers) > 1:
             pairs = [(total_of(arrays[i]), specs[i].layout.dim) for i in numbers]
-            x, dim = join([rows_of(*pair, num) for pair in pairs]), 0
+            x, dim = join_columns([rows_of(*pair, num) for pair in pairs]), 0
         messages.append(encoded(x, dim, num, codec, num_summed, comm.form, seed))
     return messages
 
@@ -283,9 +280,9 @@ def _reduce_over(
         columns = [specs[i].message_column(axis, comm) for i in coded]
         forms = [specs[i].codec(axis, comm) for i in coded]
         with picked(coded):
-            received = all_to_all(bucket.coded, axis, shares=widths(columns), forms=forms)
+            received = all_to_all(bucket.coded, axis, shares=column_bytes(columns), forms=forms)
         partial = []
-        for i, message in zip(coded, in_place(received, columns), strict=True):
+        for i, message in zip(coded, columns_in_place(received, columns), strict=True):
             codec, shape = specs[i].codec(axis, comm), specs[i].shard_shape(axis, comm)
             assert codec is not None
             partial.append(PartialSums(message, codec, shape, num_summed))
@@ -315,10 +312,10 @@ def _scatter(
     columns = [(math.prod(shape), x.dtype) for shape in shapes]
     parts: Sequence[Sum]
     if half := comm.first_half_size(axis):
-        received = split(all_to_all(x, axis, shares=widths(columns)), columns)
+        received = split_columns(all_to_all(x, axis, shares=column_bytes(columns)), columns)
         parts = [HalfBatchSum.of(part, half) for part in received]
     else:
-        parts = split(reduce_scatter(x, axis, 0, widths(columns)), columns)
+        parts = split_columns(reduce_scatter(x, axis, 0, column_bytes(columns)), columns)
     return {
         i: jax.tree.map(lambda x, shape=shape: x.reshape(shape), part)
         for i, part, shape in zip(numbers, parts, shapes, strict=True)

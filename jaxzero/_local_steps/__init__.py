@@ -4,11 +4,11 @@ In: a step of one node, and its arrays. Out: one round of steps, with the exchan
 under way while steps are computed. `_zero` lays out the arrays; it uses the names listed here.
 """
 
-from .cut import Cut as Cut
+from .exchange import AsTree as AsTree
 from .exchange import Exchange as Exchange
 from .exchange import Outer as Outer
-from .outer import AsTree as AsTree
-from .outer import OuterPlan as OuterPlan
+from .exchange import OuterPlan as OuterPlan
+from .fragments import Cut as Cut
 from .round import Carry as Carry
 from .round import Inner as Inner
 from .round import run_round as run_round

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,23 +26,21 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jaxtyping import Array, Int32
 
-from .one_node import LOCAL, NODE
-from .per_device import is_tracing
+from .mesh_kinds import LOCAL, NODE
+from .per_device import (
+    CALLS,
+    REMAT,
+    bind,
+    equations_inside,
+    evaluate,
+    inner_jaxprs,
+    is_tracing,
+)
 
 Token = Int32[Array, ""]
 
-_LOCAL = {"axis_index", "pvary", "pcast"}  # they name an axis and send nothing
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-}
-
+NAMING_ONLY = {"axis_index", "pvary", "pcast"}  # they name an axis and send nothing
+_CALLS = {**CALLS, **dict.fromkeys(REMAT, "jaxpr")}
 
 # The last token of each trace under way. A token is alive as long as its program is part of one.
 _last_tokens: contextvars.ContextVar[tuple[tuple[Any, weakref.ref], ...]] = contextvars.ContextVar(
@@ -119,26 +117,20 @@ class _Order:
     since: list[Any] = dataclasses.field(default_factory=list)
 
     def run(self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        values = dict(zip(jaxpr.constvars, constants, strict=True))
-        values.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jex.Literal) else values[atom]
-
-        for equation in jaxpr.eqns:
-            args = [read(atom) for atom in equation.invars]
+        def apply(equation: Any, args: list[Any]) -> list[Any]:
             source = equation.source_info
             with source_info_util.user_context(source.traceback, name_stack=source.name_stack):
-                run = self._communicate if communicates(equation) else _bind
-                values.update(zip(equation.outvars, run(equation, args), strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+                run = self._communicate if communicates(equation) else bind
+                return run(equation, args)
+
+        return evaluate(jaxpr, constants, inputs, apply)
 
     def _communicate(self, equation: Any, inputs: list[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
         if name in _CALLS:
             return self.run(*_opened(params[_CALLS[name]]), inputs)
-        if not list(_inner_jaxprs(equation)):
-            outputs = _bind(equation, self._wait(inputs))
+        if next(inner_jaxprs(equation), None) is None:
+            outputs = bind(equation, self._wait(inputs))
             self.since.append(outputs[0])
             return outputs
         token = self.wait_for_all()
@@ -151,13 +143,15 @@ class _Order:
                 branches = [_body(branch) for branch in params["branches"]]
                 outputs, self.token = lax.switch(inputs[0], branches, inputs[1:], token)
             case _:
-                outputs = _bind(equation, self._wait(inputs))
+                outputs = bind(equation, self._wait(inputs))
                 self.token = _read(token, outputs)
         return outputs
 
     def wait_for_all(self) -> Token:
         """The token, which then depends on all that came before."""
-        self.token = _read(_unknown_zero() if self.token is None else self.token, self.since)
+        if self.token is None:  # a zero that XLA does not know
+            self.token = lax.shift_right_arithmetic(lax.axis_index((NODE, LOCAL)), jnp.int32(31))
+        self.token = _read(self.token, self.since)
         self.since = []
         return self.token
 
@@ -166,14 +160,6 @@ class _Order:
         if self.token is None:
             return arrays
         return [lax.select_n(self.token == 0, lax.full_like(x, 0), x) for x in arrays]
-
-
-def _bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
-    params = equation.primitive.get_bind_params(equation.params)
-    args, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
-        out = equation.primitive.bind(*args, *inputs, **params)
-    return list(out) if equation.primitive.multiple_results else [out]
 
 
 def _body(closed: Any) -> Callable[[list[Any], Token], tuple[list[Any], Token]]:
@@ -237,25 +223,18 @@ def _read(token: Token, arrays: Sequence[Any]) -> Token:
     return token
 
 
-def _unknown_zero() -> Token:
-    return lax.shift_right_arithmetic(lax.axis_index((NODE, LOCAL)), jnp.int32(31))
-
-
 def communicates(equation: Any) -> bool:
     """Whether an equation is a collective, or has collectives inside."""
-    if not any(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects):
-        return False
-    inner = list(_inner_jaxprs(equation))
-    if not inner:
-        return equation.primitive.name not in _LOCAL
-    return any(communicates(x) for jaxpr in inner for x in jaxpr.eqns)
+    return _names_an_axis(equation) and any(map(_is_collective, equations_inside(equation)))
 
 
-def _inner_jaxprs(equation: Any) -> Iterator[Any]:
-    for param in equation.params.values():
-        for x in param if isinstance(param, tuple) else (param,):
-            if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr):
-                yield _opened(x)[0]
+def _is_collective(equation: Any) -> bool:
+    is_leaf = next(inner_jaxprs(equation), None) is None
+    return is_leaf and _names_an_axis(equation) and equation.primitive.name not in NAMING_ONLY
+
+
+def _names_an_axis(equation: Any) -> bool:
+    return any(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
 
 
 def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

@@ -18,9 +18,8 @@ from jaxtyping import Array, Shaped
 from .._processes import hosts, process_count
 from .gloo_workaround import uses_gloo, with_workaround
 from .loop_order import in_order, in_turn
-from .one_node import LOCAL, NODE, AnyMesh, NodeMesh, is_one_node, without_node
+from .mesh_kinds import LOCAL, NODE, AnyMesh, NodeMesh, SimulatedMesh, is_one_node, without_node
 from .per_device import without_mesh
-from .simulated import SimulatedMesh
 
 AXES = (NODE, LOCAL)  # the batch is split in this order, so that a host's rows are contiguous
 REDUCTION_HOPS = (LOCAL, NODE)  # in this order, only sums over a node cross between nodes

@@ -1,20 +1,25 @@
-"""Trace the body of a `shard_map` as if it ran on one device, without the mesh in array types.
+"""The seam to what JAX keeps to itself of a traced program: its jaxpr, its types, its memories.
 
-Inside a `shard_map`, JAX puts the mesh, with its axes `Manual`, into the type of every array. Code
-that compares traced with computed values (Equinox's solvers: diffrax, optimistix, lineax) compares
-these types too, and fails. So the body is traced with all axes automatic, as under plain `jit`,
-which such code supports; the axis names stay bound, so that collectives work. The traced jaxpr is
-then called in the `shard_map` as one `jit`, so that its equations do not get types with the mesh.
+[Note: types without the mesh] Inside a `shard_map`, JAX puts the mesh, with its axes `Manual`, into
+the type of every array. Code that compares traced with computed values (Equinox's solvers: diffrax,
+optimistix, lineax) compares these types too, and fails. So the body is traced with all axes
+automatic, as under plain `jit`, which such code supports; the axis names stay bound, so that
+collectives work. The traced jaxpr is then called in the `shard_map` as one `jit`, so that its
+equations do not get types with the mesh.
 
 JAX cannot transpose such a program: the types of the transpose would have the mesh. It would also
 hold all gathered weights until backward, and pass through codecs. `forward_only` marks results, and
 `known_together` marks arguments, so that `jax.linearize` does not cut a program apart either.
+
+Of host memory only pinned memory is used, from which a GPU copies while it computes. JAX calls it
+the memory kind "pinned_host"; a traced array there has the memory space `Host` in its type. Arrays
+in host memory can be sliced and updated, but not computed with.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +28,27 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend import core as jex
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
+from jaxtyping import Array
 
 from .._without_gc import without_gc
 
 _ASK_FOR_THE_DEVICE = {"axis_index", "debug_callback", "debug_print"}
+HOST = "pinned_host"
+
+# An array in host memory by its type, and nothing but a broadcast in the program. XLA allocates it
+# there once it sees that slices in host memory are written into it. If it were moved there
+# explicitly, XLA before JAX 0.11 would fill it on the device and copy it.
+_empty_p = Primitive("empty_in_host")
+_empty_p.def_abstract_eval(
+    lambda *, shape, dtype, tag: ShapedArray(shape, dtype, memory_space=jax.memory.Space.Host)
+)
+_fill = mlir.lower_fun(
+    lambda *, shape, dtype, tag: jnp.full(shape, tag, dtype), multiple_results=False
+)
+mlir.register_lowering(_empty_p, _fill)
 
 
 def without_mesh(function: Callable) -> Callable:
@@ -173,6 +193,69 @@ def _with_mesh_context(mesh: Any, closed: Any) -> Any:
     return rewrite(closed, change)
 
 
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
+}
+REMAT = {"checkpoint", "remat", "remat2"}
+
+
+def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
+    """Apply the primitive of an equation, with some of its parameters changed."""
+    params = equation.primitive.get_bind_params({**equation.params, **changes})
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        out = equation.primitive.bind(*functions, *inputs, **params)
+    return list(out) if equation.primitive.multiple_results else [out]
+
+
+def evaluate(
+    jaxpr: Any,
+    constants: Sequence[Any],
+    inputs: Sequence[Any],
+    apply: Callable[[Any, list[Any]], Sequence[Any]],
+    literal: Callable[[Any], Any] = lambda value: value,
+) -> list[Any]:
+    """Evaluate a jaxpr on values of any kind; return its outputs.
+
+    Args:
+        jaxpr: the jaxpr.
+        constants: the values of its constants.
+        inputs: those of its inputs.
+        apply: the outputs of an equation, given its inputs.
+        literal: makes a value of a number that is written in the jaxpr.
+    """
+    values = dict(zip(jaxpr.constvars, constants, strict=True))
+    values.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(var: Any) -> Any:
+        return literal(var.val) if isinstance(var, jex.Literal) else values[var]
+
+    for equation in jaxpr.eqns:
+        outputs = apply(equation, [read(var) for var in equation.invars])
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation, closed ones opened."""
+    for param in equation.params.values():
+        for x in param if isinstance(param, tuple | list) else (param,):
+            if _is_jaxpr(x):
+                yield getattr(x, "jaxpr", x)
+
+
+def equations_inside(equation: Any) -> Iterator[Any]:
+    """An equation, and those of the jaxprs inside it."""
+    yield equation
+    for jaxpr in inner_jaxprs(equation):
+        for inner in jaxpr.eqns:
+            yield from equations_inside(inner)
+
+
 def rewrite(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to every equation of a jaxpr, closed or not, and of the jaxprs inside it.
 
@@ -214,3 +297,41 @@ def is_traced(x: Any) -> bool:
 def is_tracing() -> bool:
     """Whether a transformation such as `jax.jit` is tracing the caller."""
     return is_traced(jax.device_put(np.zeros(())))  # a tracer there, an array elsewhere
+
+
+def in_host(x: Any) -> bool:
+    """Whether `x` lies in host memory.
+
+    Args:
+        x: an array, a tracer, or a `ShapeDtypeStruct` with a sharding.
+    """
+    if is_traced(x):
+        return jax.typeof(x).memory_space == jax.memory.Space.Host
+    return getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
+
+
+def memory_kind_of(x: Any) -> str | None:
+    """The memory kind of `x`, as a `NamedSharding` takes it: `HOST`, or None for device memory."""
+    return HOST if in_host(x) else None
+
+
+def empty_in_host(shape: tuple[int, ...], dtype: Any, tag: int) -> Array:
+    """An array in host memory, inside a traced program, with no particular contents.
+
+    Args:
+        shape: its shape; all of it must be overwritten, slice by slice.
+        dtype: its dtype.
+        tag: another number for each array of a loop. Of equal ones XLA would allocate one, and copy
+            the others from it.
+    """
+    return _empty_p.bind(shape=tuple(shape), dtype=jnp.dtype(dtype), tag=tag)
+
+
+def to_device(x: Array) -> Array:
+    """Copy a traced array to device memory; one that lies there is returned unchanged."""
+    return jax.device_put(x, jax.memory.Space.Device) if in_host(x) else x
+
+
+def to_host(x: Array) -> Array:
+    """Copy a traced array to host memory; one that lies there is returned unchanged."""
+    return x if in_host(x) else jax.device_put(x, jax.memory.Space.Host)

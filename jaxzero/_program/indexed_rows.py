@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from .elementwise import shape_of
 from .ir import Atom, Constant, Operation, Value
-from .known_integers import Known, small_integers
+from .operation_kinds import shape_of
+from .uniform import Known, small_integers
 
 READS = {"dynamic_slice", "gather"}
 

@@ -1,32 +1,42 @@
 """The intermediate representation of a traced program: blocks of operations that can be re-bound.
 
-`trace` makes blocks from functions; `per_device` and `layout_requests` handle what jaxprs contain
-about meshes, `loop_order` orders them for CPUs, and `memory` has a primitive of its own. Only these
-six modules know jaxprs, so a new JAX release affects only them.
+`trace` makes blocks from functions, `layout_requests` handles what jaxprs contain about meshes, and
+`frozen_part` runs jaxprs; in `_mesh`, `per_device` reads and evaluates them, and `loop_order`
+orders them for CPUs. Only these modules know jaxprs, so a new JAX release affects only them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import source_info_util
 
-from .._mesh import in_host, is_traced, reduce_scatter
-from .._mesh import simulated as simulate
+from .._mesh import (
+    EXCHANGES,
+    NAMING_ONLY,
+    bind,
+    equations_inside,
+    exchange_in_turn,
+    in_host,
+    is_simulating,
+    is_traced,
+    reduce_scatter,
+    refuse_exchanges_inside,
+)
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import movable_ops
 
 _ELEMENTWISE = {"neg", "reduce_precision"}
-_LOCAL = {"axis_index", "pvary", "pcast"}  # they name an axis and send nothing
 ADDITIONS = ("add", "add_any")  # of the user, and of differentiation
-_EXCHANGES = {"all_gather", "reduce_scatter", "ppermute", "all_to_all"}
 
 
 class Value:
@@ -93,26 +103,33 @@ class Operation:
     def bind(self, inputs: Sequence[Any]) -> list[Any]:
         """Apply the primitive to arrays with the shapes and dtypes of `self.inputs`."""
         equation = self.equation
-        if simulate.is_simulating():
-            if self.name in _EXCHANGES:
+        if is_simulating():
+            if self.name in EXCHANGES:
                 with scope(equation):
-                    return [_exchange(self.name, inputs[0], equation.params)]
-            _refuse_exchanges_inside(equation)
+                    return [exchange_in_turn(self.name, inputs[0], equation.params)]
+            refuse_exchanges_inside(equation)
         if self.name == "reduce_scatter" and equation.params["axis_index_groups"] is None:
             with scope(equation):
                 axes, dim = equation.params["axis_name"], equation.params["scatter_dimension"]
                 return [reduce_scatter(inputs[0], axes, dim, tiled=equation.params["tiled"])]
-        params = equation.primitive.get_bind_params(equation.params)
-        args, params = params if isinstance(params, tuple) else ((), params)
-        with scope(equation), equation.ctx.manager:
-            out = equation.primitive.bind(*args, *inputs, **params)
-        return list(out) if equation.primitive.multiple_results else [out]
+        with scope(equation):
+            return bind(equation, inputs)
+
+    def reading(self, others: Mapping[Any, Atom]) -> Operation:
+        """This operation with other inputs in place of some."""
+        if others.keys().isdisjoint(self.inputs):
+            return self
+        return dataclasses.replace(self, inputs=tuple(others.get(x, x) for x in self.inputs))
+
+    @property
+    def values(self) -> list[Value]:
+        """The inputs that are not constants."""
+        return [atom for atom in self.inputs if isinstance(atom, Value)]
 
     @property
     def source(self) -> Value | None:
         """The input that is not a constant; None unless there is exactly one."""
-        values = [atom for atom in self.inputs if isinstance(atom, Value)]
-        return values[0] if len(values) == 1 else None
+        return self.values[0] if len(self.values) == 1 else None
 
     @property
     def products(self) -> int:
@@ -162,6 +179,17 @@ class Loop(Operation):
         return self.equation.params["length"]
 
     @property
+    def first_stack(self) -> int:
+        """The index of the first stack among the inputs."""
+        return self.num_constants + self.num_carry
+
+    @property
+    def stacks(self) -> list[tuple[Atom, Value]]:
+        """Each stack that it scans, with the layer of it that the body reads."""
+        first = self.first_stack
+        return list(zip(self.inputs[first:], self.body.inputs[first:], strict=True))
+
+    @property
     def products(self) -> int:
         """The number of multiplications of the matrix products of all iterations."""
         return self.length * sum(operation.products for operation in self.body.operations)
@@ -194,6 +222,11 @@ class Block:
     outputs: tuple[Atom, ...]
     operations: tuple[Operation, ...]
 
+    @functools.cached_property
+    def makers(self) -> dict[Any, Operation]:
+        """For each value that an operation makes, that operation."""
+        return {x: operation for operation in self.operations for x in operation.outputs}
+
 
 def _indexed(body: Callable, stacks: Any, length: int) -> tuple[Callable, Any]:
     """The body and stacks of a reversed loop, with stacks in host memory indexed by an array.
@@ -225,7 +258,7 @@ def exchanged_or_effect(operation: Operation) -> str | None:
 
     `axis_index` is none: it tells a device where it is, and sends nothing.
     """
-    for equation in _equations(operation.equation):
+    for equation in equations_inside(operation.equation):
         has_effects = any("Named" not in type(effect).__name__ for effect in equation.effects)
         if has_effects or _exchanged_axes(equation):
             return equation.primitive.name
@@ -234,27 +267,18 @@ def exchanged_or_effect(operation: Operation) -> str | None:
 
 def exchanges(operation: Operation) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The collectives in an operation: the name of each, and the mesh axes it is over."""
-    for equation in _equations(operation.equation):
+    for equation in equations_inside(operation.equation):
         if axes := _exchanged_axes(equation):
             yield equation.primitive.name, axes
 
 
 def _exchanged_axes(equation: Any) -> tuple[str, ...]:
     """The mesh axes that a collective is over; none for other equations."""
-    if equation.primitive.name in _LOCAL:
+    if equation.primitive.name in NAMING_ONLY:
         return ()
     axes = equation.params.get("axis_name", equation.params.get("axes", ()))
     axes = axes if isinstance(axes, tuple | list) else (axes,)
     return tuple(axis for axis in axes if isinstance(axis, str))
-
-
-def _equations(equation: Any) -> Iterator[Any]:
-    """An equation, and those of the jaxprs inside it."""
-    yield equation
-    for param in equation.params.values():
-        for inner in param if isinstance(param, tuple | list) else (param,):
-            for other in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
-                yield from _equations(other)
 
 
 def is_ref(aval: Any) -> bool:
@@ -265,39 +289,6 @@ def is_ref(aval: Any) -> bool:
 def is_mutable(x: Any) -> bool:
     """Whether `x` is a mutable array (`jax.Ref`), traced or not."""
     return isinstance(x, jax.Ref) or (is_traced(x) and is_ref(jax.typeof(x)))
-
-
-def _exchange(name: str, x: Any, params: dict[str, Any]) -> Any:
-    """Run a collective of the user's program between simulated devices."""
-    axes = params["axis_name"]
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    if params.get("axis_index_groups") is not None:
-        raise NotImplementedError(
-            f"`{name}` with `axis_index_groups` cannot be simulated. Use the mesh axes."
-        )
-    match name:
-        case "all_gather":
-            return simulate.gather_in_turn(x, axes, params["all_gather_dimension"], params["tiled"])
-        case "reduce_scatter":
-            return simulate.scatter_in_turn(x, axes, params["scatter_dimension"], params["tiled"])
-        case "ppermute":
-            return simulate.permute(x, axes, params["perm"])
-    x = simulate.varying(x, axes)
-    return jax.lax.all_to_all(x, axes, params["split_axis"], params["concat_axis"], tiled=True)
-
-
-def _refuse_exchanges_inside(equation: Any) -> None:
-    """Raise `NotImplementedError` for nested collectives that `vmap` computes wrongly."""
-    for param in equation.params.values():
-        for inner in param if isinstance(param, tuple | list) else (param,):
-            for other in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
-                name, axes = other.primitive.name, other.params.get("axis_name", ())
-                if name == "all_to_all" or (name in _EXCHANGES and len(axes) > 1):
-                    raise NotImplementedError(
-                        f"`{name}` over {axes} inside `{equation.primitive.name}` cannot be "
-                        "simulated. Call it outside, or `all_gather` over one axis at a time."
-                    )
-                _refuse_exchanges_inside(other)
 
 
 def scope(equation: Any) -> contextlib.AbstractContextManager:
@@ -363,3 +354,44 @@ def _ints(sequence: Sequence[Any]) -> tuple[int, ...]:
 def _narrows(old: Any, new: Any) -> bool:
     both_floats = all(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (old, new))
     return both_floats and np.dtype(new).itemsize < np.dtype(old).itemsize
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fork(Operation):
+    """A `cond` of which devices may take different branches."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Branch(Loop):
+    """A branch of a `cond`: a loop that runs once or not at all.
+
+    It carries its results, and last whether it runs. It scans nothing. If it does not run, it
+    returns what it is given to carry.
+    """
+
+    operands: tuple[Atom, ...] = ()  # what any branch of the `cond` reads
+
+    @property
+    def length(self) -> int:
+        return 1
+
+    @property
+    def is_reversed(self) -> bool:
+        return False
+
+    def scan(
+        self, body: Callable, carry: Any, stacks: Any, length: int | None = 1
+    ) -> tuple[Any, Any]:
+        """Run the body once if the last carried value is true; it may return no stacks."""
+        assert length == 1
+        layers, stacked = jax.tree.map(lambda x: x[0], stacks), None
+
+        def run(carry: Any) -> Any:
+            nonlocal stacked
+            results, stacked = body(carry, layers)
+            assert not jax.tree.leaves(stacked)
+            # A result may be a Python scalar, whose type is weaker.
+            return jax.tree.map(lambda x, y: lax.convert_element_type(x, y.dtype), results, carry)
+
+        with scope(self.equation):
+            return lax.cond(carry[-1], run, lambda carry: carry, carry), stacked

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._mesh import NODE, is_one_node, rewrite
-from .._mesh import simulated as simulate
+from .._mesh import NODE, axes_of_dims, is_one_node, is_simulating, rewrite
 from .._warnings import warn
 
 _OURS = ("node", "local")
@@ -89,7 +88,7 @@ def _checked(equation: Any) -> Any:
     name, params = equation.primitive.name, equation.params
     if name == "shard_map":
         axes = {*params.get("newly_manual_axes", _OURS)}
-        if simulate.is_simulating() or not axes.isdisjoint(_OURS):
+        if is_simulating() or not axes.isdisjoint(_OURS):
             raise ValueError(f"{_OF_SHARD_MAP} It is over {tuple(sorted(axes))}.")
     elif name in CALLBACKS:
         _check_callback(equation)
@@ -131,7 +130,7 @@ def _check_callback(equation: Any) -> None:
     # JAX keeps the order of `io_callback` on each of several devices, but that of prints only on
     # a single device.
     is_ordered = any("Ordered" in type(effect).__name__ for effect in equation.effects)
-    if is_ordered and (name != "io_callback" or simulate.is_simulating()) and _num_devices() > 1:
+    if is_ordered and (name != "io_callback" or is_simulating()) and _num_devices() > 1:
         raise ValueError(
             f"`{name}` with `ordered=True` inside a function given to `zero.value_and_grad` or "
             "`zero.apply`: what several devices print has no order. Leave out `ordered=True`; "
@@ -149,8 +148,7 @@ def _without(sharding: NamedSharding, name: str) -> NamedSharding:
     Warns unless they split dim 0, which fulfils the request: rows are split over devices already.
     """
     entries = []
-    for dim, entry in enumerate(sharding.spec):
-        axes = entry if isinstance(entry, tuple) else (entry,)
+    for dim, axes in enumerate(axes_of_dims(sharding.spec)):
         rest = tuple(axis for axis in axes if axis not in _OURS)
         if dim and len(rest) < len(axes):
             warn(
@@ -158,6 +156,6 @@ def _without(sharding: NamedSharding, name: str) -> NamedSharding:
                 f"changes nothing over {_OURS}: every device has the full array. Split over a "
                 "third axis of the mesh, or leave it out."
             )
-        entries.append(entry if len(rest) == len(axes) else rest or None)
+        entries.append(sharding.spec[dim] if len(rest) == len(axes) else rest or None)
     spec = PartitionSpec(*entries)
     return sharding if spec == sharding.spec else sharding.update(spec=spec)

@@ -283,6 +283,13 @@ def push(
     return layout, shape
 
 
+def apply_all(ops: tuple[Op, ...], x: Shaped[Array, ...]) -> Shaped[Array, ...]:
+    """Apply `ops`, one after the other."""
+    for op in ops:
+        x = op.apply(x)
+    return x
+
+
 def apply_on_shard(
     ops: tuple[Op, ...], shard: Shaped[Array, ...], layout: DimSharding, shape: Shape
 ) -> Shaped[Array, ...]:

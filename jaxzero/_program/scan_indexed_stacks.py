@@ -21,16 +21,14 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
-from .branch import Branch
-from .carried_sums import addends, carried_sums, is_zero
-from .dependence import Fixed
 from .indexed_rows import READS, RowRead, Rows, row_placed, row_read
-from .ir import Atom, Barrier, Block, Loop, Operation, Value
-from .known_integers import Known, known_in_body, known_integers, unchanged_in_body
-from .loop_editor import LoopEditor
-from .movable_ops import ConvertDtype, Op, Reshape, Transpose
-from .stack_values import StackValues
+from .ir import Atom, Barrier, Block, Branch, Loop, Operation, Value
+from .movable_ops import ConvertDtype, Op, Reshape, Transpose, apply_all
+from .operation_kinds import addends, carried_sums, is_zero
+from .sink_into_loops import LoopEditor
 from .trace import rewritten, without_dead_code
+from .uniform import Known, known_in_body, known_integers, unchanged_in_body
+from .weight_values import StackValues, fixed_of
 
 _PLACES = {"dynamic_update_slice", "scatter-add"}
 
@@ -63,8 +61,7 @@ class _Block:
     def __init__(self, block: Block, weights: Collection[Value], given: Callable[[], Known]):
         self.block = block
         self.given = given
-        self.fixed = Fixed(block, {x: frozenset({x}) for x in weights}, weights, scalars=True)
-        self.makers = {x: maker for x, (_, maker) in self.fixed.makers.items()}
+        self.fixed = fixed_of(block, weights)
         self.stacks: dict[tuple[Value, Rows], Value] = {}  # rows of stacks that loops scan
 
     @functools.cached_property
@@ -88,7 +85,7 @@ class _Block:
     def _with_changed_body(self, loop: Loop) -> Loop:
         if not any(isinstance(operation, Loop) for operation in loop.body.operations):
             return loop
-        first = loop.num_constants + loop.num_carry
+        first = loop.first_stack
         pairs = enumerate(zip(loop.inputs, loop.body.inputs, strict=True))
         weights = [
             inside
@@ -100,7 +97,7 @@ class _Block:
 
     def is_zero(self, atom: Atom) -> bool:
         """Whether an atom outside of the loops is known to be zero."""
-        return is_zero(atom, self.makers)
+        return is_zero(atom, self.block.makers)
 
 
 class _LoopOfBlock:
@@ -109,9 +106,6 @@ class _LoopOfBlock:
     def __init__(self, outer: _Block, loop: Loop):
         self.outer = outer
         self.loop = loop
-        self.makers = {
-            x: operation for operation in loop.body.operations for x in operation.outputs
-        }
         self.editor = LoopEditor(StackValues(outer.fixed), loop)
 
     @functools.cached_property
@@ -129,7 +123,10 @@ class _LoopOfBlock:
         sums = self._row_sums()
         if not reads and not sums:
             return [self.loop]
-        stacked = {i: self._stacked(rows) for i, rows in sums.items()}
+        stacked = {
+            i: {rows: self.editor.stacked(row) for rows, row in by_rows.items()}
+            for i, by_rows in sums.items()
+        }
         loop, after = _without_carry(self.editor.finish(), sums), []
         for i, stacks in stacked.items():
             out = self.loop.outputs[i]
@@ -190,9 +187,7 @@ class _LoopOfBlock:
             cached[outside, rows] = stack
 
         def row(layer: Any) -> Any:
-            for op in read.ops:
-                layer = op.apply(layer)
-            return read.row.apply(layer)
+            return read.row.apply(apply_all(read.ops, layer))
 
         layer = self.editor.layer(cached[outside, rows])
         (inside,) = self.editor.emit(read.operation, row, [layer])
@@ -211,7 +206,7 @@ class _LoopOfBlock:
 
     def _placed(self, value: Value) -> dict[Rows, Atom] | None:
         """The rows of a stack that is zero elsewhere; None if it is no such stack."""
-        operation = self.makers.get(value)
+        operation = self.loop.body.makers.get(value)
         if operation is None:
             return None
         if terms := addends(operation):
@@ -237,7 +232,7 @@ class _LoopOfBlock:
         constants = self.loop.body.inputs[: self.loop.num_constants]
         if atom in constants:
             return self.outer.is_zero(self.loop.inputs[constants.index(atom)])
-        return is_zero(atom, self.makers)
+        return is_zero(atom, self.loop.body.makers)
 
     def _added(self, terms: list[dict[Rows, Atom] | None]) -> dict[Rows, Atom] | None:
         total: dict[Rows, Atom] = {}
@@ -250,9 +245,6 @@ class _LoopOfBlock:
                     (row,) = self.editor.emit(self.loop, lax.add, operands, last=True)
                 total[rows] = row
         return total
-
-    def _stacked(self, rows: Mapping[Rows, Atom]) -> dict[Rows, Value]:
-        return {key: self.editor.stacked(row) for key, row in rows.items()}
 
 
 def _of_layer(operation: Operation) -> Op | None:

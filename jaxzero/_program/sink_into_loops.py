@@ -24,17 +24,146 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 
 from . import movable_ops
-from .dependence import SMALL, Fixed
 from .ir import ADDITIONS, Atom, Block, Constant, Loop, Operation, Value
-from .layer_forms import REDUCTIONS, reduction_over_layers
-from .loop_editor import LoopEditor
-from .stack_values import StackValues
+from .operation_kinds import REDUCTIONS, dtype_of, reduction_over_layers, shape_of
 from .trace import rewritten, without_dead_code
+from .weight_values import SMALL, Saved, StackValues, fixed_of
+
+
+class LoopEditor:
+    """Changes to one loop of a block; `finish` returns the changed loop.
+
+    New operations run before the others of the body, or after them if they read what these make.
+    """
+
+    def __init__(self, values: StackValues, loop: Loop):
+        self.values = values
+        self.loop = loop
+        self._constants: dict[Atom, Atom] = {}  # new inputs, by what is outside
+        self._stacks: dict[Atom, Atom] = {}
+        self._outputs: list[tuple[Atom, Value]] = []  # new stacked outputs: inside, outside
+        self._before: list[Operation] = []
+        self._after: list[Operation] = []
+        self._replaced: dict[Atom, Atom] = {}
+        pairs = zip(loop.inputs, loop.body.inputs[: loop.num_constants], strict=False)
+        self._whole: dict[Atom, Atom] = dict(pairs)
+        self._layers: dict[Atom, Atom] = {x: y for x, y in loop.stacks if not values.is_lazy(x)}
+        stacked = list(zip(loop.outputs, loop.body.outputs, strict=True))
+        self._layers.update(stacked[loop.num_carry :])
+
+    def layer(self, atom: Atom, behind: Mapping[Value, Operation] | None = None) -> Atom:
+        """This iteration's layer of a stack outside of the loop.
+
+        Args:
+            atom: the stack.
+            behind: operations after the loop that may be computed in it, by their outputs. What
+                this call adds to the body then runs last.
+        """
+        if atom in self._layers:
+            return self._layers[atom]
+        values = self.values
+        if isinstance(atom, Value) and atom not in values.fixed.views:
+            if behind and atom in behind:
+                self._apply(behind[atom], behind)
+            elif saved := values.saved(atom):
+                self._layers[atom] = self._copy(saved, behind)
+            elif values.fixed.of(atom) is not None and values.expands(atom):
+                passed, operation = values.passed(atom), values.maker(atom)
+                if passed is not None:
+                    self._layers[atom] = self.layer(passed, behind)
+                elif operation is not None:
+                    self._apply(operation, behind)
+        if atom not in self._layers:
+            inside = Value(jax.ShapeDtypeStruct(shape_of(atom)[1:], dtype_of(atom)))
+            self._layers[atom] = self._stacks[atom] = inside
+        return self._layers[atom]
+
+    def whole(self, atom: Atom) -> Atom:
+        """An array outside of the loop, as its body reads it."""
+        if isinstance(atom, Constant):
+            return atom
+        if atom not in self._whole:
+            self._whole[atom] = self._constants[atom] = Value(atom)
+        return self._whole[atom]
+
+    def emit(
+        self, operation: Operation, function: Callable, inputs: Sequence[Atom], last: bool = False
+    ) -> list[Atom]:
+        """Add a function in the place of `operation` to the body; return its outputs."""
+        made, outputs = rewritten(operation, function, inputs)
+        (self._after if last else self._before).extend(made)
+        return outputs
+
+    def stacked(self, inside: Atom) -> Value:
+        """A new output of the loop, which stacks a value of the body."""
+        shape = (self.loop.length, *shape_of(inside))
+        outside = Value(jax.ShapeDtypeStruct(shape, dtype_of(inside)))
+        self._outputs.append((inside, outside))
+        return outside
+
+    def replace(self, inside: Value, other: Atom) -> None:
+        """Let the body read another value in place of one of its inputs."""
+        self._replaced[inside] = other
+
+    def finish(self) -> Loop:
+        """The loop with all changes."""
+        loop, cut = self.loop, self.loop.num_constants
+        inputs = [*loop.inputs[:cut], *self._constants, *loop.inputs[cut:], *self._stacks]
+        inner = loop.body.inputs
+        inner = [*inner[:cut], *self._constants.values(), *inner[cut:], *self._stacks.values()]
+        outputs = (*loop.body.outputs, *(x for x, _ in self._outputs))
+        operations = (*loop.body.operations, *self._after)
+        body = Block(
+            tuple(inner),
+            tuple(self._replaced.get(x, x) for x in outputs),
+            (*self._before, *(x.reading(self._replaced) for x in operations)),
+        )
+        return dataclasses.replace(
+            loop,
+            inputs=tuple(inputs),
+            outputs=(*loop.outputs, *(out for _, out in self._outputs)),
+            body=body,
+            num_constants=cut + len(self._constants),
+        )
+
+    def _apply(self, operation: Operation, behind: Mapping[Value, Operation] | None) -> None:
+        """Compute the layers of an operation's outputs."""
+        form = self.values.form(operation)
+        assert form is not None
+        inputs = [
+            self.layer(atom, behind) if sliced else self.whole(atom)
+            for atom, sliced in zip(operation.inputs, form.sliced, strict=True)
+        ]
+        outputs = self.emit(operation, form.apply, inputs, last=bool(behind))
+        for value, inside in zip(operation.outputs, outputs, strict=True):
+            self._layers[value] = inside
+
+    def _copy(self, saved: Saved, behind: Mapping[Value, Operation] | None) -> Atom:
+        """Compute again what another loop's body has made of weights."""
+        loop, first = saved.loop, saved.loop.first_stack
+        outside = {x: i for i, x in enumerate(loop.body.inputs)}
+        copies: dict[Atom, Atom] = {}
+
+        def read(atom: Atom) -> Atom:
+            if isinstance(atom, Value) and atom not in copies:
+                i = outside[atom]
+                given = loop.inputs[i]
+                copies[atom] = self.layer(given, behind) if i >= first else self.whole(given)
+            return copies.get(atom, atom)
+
+        for operation in saved.operations:
+            inputs = tuple(map(read, operation.inputs))
+            outputs = tuple(map(Value, operation.outputs))
+            copies.update(zip(operation.outputs, outputs, strict=True))
+            copy = dataclasses.replace(operation, inputs=inputs, outputs=outputs)
+            (self._after if behind else self._before).append(copy)
+        return read(saved.output)
 
 
 def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequence[int]) -> Block:
@@ -53,7 +182,8 @@ def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequenc
         sinking.scanned(number)
     for number in reversed(range(num_loops)):
         sinking.gradients(number)
-    sinking.drop_dead_code()  # so that what is left to reduce is read outside of loops
+    if sinking.block is not block:  # so that what is left to reduce is read outside of loops
+        sinking.set(without_dead_code(sinking.block))
     for number in range(len(sinking.loops)):
         sinking.reductions(number)
     return block if sinking.block is block else without_dead_code(sinking.block)
@@ -65,38 +195,29 @@ class _Sinking:
     def __init__(self, block: Block, weights: Collection[Value], gradients: Sequence[int]):
         self.weights = weights
         self.gradient_outputs = gradients
-        self._given = block
-        self._set(block)
+        self.set(block)
 
-    def _set(self, block: Block) -> None:
+    def set(self, block: Block) -> None:
+        """Go on with this block."""
         self.block = block
-        weights = {x: frozenset({x}) for x in self.weights}
-        self.values = StackValues(Fixed(block, weights, self.weights, scalars=True))
+        self.values = StackValues(fixed_of(block, self.weights))
         self.loops = [(i, x) for i, x in enumerate(block.operations) if isinstance(x, Loop)]
 
     def scanned(self, number: int) -> None:
         """Compute stacks that a loop scans in its body."""
         index, loop = self.loops[number]
-        first = loop.num_constants + loop.num_carry
-        pairs = zip(loop.inputs[first:], loop.body.inputs[first:], strict=True)
-        sunk = {inside: outside for outside, inside in pairs if self.values.is_lazy(outside)}
+        sunk = {inside: outside for outside, inside in loop.stacks if self.values.is_lazy(outside)}
         if not sunk:
             return
         editor = LoopEditor(self.values, loop)
         for inside, outside in sunk.items():
             editor.replace(inside, editor.layer(outside))
-        self._set(_with(self.block, {index: [editor.finish()]}))
-
-    def drop_dead_code(self) -> None:
-        """Drop operations outside of loops that nothing reads any more."""
-        if self.block is not self._given:
-            self._set(without_dead_code(self.block))
+        self.set(_with(self.block, {index: [editor.finish()]}))
 
     def reductions(self, number: int) -> None:
         """Reduce stacks to small arrays layer by layer, in a loop that gathers their weights."""
         loop = self.loops[number][1]
-        stacks = loop.inputs[loop.num_constants + loop.num_carry :]
-        scanned = frozenset().union(*(self.values.fixed.of(atom) or () for atom in stacks))
+        scanned = frozenset().union(*(self.values.fixed.of(x) or () for x, _ in loop.stacks))
         found = []
         for operation in self.block.operations:
             stack = _reduced_stack(operation, self.values)
@@ -134,7 +255,7 @@ class _Sinking:
         if not ends:
             return
         editor = LoopEditor(self.values, loop)
-        moved = {x: editor.stacked(editor.layer(x, behind.made)) for x in ends}
+        moved: dict[Atom, Value] = {x: editor.stacked(editor.layer(x, behind.made)) for x in ends}
         block = _with(self.block, {index: [editor.finish()]})
         self._set_in_order(_substituted(block, moved))
 
@@ -142,7 +263,7 @@ class _Sinking:
         """Go on with `block`, unless its operations cannot be put in order; return whether."""
         ordered = _in_order(block)
         if ordered is not None:
-            self._set(ordered)
+            self.set(ordered)
         return ordered is not None
 
 
@@ -226,7 +347,7 @@ class _Behind:
             operation = self.made.get(each)
             if operation is None or not _passes_reductions(operation):
                 return True
-            pending += [atom for atom in operation.inputs if isinstance(atom, Value)]
+            pending += operation.values
         return False
 
 
@@ -249,17 +370,10 @@ def _with(block: Block, changes: Mapping[int, Sequence[Operation]]) -> Block:
     return dataclasses.replace(block, operations=tuple(operations))
 
 
-def _substituted(block: Block, moved: Mapping[Value, Value]) -> Block:
-    def read(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Constant) else moved.get(atom, atom)
-
-    operations = (
-        x
-        if moved.keys().isdisjoint(x.inputs)
-        else dataclasses.replace(x, inputs=tuple(map(read, x.inputs)))
-        for x in block.operations
-    )
-    return Block(block.inputs, tuple(map(read, block.outputs)), tuple(operations))
+def _substituted(block: Block, moved: Mapping[Atom, Value]) -> Block:
+    """The block with other values in place of some."""
+    outputs = tuple(moved.get(x, x) for x in block.outputs)
+    return Block(block.inputs, outputs, tuple(x.reading(moved) for x in block.operations))
 
 
 def _in_order(block: Block) -> Block | None:
@@ -272,19 +386,11 @@ def _in_order(block: Block) -> Block | None:
     waiting: list[Operation] = []
     for operation in block.operations:
         waiting.append(operation)
-        progress = True
-        while progress:
-            ready = [x for x in waiting if _is_ready(x, known)]
-            progress = bool(ready)
-            for x in ready[:1]:
-                waiting.remove(x)
-                ordered.append(x)
-                known.update(x.outputs)
+        while ready := next((x for x in waiting if known.issuperset(x.values)), None):
+            waiting.remove(ready)
+            ordered.append(ready)
+            known.update(ready.outputs)
     fixed = [x for x in block.operations if isinstance(x, Loop) or x.has_effects]
     if waiting or [x for x in ordered if isinstance(x, Loop) or x.has_effects] != fixed:
         return None
     return dataclasses.replace(block, operations=tuple(ordered))
-
-
-def _is_ready(operation: Operation, known: set[Atom]) -> bool:
-    return all(isinstance(atom, Constant) or atom in known for atom in operation.inputs)

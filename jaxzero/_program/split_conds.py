@@ -18,19 +18,58 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from .branch import Branch, Fork
-from .carried_sums import is_zero
-from .dependence import Fixed
-from .ir import Atom, Block, Loop, Operation, Value, exchanged_or_effect
-from .movable_ops import Op
-from .passed_on import passed_on
+from .ir import Atom, Barrier, Block, Branch, Fork, Loop, Operation, Value, exchanged_or_effect
+from .movable_ops import Op, apply_all
+from .operation_kinds import is_zero
 from .trace import branch_blocks, rewritten, without_dead_code
 from .uniform import uniform_in_body, uniform_values
+from .weight_values import fixed_of
+
+
+class Passed(NamedTuple):
+    """A value of a block, and movable operations on it."""
+
+    value: Value
+    ops: tuple[Op, ...] = ()
+
+
+def passed_on(block: Block, out: Atom) -> Passed | None:
+    """The input that `out`, a value of a block, is made of by movable operations alone.
+
+    A loop passes on a stack if its body passes on each layer of it.
+    """
+    ops: tuple[Op, ...] = ()
+    while isinstance(out, Value) and out in block.makers:
+        operation = block.makers[out]
+        if isinstance(operation, Barrier):
+            out = operation.inputs[operation.outputs.index(out)]
+        elif isinstance(operation, Loop):
+            stack = _stack(operation, operation.outputs.index(out))
+            if stack is None:
+                return None
+            out, ops = stack.value, (*stack.ops, *ops)
+        elif (op := operation.view()) is not None and operation.source is not None:
+            out, ops = operation.source, (op, *ops)
+        else:
+            return None
+    return Passed(out, ops) if isinstance(out, Value) else None
+
+
+def _stack(loop: Loop, number: int) -> Passed | None:
+    """The stack that a loop scans and passes on, layer by layer, as output `number`."""
+    passed = passed_on(loop.body, loop.body.outputs[number])
+    if number < loop.num_carry or passed is None:
+        return None
+    position = loop.body.inputs.index(passed.value)
+    outside = loop.inputs[position]
+    if position < loop.first_stack or not isinstance(outside, Value):
+        return None
+    return Passed(outside, tuple(op.of_stack(loop.length) for op in passed.ops))
 
 
 def split_conds(
@@ -71,7 +110,7 @@ class _Splitter:
         self.given = block
         self.shapes = shapes  # of weights, and of their layers
         self.most_bytes = most_bytes
-        self.fixed = Fixed(block, {x: frozenset({x}) for x in weights}, weights, scalars=True)
+        self.fixed = fixed_of(block, weights)
         self._find_uniform = uniform
 
     @functools.cached_property
@@ -99,7 +138,7 @@ class _Splitter:
     def _with_split_body(self, loop: Loop) -> Loop:
         if not _has_cond(loop.body):
             return loop
-        first = loop.num_constants + loop.num_carry
+        first = loop.first_stack
         weights, shapes = [], {*self.shapes}
         for i, (outside, inside) in enumerate(zip(loop.inputs, loop.body.inputs, strict=True)):
             if loop.num_constants <= i < first:
@@ -188,7 +227,7 @@ def _without_saved(conds: Iterable[_Cond]) -> dict[Operation, list[Operation]]:
                     operands[i], ops = saved[index, number, x]
                     if ops:
                         made, (operands[i],) = rewritten(
-                            cond.operation, functools.partial(_applied, ops), [operands[i]]
+                            cond.operation, functools.partial(apply_all, ops), [operands[i]]
                         )
                         added.setdefault(cond.operation, []).extend(made)
             given = dict(zip(block.inputs, operands, strict=True))
@@ -196,12 +235,6 @@ def _without_saved(conds: Iterable[_Cond]) -> dict[Operation, list[Operation]]:
                 if (passed := passed_on(block, x)) is not None and passed.value in given:
                     saved[index, number, out] = given[passed.value], passed.ops
     return added
-
-
-def _applied(ops: tuple[Op, ...], x: Any) -> Any:
-    for op in ops:
-        x = op.apply(x)
-    return x
 
 
 def _drop_unread(
@@ -248,8 +281,8 @@ def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
     num = len(cond.blocks)
     for number, block in enumerate(cond.blocks):
         (taken,) = emit(functools.partial(_is_taken, number, num), index)
-        makers = {x: maker for maker in block.operations for x in maker.outputs}
-        results = [i for i, x in enumerate(block.outputs) if not (is_sum[i] and is_zero(x, makers))]
+        made_in = enumerate(block.outputs)
+        results = [i for i, x in made_in if not (is_sum[i] and is_zero(x, block.makers))]
         before = [zeros[i] if is_sum[i] else latest[i] for i in results]
         branch = _branch(cond, number, results, is_sum, [*before, taken])
         made.append(branch)
@@ -312,12 +345,5 @@ def _branch(
 
 def _renamed(operation: Operation, moved: dict[Atom, Value]) -> Operation:
     """The operation with other values in place of some."""
-
-    def read(x: Any) -> Any:
-        return moved.get(x, x)
-
-    return dataclasses.replace(
-        operation,
-        inputs=tuple(map(read, operation.inputs)),
-        outputs=tuple(map(read, operation.outputs)),
-    )
+    outputs = tuple(moved.get(x, x) for x in operation.outputs)
+    return dataclasses.replace(operation.reading(moved), outputs=outputs)

@@ -16,19 +16,11 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.sharding import NamedSharding
 
-from .._mesh import bare, rewrite, scan_sizes, without_refs
+from .._mesh import CALLS, REMAT, bare, evaluate, rewrite, scan_sizes, without_refs
 from .._warnings import warn
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_mutable, is_ref
 from .layout_requests import CALLBACKS, explaining, without_our_axes
 
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
-}
-REMAT = {"checkpoint", "remat", "remat2"}
 OF_MUTABLE = (
     "Every device runs the function on its own rows, and would write a value of its own. Pass the "
     "value, `ref[...]`, as an argument; return the new one with `has_aux=True`, where `aux_reduce` "
@@ -162,13 +154,13 @@ def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
         A function that runs the trace, of arguments like `args`; and the tree of
         `ShapeDtypeStruct`s that it returns.
     """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    run, structure = jex.jaxpr_as_fun(closed), jax.tree.structure(shapes)
+    program = open_program(function, *args)
 
     def traced(*args):
-        return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
+        outputs = program.run(program.constants, jax.tree.leaves(args))
+        return jax.tree.unflatten(program.treedef, outputs)
 
-    return traced, shapes
+    return traced, program.shapes
 
 
 def rewritten(
@@ -216,17 +208,11 @@ def _inline(
     caller: Any = None,
 ) -> list[Atom]:
     """Append the operations of `jaxpr`, which `caller` calls; return its outputs."""
-    env: dict[Any, Atom] = dict(zip(jaxpr.constvars, map(Constant, consts), strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(var: Any) -> Atom:
-        return Constant(var.val) if isinstance(var, jex.Literal) else env[var]
+    def apply(equation: Any, args: list[Atom]) -> Sequence[Atom]:
+        return _operation(equation, args, operations, caller)
 
-    for equation in jaxpr.eqns:
-        args = [read(var) for var in equation.invars]
-        outputs = _operation(equation, args, operations, caller)
-        env.update(zip(equation.outvars, outputs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+    return evaluate(jaxpr, [*map(Constant, consts)], inputs, apply, Constant)
 
 
 def _operation(
@@ -301,7 +287,7 @@ def without_dead_code(block: Block) -> Block:
         elif isinstance(operation, Loop):
             operation = _narrow_loop(operation, live)
         kept.append(operation)
-        live.update(atom for atom in operation.inputs if isinstance(atom, Value))
+        live.update(operation.values)
     return Block(block.inputs, block.outputs, tuple(reversed(kept)))
 
 
@@ -320,9 +306,9 @@ def _narrow_loop(loop: Loop, live: set[Value]) -> Loop:
     keep_out = [i for i, value in enumerate(loop.outputs) if i < loop.num_carry or value in live]
     body = dataclasses.replace(loop.body, outputs=tuple(loop.body.outputs[i] for i in keep_out))
     body = without_dead_code(body)
-    read = {atom for op in body.operations for atom in op.inputs if isinstance(atom, Value)}
+    read = {x for operation in body.operations for x in operation.values}
     read.update(atom for atom in body.outputs if isinstance(atom, Value))
-    first_stack = loop.num_constants + loop.num_carry
+    first_stack = loop.first_stack
 
     def needed(i: int) -> bool:
         return loop.num_constants <= i < first_stack or body.inputs[i] in read

@@ -1,19 +1,53 @@
-"""The values of a program that are equal on all devices, by which all decide alike.
+"""The values of a program that are equal on all devices: known integers, and all that is uniform.
 
-Literals, constants, counters of loops and replicated arguments are, and what deterministic
-operations make of these. What comes from weights or the batch is not, nor what any operation makes
-that is not listed here. A matrix product, for one: two hosts may run different kernels for it.
+Integers are known while tracing, whatever the batch is: counters of loops, and values of these. A
+counter is a stack that a loop scans (`jnp.arange`), or a value that it carries (as `lax.fori_loop`
+does); its value in each iteration is found by running the integer operations of the body in NumPy,
+and nothing else.
+
+Literals, constants, counters of loops and replicated arguments are uniform, and what deterministic
+operations make of these: devices decide alike by them. What comes from weights or the batch is not,
+nor what any operation makes that is not listed here. A matrix product, for one: two hosts may run
+different kernels for it.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from .._mesh import is_traced
-from .elementwise import is_elementwise
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value
+from .operation_kinds import is_elementwise
 
+Known = dict[Value, np.ndarray]
+
+# Looked at: arrays with so many elements, and so many iterations of a loop, nested ones included.
+_MAX_SIZE = 2**12
+_MAX_ITERATIONS = 2**10
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.invert,
+    "or": np.bitwise_or,
+    "sub": np.subtract,
+}
+_RESHAPES = {"expand_dims", "reshape", "squeeze"}
 _DETERMINISTIC = {
     *("argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate"),
     *("dynamic_slice", "expand_dims"),
@@ -24,6 +58,173 @@ _DETERMINISTIC = {
 }
 
 
+def known_integers(block: Block, given: Mapping[Value, np.ndarray]) -> Known:
+    """Find the known integers of a block.
+
+    Args:
+        block: a program, or the body of a loop.
+        given: its inputs that are known.
+
+    Returns:
+        Integers and booleans, by the inputs of the block and the outputs of its operations.
+    """
+    return _run(given, [x for x in block.operations if _makes_integers(x)], _MAX_ITERATIONS)
+
+
+def known_in_body(
+    loop: Loop, known: Mapping[Value, np.ndarray], most: int = _MAX_ITERATIONS
+) -> Known:
+    """Find the known integers in the body of a loop.
+
+    Args:
+        loop: the loop.
+        known: the known integers outside of it.
+        most: nothing is known in a loop of more iterations, or of none.
+
+    Returns:
+        For each its values in all iterations `[length, *shape]`, in the order of the stacks that
+        the loop scans, which a reversed loop runs through from the end.
+    """
+    if not 0 < loop.length <= most:
+        return {}
+    outside = [_value(x, known) for x in loop.inputs]
+    first = loop.first_stack
+    operations = [x for x in loop.body.operations if _makes_integers(x)]
+    carried = [i for i in range(loop.num_constants, first) if outside[i] is not None]
+    while True:
+        found, unknown = _iterations(loop, outside, carried, operations, most)
+        if not unknown:
+            return found
+        carried = [i for i in carried if i not in unknown]
+
+
+def unchanged_in_body(loop: Loop, known: Mapping[Value, np.ndarray]) -> Known:
+    """The known inputs of a loop's body that are equal in all iterations, each as one of them."""
+    inside = known_in_body(loop, known)
+    inputs = ((x, inside[x]) for x in loop.body.inputs if x in inside)
+    return {
+        x: values[0, ...] for x, values in inputs if len(values) and (values == values[0]).all()
+    }
+
+
+def _iterations(
+    loop: Loop,
+    outside: Sequence[np.ndarray | None],
+    carried: Sequence[int],
+    operations: Sequence[Operation],
+    most: int,
+) -> tuple[Known, set[int]]:
+    """Run the iterations of a loop, if the inputs `carried` are known in each of them.
+
+    Returns:
+        What is known in all iterations, and the inputs that are not.
+    """
+    body, first = loop.body, loop.first_stack
+    constants = {x: outside[i] for i, x in enumerate(body.inputs[: loop.num_constants])}
+    carry = {body.inputs[i]: outside[i] for i in carried}
+    by_iteration: list[Known] = []
+    for iteration in range(loop.length):
+        position = loop.length - 1 - iteration if loop.is_reversed else iteration
+        stacks = zip(body.inputs[first:], outside[first:], strict=True)
+        layers = {x: stack[position, ...] for x, stack in stacks if stack is not None}
+        given = {x: array for x, array in (constants | carry).items() if array is not None}
+        known = _run(given | layers, operations, most // loop.length)
+        after = {i: _value(body.outputs[i - loop.num_constants], known) for i in carried}
+        if unknown := {i for i, array in after.items() if array is None}:
+            return {}, unknown
+        carry = {body.inputs[i]: array for i, array in after.items()}
+        by_iteration.append(known)
+    if loop.is_reversed:
+        by_iteration.reverse()
+    everywhere = [x for x in by_iteration[0] if all(x in known for known in by_iteration)]
+    return {x: np.stack([known[x] for known in by_iteration]) for x in everywhere}, set()
+
+
+def _run(given: Mapping[Value, np.ndarray], operations: Sequence[Operation], most: int) -> Known:
+    """Run those of a block's operations whose inputs are known."""
+    known = {**given}
+    for operation in operations:
+        if isinstance(operation, Loop):
+            inside = known_in_body(operation, known, most)
+            stacked = range(operation.num_carry, len(operation.outputs))
+            for i in stacked:
+                out = operation.body.outputs[i]
+                if isinstance(out, Value) and out in inside:
+                    known[operation.outputs[i]] = inside[out]
+            continue
+        inputs = [_value(x, known) for x in operation.inputs]
+        if isinstance(operation, Barrier):
+            pairs = zip(operation.outputs, inputs, strict=True)
+            known |= {out: array for out, array in pairs if array is not None}
+        elif (array := _computed(operation, inputs)) is not None:
+            known[operation.outputs[0]] = array
+    return known
+
+
+def _makes_integers(operation: Operation) -> bool:
+    """Whether known integers may come out of an operation."""
+    if isinstance(operation, Loop):
+        return any(map(_is_small, operation.outputs[operation.num_carry :]))
+    if isinstance(operation, Barrier):
+        return any(map(_is_small, operation.outputs))
+    return len(operation.outputs) == 1 and _is_small(operation.outputs[0])
+
+
+def _is_small(value: Value) -> bool:
+    return value.is_array and value.dtype.kind in "biu" and math.prod(value.shape) <= _MAX_SIZE
+
+
+def small_integers(constant: Constant) -> np.ndarray | None:
+    """The array of a constant; None if it is traced, large, or not of integers."""
+    x = constant.value
+    if is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return None
+    if np.size(x) > _MAX_SIZE or not isinstance(getattr(x, "dtype", np.dtype(int)), np.dtype):
+        return None  # a random key has a dtype of its own
+    array = np.asarray(x)
+    return array if array.dtype.kind in "biu" else None
+
+
+def _value(atom: Atom, known: Mapping[Value, np.ndarray]) -> np.ndarray | None:
+    return small_integers(atom) if isinstance(atom, Constant) else known.get(atom)
+
+
+def _computed(operation: Operation, inputs: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Compute an operation on integers; None if it is not known how, or an input is not known."""
+    (out,), name, params = operation.outputs, operation.name, operation.equation.params
+    if any(x is None for x in inputs):
+        return None
+    arrays = [x for x in inputs if x is not None]
+    if name == "iota":
+        dim = params["dimension"]
+        shape = [size if i == dim else 1 for i, size in enumerate(out.shape)]
+        array = np.broadcast_to(np.arange(out.shape[dim]).reshape(shape), out.shape)
+    elif name == "select_n" and len(arrays) == 3 and arrays[0].dtype == bool:
+        array = np.where(*(arrays[i] for i in (0, 2, 1)))
+    elif name == "convert_element_type":
+        array = arrays[0]
+    elif name == "broadcast_in_dim" and len(arrays) == 1:
+        dims = params["broadcast_dimensions"]
+        shape = [1] * len(out.shape)
+        for dim, size in zip(dims, arrays[0].shape, strict=True):
+            shape[dim] = size
+        array = np.broadcast_to(arrays[0].reshape(shape), out.shape)
+    elif name in _RESHAPES and len(arrays) == 1:
+        array = arrays[0].reshape(out.shape)
+    elif name == "rev":
+        array = np.flip(arrays[0], params["dimensions"])
+    elif name == "slice":
+        steps = params["strides"] or (1,) * len(out.shape)
+        bounds = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
+        array = arrays[0][tuple(slice(*bound) for bound in bounds)]
+    elif name in _ELEMENTWISE:
+        with np.errstate(over="ignore"):  # integers wrap around
+            array = _ELEMENTWISE[name](*arrays)
+    else:
+        return None
+    return np.asarray(array, out.dtype)  # NumPy makes scalars of arrays without dims
+
+
 def uniform_values(block: Block, given: Iterable[Value]) -> set[Atom]:
     """Find the values of a block that are equal on all devices.
 
@@ -31,7 +232,7 @@ def uniform_values(block: Block, given: Iterable[Value]) -> set[Atom]:
         block: a program, or the body of a loop.
         given: its inputs that are.
     """
-    return _made_of(block, given, _is_uniform_constant, _is_deterministic)
+    return _made_of(block, given, _UNIFORM)
 
 
 def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
@@ -39,27 +240,39 @@ def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
 
     Of an operation such as a `cond`, every output counts as made of every input.
     """
-    return _made_of(block, given, lambda constant: True, lambda operation: True)
+    return _made_of(block, given, _Rule(lambda constant: True, lambda operation: True))
 
 
-def _made_of(
-    block: Block,
-    given: Iterable[Value],
-    is_known: Callable[[Constant], bool],
-    keeps: Callable[[Operation], bool],
-) -> set[Atom]:
-    """Find the values that operations for which `keeps` is true make of known values."""
+class _Rule(NamedTuple):
+    """Which constants are known, and which operations make known values of known ones."""
+
+    constant: Callable[[Constant], bool]
+    operation: Callable[[Operation], bool]
+
+    def knows(self, known: set[Atom], atom: Atom) -> bool:
+        """Whether an atom is known, given the values that are."""
+        return self.constant(atom) if isinstance(atom, Constant) else atom in known
+
+
+def _is_deterministic(operation: Operation) -> bool:
+    return is_elementwise(operation) or operation.name in _DETERMINISTIC
+
+
+_UNIFORM = _Rule(lambda constant: not is_traced(constant.value), _is_deterministic)
+
+
+def _made_of(block: Block, given: Iterable[Value], rule: _Rule) -> set[Atom]:
+    """Find the values of a block that are made of known ones, of which `given` are inputs."""
     known: set[Atom] = {*given}
-    read = functools.partial(_is_in, known, is_known)
     for operation in block.operations:
-        inputs = [read(x) for x in operation.inputs]
+        inputs = [rule.knows(known, x) for x in operation.inputs]
         if isinstance(operation, Barrier):
             known.update(x for x, same in zip(operation.outputs, inputs, strict=True) if same)
         elif isinstance(operation, Loop):
-            inside = functools.partial(_is_in, _in_body(operation, read, is_known, keeps), is_known)
+            inside = _in_body(operation, known, rule)
             outputs = zip(operation.outputs, operation.body.outputs, strict=True)
-            known.update(out for out, x in outputs if inside(x))
-        elif all(inputs) and keeps(operation):
+            known.update(out for out, x in outputs if rule.knows(inside, x))
+        elif all(inputs) and rule.operation(operation):
             known.update(operation.outputs)
     return known
 
@@ -71,39 +284,18 @@ def uniform_in_body(loop: Loop, uniform: set[Atom]) -> set[Atom]:
         loop: the loop, which runs equally often on all devices.
         uniform: the values outside of it that are.
     """
-    read = functools.partial(_is_in, uniform, _is_uniform_constant)
-    return _in_body(loop, read, _is_uniform_constant, _is_deterministic)
+    return _in_body(loop, uniform, _UNIFORM)
 
 
-def _in_body(
-    loop: Loop,
-    read: Callable[[Atom], bool],
-    is_known: Callable[[Constant], bool],
-    keeps: Callable[[Operation], bool],
-) -> set[Atom]:
-    """`_made_of` for the body of a loop, in each iteration; `read` is whether an input is known."""
-    first, body = loop.num_constants + loop.num_carry, loop.body
-    given = {i for i, x in enumerate(loop.inputs) if read(x)}
+def _in_body(loop: Loop, known: set[Atom], rule: _Rule) -> set[Atom]:
+    """`_made_of` for the body of a loop, in each iteration; `known` are values outside of it."""
+    body = loop.body
+    given = {i for i, x in enumerate(loop.inputs) if rule.knows(known, x)}
     while True:
-        inside = _made_of(body, [body.inputs[i] for i in given], is_known, keeps)
-        lost = {
-            i
-            for i in given
-            if loop.num_constants <= i < first
-            and not _is_in(inside, is_known, body.outputs[i - loop.num_constants])
-        }
+        inside = _made_of(body, [body.inputs[i] for i in given], rule)
+        carried = {i for i in given if loop.num_constants <= i < loop.first_stack}
+        after = {i: body.outputs[i - loop.num_constants] for i in carried}
+        lost = {i for i, out in after.items() if not rule.knows(inside, out)}
         if not lost:
             return inside
         given -= lost
-
-
-def _is_in(known: set[Atom], is_known: Callable[[Constant], bool], atom: Atom) -> bool:
-    return is_known(atom) if isinstance(atom, Constant) else atom in known
-
-
-def _is_uniform_constant(constant: Constant) -> bool:
-    return not is_traced(constant.value)
-
-
-def _is_deterministic(operation: Operation) -> bool:
-    return is_elementwise(operation) or operation.name in _DETERMINISTIC

@@ -1,15 +1,95 @@
-"""The options of sharding and communication, as frozen dataclasses."""
+"""The options of sharding, communication and offload, as frozen dataclasses; and named ones."""
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 from typing import Any, Literal
 
-from .._codecs import Codec, Int8
+from .._codecs import Codec, Int4, Int8
 from .._mesh import AnyMesh
-from .hops import GradientHop, Hop, WeightHop, check_codec
-from .offload import Offload, Role
+from .hops import GradientHop, Hop, WeightDelta, WeightHop, check_codec, check_integer
+
+Leaves = bool | str | tuple[str, ...]
+Role = Literal["weights", "gradients", "optimizer"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Keep sharded arrays in pinned host memory, and copy them to the device layer by layer.
+
+    A weight's shard is copied to the device before it is gathered, `window` layers of a scanned
+    stack (or `window` buckets of an unrolled model) ahead of its use, in forward and again in
+    backward. A gradient is copied to host memory once it is reduced. Optimizer state is copied to
+    the device and back, one layer at a time, in `Zero.apply_gradients`. The operations are those
+    without offload, in the same order: results differ only where XLA fuses multiply-adds otherwise,
+    and norms over leaves are added up in another order.
+
+    Each of the first three options is True (all leaves), False (none), or one or more patterns
+    for tree paths such as `layers.*.kernel`, in which `*` matches any characters.
+
+    Args:
+        weights: parameters, also frozen ones.
+        gradients: what `value_and_grad` returns. With micro-batches, `weighted=True` or half-batch
+            sums, gradients are summed up in device memory and copied once, at the end of the step.
+        optimizer: optimizer state that has the shape of a parameter, by the parameter's path.
+        window: the number of layers that are copied ahead.
+        min_size: leaves with fewer elements than this stay in device memory.
+
+    Raises:
+        ValueError: nothing is offloaded, or an option is of another type.
+
+    References:
+        ZeRO-Offload (https://arxiv.org/abs/2101.06840);
+        STRONGHOLD (SC 2022), the moving window of layers.
+    """
+
+    weights: Leaves = False
+    gradients: Leaves = False
+    optimizer: Leaves = False
+    window: int = 1
+    min_size: int = 2**20
+
+    def __post_init__(self):
+        for role in ("weights", "gradients", "optimizer"):
+            value = getattr(self, role)
+            patterns = (value,) if isinstance(value, str) else value
+            is_patterns = isinstance(patterns, tuple) and all(
+                isinstance(x, str) and x for x in patterns
+            )
+            if not isinstance(value, bool) and not (is_patterns and patterns):
+                raise ValueError(
+                    f"`{role}` of `Offload` must be True, False, or patterns for tree paths, such "
+                    f"as 'layers.*'; got {value!r}."
+                )
+        if not (self.weights or self.gradients or self.optimizer):
+            raise ValueError(
+                "`Offload` offloads nothing: set one of `weights`, `gradients` and `optimizer`, "
+                "or leave it out of the config."
+            )
+        for name, least in (("window", 1), ("min_size", 0)):
+            check_integer(name, "Offload", getattr(self, name), least)
+
+    def patterns(self, role: Role) -> tuple[str, ...]:
+        """The patterns of one of the options; `("*",)` for True, and none for False."""
+        value = getattr(self, role)
+        if isinstance(value, bool):
+            return ("*",) if value else ()
+        return (value,) if isinstance(value, str) else value
+
+    @staticmethod
+    def matches(pattern: str, path: str) -> bool:
+        """Whether a pattern matches the path of a leaf."""
+        return fnmatch.fnmatchcase(path, pattern)
+
+    def takes(self, role: Role, path: str, size: int) -> bool:
+        """Whether a leaf with this path and number of elements goes to host memory.
+
+        An array of one element never does: a scalar has no dim to be fetched and gathered over.
+        """
+        found = any(self.matches(pattern, path) for pattern in self.patterns(role))
+        return found and size >= max(self.min_size, 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,18 +190,9 @@ class CommSchedule:
                 f"got {self.separate_ends!r}."
             )
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "separate_ends":
-                continue
-            optional = field.default is None
-            if optional and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                or_none = " or None" if optional else ""
-                raise ValueError(
-                    f"`{field.name}` of `CommSchedule` must be an integer of at least 0{or_none}; "
-                    f"got {value!r}."
-                )
+            if field.name != "separate_ends":
+                value, optional = getattr(self, field.name), field.default is None
+                check_integer(field.name, "CommSchedule", value, 0, optional=optional)
 
     @property
     def is_bounded(self) -> bool:
@@ -254,6 +325,10 @@ class ZeroConfig:
         """The mesh axes that split a leaf, major first."""
         return ("local", "node") if self.split == "all" else ("local",)
 
+    def axes_at(self, stage: int) -> tuple[str, ...]:
+        """The axes that split what is split from this stage on; none at a lower one."""
+        return self.axes if self.stage >= stage else ()
+
     def num_shards(self, mesh: AnyMesh) -> int:
         """The number of shards of a leaf on `mesh`: the devices along the axes that split it."""
         return math.prod(mesh.shape[axis] for axis in self.axes)
@@ -271,3 +346,52 @@ def without_defaults(x: Any) -> str:
     fields = [(field, getattr(x, field.name)) for field in dataclasses.fields(x)]
     shown = [f"{f.name}={without_defaults(value)}" for f, value in fields if value != f.default]
     return f"{type(x).__name__}({', '.join(shown)})"
+
+
+def zero3(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
+    """Split parameters, gradients and optimizer state over all devices (ZeRO-3, FSDP)."""
+    return ZeroConfig(weights=weights, gradients=gradients)
+
+
+def zeropp() -> ZeroConfig:
+    """ZeRO++ with the bits of its paper: qwZ in 8 bits, hpZ, and qgZ in 4 bits on both hops.
+
+    Between nodes a step moves 0.5 M for weights and 0.25 M for gradients, where ZeRO-3 moves
+    3 M (M: the model in 16 bits). Micro-batches add nothing: it is sent once per optimizer step.
+    Unlike in the paper, blocks of gradients are small and rotated, which costs no bytes.
+
+    References:
+        ZeRO++ (https://arxiv.org/abs/2306.10209).
+    """
+    gradients = Int4(block=128, hadamard=32)
+    return ZeroConfig(
+        weights=PerAxis(node=Int8(block=256), local=Int8(block=256)),
+        gradients=PerAxis(node=gradients, local=gradients),
+        hpz=HpZ(codec=Int8(block=256)),
+    )
+
+
+def zeropp4() -> ZeroConfig:
+    """Send 4 bits between nodes: the differences of weights, and gradients in rotated blocks.
+
+    Between nodes a step moves 0.25 M for weights and 0.25 M for gradients (M: the model in 16
+    bits); inside a node both travel in 8 bits. It needs a wire state (`Zero.init_wire_state`).
+
+    References:
+        SDP4Bit (https://arxiv.org/abs/2410.15526).
+    """
+    return ZeroConfig(
+        weights=PerAxis(node=WeightDelta(Int4(block=128)), local=Int8(block=256)),
+        gradients=PerAxis(node=Int4(block=128, hadamard=32), local=Int8(block=128, hadamard=32)),
+        hpz=HpZ(codec=Int8(block=256)),
+    )
+
+
+def hsdp(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
+    """Split everything inside a node, and replicate it between nodes (HSDP, MiCS)."""
+    return ZeroConfig(split="local", weights=weights, gradients=gradients)
+
+
+def ddp() -> ZeroConfig:
+    """Split nothing: plain data parallelism."""
+    return ZeroConfig(stage=0)

@@ -146,6 +146,21 @@ class ErrorFeedback(GradientHop):
         return f"{self.codec} with error feedback"
 
 
+def check_integer(
+    name: str, owner: str, value: object, least: int, *, optional: bool = False
+) -> None:
+    """Raise `ValueError` unless a field of a config is an integer of at least `least`.
+
+    With `optional` it may be None.
+    """
+    is_integer = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not is_integer and not (optional and value is None):
+        raise ValueError(
+            f"`{name}` of `{owner}` must be an integer of at least "
+            f"{least}{' or None' if optional else ''}; got {value!r}."
+        )
+
+
 def check_codec(name: str, owner: str, codec: object) -> None:
     """Validate that a field of a config holds a codec.
 

@@ -1,4 +1,4 @@
-"""Choose the dim that each leaf is split on: shapes in, layouts out.
+"""Choose the dim that each leaf is split on: shapes in, layouts out; pad arrays to their layout.
 
 A leaf of a parameter tree is split on one dim into equal shards, one for each device along
 `config.axes`. With `split="all"` the axes are `("local", "node")`, local major. A gather over
@@ -20,10 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
 
 from .._codecs import Codec
-from .._mesh import AnyMesh
+from .._mesh import AXES, AnyMesh, axes_of_dims
 from .config import ZeroConfig
 
 _LONG = 256  # a dim of at least this size is taken for features: large models have fewer layers
@@ -165,8 +167,7 @@ class LeafSpec:
         if not manual_only:
             entries[: len(self.other_axes)] = self.other_axes
         if self.layout and axes:
-            old = entries[self.layout.dim]
-            others = () if old is None else (old,) if isinstance(old, str) else tuple(old)
+            others = axes_of_dims(PartitionSpec(*entries))[self.layout.dim]
             entries[self.layout.dim] = (*axes, *others)
         while entries and entries[-1] is None:
             entries.pop()
@@ -201,13 +202,34 @@ def layout_of_leaf(
         return None
     if math.prod(shape) < config.param_persistence_threshold:
         return None
-    busy = [1] * len(shape)
-    for dim, entry in enumerate(other):
-        if entry:
-            names = (entry,) if isinstance(entry, str) else entry
-            busy[dim] = math.prod(mesh.shape[name] for name in names)
+    names = axes_of_dims(other, len(shape))
+    busy = tuple(math.prod(mesh.shape[name] for name in axes) for axes in names)
     num_shards = config.num_shards(mesh)
     if num_shards == 1:
         return None
-    choices = layouts_by_preference(shape, num_shards, tuple(busy))
-    return choices[0] if choices else None
+    return next(iter(layouts_by_preference(shape, num_shards, busy)), None)
+
+
+def pad(x: Shaped[Array, ...], layout: DimSharding) -> Shaped[Array, ...]:
+    """Append zeros to `layout.dim`, up to its stored size."""
+    if not layout.is_padded:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[layout.dim] = (0, layout.padded - layout.size)
+    return jnp.pad(x, widths)
+
+
+def unpad(x: Shaped[Array, ...], layout: DimSharding) -> Shaped[Array, ...]:
+    """Drop the zeros that `pad` appended."""
+    return lax.slice_in_dim(x, 0, layout.size, axis=layout.dim) if layout.is_padded else x
+
+
+def axes_of(spec: PartitionSpec) -> list[str]:
+    """The mesh axes that a spec names."""
+    return [axis for axes in axes_of_dims(spec) for axis in axes]
+
+
+def split_dim(spec: PartitionSpec) -> int | None:
+    """The dim that a spec splits over `node` or `local`; None if it splits none."""
+    dims = enumerate(axes_of_dims(spec))
+    return next((dim for dim, axes in dims if not set(AXES).isdisjoint(axes)), None)

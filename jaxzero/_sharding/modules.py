@@ -12,15 +12,14 @@ collection `_overwrite_with_gradient` (`flax.linen.fp8_ops`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .paths import path_name
-from .stored_array import flatten, is_array, is_stored
+from .stored_array import flatten, is_array, is_stored, path_name
 
 _OVERWRITTEN = "_overwrite_with_gradient"
 # The variables of `Fp8DotGeneralBase`, for a part of a tree that is given without the collection.
@@ -35,7 +34,9 @@ def trained_leaves(tree: Any) -> list[bool | None]:
         ValueError: an `nnx.Module` holds one `Variable` in two places.
     """
     found: list[bool | None] = []
-    for part in jax.tree.leaves(tree, is_leaf=lambda x: is_stored(x) or _is_module(x)):
+    for part in jax.tree.leaves(
+        tree, is_leaf=lambda x: is_stored(x) or _is_nnx(x) or _is_equinox(x)
+    ):
         if _is_nnx(part):
             found += _trained_by_nnx(part)
         elif _is_equinox(part):
@@ -51,15 +52,10 @@ def overwritten_leaves(tree: Any) -> list[bool]:
     Such a leaf is known by its collection, by the type of its `nnx.Variable`, or by its name beside
     the other variables of an fp8 layer.
     """
-    nnx = sys.modules.get("flax.nnx")
-    variables = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: is_stored(x) or (nnx is not None and isinstance(x, nnx.Variable))
-    )[0]
     found: list[bool] = []
     names: list[list[str]] = []
-    for path, variable in variables:
-        is_typed = nnx is not None and isinstance(variable, nnx.Variable)
-        is_typed = is_typed and _is_overwritten_type(type(variable))
+    for path, variable in _pairs(tree, _is_variable):
+        is_typed = _is_variable(variable) and _is_overwritten_type(type(variable))
         keys = path_name(path).split(".")
         num = len(flatten(variable)[1])
         found += [is_typed or _OVERWRITTEN in keys] * num
@@ -103,20 +99,12 @@ def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
 
 def plain_arrays(tree: Any) -> list[str]:
     """The paths of floating-point arrays that an `nnx.Module` holds, and not in a `Variable`."""
-    if "flax.nnx" not in sys.modules:
-        return []
-    nnx = sys.modules["flax.nnx"]
-    pairs, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: is_stored(x) or _is_nnx(x)
-    )
     return [
         path_name((*outer, *path))
-        for outer, part in pairs
+        for outer, part in _pairs(tree, _is_nnx)
         if _is_nnx(part)
-        for path, x in jax.tree_util.tree_flatten_with_path(
-            part, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Variable)
-        )[0]
-        if not isinstance(x, nnx.Variable) and _is_inexact(x)
+        for path, x in _pairs(part, _is_variable)
+        if not _is_variable(x) and _is_inexact(x)
     ]
 
 
@@ -153,16 +141,9 @@ def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return {}
-    parts, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Pytree)
-    )
     leaves = {}
-    for outer, part in parts:
-        if not isinstance(part, nnx.Pytree):
-            continue
-        variables, _ = jax.tree_util.tree_flatten_with_path(
-            part, is_leaf=lambda x: isinstance(x, nnx.Variable)
-        )
+    for outer, part in _pairs(tree, lambda x: isinstance(x, nnx.Pytree)):
+        variables = _pairs(part, _is_variable) if isinstance(part, nnx.Pytree) else []
         for path, variable in variables:
             kind = type(variable).__name__
             kind = f"nnx.{kind}" if hasattr(nnx, kind) else kind
@@ -182,15 +163,11 @@ def rng_leaves(tree: Any) -> list[bool]:
 
 def _trained_by_nnx(module: Any) -> list[bool | None]:
     nnx = sys.modules["flax.nnx"]
-    pairs, _ = jax.tree_util.tree_flatten_with_path(
-        module, is_leaf=lambda x: is_stored(x) or isinstance(x, nnx.Variable)
-    )
     path_of: dict[int, str] = {}
     found: list[bool | None] = []
-    for path, variable in pairs:
-        is_variable = isinstance(variable, nnx.Variable)
+    for path, variable in _pairs(module, _is_variable):
         name = path_name(path)
-        if is_variable and (first := path_of.setdefault(id(variable), name)) != name:
+        if _is_variable(variable) and (first := path_of.setdefault(id(variable), name)) != name:
             raise ValueError(
                 f"The module holds one variable as `{first}` and as `{name}`, and a pytree would "
                 "make two of it. Split it, which keeps one: `graph, params = nnx.split(module)`, "
@@ -213,8 +190,16 @@ def _is_inexact(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _is_module(x: Any) -> bool:
-    return _is_nnx(x) or _is_equinox(x)
+def _pairs(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
+    """Paths and parts of a tree, down to what `is_leaf` accepts, `StoredArray`s and leaves."""
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_stored(x) or is_leaf(x))[
+        0
+    ]
+
+
+def _is_variable(x: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Variable)
 
 
 def _is_nnx(x: Any) -> bool:

@@ -12,13 +12,12 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from .._mesh import AnyMesh, NodeMesh, is_traced, physical
+from .._mesh import AnyMesh, NodeMesh, axes_of_dims, is_traced, physical
 from .config import ZeroConfig
 from .layout import LeafSpec, layout_of_leaf
-from .paths import path_name
-from .stored_array import StoredArray, flatten, is_array, is_stored
+from .stored_array import StoredArray, array_leaves, flatten, is_array, is_stored, path_name
 from .tree import TreePlan, as_placed, plan_as_stored, without_layout
 
 
@@ -98,7 +97,7 @@ class Registry:
         Raises:
             ValueError: a `StoredArray` was laid out by a `Zero` with another mesh or config.
         """
-        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+        arrays = array_leaves(tree)
         is_sharded = [
             is_stored(x) or self._is_split_as_ours(x) or (is_traced(x) and self._has_one_like(x))
             for x in arrays
@@ -117,7 +116,7 @@ class Registry:
         That is a `StoredArray`, or an array whose sharding is that of a parameter. Traced arrays
         have a sharding on explicit meshes only.
         """
-        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+        arrays = array_leaves(tree)
         return any(is_stored(x) or self._is_split_as_ours(x) for x in arrays)
 
     def is_placed_otherwise(self, tree: Any, plan: TreePlan) -> bool:
@@ -126,7 +125,7 @@ class Registry:
         That is known if no array is traced: then one of them is a NumPy array, or a `jax.Array`
         with another sharding.
         """
-        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+        arrays = array_leaves(tree)
         is_otherwise = [
             self._is_elsewhere(x, leaf) for x, leaf in zip(arrays, plan.leaves, strict=True)
         ]
@@ -150,7 +149,7 @@ class Registry:
         That is so if each of its arrays has the shape and dtype of an array that was laid out
         sharded, and is on the mesh, or traced (a traced array does not show where it is).
         """
-        arrays = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+        arrays = array_leaves(tree)
         return bool(arrays) and all(
             self._has_one_like(x) and (is_traced(x) or self._devices_of(x) == self._devices)
             for x in arrays
@@ -175,12 +174,9 @@ class Registry:
         split over both axes in the other order.
         """
         sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
-        entries = [
-            (entry,) if isinstance(entry, str) else tuple(entry or ())
-            for entry in getattr(sharding, "spec", ())
-        ]
         axes = self._config.axes
-        return any(entry[: len(axes)] == axes for entry in entries)
+        dims = axes_of_dims(getattr(sharding, "spec", PartitionSpec()))
+        return any(of_dim[: len(axes)] == axes for of_dim in dims)
 
     def _check_is_laid_out(self, tree: Any, is_known: bool) -> None:
         """Raise `ValueError` for an array that is on other devices than those of the mesh.

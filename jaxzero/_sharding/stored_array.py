@@ -1,4 +1,4 @@
-"""`StoredArray`: a leaf that is stored padded or encoded, together with its layout.
+"""`StoredArray`: a leaf that is stored padded or encoded, with its layout; and the paths of leaves.
 
 A leaf with a dim that the devices divide evenly is stored as a plain `jax.Array` in its own shape.
 Any other leaf is stored padded with zeros, or encoded. Then the stored array and its layout form
@@ -12,16 +12,75 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
 
 from .._mesh import memory_kind_of
 from .layout import LeafSpec
-from .paths import StoredKey
 
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
 _OTHERS = "neg pos abs invert lt le gt ge getitem len iter contains bool float int index"
+
+
+class StoredKey:
+    """The last entry in the path of a `StoredArray`'s data; it prints as the empty string.
+
+    So `jax.tree_util.keystr(path)` gives the path of the parameter, with one more separator at its
+    end if a separator is set. Code that reads `path[-1].key` fails instead of getting a wrong name.
+    """
+
+    def __str__(self) -> str:
+        return ""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"The path of a parameter that `Zero` stores padded or encoded ends with an entry that "
+            f"has no `{name}`: the entry before it is the last that names the parameter. Wrap an "
+            "optimizer that reads paths: `tx = zero.optimizer(tx)`."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoredKey)
+
+    def __hash__(self) -> int:
+        return hash(StoredKey)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A tree path as text, such as `layers.0.kernel`; the root is `.`."""
+    named = tuple(key for key in path if not isinstance(key, StoredKey))
+    return jax.tree_util.keystr(named, simple=True, separator=".") or "."
+
+
+def path_endings(path: tuple[Any, ...]) -> Iterator[str]:
+    """The names of a path and of all its ends, the longest first.
+
+    In an optimizer's state, the path of an array that belongs to a parameter ends with its path.
+    """
+    return (path_name(path[i:]) for i in range(len(path) + 1))
+
+
+def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:
+    """For each leaf of `tree`, the leaf of a tree prefix that covers it.
+
+    Args:
+        prefix: a tree prefix of `tree`, with leaves of type `kind`.
+        tree: the full tree.
+        kind: type of the prefix's leaves; they count as leaves even if JAX would flatten them.
+
+    Raises:
+        ValueError: `prefix` is not a tree prefix of `tree`.
+    """
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, kind)
+
+    spread = jax.tree.map(
+        lambda leaf, subtree: jax.tree.map(lambda _: leaf, subtree), prefix, tree, is_leaf=is_leaf
+    )
+    return jax.tree.leaves(spread, is_leaf=is_leaf)
 
 
 class _Explained(type):
@@ -164,6 +223,23 @@ def flatten(tree: Any) -> tuple[list[tuple[Any, ...]], list[Any], Any]:
     """Paths, leaves and structure of a tree, where a `StoredArray` counts as one leaf."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
     return [path for path, _ in pairs], [leaf for _, leaf in pairs], treedef
+
+
+def array_leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree that are arrays, or `StoredArray`s of one."""
+    return [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+
+
+def of_arrays(tree: Any, values: Iterable[Any]) -> list[Any]:
+    """Of one value for each leaf of a tree, those of the leaves that are arrays."""
+    pairs = zip(flatten(tree)[1], values, strict=True)
+    return [value for leaf, value in pairs if is_array(leaf)]
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its path as text."""
+    paths, leaves, _ = flatten(tree)
+    return [(path_name(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
 
 def _how(form: LeafSpec) -> str:

@@ -13,13 +13,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec, check_is_value
 from .._mesh import HOST, AnyMesh, memory_kind_of
-from .config import ZeroConfig
-from .layout import LeafSpec, in_memory, layout_of_leaf
+from .config import Offload, Role, ZeroConfig
+from .layout import LeafSpec, axes_of, in_memory, layout_of_leaf
 from .modules import overwritten_leaves, trained_leaves
-from .offload import Offload, Role
-from .paths import path_name, spread_prefix
-from .specs import axes_of
-from .stored_array import StoredArray, data_of, flatten, is_array
+from .stored_array import (
+    StoredArray,
+    array_leaves,
+    data_of,
+    flatten,
+    is_array,
+    path_name,
+    spread_prefix,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +62,10 @@ class TreePlan:
     def whole(self, arrays: Sequence[Any]) -> Any:
         """Build the tree with these values in place of its arrays, and without `StoredArray`s."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
+
+    def with_statics_of(self, tree: Any) -> TreePlan:
+        """This layout for a tree of its structure, with that tree's leaves that are no arrays."""
+        return dataclasses.replace(self, statics=statics_of(flatten(tree)[1]))
 
     def flatten_like(self, tree: Any) -> list[Any]:
         """The leaf (or sub-tree) of `tree` in the place of each array; the reverse of `whole`.
@@ -96,7 +105,7 @@ def statics_of(leaves: Sequence[Any]) -> tuple[Static | None, ...]:
 
 def arrays_of(tree: Any) -> list[Any]:
     """The stored arrays of a tree, without leaves that are not arrays."""
-    return [data_of(leaf) for leaf in flatten(tree)[1] if is_array(leaf)]
+    return [data_of(leaf) for leaf in array_leaves(tree)]
 
 
 def plan_tree(
@@ -151,7 +160,7 @@ def plan_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreePlan:
     that layout is padded, the array cannot have it, and counts as replicated.
     """
     plan = plan_tree(tree, mesh, config)
-    found = [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
+    found = array_leaves(tree)
     pairs = zip(plan.leaves, found, strict=True)
     leaves = [
         leaf if leaf.is_plain or isinstance(x, StoredArray) else without_layout(leaf)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._program import known_part, rest_part
-from .._sharding import is_array
+from .._sharding import Static, is_array, rebuild, statics_of
 from .batch_choice import BatchArgnums
 
 
@@ -131,9 +131,8 @@ class _Static(NamedTuple):
     """What belongs to a program among the arguments of `f`: everything but the arrays."""
 
     treedef: Any
-    leaves: tuple[Any, ...]  # None in place of arrays
-    texts: tuple[str, ...]  # of the leaves; 1, 1.0 and True are equal, and their programs are not
-    is_array: tuple[bool, ...]
+    statics: tuple[Static | None, ...]
+    texts: tuple[str, ...]  # of these; 1, 1.0 and True are equal, and their programs are not
 
 
 class _Kept(NamedTuple):
@@ -152,20 +151,13 @@ class _Entry(NamedTuple):
 def _split(args: Sequence[Any]) -> tuple[_Static, list[Any]]:
     """The arguments as a static part and arrays."""
     leaves, treedef = jax.tree.flatten(tuple(args))
-    are_arrays = tuple(map(is_array, leaves))
-    pairs = list(zip(leaves, are_arrays, strict=True))
-    others = tuple(None if is_one else x for x, is_one in pairs)
-    return (
-        _Static(treedef, others, tuple(map(repr, others)), are_arrays),
-        [x for x, is_one in pairs if is_one],
-    )
+    statics = statics_of(leaves)
+    return _Static(treedef, statics, tuple(map(repr, statics))), [*filter(is_array, leaves)]
 
 
 def _filled(static: _Static, arrays: Sequence[Any]) -> Any:
     """The arguments that `_split` was given, with other arrays."""
-    given = iter(arrays)
-    pairs = zip(static.leaves, static.is_array, strict=True)
-    return jax.tree.unflatten(static.treedef, [next(given) if is_one else x for x, is_one in pairs])
+    return rebuild(static.treedef, static.statics, arrays)
 
 
 def _on_host(x: jax.Array) -> _Kept:

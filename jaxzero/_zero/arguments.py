@@ -1,4 +1,4 @@
-"""Classify the arguments of a call as sharded parameters, batch or replicated values; check them.
+"""The options of a call, and its arguments: sharded parameters, batch or replicated values.
 
 Every mistake that can be seen without tracing raises an error here that names the argument and the
 tree path.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +22,13 @@ from .._sharding import (
     Registry,
     Static,
     TreePlan,
+    arrays_of,
     axes_of,
-    data_of,
     flatten,
     is_array,
     is_stored,
+    named_leaves,
+    of_arrays,
     path_name,
     rebuild,
     split_dim,
@@ -45,6 +47,47 @@ from .batch_choice import (
 )
 
 BATCH = PartitionSpec(AXES)
+
+
+def node_microbatches(microbatches: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """How many micro-batches the devices of each node run, if the fastest run `microbatches`."""
+    return tuple(microbatches * share // max(shares) for share in shares)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options given to `value_and_grad`, or (`has_gradients` False) to `apply`."""
+
+    argnums: tuple[int, ...]
+    has_aux: bool = False
+    microbatches: int = 1
+    weighted: bool = False
+    reduce: tuple[tuple[str, ...], Any] | None = None  # reductions of outputs: names, treedef
+    has_gradients: bool = True
+    shares: tuple[int, ...] | None = None  # of the nodes, without a common factor; None: all equal
+    halves: bool = False  # whether gradients of two half-batches are compared
+    # How gradients are reduced, as `reduce`; None: as the leaves say (`overwritten_leaves`).
+    gradient_reduce: tuple[tuple[str, ...], Any] | None = None
+
+    @property
+    def node_microbatches(self) -> tuple[int, ...] | None:
+        """How many micro-batches the devices of each node run; None if all run `microbatches`."""
+        return self.shares and node_microbatches(self.microbatches, self.shares)
+
+
+def argument_numbers(argnums: Any) -> tuple[int, ...]:
+    """`argnums` as a tuple.
+
+    Raises:
+        ValueError: it is no position of an argument, nor several.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(numbers, Sequence) or not all(isinstance(x, int) for x in numbers):
+        raise ValueError(
+            f"`argnums` must be the position of an argument, or several; got {argnums!r}. Of an "
+            "`nnx.Module` what is an `nnx.Param` is differentiated, without a filter."
+        )
+    return tuple(numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +120,12 @@ class Argument:
             for leaf, kind in zip(leaves, self.module_trains, strict=self.plan is not None)
         )
 
+    def path(self, i: int) -> str:
+        """The path of its array `i`, for error messages."""
+        leaves = named_leaves(jax.tree.unflatten(self.treedef, range(len(self.statics))))
+        pairs = zip(leaves, self.statics, strict=True)
+        return [path for (path, _), static in pairs if static is None][i]
+
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Build the argument with these values in place of its arrays, without `StoredArray`s."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
@@ -89,6 +138,22 @@ class Call:
     arguments: tuple[Argument, ...]
     num_positional: int
     keywords: tuple[str, ...]
+
+    def sharded(self) -> Iterator[tuple[int, int, Argument, TreePlan]]:
+        """Each sharded argument: position, index of its first leaf among those of all, plan."""
+        start = 0
+        for number, argument in enumerate(self.arguments):
+            if argument.plan is not None:
+                yield number, start, argument, argument.plan
+                start += len(argument.plan.leaves)
+
+    def split(self, arrays: Sequence[Sequence[Any]]) -> Iterator[tuple[Argument, Any, int]]:
+        """Each array that is split over devices, with its argument and its index there."""
+        for argument, leaves in zip(self.arguments, arrays, strict=True):
+            if argument.plan is None:
+                for i, (x, spec) in enumerate(zip(leaves, argument.specs, strict=True)):
+                    if split_dim(spec) is not None:
+                        yield argument, x, i
 
     def rebuild(self, arrays: Sequence[Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
         """Build positional and keyword arguments from the arrays of each argument."""
@@ -163,10 +228,10 @@ def resolve(
 def _check_mutable(values: Sequence[Any], names: Sequence[str]) -> None:
     """Raise `ValueError` for a mutable array, which devices would change in different ways."""
     for name, value in zip(names, values, strict=True):
-        for path, x in _array_paths(value):
+        for path, x in named_leaves(value):
             if is_mutable(x):
                 raise ValueError(
-                    f"{name}, leaf `{path_name(path)}`: it is a mutable array (`jax.Ref`) "
+                    f"{name}, leaf `{path}`: it is a mutable array (`jax.Ref`) "
                     f"{x.dtype}{list(x.shape)}. {OF_MUTABLE}"
                 )
 
@@ -205,8 +270,9 @@ def _check_specs(
     for i, spec in enumerate(given):
         if spec is None:
             continue
-        is_stored_tree = any(map(is_stored, flatten(values[i])[1]))
-        if is_stored_tree or (not is_array(values[i]) and registry.find(values[i]) is not None):
+        if any(map(is_stored, flatten(values[i])[1])) or (
+            not is_array(values[i]) and registry.find(values[i]) is not None
+        ):
             raise ValueError(
                 f"`in_specs[{i}]` is for {names[i]}, a tree that `Zero` lays out itself. Give "
                 "`None` there."
@@ -270,7 +336,6 @@ def _argument(
     name: str, value: Any, plan: TreePlan | None, spec: Any
 ) -> tuple[Argument, list[Any]]:
     _, leaves, treedef = flatten(value)
-    found = [leaf for leaf in leaves if is_array(leaf)]
     specs = [PartitionSpec()] * len(leaves)
     if plan is None and spec is not None:
         try:
@@ -282,39 +347,34 @@ def _argument(
             ) from error
     pairs = zip(specs, leaves, strict=True)
     array_specs = [s if leaf.shape else PartitionSpec() for s, leaf in pairs if is_array(leaf)]
-    kinds = zip(trained_leaves(value), leaves, strict=True)
     argument = Argument(
         name,
         treedef,
         statics_of(leaves),
         plan,
         tuple(array_specs),
-        tuple(kind for kind, leaf in kinds if is_array(leaf)),
+        tuple(of_arrays(value, trained_leaves(value))),
     )
-    return argument, [data_of(leaf) for leaf in found]
+    return argument, arrays_of(value)
 
 
 def check_rows(
     call: Call, arrays: Sequence[Sequence[Any]], mesh: AnyMesh, microbatches: int
 ) -> None:
     """Raise `ValueError` unless every dim that is split over devices divides evenly."""
-    for argument, leaves in zip(call.arguments, arrays, strict=True):
-        if argument.plan is not None:
-            continue
-        paths = [path_name(path) for path, _ in _array_paths(argument.rebuild(leaves))]
-        for path, leaf, spec in zip(paths, leaves, argument.specs, strict=True):
-            dim = split_dim(spec)
-            if dim is None:
-                continue
-            names = [axis for axis in axes_of(PartitionSpec(spec[dim])) if axis in AXES]
-            num = math.prod(mesh.shape[axis] for axis in names) * microbatches
-            if dim >= len(leaf.shape) or leaf.shape[dim] % num:
-                raise ValueError(
-                    f"{argument.name}, leaf `{path}`: dim {dim} of shape {tuple(leaf.shape)} is "
-                    f"split over {num // microbatches} devices x {microbatches} micro-batches "
-                    f"and must be a multiple of {num}. Pad it with `jz.pad_batch`, drop rows, or "
-                    "say with `batch_argnums=` or `in_specs` what is split."
-                )
+    for argument, x, i in call.split(arrays):
+        spec = argument.specs[i]
+        dim = split_dim(spec)
+        assert dim is not None
+        names = [axis for axis in axes_of(PartitionSpec(spec[dim])) if axis in AXES]
+        num = math.prod(mesh.shape[axis] for axis in names) * microbatches
+        if dim >= len(x.shape) or x.shape[dim] % num:
+            raise ValueError(
+                f"{argument.name}, leaf `{argument.path(i)}`: dim {dim} of shape {tuple(x.shape)} "
+                f"is split over {num // microbatches} devices x {microbatches} micro-batches and "
+                f"must be a multiple of {num}. Pad it with `jz.pad_batch`, drop rows, or say with "
+                "`batch_argnums=` or `in_specs` what is split."
+            )
 
 
 def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> None:
@@ -332,25 +392,19 @@ def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> Non
                 continue
             is_split = argument.plan is not None or any(argument.specs[i]) or any(sharding.spec)
             if is_split and sharding.mesh != mesh.abstract_mesh:
-                path = path_name(_array_paths(argument.rebuild(leaves))[i][0])
                 raise ValueError(
-                    f"{argument.name}, leaf `{path}`: it is laid out as {sharding.spec} on another "
-                    "mesh, whose axes are explicit. Lay it out on the mesh of `zero` first: a "
-                    "batch by `jax.device_put(batch, NamedSharding(zero.mesh, zero.batch_spec))`, "
-                    "parameters by `zero.shard(tree)`."
+                    f"{argument.name}, leaf `{argument.path(i)}`: it is laid out as "
+                    f"{sharding.spec} on another mesh, whose axes are explicit. Lay it out on the "
+                    "mesh of `zero` first: a batch by `jax.device_put(batch, NamedSharding("
+                    "zero.mesh, zero.batch_spec))`, parameters by `zero.shard(tree)`."
                 )
-
-
-def _array_paths(value: Any) -> list[tuple[Any, Any]]:
-    paths, leaves, _ = flatten(value)
-    return [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]
 
 
 def num_rows(call: Call, arrays: Sequence[Sequence[Any]]) -> int | None:
     """The number of rows of the batch; None if no argument has rows."""
-    for argument, leaves in zip(call.arguments, arrays, strict=True):
-        for x, spec in zip(leaves, argument.specs, strict=True):
-            dim = None if argument.plan else split_dim(spec)
-            if dim is not None and spec[dim] == AXES:
-                return x.shape[dim]
+    for argument, x, i in call.split(arrays):
+        spec = argument.specs[i]
+        dim = split_dim(spec)
+        if dim is not None and spec[dim] == AXES:
+            return x.shape[dim]
     return None

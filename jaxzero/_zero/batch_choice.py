@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .._sharding import Registry, flatten, is_array, is_stored, path_name, split_dim
+from .._sharding import Registry, is_array, is_stored, named_leaves, split_dim
 from .._warnings import warn
 
 BatchArgnums = int | str | Sequence[int | str] | None
@@ -23,7 +23,8 @@ BatchArgnums = int | str | Sequence[int | str] | None
 
 def _is_key(leaf: Any) -> bool:
     """Whether a leaf looks like a random key: typed, or raw, `uint32[2]` or `uint32[4]`."""
-    return is_array(leaf) and (_is_typed_key(leaf) or _is_like_raw_key(leaf))
+    is_typed = is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return is_typed or _is_like_raw_key(leaf)
 
 
 def is_split(path: str, leaf: Any, num_rows: int) -> bool:
@@ -158,8 +159,7 @@ def rows_of(name: str, value: Any) -> int:
     Raises:
         ValueError: no array has a dim 0, or arrays have different numbers of rows.
     """
-    paths, leaves, _ = flatten(value)
-    named = {path_name(path): x for path, x in zip(paths, leaves, strict=True)}
+    named = dict(named_leaves(value))
     rows = {path: x.shape[0] for path, x in named.items() if _is_rows(x)} or {
         path: x.shape[0] for path, x in named.items() if is_array(x) and x.shape
     }
@@ -246,10 +246,6 @@ def _common_rows(value: Any) -> int | None:
 
 def _is_rows(leaf: Any) -> bool:
     return is_array(leaf) and len(leaf.shape) > 0 and not _is_key(leaf)
-
-
-def _is_typed_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _is_like_raw_key(leaf: Any) -> bool:

@@ -16,11 +16,10 @@ from .._program import SplitStack, run_on_split_stacks
 from .._sharding import LeafSpec, TreePlan, arrays_of
 from .activation_cache import ActivationCache
 from .batch_choice import BatchArgnums
-from .frozen_prefix import Names, find_prefix
-from .in_place import call_checked
-from .optimizer_cuts import cut_of_state
+from .frozen_layers import Names, find_prefix
 from .sharded_trees import ShardedTrees
-from .tree_cuts import TreeCut, check_untraced, join_arrays, make_cut, split_arrays
+from .tree_cuts import TreeCut, check_untraced, cut_of_state, join_arrays, make_cut, split_arrays
+from .user_function import call_checked
 
 
 class Freezing:

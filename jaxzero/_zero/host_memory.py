@@ -31,14 +31,18 @@ def check_platform(mesh: AnyMesh) -> None:
         )
 
 
-def check_patterns(offload: Offload, layout: TreePlan, matched: set[str]) -> None:
-    """Raise `ValueError` for a pattern of `offload` that has matched no leaf so far.
+def check_offloaded(offload: Offload, layout: TreePlan, matched: set[str]) -> None:
+    """Check that a tree can be offloaded, and that each pattern has matched a leaf so far.
 
     Args:
         offload: has the patterns.
         layout: of a parameter tree.
         matched: the patterns that matched a leaf of an earlier tree; those of this one are added.
             So adapters (LoRA) may follow the weights that the patterns are for.
+
+    Raises:
+        ValueError: a pattern has matched no leaf.
+        NotImplementedError: further mesh axes split a leaf.
     """
     paths = [leaf.path for leaf in layout.leaves]
     for role in ("weights", "gradients", "optimizer"):
@@ -52,6 +56,11 @@ def check_patterns(offload: Offload, layout: TreePlan, matched: set[str]) -> Non
                     f"this tree; its leaves are {known}. If it is for another tree, shard that one "
                     "first."
                 )
+    if any(leaf.other_axes for leaf in layout.leaves):
+        raise NotImplementedError(
+            "`specs` splits leaves over further mesh axes, which `offload` cannot do yet. Leave "
+            "out one of the two."
+        )
 
 
 def host_bytes(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> int:

@@ -19,29 +19,35 @@ from .._report import LocalReport
 from .._sharding import (
     TreePlan,
     arrays_of,
-    flatten,
-    is_array,
+    of_arrays,
     overwritten_leaves,
     stored_leaf,
     trained_leaves,
 )
-from .local_batches import batch_specs, node_specs
-from .local_checks import check_kept
-from .local_layouts import Layouts
 from .local_state import (
     FIELDS,
     Arrays,
+    Kept,
+    Layouts,
     LocalState,
     first_arrays,
     for_nodes,
     gathered_mean,
     mean_over_nodes,
 )
-from .local_step import LocalStep
+from .local_step import LocalStep, batch_specs, check_kept, node_specs
 from .padding_check import warn_of_padding
-from .placement import auto_mesh, constrain, pad_leaf, run_automatic, stored_struct, unpad_leaf
+from .placement import (
+    auto_mesh,
+    constrain,
+    constrain_tree,
+    pad_leaf,
+    run_automatic,
+    stored_struct,
+    unpad_leaf,
+)
+from .programs import run_straight_through
 from .sharded_trees import ShardedTrees
-from .tangents import run_straight_through
 
 _OF_OUTER = (
     "Take an `outer` optimizer that updates each element by itself, such as `optax.sgd`, or nodes "
@@ -108,14 +114,14 @@ class LocalRounds:
         plans = self._zero._plan_of(params), self._zero._plan_of(opt_state)
         layouts = self._lay_out(params, *plans)
         num = self.num_nodes if nodes is None else nodes
-        fields = {}
-        for name, kept in layouts.kept.items():
+
+        def structs(kept: Kept) -> Any:
             leaves = kept.global_leaves(num, split=num == self.num_nodes)
             arrays = [stored_struct(leaf, self._zero.mesh, kept.axes) for leaf in leaves]
-            fields[name] = kept.build(
-                [stored_leaf(leaf, x) for leaf, x in zip(leaves, arrays, strict=True)]
-            )
-        return LocalState(**fields)
+            pairs = zip(leaves, arrays, strict=True)
+            return kept.build([stored_leaf(leaf, x) for leaf, x in pairs])
+
+        return LocalState(**layouts.each(structs))
 
     def __call__(self, state: Any, batches: Any) -> tuple[LocalState, Any]:
         """Run one round of `method.every` steps on every node.
@@ -146,7 +152,7 @@ class LocalRounds:
         rows, treedef = jax.tree.flatten(batches)
 
         def run(layouts: Layouts, arrays: Arrays, rows: list[Array]) -> Any:
-            kept = {name: x.spec() for name, x in layouts.kept.items()}
+            kept = layouts.each(Kept.spec)
             on_nodes = map_nodes(
                 lambda arrays, rows: self._on_node(
                     layouts, found, arrays, jax.tree.unflatten(treedef, rows)
@@ -155,9 +161,10 @@ class LocalRounds:
                 in_specs=(kept, node_specs(specs)),
                 out_specs=(kept, PartitionSpec(None, NODE)),
             )
-            pairs = zip(rows, specs, strict=True)
-            rows = [constrain(x, self._zero.mesh, spec) for x, spec in pairs]
-            return on_nodes(self._placed(layouts, arrays), rows)
+            kept_specs = layouts.each(
+                lambda kept: [leaf.spec(kept.axes) for leaf in kept.global_leaves(self.num_nodes)]
+            )
+            return on_nodes(*constrain_tree((arrays, rows), self._zero.mesh, (kept_specs, specs)))
 
         def program(arrays: Arrays, rows: list[Array]) -> Any:
             exchange = dataclasses.replace(layouts.exchange, has_tangents=True)
@@ -166,8 +173,7 @@ class LocalRounds:
             return run_straight_through(*kinds, arrays, rows)
 
         new, metrics = self._zero._programs.run(program, arrays, rows)
-        fields = {name: kept.tree(self.num_nodes, new[name]) for name, kept in layouts.kept.items()}
-        return LocalState(**fields), jax.tree.unflatten(found["metrics"], metrics)
+        return self._state(layouts, new), jax.tree.unflatten(found["metrics"], metrics)
 
     def mean(self, state: LocalState) -> Any:
         """The mean of all nodes' parameters, laid out as by `zero.init`: to evaluate or export.
@@ -203,17 +209,12 @@ class LocalRounds:
         """
         layouts = self._checked(state, any_nodes=True)
 
+        def mean(kept: Kept, arrays: list[Array]) -> list[Array]:
+            pairs = zip(arrays, kept.overwritten, strict=True)
+            return [mean_over_nodes(*pair) for pair in pairs] if kept.is_per_node else arrays
+
         def make(arrays: Arrays) -> Arrays:
-            one = {
-                name: [
-                    mean_over_nodes(x, state)
-                    for x, state in zip(arrays[name], kept.overwritten, strict=True)
-                ]
-                if kept.is_per_node
-                else arrays[name]
-                for name, kept in layouts.kept.items()
-            }
-            return for_nodes(one, layouts, self.num_nodes)
+            return for_nodes(layouts.each(mean, arrays), layouts, self.num_nodes)
 
         arrays = {name: arrays_of(getattr(state, name)) for name in FIELDS}
         return self._made(layouts, make, arrays)
@@ -233,9 +234,7 @@ class LocalRounds:
             codec=None if method.codec is None else str(method.codec),
             num_nodes=self.num_nodes,
             num_elements=sum(math.prod(leaf.shape) for leaf in exchange.leaves),
-            device_bytes={
-                name: kept.device_bytes(self._mesh) for name, kept in layouts.kept.items()
-            },
+            device_bytes=layouts.each(lambda kept: kept.device_bytes(self._mesh)),
             message_bytes=exchange.message_bytes,
             kept_bytes=exchange.kept_bytes,
             bytes_between_nodes=exchange.node_bytes,
@@ -252,16 +251,14 @@ class LocalRounds:
         return self._layouts
 
     def _lay_out(self, params: Any, plan: TreePlan, state_plan: TreePlan) -> Layouts:
-        pairs = zip(flatten(params)[1], trained_leaves(params), strict=True)
-        kinds = [kind for x, kind in pairs if is_array(x)]
+        kinds = of_arrays(params, trained_leaves(params))
         for leaf, kind in zip(plan.leaves, kinds, strict=True):
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating) and kind is not False:
                 raise NotImplementedError(
                     f"`local_steps` cannot exchange the leaf `{leaf.path}` of {leaf.dtype}. Keep "
                     "its real and imaginary parts as two leaves."
                 )
-        pairs = zip(flatten(params)[1], overwritten_leaves(params), strict=True)
-        states = [is_state for x, is_state in pairs if is_array(x)]
+        states = of_arrays(params, overwritten_leaves(params))
         trained = [
             jnp.issubdtype(leaf.dtype, jnp.floating) and kind is not False and not is_state
             for leaf, kind, is_state in zip(plan.leaves, kinds, states, strict=True)
@@ -274,7 +271,8 @@ class LocalRounds:
             )
         inner = self._zero._on_one_node
         layouts = Layouts.of(self.method, plan, state_plan, trained, inner._devices, inner.config)
-        inner._know(layouts.params, layouts.opt_state)
+        inner._plans.add(layouts.params)
+        inner._states.add(layouts.opt_state)
         outer, programs = self.method.outer, self._zero._programs
         warn_of_padding(outer, layouts.outer_plan, programs, remedy=_OF_OUTER, as_arrays=True)
         self._layouts, self._plan = layouts, plan
@@ -308,32 +306,21 @@ class LocalRounds:
     def _made(self, layouts: Layouts, make: Callable, arrays: Any) -> LocalState:
         """The state whose arrays `make(arrays)` returns, each made on the devices that keep it."""
         mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
-        shardings = {
-            name: [leaf.sharding(mesh, kept.axes) for leaf in kept.global_leaves(nodes)]
-            for name, kept in layouts.kept.items()
-        }
-        made = run_automatic(make, shardings, self._zero._programs, arrays)
-        return LocalState(
-            **{name: kept.tree(nodes, made[name]) for name, kept in layouts.kept.items()}
+        shardings = layouts.each(
+            lambda kept: [x.sharding(mesh, kept.axes) for x in kept.global_leaves(nodes)]
         )
+        made = run_automatic(make, shardings, self._zero._programs, arrays)
+        return self._state(layouts, made)
 
-    def _placed(self, layouts: Layouts, arrays: Arrays) -> Arrays:
-        return {
-            name: [
-                constrain(x, self._zero.mesh, leaf.spec(kept.axes))
-                for x, leaf in zip(arrays[name], kept.global_leaves(self.num_nodes), strict=True)
-            ]
-            for name, kept in layouts.kept.items()
-        }
+    def _state(self, layouts: Layouts, arrays: Arrays) -> LocalState:
+        fields = layouts.each(lambda kept, xs: kept.tree(self.num_nodes, xs), arrays)
+        return LocalState(**fields)
 
     def _on_node(
         self, layouts: Layouts, found: dict[str, Any], arrays: Arrays, batches: Any
     ) -> Any:
         """The round of one node."""
-        mine = {
-            name: [x[0] for x in xs] if layouts.kept[name].is_per_node else xs
-            for name, xs in arrays.items()
-        }
+        mine = layouts.each(lambda kept, xs: [x[0] for x in xs] if kept.is_per_node else xs, arrays)
         inner = Inner(mine["params"], mine["opt_state"])
         outer = Outer(mine["outer_params"], mine["outer_state"], mine["residuals"])
         step = LocalStep(self._step, layouts, self._zero.mesh, found)
@@ -341,10 +328,5 @@ class LocalRounds:
             step, layouts.exchange, layouts.exchanged, Carry(inner, outer), batches
         )
         new = dict(zip(FIELDS, (*carry.inner, *carry.outer), strict=True))
-        return (
-            {
-                name: [x[None] for x in xs] if layouts.kept[name].is_per_node else xs
-                for name, xs in new.items()
-            },
-            [jnp.expand_dims(x, 1) for x in metrics],
-        )
+        new = layouts.each(lambda kept, xs: [x[None] for x in xs] if kept.is_per_node else xs, new)
+        return new, [jnp.expand_dims(x, 1) for x in metrics]

@@ -1,19 +1,257 @@
-"""`LocalState`, the arrays that local steps keep, and how they begin and are averaged."""
+"""`LocalState`, the arrays of local steps, per node or common to all: layouts, means."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from .._collectives import accumulator_dtype, all_gather
-from .._mesh import NODE, SimulatedMesh, map_devices
+from .._collectives import accumulator_dtype, all_gather, shard_shape
+from .._local_steps import AsTree, Cut, Exchange, LocalSteps, OuterPlan
+from .._mesh import LOCAL, NODE, AnyMesh, NodeMesh, SimulatedMesh, map_devices
+from .._sharding import (
+    LeafSpec,
+    Static,
+    StoredArray,
+    TreePlan,
+    ZeroConfig,
+    flatten,
+    layout_of_leaf,
+    of_arrays,
+    overwritten_leaves,
+    rebuild,
+    statics_of,
+    stored_leaf,
+)
 from ..pallas_kernels import add_up
-from .local_layouts import Kept, Layouts
+
+RESIDUAL_DTYPE = jnp.dtype(jnp.bfloat16)  # as that of `ErrorFeedback`
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """One kind of array that local steps keep from round to round.
+
+    Attributes:
+        leaves: the layout of each array on the devices of one node.
+        is_per_node: whether every node has its own; then a leading dim counts nodes.
+        axes: the axes that split it inside a node.
+        build: builds the tree that users see from one stored leaf for each array.
+    """
+
+    leaves: tuple[LeafSpec, ...]
+    is_per_node: bool
+    axes: tuple[str, ...]
+    build: Callable[[Sequence[Any]], Any]
+
+    def global_leaves(self, nodes: int, *, split: bool = True) -> tuple[LeafSpec, ...]:
+        """The layouts of the global arrays; `split` is whether `node` splits the leading dim."""
+        if not self.is_per_node:
+            return self.leaves
+        return tuple(stacked(leaf, nodes, split) for leaf in self.leaves)
+
+    def tree(self, nodes: int, arrays: Sequence[Any]) -> Any:
+        """The tree of global arrays that users see."""
+        pairs = zip(self.global_leaves(nodes), arrays, strict=True)
+        return self.build([stored_leaf(leaf, x) for leaf, x in pairs])
+
+    @property
+    def overwritten(self) -> list[bool]:
+        """Which arrays are state that gradients overwrite; see `overwritten_leaves`."""
+        tree = self.build([leaf.stored for leaf in self.leaves])
+        return of_arrays(tree, overwritten_leaves(tree))
+
+    def device_bytes(self, mesh: AnyMesh) -> int:
+        """Bytes of one device, which may be simulated."""
+        num_shards = math.prod(mesh.shape[axis] for axis in self.axes)
+        pairs = [(leaf.stored, num_shards if leaf.layout else 1) for leaf in self.leaves]
+        return sum(x.size * x.dtype.itemsize // pieces for x, pieces in pairs)
+
+    def spec(self) -> PartitionSpec:
+        """How `node` splits each of the arrays."""
+        return PartitionSpec(NODE) if self.is_per_node else PartitionSpec()
+
+
+def stacked(leaf: LeafSpec, nodes: int, split: bool) -> LeafSpec:
+    """The layout of the arrays of all nodes, on a new leading dim."""
+    return dataclasses.replace(
+        leaf,
+        shape=(nodes, *leaf.shape),
+        layout=leaf.layout and leaf.layout.moved(leaf.layout.dim + 1),
+        other_axes=PartitionSpec(NODE) if split else PartitionSpec(),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """The layouts of everything that local steps keep, and what is exchanged.
+
+    Attributes:
+        kept: by field of `LocalState`.
+        params: the layout of the parameters on one node, which a step sees.
+        opt_state: that of the optimizer state.
+        exchanged: which leaves of the parameters are exchanged.
+        exchange: their exchange.
+    """
+
+    kept: dict[str, Kept]
+    params: TreePlan
+    opt_state: TreePlan
+    exchanged: tuple[int, ...]
+    exchange: Exchange
+
+    @classmethod
+    def of(
+        cls,
+        method: LocalSteps,
+        params: TreePlan,
+        opt_state: TreePlan,
+        trained: Sequence[bool],
+        mesh: NodeMesh,
+        config: ZeroConfig,
+    ) -> Layouts:
+        """Lay out the arrays for trees that `Zero` has laid out over all nodes.
+
+        Args:
+            method: how local steps are exchanged.
+            params: the layout of the parameters over all nodes.
+            opt_state: that of the optimizer state.
+            trained: which leaves of the parameters are trained.
+            mesh: the devices of one node.
+            config: gives axes, stage and the persistence threshold.
+        """
+        inner, state = (_on_one_node(plan, mesh, config) for plan in (params, opt_state))
+        numbers = tuple(i for i, is_trained in enumerate(trained) if is_trained)
+        leaves = tuple(_exchanged_leaf(inner.leaves[i], mesh, config) for i in numbers)
+
+        def tree_of(numbers: Sequence[int], arrays: Sequence[Any]) -> Any:
+            values = dict(zip(numbers, arrays, strict=True))
+            return inner.whole([values.get(i) for i in range(len(inner.leaves))])
+
+        as_tree = functools.partial(tree_of, numbers)
+        exchange = _exchange(method, leaves, as_tree, mesh, config)
+        weight_axes = (LOCAL,) if config.stage >= 3 else ()
+        state_axes = (LOCAL,) if config.stage >= 1 else ()
+        anchors = tuple(
+            dataclasses.replace(leaf, dtype=accumulator_dtype(leaf.dtype)) for leaf in leaves
+        )
+        encoded = [leaves[i] for i in exchange.encoded]
+        residuals = tuple(dataclasses.replace(leaf, dtype=RESIDUAL_DTYPE) for leaf in encoded)
+        treedef = exchange.outer.treedef
+        numbered = [numbers[i] for i in exchange.encoded]
+        kept = {
+            "params": Kept(inner.leaves, True, weight_axes, inner.whole),
+            "opt_state": Kept(state.leaves, True, state_axes, state.whole),
+            "outer_params": Kept(anchors, False, (LOCAL,), as_tree),
+            "outer_state": Kept(
+                _outer_leaves(exchange.outer, anchors),
+                False,
+                (LOCAL,),
+                lambda x: jax.tree.unflatten(treedef, x),
+            ),
+            "residuals": Kept(residuals, True, (LOCAL,), functools.partial(tree_of, numbered)),
+        }
+        return cls(kept, inner, state, numbers, exchange)
+
+    def each(self, function: Callable[..., Any], *values: Mapping[str, Any]) -> dict[str, Any]:
+        """`function(kept, ...)` for each kind of array, given its entry of each of `values`."""
+        return {
+            name: function(kept, *(value[name] for value in values))
+            for name, kept in self.kept.items()
+        }
+
+    @property
+    def outer_plan(self) -> TreePlan:
+        """The layout of the tree that the outer optimizer sees."""
+        leaves, kept = self.exchange.leaves, self.kept["outer_params"]
+        _, found, treedef = flatten(kept.build([leaf.stored for leaf in leaves]))
+        return TreePlan(treedef, kept.leaves, statics_of(found))
+
+
+def _on_one_node(plan: TreePlan, mesh: NodeMesh, config: ZeroConfig) -> TreePlan:
+    """The layout of a tree on the devices of one node.
+
+    A `StoredArray` without an array, which masked optimizers keep for a padded parameter, gets the
+    layout that the parameter has here, so that both still match in `jax.tree.map`.
+    """
+    leaves = tuple(_leaf_on_one_node(leaf, mesh, config) for leaf in plan.leaves)
+    statics = []
+    for static in plan.statics:
+        if static is not None and isinstance(static.value, StoredArray):
+            leaf = _leaf_on_one_node(static.value.form, mesh, config)
+            static = Static(stored_leaf(leaf, static.value.data))
+        statics.append(static)
+    tree = rebuild(plan.treedef, statics, [leaf.stored for leaf in leaves])
+    _, found, treedef = flatten(tree)
+    return TreePlan(treedef, leaves, statics_of(found))
+
+
+def _leaf_on_one_node(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> LeafSpec:
+    if leaf.codec is not None or leaf.other_axes:
+        what = "is stored encoded" if leaf.codec else "is split by `specs`"
+        raise NotImplementedError(
+            f"`local_steps` cannot take the leaf `{leaf.path}`, which {what}. Train it in "
+            "full precision over `node` and `local`, or without local steps."
+        )
+    layout = layout_of_leaf(leaf, mesh, config, leaf.other_axes)
+    if layout is not None and layout.is_padded and leaf.layout is None:
+        layout = None  # the optimizer keeps it in its own shape, so it stays replicated
+    return dataclasses.replace(leaf, layout=layout)
+
+
+def _exchanged_leaf(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> LeafSpec:
+    """The layout in which a leaf is exchanged: split in a node, even if it is not stored so.
+
+    Then each device sends only its own shard. A leaf that would have to be padded for it is sent
+    by every device.
+    """
+    if leaf.layout is not None:
+        return leaf
+    split = dataclasses.replace(config, stage=3, param_persistence_threshold=0)
+    layout = layout_of_leaf(leaf, mesh, split, leaf.other_axes)
+    return leaf if layout is None or layout.is_padded else dataclasses.replace(leaf, layout=layout)
+
+
+def _exchange(
+    method: LocalSteps,
+    leaves: tuple[LeafSpec, ...],
+    as_tree: AsTree,
+    mesh: NodeMesh,
+    config: ZeroConfig,
+) -> Exchange:
+    cuts, full, parts = [], [], []
+    for leaf in leaves:
+        layout, padded = leaf.layout, leaf.padded_shape
+        shard = padded if layout is None else shard_shape(padded, layout.dim, layout.num_shards)
+        cut = Cut.of(shard, method.fragments)
+        cuts.append(cut)
+        dtype, shape = accumulator_dtype(leaf.dtype), list(cut.part_shape)
+        full.append(jax.ShapeDtypeStruct(leaf.stored_shape, dtype))
+        if leaf.layout is not None:
+            shape[leaf.layout.dim] *= leaf.layout.num_shards
+        parts.append(jax.ShapeDtypeStruct(tuple(shape), dtype))
+    outer = OuterPlan.of(method.outer, as_tree, full, parts, method.fragments)
+    return Exchange(method, leaves, tuple(cuts), mesh, config.min_quantized_size, outer)
+
+
+def _outer_leaves(outer: OuterPlan, anchors: Sequence[LeafSpec]) -> tuple[LeafSpec, ...]:
+    """The layouts of the outer optimizer's state."""
+    structs = jax.eval_shape(
+        outer.init, [jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in anchors]
+    )
+    return tuple(
+        LeafSpec("", x.shape, x.dtype, None)
+        if owner is None
+        else dataclasses.replace(anchors[owner], dtype=x.dtype)
+        for x, owner in zip(structs, outer.owners, strict=True)
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -58,12 +296,11 @@ def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) 
 
 def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
     """The arrays of one node, with a copy for every node of those that each has of its own."""
-    return {
-        name: [jnp.broadcast_to(x, (nodes, *x.shape)) for x in xs]
-        if layouts.kept[name].is_per_node
-        else xs
-        for name, xs in arrays.items()
-    }
+
+    def copied(kept: Kept, xs: list[Array]) -> list[Array]:
+        return [jnp.broadcast_to(x, (nodes, *x.shape)) for x in xs] if kept.is_per_node else xs
+
+    return layouts.each(copied, arrays)
 
 
 def mean_over_nodes(

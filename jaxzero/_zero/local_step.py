@@ -1,21 +1,154 @@
-"""The user's step as one node runs it: trees in its own layout, checked when it returns them."""
+"""Check what local steps are given and what a step returns, and run a step on one node's trees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from .._local_steps import Inner
-from .._sharding import StoredArray, TreePlan, data_of, flatten, is_array, path_name
-from .local_layouts import Layouts
+from .._local_steps import Inner, LocalSteps
+from .._mesh import AXES, NODE, AnyMesh
+from .._sharding import StoredArray, TreePlan, ZeroConfig, data_of, flatten, is_array, path_name
+from .arguments import BATCH
+from .batch_choice import is_split, rows_of
+from .local_state import Layouts
 from .placement import constrain
-from .python_values import explaining_values
+from .user_function import explaining_values
 
+_STACKED = PartitionSpec(None, *BATCH)
 _REMEDY = "Return `(params, opt_state, metrics)`, with the trees that the step was given, updated."
+
+
+def batch_specs(batches: Any, every: int, num_devices: int) -> list[PartitionSpec]:
+    """How each leaf of `batches` is split: rows over all devices; others not at all.
+
+    Args:
+        batches: a tree of arrays `[every, ...]`.
+        every: the number of steps in a round.
+        num_devices: the number of devices that share a batch.
+
+    Raises:
+        ValueError: dim 0 of a leaf is not `every`, leaves have different numbers of rows, or the
+            devices cannot share the rows evenly.
+    """
+    paths_and_leaves = jax.tree_util.tree_flatten_with_path(batches)[0]
+    named = [(path_name(path), x) for path, x in paths_and_leaves]
+    for path, x in named:
+        if not is_array(x) or not x.shape or x.shape[0] != every:
+            got = f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__
+            raise ValueError(
+                f"`batches` must be the batches of {every} steps, stacked on a new leading dim; "
+                f"the leaf `{path}` is {got}. Stack them: `jax.tree.map(lambda *x: jnp.stack(x), "
+                "*list_of_batches)`."
+            )
+    steps = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
+    try:
+        num_rows = rows_of("`batches`", steps)
+    except ValueError:
+        shapes = ", ".join(f"`{path}` {list(x.shape)}" for path, x in named)
+        raise ValueError(
+            "`batches` must hold `[every, rows, ...]` with equally many rows in every leaf, beside "
+            f"numbers and keys `[every]`; got {shapes}. What has no rows goes into the step by "
+            "closing over it."
+        ) from None
+    if num_rows % num_devices:
+        raise ValueError(
+            f"`batches` has {num_rows} rows for each step, which {num_devices} devices cannot "
+            "share evenly. Pad each batch with `jz.pad_batch`, or drop rows."
+        )
+    leaves = [x for _, x in jax.tree_util.tree_flatten_with_path(steps)[0]]
+    return [
+        _STACKED if is_split(path, x, num_rows) else PartitionSpec()
+        for (path, _), x in zip(named, leaves, strict=True)
+    ]
+
+
+def node_specs(specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
+    """The part of these specs that is over `node`."""
+    return [PartitionSpec(None, NODE) if spec == _STACKED else PartitionSpec() for spec in specs]
+
+
+def local_method(method: LocalSteps | None, options: Mapping[str, Any]) -> LocalSteps:
+    """`method` with these fields replaced; with None, a new one.
+
+    Raises:
+        ValueError: a field is not known, or `every` is given nowhere.
+    """
+    if method is not None and not isinstance(method, LocalSteps):
+        raise ValueError(
+            f"`method` must be a `jz.LocalSteps`, such as `jz.streaming_diloco()`; got {method!r}."
+        )
+    known = [field.name for field in dataclasses.fields(LocalSteps)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ValueError(f"`local_steps` has no option `{unknown[0]}`; it has {', '.join(known)}.")
+    if method is not None:
+        return dataclasses.replace(method, **options)
+    if "every" not in options:
+        raise ValueError(
+            "`local_steps` needs `every`, the number of steps between exchanges: give it, or a "
+            "method such as `jz.streaming_diloco()`."
+        )
+    return LocalSteps(**options)
+
+
+def check_kept(name: str, tree: Any, wanted: Any, nodes: int | None) -> None:
+    """Raise `ValueError` unless a field of a `LocalState` has the right arrays.
+
+    Args:
+        name: of the field.
+        tree: its value.
+        wanted: the same tree with an array or struct for each of its arrays.
+        nodes: how many nodes have arrays of their own in it, on a leading dim; None: they have not.
+    """
+    (paths, leaves, treedef), (_, right, right_treedef) = flatten(tree), flatten(wanted)
+    what = "it is another tree" if treedef != right_treedef else ""
+    for path, x, like in zip(paths, leaves, right, strict=False):
+        if what or not (is_array(x) or is_array(like)):
+            continue
+        now, then = (
+            f"{y.dtype}{list(y.shape)}" if is_array(y) else type(y).__name__
+            for y in (data_of(x), data_of(like))
+        )
+        if now != then:
+            what = f"its leaf `{path_name(path)}` is {now} in place of {then}"
+            what += f", which has a value for each of {nodes} nodes" if nodes else ""
+    if what:
+        raise ValueError(
+            f"`state.{name}` is not that of the trees given to `init`, or was made with other "
+            f"`fragments`, `outer` or `codec`: {what}. Make the state with the same method and "
+            "trees."
+        )
+
+
+def check_local_steps(mesh: AnyMesh, config: ZeroConfig) -> None:
+    """Raise an error unless nodes of `mesh` can train by themselves with `config`."""
+    if mesh.shape[NODE] == 1:
+        raise ValueError(
+            "`local_steps` trains each node by itself, and the mesh has one node. Make one of "
+            "several: `jz.make_mesh(nodes=...)`."
+        )
+    others = [axis for axis in mesh.axis_names if axis not in AXES and mesh.shape[axis] > 1]
+    if others:
+        raise NotImplementedError(
+            f"`local_steps` needs a mesh of {AXES} alone; this one also has {tuple(others)}. Train "
+            "with fewer axes, or without local steps."
+        )
+    if config.needs_wire_state:
+        raise ValueError(
+            "`local_steps` sends no weights or gradients between nodes, so `WeightDelta` and "
+            "`ErrorFeedback` in the config have nothing to do, and their wire state would be of no "
+            "use. Take `jz.zeropp()` or `jz.zero3()`, and `codec=jz.Int4()` for the exchange."
+        )
+    if config.offload is not None:
+        raise NotImplementedError(
+            "`local_steps` cannot keep arrays in host memory yet. Leave out `offload`."
+        )
 
 
 class LocalStep:

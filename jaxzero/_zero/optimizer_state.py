@@ -37,18 +37,18 @@ from .._sharding import (
     in_memory,
     is_array,
     is_stored,
+    named_leaves,
+    of_arrays,
     overwritten_leaves,
     path_endings,
-    path_name,
     plan_as_stored,
     plan_tree,
     statics_of,
     trained_leaves,
 )
 from .host_memory import check_room
-from .init_fn import Initializer
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
-from .programs import Programs
+from .programs import Initializer, Programs
 
 
 class TrueShapes(optax.GradientTransformationExtraArgs):
@@ -63,10 +63,8 @@ def trained_part(tree: Any, plan: TreePlan) -> tuple[Any, TreePlan]:
     These are leaves that their module does not train, and those that gradients overwrite.
     """
     kept = trained_tree(tree)
-    arrays = [
-        is_kept for x, is_kept in zip(flatten(tree)[1], _trained(tree), strict=True) if is_array(x)
-    ]
-    known = [leaf for leaf, is_kept in zip(plan.leaves, arrays, strict=True) if is_kept]
+    pairs = zip(plan.leaves, of_arrays(tree, _trained(tree)), strict=True)
+    known = [leaf for leaf, is_kept in pairs if is_kept]
     _, rest, treedef = flatten(kept)
     return kept, TreePlan(treedef, tuple(known), statics_of(rest))
 
@@ -135,8 +133,7 @@ def plan_state(
 
 
 def _check_shapes(state: Any) -> None:
-    paths, leaves, _ = flatten(state)
-    for path, x in zip(paths, leaves, strict=True):
+    for path, x in named_leaves(state):
         if not isinstance(x, StoredArray) or x.is_empty:
             continue
         kept = f"a {type(x.data).__name__} of arrays"  # SM3 keeps a list, an array for each dim
@@ -146,12 +143,12 @@ def _check_shapes(state: Any) -> None:
             kept = f"an array of shape {tuple(x.data.shape)}"
         if x.form.codec is not None:
             raise ValueError(
-                f"The optimizer keeps {kept} as `{path_name(path)}`, for a parameter that is "
+                f"The optimizer keeps {kept} as `{path}`, for a parameter that is "
                 f"stored as messages of {x.form.codec}, which cannot be trained. Give "
                 "`zero.init_optimizer` the trained tree without it."
             )
         raise ValueError(
-            f"The optimizer keeps {kept} as `{path_name(path)}`, for a parameter of shape "
+            f"The optimizer keeps {kept} as `{path}`, for a parameter of shape "
             f"{x.shape} that is stored padded. "
             "It has to see parameters in their own shapes: `tx = zero.optimizer(tx)`."
         )
@@ -275,12 +272,11 @@ def true_shapes(
 
 def _check_in_device_memory(**trees: Any) -> None:
     for role, tree in trees.items():
-        paths, leaves, _ = flatten(tree)
-        for path, x in zip(paths, leaves, strict=True):
+        for path, x in named_leaves(tree):
             if in_host(data_of(x)):
                 raise ValueError(
                     f"`tx.update` cannot compute with arrays in host memory, and the leaf "
-                    f"`{path_name(path)}` of the {role} is there. Use `params, opt_state = "
+                    f"`{path}` of the {role} is there. Use `params, opt_state = "
                     "zero.apply_gradients(tx, grads, opt_state, params)` in place of `tx.update` "
                     "and `optax.apply_updates`."
                 )
@@ -288,8 +284,7 @@ def _check_in_device_memory(**trees: Any) -> None:
 
 def _unpadded(tree: Any) -> Any:
     """The tree with every `StoredArray` as an array of its true shape."""
-    _, leaves, treedef = flatten(tree)
-    return jax.tree.unflatten(treedef, [_unpadded_leaf(x) for x in leaves])
+    return jax.tree.map(_unpadded_leaf, tree, is_leaf=is_stored)
 
 
 def _unpadded_leaf(x: Any) -> Any:
@@ -299,9 +294,7 @@ def _unpadded_leaf(x: Any) -> Any:
 
 def _padded_like(stored: Any, tree: Any) -> Any:
     """The tree with each leaf padded like the leaf of `stored` in its place."""
-    _, like, treedef = flatten(stored)
-    pairs = zip(like, treedef.flatten_up_to(tree), strict=True)
-    return jax.tree.unflatten(treedef, [_padded_leaf(old, x) for old, x in pairs])
+    return jax.tree.map(_padded_leaf, stored, tree, is_leaf=is_stored)
 
 
 def _padded_leaf(old: Any, x: Any) -> Any:

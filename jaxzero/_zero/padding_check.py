@@ -2,19 +2,20 @@
 
 One update would not show it where learning rates start at 0, where gradients of several
 micro-batches make an update (`optax.MultiSteps`), or where only large gradients are clipped. So
-`_NUM_UPDATES` are compared, of a program that is compiled once, and the second half has gradients
-of size `_LARGE`. Layers whose paths differ by numbers are tried by one of them, and all leaves by
-one update. Optimizers with more than `_NUM_UPDATES / 2` micro-batches for an update, or a
+`NUM_UPDATES` are compared, of a program that is compiled once, and the second half has gradients
+of size `LARGE`. Layers whose paths differ by numbers are tried by one of them, and all leaves by
+one update. Optimizers with more than `NUM_UPDATES / 2` micro-batches for an update, or a
 larger threshold, can go unnoticed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,8 +28,8 @@ from .._warnings import warn
 from .optimizer_state import TrueShapes
 from .programs import Programs
 
-_NUM_UPDATES = 32
-_LARGE = 1e4
+NUM_UPDATES = 32
+LARGE = 1e4
 _REMEDY = "Wrap it: `tx = zero.optimizer(tx)`."
 
 
@@ -59,7 +60,7 @@ def warn_of_padding(
     try:
         widen = _widened if as_arrays else _stored_wide
         trial = functools.partial(_is_same, programs, tx, plan, widen)
-        is_same = trial(one_of_each_kind(plan), _NUM_UPDATES)
+        is_same = trial(one_of_each_kind(plan), NUM_UPDATES)
         if is_same and len(set(map(_kind, plan.leaves))) < len(plan.leaves):
             is_same = trial([True] * len(plan.leaves), 1)
     except Exception as error:  # the optimizer is someone else's code, and only tried here
@@ -152,6 +153,16 @@ def _updates(
             leaves = [widen(x, leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
         tried = [x if is_in else None for x, is_in in zip(leaves, is_tried, strict=True)]
         trees.append(plan.whole(tried))
+    with own_modes():
+        try:
+            return _run(programs, tx, False, num_updates, *trees)
+        except Exception:  # Some need more than gradients, which, not fitting a loss, can cancel.
+            return _run(programs, tx, True, 1, *trees)
+
+
+@contextlib.contextmanager
+def own_modes() -> Iterator[None]:
+    """Run trials in this context, whatever the caller's modes and trace are."""
     # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
     with (
         jax.numpy_dtype_promotion("standard"),
@@ -159,10 +170,7 @@ def _updates(
         jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
         jax.transfer_guard("allow"),  # of a few numbers, which are no transfers of the user's
     ):
-        try:
-            return _run(programs, tx, False, num_updates, *trees)
-        except Exception:  # Some need more than gradients, which, not fitting a loss, can cancel.
-            return _run(programs, tx, True, 1, *trees)
+        yield
 
 
 def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) -> np.ndarray:
@@ -173,14 +181,18 @@ def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) 
     if jnp.issubdtype(dtype, jnp.complexfloating):
         x = x + 1j * random.normal(size=shape)
     if lead and jnp.issubdtype(dtype, jnp.inexact):
-        x[(lead[0] + 1) // 2 :] *= _LARGE
+        x[(lead[0] + 1) // 2 :] *= LARGE
     return x.astype(dtype)
 
 
 def _dtype_of(leaf: LeafSpec) -> Any:
     """The dtype of a leaf; float32 for narrower floats, whose rounding would hide a difference."""
-    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
-    return np.dtype(np.float32) if is_narrow else leaf.dtype
+    return np.dtype(np.float32) if has_16_bits(leaf) else leaf.dtype
+
+
+def has_16_bits(leaf: LeafSpec) -> bool:
+    """Whether a leaf is of floats of 16 bits or fewer."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
 
 
 def _run(

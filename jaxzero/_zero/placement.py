@@ -22,9 +22,11 @@ from jax.sharding import (
 
 from .._collectives import from_stored, to_stored
 from .._mesh import (
+    axes_of_dims,
     check_context,
     is_one_node,
     is_traced,
+    map_specs,
     memory_kind_of,
     to_device,
     to_host,
@@ -313,11 +315,14 @@ def constrain(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
     if AxisType.Explicit not in types.values():
         sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
         return jax.lax.with_sharding_constraint(x, sharding)
-    explicit = [_only_explicit(entry, types) for entry in spec]
+    explicit = [
+        tuple(name for name in names if types[name] == AxisType.Explicit) or None
+        for names in axes_of_dims(spec)
+    ]
     sharding = NamedSharding(mesh, PartitionSpec(*explicit), memory_kind=memory_kind)
     return jax.sharding.reshard(x, sharding)
 
 
-def _only_explicit(entry: Any, types: dict[str, AxisType]) -> Any:
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    return tuple(name for name in names if types[name] == AxisType.Explicit) or None
+def constrain_tree(tree: Any, mesh: Mesh | AbstractMesh, specs: Any) -> Any:
+    """`constrain` each array of a tree as the tree prefix `specs` says."""
+    return map_specs(lambda x, spec: constrain(x, mesh, spec), specs, tree)

@@ -1,27 +1,35 @@
-"""Cache compiled programs for calls outside of `jax.jit`: trace at every call, compile when new.
+"""Run functions as programs: compiled and cached, in the order of a trace, differentiated by rules.
 
 `jax.value_and_grad` traces at each call, so it sees attributes and closed-over arrays that have
-changed since the last one. `Programs` also sees them: it lowers the program at each call, with the
-closed-over arrays as arguments, and reuses the compiled program of an equal StableHLO text. Tracing
-takes milliseconds where compiling takes seconds. A training step belongs in `jax.jit`, which traces
-and compiles once.
+changed since the last one. `Programs`, for calls outside of `jax.jit`, also sees them: it lowers
+the program at each call, with the closed-over arrays as arguments, and reuses the compiled program
+of an equal StableHLO text. Tracing takes milliseconds where compiling takes seconds. A training
+step belongs in `jax.jit`, which traces and compiles once.
+
+A program returns only arrays. An Equinox or NNX module that `Initializer` makes also holds
+functions and Python values, which are kept aside.
 """
 
 from __future__ import annotations
 
 import collections
+import contextvars
+import dataclasses
 import functools
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.sharding import Mesh
 
 from .._mesh import in_turn, is_traced, is_tracing, last_tokens, remember
-from .._program import is_mutable, open_program
-from .._sharding import is_array, rebuild, statics_of
+from .._program import OpenProgram, is_mutable, open_program
+from .._sharding import array_leaves, flatten, is_array, rebuild, statics_of, trained_leaves
 
 _MOST_KEPT = 64  # compiled programs of one `Zero`, for various functions, shapes and dtypes
 
@@ -70,7 +78,7 @@ class Programs:
         opened = None if is_part else open_program(arrays_only, *args)
         # A closure may also hold values of an outer transformation.
         if opened is None or any(map(is_traced, opened.constants)):
-            part = _with_tokens(arrays_only, out_shardings)
+            part = jax.jit(_after_tokens(arrays_only), out_shardings=(None, out_shardings))
 
             def call(*args: Any) -> Any:
                 made = in_turn(part, *args)  # which sets `found`
@@ -123,12 +131,182 @@ def _placed(constants: Sequence[Any], compiled: Any) -> list[Any]:
     ]
 
 
-def _with_tokens(program: Callable, out_shardings: Any) -> Callable:
-    """A program as a `jit` of its own, for `in_turn`."""
+def _after_tokens(program: Callable) -> Callable:
+    """A program in the form that `in_turn` takes."""
 
     def call(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
         remember(tokens)
         outputs = program(*args)
         return last_tokens(), outputs
 
-    return jax.jit(functools.wraps(program)(call), out_shardings=(None, out_shardings))
+    return functools.wraps(program)(call)
+
+
+# The tangents of a program's results, from `(closed_over, args)`, their tangents, and the results.
+Rule = Callable[[Any, Any, Any], Any]
+
+
+def run_with_tangents(
+    function: Callable, args: Any, rule_of: Callable[[OpenProgram], tuple[list[Any], Rule]]
+) -> Any:
+    """Run `function(*args)` as a program that JAX differentiates by a rule.
+
+    Args:
+        function: a function of trees of arrays.
+        args: its arguments.
+        rule_of: returns, for the traced function, the arrays that what is differentiated closes
+            over, and the rule. The program keeps the rule, which should hold no arrays. Tangents
+            that are known to be zero are `SymbolicZero`s.
+    """
+
+    def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
+        program = open_program(_after_tokens(function), tokens, *args)
+        closed_over, rule = rule_of(program)
+        return _differentiated_by(rule, program, closed_over, tokens, args)
+
+    return in_turn(run, *args)
+
+
+def _differentiated_by(
+    tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
+) -> tuple[list[Any], Any]:
+    """Run a program of tokens and arguments; the rule gives the tangents of its results."""
+    bare = dataclasses.replace(program, constants=[])  # what the rule closes over is kept
+    run, treedef = bare.run_without_refs, bare.treedef
+    # JAX calls the rule later: outside of `map_nodes`, for a program of one node.
+    context = contextvars.copy_context()
+
+    @jax.custom_jvp
+    def call(constants: Any, tokens: list[Any], args: Any) -> Any:
+        return jax.tree.unflatten(treedef, run(constants[0], jax.tree.leaves((tokens, *args))))
+
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        (constants, closed_over), tokens, args = primals
+        # As a function of its own: one that its own rule refers to would only be freed by Python's
+        # collector, and what JAX caches for it, with the user's function, only by the next run.
+        at_primals = dataclasses.replace(bare, constants=constants)
+        last, results = _differentiated_by(tangents_of, at_primals, closed_over, tokens, args)
+
+        def made() -> Any:
+            remember(last)
+            return tangents_of((closed_over, args), (tangents[0][1], tangents[2]), results)
+
+        return (last, results), (zeros(last), context.copy().run(made))
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return call((program.constants, closed_over), tokens, args)
+
+
+def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
+    """Run `program(*args)`; its tangents are those of `exact`, which encodes no messages.
+
+    Raises:
+        NotImplementedError: JAX differentiates with respect to what the program closes over.
+    """
+
+    def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
+        if any(map(is_varied, jax.tree.leaves(tangents[0]))):
+            raise NotImplementedError(
+                "Rounds of local steps have no derivatives with respect to what the step closes "
+                "over. Keep it in `opt_state`, or pass it with the batches."
+            )
+        leaves, treedef = jax.tree.flatten(primals[1])
+        function = lambda leaves: exact(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
+        return jvp_of_some(function, leaves, jax.tree.leaves(tangents[1]))[1]
+
+    return run_with_tangents(program, args, lambda opened: (opened.constants, tangents_of))
+
+
+def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """`jax.jvp` of a function of a list of arrays, of which only some have a tangent."""
+    varied = [i for i, x in enumerate(tangents) if x is not None and is_varied(x)]
+
+    def of_varied(arrays: list[Any]) -> Any:
+        merged = list(primals)
+        for i, x in zip(varied, arrays, strict=True):
+            merged[i] = x
+        return function(merged)
+
+    return jax.jvp(of_varied, ([primals[i] for i in varied],), ([tangents[i] for i in varied],))
+
+
+def tangents_like(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """A tangent for each array: the next of `tangents` for a float, zero for any other."""
+    more = iter(tangents)
+    return [next(more) if jnp.issubdtype(x.dtype, jnp.inexact) else zeros(x) for x in results]
+
+
+def zeros(tree: Any) -> Any:
+    """Tangents that are known to be zero."""
+    return jax.tree.map(lambda x: zero_from_primal(x, symbolic_zeros=True), tree)
+
+
+def is_varied(tangent: Any) -> bool:
+    """Whether a tangent is an array of floats, and not known to be zero."""
+    return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
+
+
+class Initializer:
+    """A function that calls `init_fn` and returns the list of its arrays, so that `jit` can run it.
+
+    Leaves of an `eqx.Module` or `nnx.Module` that are not arrays are returned by `shapes` only.
+    Elsewhere a Python number becomes an array, as it does when `jit` returns it.
+    """
+
+    def __init__(self, init_fn: Callable):
+        self.init_fn = init_fn
+        self._context = jax.sharding.get_abstract_mesh()
+
+    def __call__(self, *args: Any) -> list[Any]:
+        # Without the mesh of the program, if the caller has none: where Flax Linen finds a mesh, it
+        # asks for the axes that `nn.with_partitioning` names.
+        has_none = self._context.empty
+        with jax.sharding.use_abstract_mesh(self._context) if has_none else nullcontext():
+            tree = self.init_fn(*args)
+        return array_leaves(numbers_as_arrays(tree))
+
+    def shapes(self, *args: Any) -> Any:
+        """The tree that `init_fn` returns, with `ShapeDtypeStruct`s for its arrays."""
+        _check_arrays(args)
+        kept: dict[str, Any] = {}
+
+        def run(*args: Any) -> list[Any]:
+            tree = numbers_as_arrays(self.init_fn(*args))
+            _, leaves, treedef = flatten(tree)
+            kept.update(treedef=treedef, statics=statics_of(leaves))
+            return [x for x in leaves if is_array(x)]
+
+        arrays = jax.eval_shape(run, *args)
+        if "Tracer(" in str(kept["treedef"]):
+            raise ValueError(
+                "`init_fn` returns a module that holds an array as a static attribute, as an "
+                "`nnx.Module` does in `jax.jit` with a plain array (`self.w = array`). Make it "
+                "`nnx.Param(array)` to train it, or `nnx.Variable(array)`; or lay out a module "
+                "that is made outside of `jit`: `zero.shard(Model(...))`."
+            )
+        return rebuild(kept["treedef"], kept["statics"], arrays)
+
+
+def numbers_as_arrays(tree: Any) -> Any:
+    """The tree with arrays for its Python numbers, except those in a module."""
+    _, leaves, treedef = flatten(tree)
+    pairs = zip(leaves, trained_leaves(tree), strict=True)
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jnp.asarray(x) if kind is None and isinstance(x, int | float | complex) else x
+            for x, kind in pairs
+        ],
+    )
+
+
+def _check_arrays(args: tuple[Any, ...]) -> None:
+    """Raise `ValueError` unless all leaves are arrays and numbers, which `jit` can take."""
+    for i, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            is_number = isinstance(leaf, int | float | complex)
+            if not is_number and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise ValueError(
+                    f"Argument {i} for `init_fn` must hold arrays and numbers only; got {leaf!r}. "
+                    "Bind other values first: `functools.partial(init_fn, ...)`."
+                )

@@ -3,7 +3,7 @@
 bfloat16 has 8 significant bits, so w + u is w if |u| < |w| / 512. The updates of Adam are about as
 large as the learning rate, whatever the gradients: at 1e-5 weights of 0.02 never change. So the
 optimizer is run on tiny leaves, all elements of which are as large as the median of a sample of the
-weights. Gradients keep their signs, which gives the largest steps, and are of size 1 or `_LARGE`.
+weights. Gradients keep their signs, which gives the largest steps, and are of size 1 or `LARGE`.
 Nothing is said if anything changes, as with optimizers whose updates follow the gradients (SGD) or
 are rounded stochastically; if all updates are exactly 0, as those of frozen leaves; and if the
 state holds a copy of the leaf with more bits.
@@ -22,15 +22,13 @@ import numpy as np
 import optax
 
 from .._mesh import in_host, is_traced
-from .._sharding import LeafSpec, TreePlan, arrays_of
+from .._sharding import TreePlan, arrays_of
 from .._text import first_names
 from .._warnings import warn
 from .optimizer_state import TrueShapes
-from .padding_check import one_of_each_kind, typed_like
+from .padding_check import LARGE, NUM_UPDATES, has_16_bits, one_of_each_kind, own_modes, typed_like
 from .programs import Programs
 
-_NUM_UPDATES = 32
-_LARGE = 1e4
 _GROWTH = 1.6  # to the power of 31: 2 million
 _SAMPLED = 64  # elements of each of the last two dims
 
@@ -47,18 +45,12 @@ def warn_of_rounding(
         programs: compiles the trials.
     """
     arrays = arrays_of(params)
-    narrow = [_is_narrow(leaf) for leaf in plan.leaves]
+    narrow = [has_16_bits(leaf) for leaf in plan.leaves]
     if not any(narrow) or any(is_traced(x) or not isinstance(x, jax.Array) for x in arrays):
         return
     tx = tx.inner if isinstance(tx, TrueShapes) else tx
     tried = one_of_each_kind(plan)
-    # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-        jax.ensure_compile_time_eval(),  # a `jit` may be tracing this
-        jax.transfer_guard("allow"),  # of a few numbers, which are no transfers of the user's
-    ):
+    with own_modes():
         sizes = [
             _median(x) if is_in and is_narrow else 1.0
             for x, is_in, is_narrow in zip(arrays, tried, narrow, strict=True)
@@ -81,10 +73,6 @@ def warn_of_rounding(
             'x.astype("float32"), params)`. Optimizers that keep copies in float32, or round '
             "stochastically, work too."
         )
-
-
-def _is_narrow(leaf: LeafSpec) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
 
 
 def _median(x: jax.Array) -> float:
@@ -111,7 +99,7 @@ def _stuck(
     """For each leaf, whether it has updates other than 0, and none changes it."""
     random = np.random.default_rng(0)
     trees = []
-    for scale in (None, 1.0, _LARGE):  # parameters, gradients
+    for scale in (None, 1.0, LARGE):  # parameters, gradients
         leaves = []
         for leaf, size, is_in in zip(plan.leaves, sizes, tried, strict=True):
             signs = random.choice([-1.0, 1.0], (2,) * len(leaf.shape))
@@ -145,7 +133,7 @@ def _run(
     take_step = programs.ready(update, all_grads[0], first, params)
     for grads in all_grads:
         state, current = first, params
-        for i in range(_NUM_UPDATES):
+        for i in range(NUM_UPDATES):
             leaves, treedef = jax.tree.flatten(state)
             for place in counters if i else ():
                 leaves[place] = jnp.asarray(int(_GROWTH**i), leaves[place].dtype)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import optax
 from jax.sharding import NamedSharding
@@ -14,34 +14,31 @@ from jax.sharding import NamedSharding
 from .._codecs import Codec
 from .._collectives import CommSpec
 from .._execute import WireState, first_state
-from .._mesh import AXES, AnyMesh, NodeMesh, gloo_groups, is_one_node, physical
+from .._mesh import AXES, AnyMesh, NodeMesh, check_mesh, gloo_workaround, is_one_node, physical
 from .._plan import Plan
 from .._report import Report, make_report
 from .._sharding import (
     Registry,
     TreePlan,
     ZeroConfig,
+    array_leaves,
     arrays_of,
-    flatten,
-    is_array,
     is_stored,
     offloaded,
     plan_tree,
     unboxed,
+    without_defaults,
+    zero3,
 )
 from .._simigrad import CodecNoise
-from .apply_gradients import Layouts, apply_gradients
 from .codec_noise import measure_codec_noise
-from .host_memory import check_patterns, check_room
-from .init_fn import Initializer, numbers_as_arrays
+from .host_memory import check_offloaded, check_platform, check_room
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
-from .options import checked_config
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
-from .programs import Programs
+from .programs import Initializer, Programs, numbers_as_arrays
 from .rounding_check import warn_of_rounding
-
-AnyTrees = TypeVar("AnyTrees", bound="ShardedTrees")
+from .updates import Layouts, apply_gradients
 
 
 class ShardedTrees:
@@ -94,7 +91,7 @@ class ShardedTrees:
             return [x.data if is_stored(x) else pad_leaf(leaf, x) for leaf, x in pairs]
 
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
-        gloo_groups.connect(self.mesh)
+        gloo_workaround.connect_groups(self.mesh)
         made = make_leaves(stored, plan.leaves, self._programs, self._weight_axes, *args)
         return plan.stored(made)
 
@@ -131,9 +128,9 @@ class ShardedTrees:
         plan = self._plan(tree, specs, codec)
         self._plans.check_is_ours(plan)
         check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
-        gloo_groups.connect(self.mesh)
-        arrays = [x for x in flatten(tree)[1] if is_array(x)]
-        return plan.stored(place_tree(plan, arrays, self._programs, self._weight_axes))
+        gloo_workaround.connect_groups(self.mesh)
+        axes = self._weight_axes
+        return plan.stored(place_tree(plan, array_leaves(tree), self._programs, axes))
 
     def unshard(self, tree: Any) -> Any:
         """Gather a sharded tree: ordinary arrays in their true shapes, in full on every device.
@@ -175,8 +172,8 @@ class ShardedTrees:
         params, plan = trained_part(params, self._plan_of(params))
         warn_of_padding(tx, plan, self._programs)
         warn_of_rounding(tx, params, plan, self._programs)
-        state_plan = self._states.add(plan_state(tx, plan, self._devices, self.config))
-        return init_state(tx, params, state_plan, self._programs, self._state_axes)
+        layout = self._states.add(plan_state(tx, plan, self._devices, self.config))
+        return init_state(tx, params, layout, self._programs, self._state_axes)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         """Wrap `tx` so that it sees padded leaves in their true shapes.
@@ -237,7 +234,7 @@ class ShardedTrees:
             ValueError: a tree did not come from this `Zero`, or they do not fit each other.
         """
         opt_state = numbers_as_arrays(opt_state)  # of an update outside of `jit`
-        layouts = self._layouts(self._plan_of(grads), params, opt_state)
+        layouts = self._layouts(params, opt_state, self._plan_of(grads))
         return apply_gradients(tx, grads, opt_state, params, layouts, extra_args, self._programs)
 
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
@@ -255,16 +252,15 @@ class ShardedTrees:
         Returns:
             A `Report`, with methods `print`, `as_dict` and `largest_model`.
         """
-        gradient_axes = self.config.axes if self.config.stage >= 2 else ()
         axes = {
             "parameters": self._weight_axes,
-            "gradients": gradient_axes,
+            "gradients": self.config.axes_at(2),
             "optimizer state": self._state_axes,
         }
         state = None if opt_state is None else self._plan_of(opt_state)
         layout = self._plan_of(params)
-        gradients = self._plan_of_gradients(layout)
-        return make_report(layout, gradients, state, plan, self._devices, axes)
+        of_gradients = self._plan_of_gradients(layout)
+        return make_report(layout, of_gradients, state, plan, self._devices, axes)
 
     def init_wire_state(self, params: Any) -> WireState:
         """Make the wire state, which hops keep from step to step, before the first step.
@@ -297,34 +293,30 @@ class ShardedTrees:
         """
         grads, plan = trained_part(grads, self._plan_of(grads))
         devices = self._here._devices
-        measure = functools.partial(
-            measure_codec_noise, plan.leaves, devices, self.config, microbatches
-        )
-        return self._programs.run(measure, arrays_of(grads))
+        args = plan.leaves, devices, self.config, microbatches
+        return self._programs.run(functools.partial(measure_codec_noise, *args), arrays_of(grads))
 
     # Shared by the methods above, and with `LocalRounds`.
 
     @functools.cached_property
-    def _on_one_node(self: AnyTrees) -> AnyTrees:
+    def _on_one_node(self) -> Self:
         """The same configuration, on the devices of one node: for programs of one node."""
         assert not isinstance(self._devices, NodeMesh)
         return type(self)(NodeMesh(self._devices), self.config)
 
     @property
-    def _here(self: AnyTrees) -> AnyTrees:
+    def _here(self) -> Self:
         """This object, or `_on_one_node` while a program of one node is traced."""
         is_own = isinstance(self._devices, NodeMesh)
         return self._on_one_node if is_one_node() and not is_own else self
 
-    def _update_layouts(self, params: Any, opt_state: Any) -> Layouts:
-        """The layouts of an update, with the gradients that `value_and_grad` would return."""
-        return self._layouts(self._plan_of_gradients(self._plan_of(params)), params, opt_state)
-
-    def _layouts(self, gradients: TreePlan, params: Any, opt_state: Any) -> Layouts:
+    def _layouts(self, params: Any, opt_state: Any, gradients: TreePlan | None = None) -> Layouts:
+        """The layouts of an update; by default of the gradients that `value_and_grad` returns."""
+        of_params = self._plan_of(params)
         return Layouts(
-            gradients=gradients,
+            gradients=gradients or self._plan_of_gradients(of_params),
             state=self._plan_of(opt_state),
-            params=self._plan_of(params),
+            params=of_params,
             mesh=self.mesh,
             state_axes=self._state_axes,
             weight_axes=self._weight_axes,
@@ -334,26 +326,17 @@ class ShardedTrees:
         """The layout of gradients, each in the memory where `value_and_grad` leaves it."""
         resident = [dataclasses.replace(leaf, memory_kind=None) for leaf in params.leaves]
         gradients = dataclasses.replace(params, leaves=tuple(resident))
-        if self.config.stage < 2:
-            return gradients
-        return offloaded(gradients, self.config.offload, self._num_shards, "gradients")
+        num_shards, offload = self.config.num_shards(self._devices), self.config.offload
+        is_split = self.config.stage >= 2
+        return offloaded(gradients, offload, num_shards, "gradients") if is_split else gradients
 
     @property
     def _weight_axes(self) -> tuple[str, ...]:
-        return self.config.axes if self.config.stage >= 3 else ()
+        return self.config.axes_at(3)
 
     @property
     def _state_axes(self) -> tuple[str, ...]:
-        return self.config.axes if self.config.stage >= 1 else ()
-
-    def _know(self, params: TreePlan, opt_state: TreePlan) -> None:
-        """Recognize parameters and optimizer state of these layouts, as if made here."""
-        self._plans.add(params)
-        self._states.add(opt_state)
-
-    @property
-    def _num_shards(self) -> int:
-        return self.config.num_shards(self._devices)
+        return self.config.axes_at(1)
 
     def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
         others = [axis for axis in self.mesh.axis_names if axis not in AXES]
@@ -361,13 +344,8 @@ class ShardedTrees:
         plan = plan_tree(tree, self._devices, self.config, specs, codec)
         offload = self.config.offload
         if offload is not None:
-            check_patterns(offload, plan, self._matched)
-            if any(leaf.other_axes for leaf in plan.leaves):
-                raise NotImplementedError(
-                    "`specs` splits leaves over further mesh axes, which `offload` cannot do yet. "
-                    "Leave out one of the two."
-                )
-        return self._plans.add(offloaded(plan, offload, self._num_shards))
+            check_offloaded(offload, plan, self._matched)
+        return self._plans.add(offloaded(plan, offload, self.config.num_shards(self._devices)))
 
     def stored_layout(self, tree: Any) -> tuple[TreePlan, list[NamedSharding]]:
         """The layout of a stored tree, or of a part of one, and the sharding of each array.
@@ -376,10 +354,10 @@ class ShardedTrees:
             ValueError: an array in it was not laid out by this `Zero`.
         """
         state = self._states.find(tree)
-        if state is not None:
-            return state, state.shardings(self.mesh, self._state_axes)
-        plan = self._plan_of(tree)
-        return plan, plan.shardings(self.mesh, self._weight_axes)
+        plan, axes = (
+            (state, self._state_axes) if state else (self._plan_of(tree), self._weight_axes)
+        )
+        return plan, plan.shardings(self.mesh, axes)
 
     def find_plan(self, tree: Any) -> TreePlan | None:
         """The layout of a tree from `init`, `shard` or `init_optimizer`; None for any other."""
@@ -387,13 +365,33 @@ class ShardedTrees:
 
     def _plan_of(self, tree: Any) -> TreePlan:
         here = self._here
-        known = here.find_plan(tree)
-        if known is not None:
-            return known
         try:
-            return here._plans.plan_of(tree)
+            return here.find_plan(tree) or here._plans.plan_of(tree)
         except ValueError as error:
             raise ValueError(f"The given tree: {error}") from error
+
+
+def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
+    """The configuration of a `Zero`, by default plain ZeRO-3.
+
+    Raises:
+        ValueError: one of the arguments is of another kind, or the mesh has other axes.
+        NotImplementedError: the platform of the mesh has no host memory, and the config uses it.
+    """
+    if isinstance(mesh, ZeroConfig):
+        raise ValueError(
+            "`mesh` comes before `config`: `jz.Zero(jz.make_mesh(), config)`; got "
+            f"{without_defaults(mesh)}."
+        )
+    check_mesh(mesh)
+    config = zero3() if config is None else config
+    if not isinstance(config, ZeroConfig):
+        raise ValueError(
+            f"`config` must be a `jz.ZeroConfig`, such as `jz.zero3()`; got {config!r}."
+        )
+    if config.offload is not None:
+        check_platform(mesh)
+    return config
 
 
 # Python's errors about missing arguments then name the class that users call.

@@ -10,132 +10,20 @@ through, and everything in it travels in the precision of the leaf.
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from .._mesh import current_microbatch, in_turn, known_together, last_tokens, remember
-from .._program import OpenProgram, open_program
+from .._mesh import current_microbatch, known_together
+from .._program import OpenProgram
 from .._sharding import TreePlan
-from .arguments import Argument, Call
-from .loss import constant_weight
-from .options import Options
-from .program_updates import ProgramUpdates
-
-# The tangents of a program's results, from `(closed_over, args)`, their tangents, and the results.
-Rule = Callable[[Any, Any, Any], Any]
-
-
-def run_with_tangents(
-    function: Callable, args: Any, rule_of: Callable[[OpenProgram], tuple[list[Any], Rule]]
-) -> Any:
-    """Run `function(*args)` as a program that JAX differentiates by a rule.
-
-    Args:
-        function: a function of trees of arrays.
-        args: its arguments.
-        rule_of: returns, for the traced function, the arrays that what is differentiated closes
-            over, and the rule. The program keeps the rule, which should hold no arrays. Tangents
-            that are known to be zero are `SymbolicZero`s.
-    """
-
-    def in_trace(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
-        remember(tokens)
-        results = function(*args)
-        return last_tokens(), results
-
-    def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
-        program = open_program(in_trace, tokens, *args)
-        closed_over, rule = rule_of(program)
-        return _differentiated_by(rule, program, closed_over, tokens, args)
-
-    return in_turn(run, *args)
-
-
-def _differentiated_by(
-    tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
-) -> tuple[list[Any], Any]:
-    """Run a program of tokens and arguments; the rule gives the tangents of its results."""
-    bare = dataclasses.replace(program, constants=[])  # what the rule closes over is kept
-    run, treedef = bare.run_without_refs, bare.treedef
-    # JAX calls the rule later: outside of `map_nodes`, for a program of one node.
-    context = contextvars.copy_context()
-
-    @jax.custom_jvp
-    def call(constants: Any, tokens: list[Any], args: Any) -> Any:
-        return jax.tree.unflatten(treedef, run(constants[0], jax.tree.leaves((tokens, *args))))
-
-    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        (constants, closed_over), tokens, args = primals
-        # As a function of its own: one that its own rule refers to would only be freed by Python's
-        # collector, and what JAX caches for it, with the user's function, only by the next run.
-        at_primals = dataclasses.replace(bare, constants=constants)
-        last, results = _differentiated_by(tangents_of, at_primals, closed_over, tokens, args)
-
-        def made() -> Any:
-            remember(last)
-            return tangents_of((closed_over, args), (tangents[0][1], tangents[2]), results)
-
-        return (last, results), (zeros(last), context.copy().run(made))
-
-    call.defjvp(rule, symbolic_zeros=True)
-    return call((program.constants, closed_over), tokens, args)
-
-
-def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
-    """Run `program(*args)`; its tangents are those of `exact`, which encodes no messages.
-
-    Raises:
-        NotImplementedError: JAX differentiates with respect to what the program closes over.
-    """
-
-    def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
-        if any(map(is_varied, jax.tree.leaves(tangents[0]))):
-            raise NotImplementedError(
-                "Rounds of local steps have no derivatives with respect to what the step closes "
-                "over. Keep it in `opt_state`, or pass it with the batches."
-            )
-        leaves, treedef = jax.tree.flatten(primals[1])
-        function = lambda leaves: exact(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
-        return jvp_of_some(function, leaves, jax.tree.leaves(tangents[1]))[1]
-
-    return run_with_tangents(program, args, lambda opened: (opened.constants, tangents_of))
-
-
-def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """`jax.jvp` of a function of a list of arrays, of which only some have a tangent."""
-    varied = [i for i, x in enumerate(tangents) if x is not None and is_varied(x)]
-
-    def of_varied(arrays: list[Any]) -> Any:
-        merged = list(primals)
-        for i, x in zip(varied, arrays, strict=True):
-            merged[i] = x
-        return function(merged)
-
-    return jax.jvp(of_varied, ([primals[i] for i in varied],), ([tangents[i] for i in varied],))
-
-
-@dataclasses.dataclass(frozen=True)
-class Differentiable:
-    """The function on one device that a program was made from, to be differentiated.
-
-    Attributes:
-        traced: the function, traced on flat lists, without the arrays that it closes over.
-        call: the arguments of the program.
-    """
-
-    traced: OpenProgram
-    call: Call
-
-    def along(self, primals: Any, tangents: Any) -> Derivative:
-        """The derivative at `(closed_over, args)`, along the tangents of these."""
-        (constants, args), (of_constants, of_args) = _known_together(primals, tangents)
-        return Derivative(self.traced, constants, of_constants, self.call, args[0], of_args[0])
+from .arguments import Argument, Call, Options
+from .programs import is_varied, jvp_of_some
+from .updates import ProgramUpdates
+from .user_function import constant_weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +45,19 @@ class Derivative:
     call: Call
     arrays: list[list[Any]]
     of_arrays: list[list[Any]]
+
+    @classmethod
+    def along(cls, traced: OpenProgram, call: Call, primals: Any, tangents: Any) -> Derivative:
+        """The derivative at `(closed_over, args)`, along the tangents of these.
+
+        Args:
+            traced: the function on one device, traced on flat lists.
+            call: the arguments of its program.
+            primals: the arrays that the function closes over, and the arguments of the program.
+            tangents: likewise.
+        """
+        (constants, args), (of_constants, of_args) = _known_together(primals, tangents)
+        return cls(traced, constants, of_constants, call, args[0], of_args[0])
 
     def arguments(self) -> tuple[Call, list[list[Any]]]:
         """The arguments with two more, tangents of weights and of others; and their arrays."""
@@ -272,22 +173,6 @@ def check_tangents(
     for reason, is_given in reasons.items():
         if is_given:
             raise NotImplementedError(f"`jax.jvp` of a function {reason}.")
-
-
-def tangents_like(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """A tangent for each array: the next of `tangents` for a float, zero for any other."""
-    more = iter(tangents)
-    return [next(more) if jnp.issubdtype(x.dtype, jnp.inexact) else zeros(x) for x in results]
-
-
-def zeros(tree: Any) -> Any:
-    """Tangents that are known to be zero."""
-    return jax.tree.map(lambda x: zero_from_primal(x, symbolic_zeros=True), tree)
-
-
-def is_varied(tangent: Any) -> bool:
-    """Whether a tangent is an array of floats, and not known to be zero."""
-    return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
 
 
 def _known_together(primals: Any, tangents: Any) -> tuple[Any, Any]:

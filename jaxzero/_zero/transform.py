@@ -28,24 +28,18 @@ from .._plan import Plan
 from .._program import OpenProgram
 from .._sharding import HpZ, PerAxis, ZeroConfig
 from .._simigrad import GradientHalves
-from .arguments import BATCH, Argument, Call, num_rows
-from .gradient_reduce import combined_gradients, combined_leaves, parameters_of
-from .in_place import call_checked
-from .loss import check_loss, split_aux, split_weight
-from .options import Options
-from .outputs import Outputs, values_of
-from .placement import constrain
-from .program_updates import ProgramUpdates
-from .row_outputs import shapes_with_twice_the_rows
-from .tangents import (
-    Derivative,
-    Differentiable,
-    Rule,
-    check_tangents,
-    run_with_tangents,
-    tangents_like,
-    trace_along,
-    zeros,
+from .arguments import BATCH, Argument, Call, Options, num_rows
+from .outputs import Outputs, combined_gradients, combined_leaves, parameters_of, values_of
+from .placement import constrain, constrain_tree
+from .programs import Rule, run_with_tangents, tangents_like, zeros
+from .tangents import Derivative, check_tangents, trace_along
+from .updates import ProgramUpdates
+from .user_function import (
+    call_checked,
+    check_loss,
+    shapes_with_twice_the_rows,
+    split_aux,
+    split_weight,
 )
 
 
@@ -110,26 +104,17 @@ class Transform:
         updates = updates or ProgramUpdates(None)
         wire_state, unread = wire_state.without(self.combined)
         given = updates.arguments
-        in_specs, state_specs = self._in_specs, self._state_specs(wire_state)
         if AxisType.Explicit in self.mesh.axis_types:
-            arrays = [
-                [constrain(x, self.mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
-                for leaves, specs in zip(arrays, in_specs, strict=True)
-            ]
-            wire_state = jax.tree.map(
-                lambda x, spec: constrain(x, self.mesh, spec), wire_state, state_specs
-            )
-            given = [
-                [constrain(x, self.mesh, spec) for x in each]
-                for each, spec in zip(given, updates.in_specs, strict=True)
-            ]
+            specs = self._in_specs, self._state_specs(wire_state), updates.in_specs
+            inputs = arrays, wire_state, given
+            arrays, wire_state, given = constrain_tree(inputs, self.mesh, specs)
         rows = num_rows(self.call, arrays)
         if rows is not None:
             rows = rows // self.comm.num_devices // self.options.microbatches
         outputs = Outputs(self.options, rows)
         outs = self._run(arrays, wire_state, given, outputs, updates)
         loss, gradients, combined, parts, wire_state, halves, updated = outs
-        gradients = self._all_gradients(gradients, combined, self._gradient_axes)
+        gradients = self._all_gradients(gradients, combined)
         if halves is not None:  # values of a `custom_vjp` are no gradients to compare
             none = [jnp.zeros([], jnp.float32)] * len(combined)
             first, second, cross = (self._in_order(x, none) for x in halves[:3])
@@ -172,11 +157,12 @@ class Transform:
         def rule_of(_: OpenProgram) -> tuple[list[Any], Rule]:
             assert self._traced is not None
             closed_over = self._traced.constants
-            function = Differentiable(dataclasses.replace(self._traced, constants=[]), self.call)
+            traced = dataclasses.replace(self._traced, constants=[])
 
             def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
                 check_tangents(self.options, self._shares_loss, updates, tangents[1])
-                return self._tangents(function.along(primals, tangents), outputs, results)
+                derivative = Derivative.along(traced, self.call, primals, tangents)
+                return self._tangents(derivative, outputs, results)
 
             return closed_over, tangents_of
 
@@ -201,7 +187,7 @@ class Transform:
 
     @property
     def _gradient_axes(self) -> tuple[str, ...]:
-        return self.config.axes if self.parameters.gradients_split else ()
+        return self.config.axes_at(2)
 
     @property
     def _in_specs(self) -> list[list[PartitionSpec]]:
@@ -220,11 +206,9 @@ class Transform:
         """
         return bool(self.combined) or self.options.gradient_reduce is not None
 
-    def _all_gradients(
-        self, reduced: Sequence[Any], combined: Sequence[Array], axes: tuple[str, ...]
-    ) -> list[Any]:
-        """The gradients of all leaves of `differentiated`, split over `axes`."""
-        leaves = self.parameters.leaves
+    def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:
+        """The gradients of all leaves of `differentiated`, as they are split."""
+        leaves, axes = self.parameters.leaves, self._gradient_axes
         reduced = [
             constrain(x, self.mesh, leaves[i].spec(axes))
             if x is not None and leaves[i].other_axes
@@ -246,7 +230,7 @@ class Transform:
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.plan is None:
             return list(argument.specs)
-        axes = self.config.axes if self.parameters.weights_split else ()
+        axes = self.config.axes_at(3)
         return [leaf.spec(axes, manual_only=True) for leaf in argument.plan.leaves]
 
     def _state_specs(self, wire_state: LocalWireState) -> LocalWireState:

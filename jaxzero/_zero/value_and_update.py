@@ -6,7 +6,6 @@ leaves are updated at the end, by the same traced update.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,17 +21,15 @@ from .._sharding import (
     ZeroConfig,
     arrays_of,
     flatten,
-    is_array,
+    of_arrays,
     overwritten_leaves,
-    statics_of,
 )
 from .._windowed_update import TracedUpdate, UpdateLayouts
-from .apply_gradients import Layouts, apply_gradients, split, split_arrays, with_untrained
-from .call_results import returned
+from .calls import returned
 from .optimizer_state import TrueShapes, trained_part
-from .program_updates import ProgramUpdates
 from .programs import Programs
 from .transform import Transform
+from .updates import Layouts, ProgramUpdates, apply_gradients, split, split_arrays, with_untrained
 
 
 def check_one_program(config: ZeroConfig, microbatches: int, weighted: bool) -> None:
@@ -77,10 +74,8 @@ class Step:
     ):
         self._transform = transform
         self._tx = tx
-        self._plans = tuple(
-            dataclasses.replace(plan, statics=statics_of(flatten(tree)[1]))  # those of a known tree
-            for plan, tree in ((layouts.params, params), (layouts.state, opt_state))
-        )
+        pairs = (layouts.params, params), (layouts.state, opt_state)
+        self._plans = tuple(plan.with_statics_of(tree) for plan, tree in pairs)
         self._layouts = layouts
         self._programs = programs
 
@@ -128,8 +123,7 @@ class Step:
             {},
         )
         argument, states = self._transform.call.arguments[0], overwritten_leaves(params)
-        pairs = zip(flatten(params)[1], states, strict=True)
-        kinds = zip([state for x, state in pairs if is_array(x)], argument.trained, strict=True)
+        kinds = zip(of_arrays(params, states), argument.trained, strict=True)
         of_state = [is_state for is_state, has_gradient in kinds if has_gradient]
         updates = ProgramUpdates(update, [i for i, x in enumerate(of_state) if not x])
         outputs = self._transform.program(arrays, LocalWireState(), updates)

@@ -22,12 +22,11 @@ from .._sharding import (
 from .._verify import Problem, Runs, Update, Verification, VerifyReport, on_host
 from .arguments import num_rows
 from .batch_choice import BatchArgnums
-from .call_results import gradient_options
+from .calls import gradient_options, prepare
 from .local_rounds import LocalRounds
-from .loss import split_aux, split_weight
+from .user_function import split_aux, split_weight
 from .optimizer_state import TrueShapes, trained_tree
 from .outputs import Outputs, values_of
-from .prepare import prepare
 from .sharded_trees import ShardedTrees
 from .transform import Transform
 
@@ -121,7 +120,7 @@ class VerifiedTrees(ShardedTrees):
             aux_reduce=aux_reduce,
             gradient_reduce=gradient_reduce,
         )
-        checked = gradient_options(self._devices, self.config, **options)
+        checked = gradient_options(self._devices, **options)
         transform, arrays = prepare(self, f, args, kwargs, checked, batch_argnums, in_specs)
         call = _Call(self, f, args, kwargs, transform, arrays, tx)
         call.in_one_program = in_one_program

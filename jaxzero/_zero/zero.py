@@ -14,23 +14,22 @@ from .._execute import LocalWireState
 from .._local_steps import LocalSteps
 from .._plan import Plan
 from .._sharding import without_defaults
-from .arguments import BATCH
+from .arguments import BATCH, Options, argument_numbers
 from .batch_choice import BatchArgnums
-from .call_results import (
+from .calls import (
+    check_differentiable,
     gradient_options,
+    prepare,
     reads_kept_slices,
     returned,
     warn_of_full_weights,
     wire_state_of,
 )
-from .differentiable import check_differentiable
 from .freezing import Freezing
-from .frozen_prefix import Names
-from .local_checks import check_local_steps, local_method
+from .frozen_layers import Names
 from .local_rounds import LocalRounds
-from .options import Options, argument_numbers
+from .local_step import check_local_steps, local_method
 from .outputs import flat_reductions
-from .prepare import prepare
 from .value_and_update import Step, check_one_program
 from .verified import VerifiedTrees
 
@@ -260,7 +259,7 @@ class Zero(VerifiedTrees):
                 self, f, (params, *args), kwargs, options, batch_argnums, in_specs
             )
             check_differentiable(transform.call.arguments[0], arrays[0], False)
-            layouts = self._update_layouts(params, opt_state)
+            layouts = self._layouts(params, opt_state)
             run = Step(transform, tx, params, opt_state, layouts, self._programs).run
             return run(arrays, opt_state)
 
@@ -356,7 +355,7 @@ class Zero(VerifiedTrees):
         transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
         along = argument_numbers(tangent_argnums)
         if tx is not None:
-            layouts = self._update_layouts(args[0], opt_state)
+            layouts = self._layouts(args[0], opt_state)
             step = Step(transform, tx, args[0], opt_state, layouts, self._programs)
             return step.plan(arrays, opt_state, along)
         state = wire_state_of(transform, wire_state)

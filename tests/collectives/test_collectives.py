@@ -10,16 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from jaxzero._collectives.bucket import unpack
-from jaxzero._collectives.comm_spec import CommSpec
-from jaxzero._collectives.encoded_shards import EncodedShards
-from jaxzero._collectives.gather import gather_hop, start_gather
+from jaxzero._collectives.comm_spec import CommSpec, ReduceSpec
+from jaxzero._collectives.encoded_shards import EncodedShards, unpack
+from jaxzero._collectives.gather import gather_hop, move_split, start_gather
 from jaxzero._collectives.reduce_hop import sum_full
-from jaxzero._collectives.reduce_spec import ReduceSpec
 from jaxzero._collectives.reductions import reduce_gradient
-from jaxzero._collectives.reshard import move_split
-from jaxzero._sharding.layout import DimSharding
-from jaxzero._sharding.padding import pad, unpad
+from jaxzero._sharding.layout import DimSharding, pad, unpad
 
 CONFIGS = {
     "plain": jz.zero3(),

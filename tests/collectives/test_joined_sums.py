@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from jaxzero._collectives import HalfBatchSum, ReduceSpec, reduce_next_axis, start_reduction
-from jaxzero._collectives.comm_spec import CommSpec
-from jaxzero._collectives.reduce_spec import reduce_axes
+from jaxzero._collectives.comm_spec import CommSpec, reduce_axes
 from jaxzero._sharding.layout import DimSharding
 
 _CAST = jz.Cast(jnp.bfloat16)

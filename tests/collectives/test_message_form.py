@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxzero as jz
 from benchmarks.shared import _llama
 from jaxzero import pallas_kernels as kernels
-from jaxzero._collectives import CommSpec, HalfBatchSum, ReduceSpec, message_form, reduce_gradient
+from jaxzero._collectives import CommSpec, HalfBatchSum, ReduceSpec, comm_spec, reduce_gradient
 from jaxzero._sharding import DimSharding, pad
 from jaxzero.pallas_kernels import _blockwise, _columns
 
@@ -34,7 +34,7 @@ SIZE = _llama.LlamaSize(layers=3, width=64, hidden=96, heads=4, vocabulary=64)
 @contextlib.contextmanager
 def _form(form):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(message_form._FORMS, "cpu", form)
+        patch.setitem(comm_spec._FORMS, "cpu", form)
         yield
 
 
@@ -241,7 +241,7 @@ def test_gradients_are_equal_to_the_bit(config, microbatches, monkeypatch):
 
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         program, expected = step()
-        with _form(message_form.MessageForm(tiled=True, join_below_bytes=256)):
+        with _form(comm_spec.MessageForm(tiled=True, join_below_bytes=256)):
             tiled_program, got = step()
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     assert _sent(program) != _sent(tiled_program)
@@ -282,7 +282,7 @@ def test_half_batch_sums(codec):
         return jax.jit(mapped)(each)
 
     expected = run()
-    with _form(message_form.TILED):
+    with _form(comm_spec.TILED):
         got = run()
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     if codec is None:
@@ -292,6 +292,6 @@ def test_half_batch_sums(codec):
 
 
 def test_the_platform_chooses_the_form():
-    assert message_form.MessageForm.of(jz.make_mesh(2)) == message_form.MessageForm()
-    with _form(message_form.TILED):
-        assert CommSpec.of(jz.make_mesh(2), jz.zero3()).form == message_form.TILED
+    assert comm_spec.MessageForm.of(jz.make_mesh(2)) == comm_spec.MessageForm()
+    with _form(comm_spec.TILED):
+        assert CommSpec.of(jz.make_mesh(2), jz.zero3()).form == comm_spec.TILED

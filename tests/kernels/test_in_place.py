@@ -14,13 +14,12 @@ import pytest
 
 import jaxzero as jz
 from jaxzero import pallas_kernels as pk
-from jaxzero._codecs.codec import DeferredMessage
-from jaxzero._collectives import bucket as messages
+from jaxzero._codecs import DeferredMessage
+from jaxzero._codecs import rows as messages
 from jaxzero._collectives import reductions
-from jaxzero._collectives.comm_spec import CommSpec
+from jaxzero._collectives.comm_spec import CommSpec, ReduceSpec
 from jaxzero._collectives.encoded_shards import EncodedShards
 from jaxzero._collectives.gather import start_gather
-from jaxzero._collectives.reduce_spec import ReduceSpec
 from jaxzero._sharding.layout import DimSharding
 from jaxzero.pallas_kernels import _blockwise as blocks
 from jaxzero.pallas_kernels import _memory as memory
@@ -117,8 +116,8 @@ def drafts(messages):
 def test_drafts_are_joined_as_what_they_will_be(types):
     rng = np.random.default_rng(0)
     rows = [jnp.asarray(rng.integers(0, 200, (3, 4 + i)).astype(t)) for i, t in enumerate(types)]
-    got = messages.join(list(drafts(rows)))
-    assert_same_bits(np.asarray(messages.join(rows)), np.asarray(got))
+    got = messages.join_columns(list(drafts(rows)))
+    assert_same_bits(np.asarray(messages.join_columns(rows)), np.asarray(got))
 
 
 def sent(implementation, shards, fulls):
@@ -178,8 +177,8 @@ def test_bytes_among_other_types_are_read_in_place():
     """What is not bytes cannot be read as what it is where bytes lie."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 200, (2, n)).astype(t) for n, t in [(5, "u1"), (3, "u2"), (4, "u1")]]
-    joined = messages.join([jnp.asarray(x) for x in rows])
-    parts = messages.in_place(joined, [(x.shape[1], x.dtype) for x in rows])
+    joined = messages.join_columns([jnp.asarray(x) for x in rows])
+    parts = messages.columns_in_place(joined, [(x.shape[1], x.dtype) for x in rows])
     assert [x.array is joined for x in parts] == [True, False, True]
     for part, want in zip(parts, rows, strict=True):
         np.testing.assert_array_equal(part.cut_out(), want)

@@ -14,7 +14,7 @@ from jaxzero._hlo import collectives as _hlo
 from jaxzero._mesh import gloo_workaround
 from jaxzero._mesh import mesh as _mesh
 from jaxzero._mesh.gloo_workaround import reduce_scatter, uses_gloo, with_workaround
-from jaxzero._mesh.simulated import SimulatedMesh
+from jaxzero._mesh.mesh_kinds import SimulatedMesh
 
 AXES = ("node", "local")
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import jaxzero as jz
-from jaxzero._mesh import simulated as simulate
+from jaxzero._mesh import is_simulating
 from tests import zoo
 
 from .both_meshes import assert_same, make_meshes
@@ -267,4 +267,4 @@ def test_mistakes():
     with pytest.raises(ValueError, match="split over 8 devices x 1 micro-batches"):
         params = zero.shard(np.ones((8,), np.float32))
         zero.value_and_grad(lambda w, x: jnp.sum(w) * jnp.mean(x))(params, np.ones((6, 1)))
-    assert not simulate.is_simulating()
+    assert not is_simulating()

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxzero._collectives.packing import join, split, widths
+from jaxzero._codecs import column_bytes, join_columns, split_columns
 from jaxzero._plan.bucketing import find_repetition, split_into_groups
 
 
@@ -60,9 +60,9 @@ def test_join_and_split(columns):
         jnp.asarray(rng.integers(0, 256, (3, length * dtype.itemsize), np.uint8).view(dtype))
         for length, dtype in columns
     ]
-    joined = join(arrays)
-    assert joined.size * joined.dtype.itemsize == 3 * sum(widths(columns))
-    for got, want in zip(split(joined, columns), arrays, strict=True):
+    joined = join_columns(arrays)
+    assert joined.size * joined.dtype.itemsize == 3 * sum(column_bytes(columns))
+    for got, want in zip(split_columns(joined, columns), arrays, strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(
             np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)

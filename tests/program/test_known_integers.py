@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jaxzero._program import trace
-from jaxzero._program.known_integers import known_integers
+from jaxzero._program.uniform import known_integers
 
 
 def _counters(x):

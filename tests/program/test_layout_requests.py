@@ -275,7 +275,7 @@ def test_what_is_closed_over_is_no_constant_of_the_program(monkeypatch):
 
     def noting(*args):
         opened = open_program(*args)
-        constants.extend(opened.constants)
+        constants[:] = opened.constants  # last those of the program around all others
         return opened
 
     monkeypatch.setattr("jaxzero._zero.programs.open_program", noting)

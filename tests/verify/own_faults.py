@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._collectives import bucket, comm_spec, encoded_shards, reduce_hop, reductions
+from jaxzero._collectives import comm_spec, encoded_shards, reduce_hop, reductions
 from jaxzero._execute import mean_gradients, microbatches, weight_buckets
 from jaxzero._mesh import LOCAL, NODE
 from jaxzero._zero import outputs, sharded_trees, transform
@@ -122,7 +122,7 @@ def _gathered(patch, change):
 
         return changed
 
-    _replace(patch, bucket, "all_gather", make)
+    _replace(patch, encoded_shards, "all_gather", make)
     _replace(patch, encoded_shards, "all_gather", make)
 
 

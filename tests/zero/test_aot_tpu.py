@@ -14,7 +14,7 @@ from benchmarks.compiled._tpu import tpu_mesh, traffic
 from benchmarks.shared import _llama
 from benchmarks.shared._llama import LlamaSize
 from jaxzero._collectives import CommSpec
-from jaxzero._collectives.message_form import TILED
+from jaxzero._collectives.comm_spec import TILED
 
 pytest.importorskip("libtpu", reason="needs libtpu, as `make test-aot-tpu` installs it")
 

@@ -12,7 +12,7 @@ from jax import lax
 
 import jaxzero as jz
 from jaxzero._mesh import check_mesh
-from jaxzero._zero.options import argument_numbers
+from jaxzero._zero.arguments import argument_numbers
 from tests import zoo
 
 from .compiles import COMPILES

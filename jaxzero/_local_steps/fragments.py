@@ -1,8 +1,9 @@
-"""The message of a fragment: pseudo-gradients of all leaves, encoded, as one array of bytes.
+"""Fragments of parameters: equal parts of each device's shards, and the message of a fragment.
 
-It is one array because XLA:GPU keeps a collective under way across a loop only then: with codes and
-scales in arrays of their own, or as an all-reduce, it waits for them before the loop. So a node
-gathers the messages of all nodes, and adds them up itself, in the order of nodes.
+A message has the pseudo-gradients of all leaves, encoded. It is one array of bytes because XLA:GPU
+keeps a collective under way across a loop only then: with codes and scales in arrays of their own,
+or as an all-reduce, it waits for them before the loop. So a node gathers the messages of all nodes,
+and adds them up itself, in the order of nodes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,81 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
-from .._codecs import Codec
-from .._collectives import as_bytes, from_bytes
+from .._codecs import Codec, as_bytes, from_bytes
 from .._mesh import AXES, NODE, device_index
 from ..pallas_kernels import add_up
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Where the parts of a shard lie.
+
+    If the number of parts does not divide the cut dim, the last parts begin earlier and overlap
+    with those before them; `is_new` tells which elements belong to a part. A scalar is one part of
+    its own, which belongs to the first fragment.
+
+    Attributes:
+        shape: of the shard.
+        dim: the cut dim.
+        num: the number of parts.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    num: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], num: int) -> Cut:
+        """Cut along the first dim that divides evenly, otherwise along the largest."""
+        even = [dim for dim, size in enumerate(shape) if size and size % num == 0]
+        largest = max(range(len(shape)), key=lambda dim: shape[dim], default=0)
+        return cls(shape, even[0] if even else largest, num)
+
+    @property
+    def size(self) -> int:
+        """The size of a part along the cut dim."""
+        return math.ceil(self.shape[self.dim] / self.num) if self.shape else 1
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        if not self.shape:
+            return ()
+        return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
+
+    @property
+    def _is_all(self) -> bool:
+        return self.part_shape == self.shape
+
+    def _start(self, number: Array) -> Array:
+        return jnp.minimum(number * self.size, self.shape[self.dim] - self.size)
+
+    def read(self, x: Shaped[Array, ...], number: Array) -> Shaped[Array, ...]:
+        """Part `number` of the shard."""
+        if self._is_all:
+            return x
+        return lax.dynamic_slice_in_dim(x, self._start(number), self.size, self.dim)
+
+    def write(
+        self, x: Shaped[Array, ...], part: Shaped[Array, ...], number: Array
+    ) -> Shaped[Array, ...]:
+        """The shard with part `number` replaced, where it is new."""
+        new = self.is_new(number)
+        if new is not None:
+            part = jnp.where(new, part, self.read(x, number))
+        if self._is_all:
+            return part
+        return lax.dynamic_update_slice_in_dim(x, part, self._start(number), self.dim)
+
+    def is_new(self, number: Array) -> Bool[Array, ...] | None:
+        """Which elements of a part are in none before it; None: all of them."""
+        if not self.shape:
+            return number == 0 if self.num > 1 else None
+        if self.shape[self.dim] % self.num == 0:
+            return None
+        position = lax.broadcasted_iota(jnp.int32, self.part_shape, self.dim)
+        return self._start(number) + position >= number * self.size
 
 
 @dataclasses.dataclass(frozen=True)

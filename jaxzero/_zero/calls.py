@@ -1,11 +1,12 @@
-"""Check the options of `value_and_grad`, and turn a program's flat results into its return value.
+"""One call of a transformed function: check its options and arguments, and build what it returns.
 
-This module also converts wire states between the user's trees and the flat `LocalWireState`.
+Wire states are converted between the user's trees and the flat `LocalWireState`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,15 +23,118 @@ from .._execute import (
     to_tree,
 )
 from .._mesh import AXES, NODE, AnyMesh
-from .._sharding import LeafSpec, Static, ZeroConfig, is_stored, rebuild, stored_leaf
+from .._sharding import (
+    LeafSpec,
+    Static,
+    ZeroConfig,
+    is_array,
+    is_stored,
+    named_leaves,
+    plain_arrays,
+    rebuild,
+    stored_leaf,
+    trained_leaves,
+)
 from .._simigrad import GradientHalves
 from .._warnings import warn
-from .arguments import Argument, Call
-from .node_shares import check_shares, known_shares
+from .arguments import Argument, Options, argument_numbers, check_meshes, check_rows, resolve
+from .batch_choice import BatchArgnums
 from .optimizer_state import trained_tree
-from .options import Options, argument_numbers
 from .outputs import flat_reductions
+from .rows import check_share_nodes, check_shares, known_shares
+from .sharded_trees import ShardedTrees
 from .transform import Transform
+
+
+def prepare(
+    zero: ShardedTrees,
+    f: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    options: Options,
+    batch_argnums: BatchArgnums,
+    in_specs: Sequence[Any] | None,
+) -> tuple[Transform, list[list[Any]]]:
+    """Classify the arguments of a call of `f`, check them, and build its `Transform`.
+
+    Returns:
+        The transform, and the stored arrays of each argument.
+
+    Raises:
+        ValueError: an argument does not fit; see `resolve`, `check_meshes`, `check_rows`
+            and `check_share_nodes`.
+    """
+    numbers = tuple(i + len(args) if i < 0 else i for i in options.argnums)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"`argnums` names an argument twice; got {numbers}.")
+    options = dataclasses.replace(options, argnums=numbers)
+    here = zero._here
+    call, arrays = resolve(
+        f,
+        args,
+        kwargs,
+        argnums=numbers,
+        batch_argnums=batch_argnums,
+        in_specs=in_specs,
+        registry=here._plans,
+        states=here._states,
+        num_devices=here.num_devices,
+    )
+    check_meshes(call, arrays, here.mesh)
+    check_share_nodes(here._devices, options.shares)
+    check_rows(call, arrays, here._devices, options.microbatches)
+    return Transform(f, call, options, here._devices, zero.config), arrays
+
+
+def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:
+    """Raise `ValueError` if a leaf of a differentiated argument cannot have a gradient."""
+    for leaf in argument.plan.leaves if argument.plan else ():
+        if leaf.codec is not None:
+            raise ValueError(
+                f"{argument.name}, leaf `{leaf.path}`: it is stored as messages of "
+                f"{leaf.codec}, which cannot be trained. Pass it in an argument that is not in "
+                "`argnums`."
+            )
+    value = argument.rebuild(leaves)
+    _check_is_trained(argument, plain_arrays(value))
+    for (path, leaf), kind in zip(named_leaves(value), trained_leaves(value), strict=True):
+        if kind is not None:  # in a module: leaves that it does not train get None as gradient
+            continue
+        if is_array(leaf) and (allow_int or jnp.issubdtype(leaf.dtype, jnp.inexact)):
+            continue
+        shown = leaf.dtype if is_array(leaf) else type(leaf).__name__
+        raise ValueError(
+            f"{argument.name}, leaf `{path}`: cannot differentiate with respect to "
+            f"{shown}. Pass it in an argument that is not in `argnums`, or use "
+            "`allow_int=True`."
+        )
+
+
+def _check_is_trained(argument: Argument, plain: Sequence[str]) -> None:
+    """Raise `ValueError` if a module trains none of its leaves; warn if it has plain arrays.
+
+    Args:
+        argument: the differentiated argument.
+        plain: the paths of arrays that its `nnx.Module`s hold, and not in an `nnx.Variable`.
+    """
+    kinds = argument.module_trains
+    is_trained = not kinds or any(kind is not False for kind in kinds)
+    if is_trained and not plain:
+        return
+    of_plain = (
+        f" Among them are plain arrays, `{plain[0]}` the first of {len(plain)}: make those to be "
+        "trained `nnx.Param(array)`, and others `nnx.Variable(array)`."
+    )
+    if not is_trained:
+        raise ValueError(
+            f"{argument.name} holds no leaf that its module trains, so nothing would get a "
+            "gradient. Of an `nnx.Module` each `nnx.Param` of floats is trained, of an "
+            f"`eqx.Module` each array of floats.{of_plain if plain else ''}"
+        )
+    warn(
+        f"{argument.name}: an `nnx.Module` trains its `nnx.Param`s, and the gradient of other "
+        f"leaves is None.{of_plain}"
+    )
 
 
 def gradient_options(
@@ -92,31 +196,28 @@ def returned(
     loss, gradients, aux, local_state, halves, _ = outputs
     options = transform.options
 
-    def trees(values: Sequence[Any], as_leaf: Callable[[LeafSpec, Any], Any], other: Any) -> Any:
-        return _as_given(_as_trees(transform, values, as_leaf, other), is_one)
+    def as_given(trees: list[Any]) -> Any:
+        return trees[0] if is_one else tuple(trees)
 
-    gradients = trees(
-        gradients, stored_leaf, lambda leaf: np.zeros(leaf.stored_shape, jax.dtypes.float0)
-    )
+    def no_gradient(leaf: LeafSpec) -> np.ndarray:
+        return np.zeros(leaf.stored_shape, jax.dtypes.float0)
+
+    gradients = as_given(_as_trees(transform, gradients, stored_leaf, no_gradient))
     result = [(loss, aux) if options.has_aux else loss, gradients]
     if halves is not None:
         *parts, share = halves
-        first, second, cross = (
-            trained_tree(  # as an optimizer sees the gradients
-                trees(x, lambda leaf, scalar: scalar, lambda leaf: jnp.zeros([], jnp.float32))
-            )
-            for x in parts
-        )
+        nothing = jnp.zeros([], jnp.float32)
+        trees = (_as_trees(transform, x, lambda _, x: x, lambda _: nothing) for x in parts)
+        # As an optimizer sees the gradients.
+        first, second, cross = (trained_tree(as_given(tree)) for tree in trees)
         result.append(GradientHalves(first, second, cross, share))
     if has_state:
-        states = _state_trees(transform.call, options.argnums, local_state)
-        result.append(_as_given(states, is_one))
+        states = {
+            number: to_tree(plan, local_state, start)
+            for number, start, _, plan in transform.call.sharded()
+        }
+        result.append(as_given([states[number] for number in options.argnums]))
     return tuple(result)
-
-
-def _as_given(trees: list[Any], is_one: bool) -> Any:
-    """The only tree if `argnums` was an int, otherwise a tuple of all."""
-    return trees[0] if is_one else tuple(trees)
 
 
 def _as_trees(
@@ -185,11 +286,10 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
             "`zero.init_wire_state(params)`."
         )
     local_state = LocalWireState()
-    for number, start, argument in _sharded(call):
+    for number, start, argument, plan in call.sharded():
         if number in numbers:
-            assert argument.plan is not None
             state = states[list(numbers).index(number)]
-            part = from_tree(argument.plan, state, comm, argument.name, start)
+            part = from_tree(plan, state, comm, argument.name, start)
             local_state = local_state.joined(part)
     return local_state
 
@@ -211,24 +311,3 @@ def warn_of_full_weights(config: ZeroConfig) -> None:
         "little: a ratio of probabilities of the two (PPO) is not that of equal weights. Pass "
         "`wire_state=`, the state that the next training step gets, to read what it reads."
     )
-
-
-def _state_trees(
-    call: Call, numbers: Sequence[int], local_state: LocalWireState
-) -> list[WireState]:
-    """One `WireState` for each argument in `numbers`; the reverse of `wire_state_of`."""
-    trees = {
-        number: to_tree(argument.plan, local_state, start)
-        for number, start, argument in _sharded(call)
-        if argument.plan is not None
-    }
-    return [trees[number] for number in numbers]
-
-
-def _sharded(call: Call) -> Iterator[tuple[int, int, Argument]]:
-    """Iterate over sharded arguments: `(position, index of its first leaf, argument)`."""
-    start = 0
-    for number, argument in enumerate(call.arguments):
-        if argument.plan is not None:
-            yield number, start, argument
-            start += len(argument.plan.leaves)

@@ -1,14 +1,20 @@
-"""Run a function on stacks of layers that are held in two parts, without joining the parts.
+"""Run functions of which some parameters are frozen, before they are differentiated.
 
 If the first layers of a stack are frozen, the stack is two arrays, and the model scans their
 concatenation. Differentiating that computes gradients and keeps residuals for all layers. So the
-function is traced, before it is differentiated, and run with each `scan` over such a stack as two:
+function is traced, and run with each `scan` over such a stack as two:
 
     scan(f, carry, concatenate([a, b]))  ->  scan(f, scan(f, carry, a), b)
 
 Casts, transposes and elementwise operations of a stack run on the parts, a slice on the part that
 it lies in. Any other operation gets the concatenation: the result is right, but gradients are
 computed for all layers; a warning names it.
+
+A value depends on active parameters, on frozen ones, on the other arguments (the batch), or on
+several of these. Those that depend on frozen parameters and the batch, and on nothing active, are
+the same whenever the batch is. `known_part` returns the ones that the rest of the program reads;
+`rest_part` runs the rest, given these. What depends on frozen parameters alone, or on the batch
+alone (masks), is cheap to keep or to compute, and is computed again.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +30,15 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jaxtyping import Array, Shaped
 
-from .._mesh import bare, scan_sizes
+from .._mesh import CALLS, REMAT, bare, bind, equations_inside, evaluate, scan_sizes
 from .._warnings import warn
-from .elementwise import is_elementwise
 from .ir import Operation, Value
-from .trace import CALLS, REMAT, has_shardings
+from .operation_kinds import is_elementwise
+from .trace import has_shardings
+
+_ACTIVE, _FROZEN, _BATCH, _RANDOM = 1, 2, 4, 8
+_KNOWN = _FROZEN | _BATCH
+_RANDOM_BITS = {"random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,18 +97,13 @@ def _run(
     jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Any], caller: Any = None
 ) -> list[Any]:
     """Evaluate a jaxpr, which `caller` calls, on arrays and `SplitStack`s."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, jex.Literal) else env[var]
-
-    for equation in jaxpr.eqns:
+    def apply(equation: Any, args: list[Any]) -> Sequence[Any]:
         named = caller or equation
         with located(equation, named):
-            outputs = _equation(equation, [read(var) for var in equation.invars], named)
-        env.update(zip(equation.outvars, outputs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+            return _equation(equation, args, named)
+
+    return evaluate(jaxpr, constants, inputs, apply)
 
 
 def located(equation: Any, caller: Any) -> contextlib.AbstractContextManager:
@@ -126,15 +131,6 @@ def _equation(equation: Any, inputs: list[Any], caller: Any) -> Sequence[Any]:
             return [output]
     _warn_of_joined(name, split)
     return bind(equation, [_joined(x) for x in inputs])
-
-
-def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
-    """Apply the primitive of an equation, with some of its parameters changed."""
-    params = equation.primitive.get_bind_params({**equation.params, **changes})
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
-        out = equation.primitive.bind(*functions, *inputs, **params)
-    return list(out) if equation.primitive.multiple_results else [out]
 
 
 def _scan(equation: Any, inputs: list[Any]) -> list[Any]:
@@ -238,3 +234,145 @@ def _warn_of_joined(operation: str, stacks: Sequence[SplitStack]) -> None:
             "of the frozen ones dropped. Scan the stack (`jax.lax.scan`), or index its layers by "
             "Python integers."
         )
+
+
+class _Program(NamedTuple):
+    """A traced function, and what each of its values depends on."""
+
+    jaxpr: Any
+    constants: Sequence[Any]
+    shapes: Any  # the tree that the function returns
+    depends: dict[Any, int]  # of each variable, as flags
+    saved: tuple[Any, ...]  # known variables that the rest reads
+
+
+def known_part(
+    function: Callable[[Any, Any, Any], Any], active: Any, frozen: Any, batch: Any
+) -> list[Any]:
+    """Compute what `rest_part` needs, and what depends on `frozen` and `batch` but not `active`.
+
+    Args:
+        function: `function(active, frozen, batch)`, trees of arrays.
+        active: of this tree only shapes and dtypes are used.
+        frozen: the frozen parameters.
+        batch: the other arguments.
+
+    Raises:
+        ValueError: nothing is known without `active`; or what is known is random.
+    """
+    program = _trace(function, active, frozen, batch)
+    if not program.saved:
+        raise ValueError(
+            "No value of the function depends on frozen parameters and not on active ones, so "
+            "there are no activations to cache. Freeze the layers before them too (`before` of "
+            "`zero.freeze`); and a `jax.checkpoint` or `jax.custom_vjp` may not hold the whole "
+            "model, but one layer of it."
+        )
+    given = [*[None] * len(jax.tree.leaves(active)), *jax.tree.leaves((frozen, batch))]
+    made = {var: None for var in program.saved}
+    _run_part(program, given, lambda flags: not flags & _ACTIVE, made)
+    return list(made.values())
+
+
+def rest_part(
+    function: Callable[[Any, Any, Any], Any],
+    active: Any,
+    frozen: Any,
+    batch: Any,
+    saved: Sequence[Any],
+) -> Any:
+    """Return `function(active, frozen, batch)`, given what `known_part` returned for it.
+
+    Raises:
+        ValueError: `saved` is of another function or of other shapes.
+    """
+    program = _trace(function, active, frozen, batch)
+    want = [(var.aval.shape, var.aval.dtype) for var in program.saved]
+    if [(x.shape, x.dtype) for x in saved] != want:
+        raise ValueError(
+            f"The cached activations are {[(x.shape, x.dtype) for x in saved]}, and this function "
+            f"needs {want} for such a batch. They are of another function, freezing or batch."
+        )
+    given = jax.tree.leaves((active, frozen, batch))
+    known = dict(zip(program.saved, saved, strict=True))
+    outputs = _run_part(
+        program, given, lambda flags: bool(flags & _ACTIVE) or flags & _KNOWN != _KNOWN, known
+    )
+    return jax.tree.unflatten(jax.tree.structure(program.shapes), outputs)
+
+
+def _trace(function: Callable[[Any, Any, Any], Any], *groups: Any) -> _Program:
+    leaves, treedef = jax.tree.flatten(groups)
+
+    def flat(*leaves: Any) -> Any:
+        return run_on_split_stacks(lambda xs: function(*jax.tree.unflatten(treedef, xs)), leaves)
+
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    kinds = [
+        flag
+        for flag, group in zip((_ACTIVE, _FROZEN, _BATCH), groups, strict=True)
+        for _ in jax.tree.leaves(group)
+    ]
+    depends = _dependences(closed.jaxpr, kinds)
+    saved = _read_by_rest(closed.jaxpr, depends)
+    return _Program(closed.jaxpr, closed.consts, shapes, depends, tuple(saved))
+
+
+def _dependences(jaxpr: Any, kinds: Sequence[int]) -> dict[Any, int]:
+    depends = dict(zip(jaxpr.invars, kinds, strict=True))
+    depends |= dict.fromkeys(jaxpr.constvars, 0)
+    for equation in jaxpr.eqns:
+        # A print belongs to each call; that a collective names an axis is an effect, too.
+        effects = {type(effect).__name__ for effect in equation.effects}
+        flags = _ACTIVE if effects - {"NamedAxisEffect"} else 0
+        draws = (x.primitive.name in _RANDOM_BITS for x in equations_inside(equation))
+        flags |= _RANDOM if any(draws) else 0
+        for var in equation.invars:
+            flags |= 0 if isinstance(var, jex.Literal) else depends[var]
+        depends |= dict.fromkeys(equation.outvars, flags)
+    return depends
+
+
+def _read_by_rest(jaxpr: Any, depends: dict[Any, int]) -> dict[Any, None]:
+    """The known variables that active equations or the outputs read, in order.
+
+    Raises:
+        ValueError: one of them is random.
+    """
+    saved: dict[Any, None] = {}
+    made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    # An equation without outputs has an effect, such as a print.
+    readers = [x.invars for x in jaxpr.eqns if not x.outvars or depends[x.outvars[0]] & _ACTIVE]
+    for var in (var for invars in [*readers, jaxpr.outvars] for var in invars):
+        if isinstance(var, jex.Literal) or depends[var] & (_ACTIVE | _KNOWN) != _KNOWN:
+            continue
+        if depends[var] & _RANDOM:
+            where = source_info_util.summarize(made_by[var].source_info)
+            raise ValueError(
+                f"The frozen layers draw random numbers, as dropout does, up to {where}: cached "
+                "activations would repeat one draw for ever. Give these layers no key, or do not "
+                "cache."
+            )
+        saved[var] = None
+    return saved
+
+
+def _run_part(
+    program: _Program, inputs: Sequence[Any], is_run: Callable[[int], bool], known: dict[Any, Any]
+) -> list[Any]:
+    """Evaluate the equations whose outputs depend on what `is_run` accepts; return the outputs.
+
+    Of the variables in `known` it takes the values from there, or writes them there.
+    """
+
+    def apply(equation: Any, args: list[Any]) -> list[Any]:
+        flags = program.depends[equation.outvars[0]] if equation.outvars else _ACTIVE
+        if not is_run(flags):
+            return [known.get(var) for var in equation.outvars]
+        with located(equation, equation):
+            outputs = bind(equation, args)
+        pairs = zip(equation.outvars, outputs, strict=True)
+        known.update((var, x) for var, x in pairs if var in known)
+        return outputs
+
+    return evaluate(program.jaxpr, program.constants, inputs, apply)

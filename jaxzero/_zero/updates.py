@@ -1,4 +1,8 @@
-"""Update parameters and optimizer state, of which some leaves may be in host memory."""
+"""Update parameters and optimizer state, of which some leaves may be in host memory.
+
+`apply_gradients` updates all at the end of a step. `ProgramUpdates` are those that a program may
+run in its loops, layer by layer, as arguments and results of the `shard_map`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,23 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array
 
+from .._execute import LeafUpdate
 from .._mesh import in_host, is_traced
-from .._sharding import TreePlan, arrays_of, flatten, overwritten_leaves, statics_of
-from .._windowed_update import UpdateLayouts, windowed_update
-from .init_fn import numbers_as_arrays
+from .._sharding import TreePlan, arrays_of, flatten, overwritten_leaves
+from .._windowed_update import (
+    LayerUpdate,
+    TracedUpdate,
+    UpdateLayouts,
+    layer_updates,
+    windowed_update,
+)
 from .optimizer_state import TrueShapes, trained_part, trained_tree
 from .placement import constrain
-from .programs import Programs
-from .python_values import explaining_values
+from .programs import Programs, numbers_as_arrays
+from .user_function import explaining_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +63,8 @@ def apply_gradients(
 ) -> tuple[Any, Any]:
     """The new parameters and the new state; see `Zero.apply_gradients`."""
     trees = (grads, state, params)
-    plans = [
-        dataclasses.replace(plan, statics=statics_of(flatten(tree)[1]))  # those of a known tree
-        for plan, tree in zip(
-            (layouts.gradients, layouts.state, layouts.params), trees, strict=True
-        )
-    ]
+    known = (layouts.gradients, layouts.state, layouts.params)
+    plans = [plan.with_statics_of(tree) for plan, tree in zip(known, trees, strict=True)]
     arrays = [arrays_of(tree) for tree in trees]
     if all(is_traced(x) for xs in arrays for x in xs):
         return _apply(tx, trees, plans, layouts, extra_args)
@@ -82,9 +89,16 @@ def _apply(
     trained, plan = trained_part(params, of_params)
     if any(in_host(x) for tree in trees for x in arrays_of(tree)):
         for_trained, of_grads = trained_part(grads, of_grads)
-        inner = UpdateLayouts(of_grads, of_state, plan, layouts.mesh, layouts.state_axes)
-        new, new_state = _by_windows(tx, for_trained, state, trained, inner, extra_args)
-        new = split(plan, new, layouts.mesh, layouts.weight_axes)
+        mesh, axes = layouts.mesh, layouts.state_axes
+        new, new_state = windowed_update(
+            tx.inner if isinstance(tx, TrueShapes) else tx,
+            split(of_grads, for_trained, mesh, axes),
+            state,
+            split(plan, trained, mesh, axes),
+            layouts=UpdateLayouts(of_grads, of_state, plan, mesh, axes),
+            extra_args=extra_args,
+        )
+        new = split(plan, new, mesh, layouts.weight_axes)
     else:
         run = optax.with_extra_args_support(tx).update
         grads_of_trained = trained_tree(grads)
@@ -93,25 +107,6 @@ def _apply(
             updates, new_state = run(grads_of_trained, state, trained, **extra_args)
         new = optax.apply_updates(trained, updates)
     return with_untrained(params, trained, new, grads), numbers_as_arrays(new_state)
-
-
-def _by_windows(
-    tx: optax.GradientTransformation,
-    grads: Any,
-    state: Any,
-    trained: Any,
-    layouts: UpdateLayouts,
-    extra_args: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    mesh, axes = layouts.mesh, layouts.axes
-    return windowed_update(
-        tx.inner if isinstance(tx, TrueShapes) else tx,
-        split(layouts.gradients, grads, mesh, axes),
-        state,
-        split(layouts.params, trained, mesh, axes),
-        layouts=layouts,
-        extra_args=extra_args,
-    )
 
 
 def split(plan: TreePlan, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
@@ -147,3 +142,61 @@ def with_untrained(params: Any, trained: Any, new: Any, grads: Any) -> Any:
         for x, before, after in zip(others, kept, updated, strict=True)
     ]
     return jax.tree.unflatten(treedef, leaves)
+
+
+class ProgramUpdates:
+    """The updates of the leaves that can be updated layer by layer.
+
+    Args:
+        update: of all leaves, traced together with the program; None: nothing is updated.
+        positions: for each leaf of `update`, the index of its gradient among those of the program.
+
+    Raises:
+        NotImplementedError: as `layer_updates`.
+    """
+
+    def __init__(self, update: TracedUpdate | None, positions: Sequence[int] = ()):
+        self._positions = positions
+        self.leaves: dict[int, LayerUpdate] = {} if update is None else layer_updates(update)
+        self._atoms = list(dict.fromkeys(x for leaf in self.leaves.values() for x in leaf.scalars))
+        self._scalars = update.scalars(self._atoms) if update is not None else []
+
+    @property
+    def arguments(self) -> list[list[Array]]:
+        """Global arrays: the state of each leaf, and the scalars."""
+        return [*(leaf.arrays[1:] for leaf in self.leaves.values()), self._scalars]
+
+    @property
+    def in_specs(self) -> list[PartitionSpec]:
+        """The specs of `arguments`, each for all arrays of an entry."""
+        return [*self.out_specs, PartitionSpec()]
+
+    @property
+    def out_specs(self) -> list[PartitionSpec]:
+        """For each leaf the spec of its new arrays."""
+        return [x.update.layouts.spec(x.leaf.spec) for x in self.leaves.values()]
+
+    def on_device(
+        self,
+        stored: Sequence[Array],
+        arguments: Sequence[Sequence[Array]],
+        differentiated: Sequence[int],
+    ) -> dict[int, LeafUpdate]:
+        """The updates on one device, by index of the leaf among those of all sharded arguments.
+
+        Args:
+            stored: this device's shards of the sharded arguments, of which the first is updated.
+            arguments: its shards of `arguments`.
+            differentiated: indices in `stored` of the leaves that get gradients.
+        """
+        scalars = dict(zip(self._atoms, arguments[-1], strict=True))
+        found = {}
+        for (number, leaf), state in zip(self.leaves.items(), arguments[:-1], strict=True):
+            i = differentiated[self._positions[number]]
+            found[i] = LeafUpdate(
+                [stored[i], *state],
+                leaf.names,
+                leaf.reads,
+                lambda gradient, layers, leaf=leaf: leaf.new_layers(gradient, layers, scalars),
+            )
+        return found

@@ -1,0 +1,184 @@
+"""Messages as rows of bits: cut arrays into rows, view numbers as integers, join rows of arrays.
+
+A message is `[n, m]`, with a row for each device. Backends widen narrow floats in transit, and XLA
+would move a cast across a collective; integers travel unchanged. So floats of 8 and 16 bits are
+sent as unsigned integers of as many bits. Rows of one dtype are joined as they are; rows of
+different dtypes as bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, Shaped, UInt8
+
+from .. import pallas_kernels as kernels
+
+_BITS = {8: jnp.uint8, 16: jnp.uint16}
+Column = tuple[int, Any]  # number of elements of one array in a row, and their dtype
+
+
+def cut(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, int, int]:
+    """The shape `(outer, num, inner)` of an array of `shape` cut into `num` pieces along `dim`."""
+    return math.prod(shape[:dim]), num, math.prod(shape[dim:]) // num
+
+
+def rows_of(x: Shaped[Array, ...], dim: int, num: int) -> Shaped[Array, "num n"]:
+    """Cut `dim` into `num` pieces, and flatten each to a row."""
+    if math.prod(x.shape[:dim]) == 1:  # the pieces follow one another
+        return x.reshape(num, x.size // num)
+    return kernels.pieces_of(x, dim, num).reshape(num, x.size // num)
+
+
+def joined_rows(
+    rows: Shaped[Array, "num n"], shape: tuple[int, ...], dim: int
+) -> Shaped[Array, ...]:
+    """Join pieces of `shape` along `dim`, each given as a row; reverses `rows_of`."""
+    num = len(rows)
+    if math.prod(shape[:dim]) == 1:
+        return joined(rows, shape, dim, num)
+    return joined(jnp.moveaxis(rows.reshape(num, *shape), 0, dim), shape, dim, num)
+
+
+def joined(x: Shaped[Array, ...], shape: tuple[int, ...], dim: int, num: int) -> Shaped[Array, ...]:
+    """Join `num` pieces of `shape`, which `x` has on a dim before `dim`, along `dim`."""
+    return x.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :])
+
+
+@dataclasses.dataclass(frozen=True)
+class DeferredMessage:
+    """Messages that are not written yet, so that they can be written into a larger array.
+
+    Attributes:
+        shape: `(messages, bytes of each)`.
+        write: called with a `pallas_kernels.Place` (some columns of a larger array), writes them
+            there and returns the larger array; called without, returns an array of them alone.
+    """
+
+    shape: tuple[int, int]
+    write: Callable[..., Shaped[Array, "n _"]]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the messages, uint8."""
+        return jnp.dtype(jnp.uint8)
+
+
+def written(x: Shaped[Array, "n m"] | DeferredMessage) -> Shaped[Array, "n m"]:
+    """The messages as an array of their own, written now if they were deferred."""
+    return x.write() if isinstance(x, DeferredMessage) else x
+
+
+def is_narrow_float(dtype: DTypeLike) -> bool:
+    """Whether `dtype` is a float of 8 or 16 bits, which some backends widen on the wire."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2
+
+
+def bits_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype that `to_bits` gives an array of type `dtype`."""
+    return jnp.dtype(_BITS[8 * jnp.dtype(dtype).itemsize] if is_narrow_float(dtype) else dtype)
+
+
+def to_bits(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
+    """View a narrow float as unsigned integers, so that no backend widens it in transit."""
+    if not is_narrow_float(x.dtype):
+        return x
+    return lax.bitcast_convert_type(x, bits_dtype(x.dtype))
+
+
+def from_bits(x: Shaped[Array, ...], dtype: DTypeLike) -> Shaped[Array, ...]:
+    """View the integers of `to_bits` as the narrow float `dtype` again; others are unchanged."""
+    if not is_narrow_float(dtype) or x.dtype == dtype:
+        return x
+    return lax.bitcast_convert_type(x, dtype)
+
+
+def can_join(dtype: Any) -> bool:
+    """Whether arrays of this dtype can be joined: numbers of whole bytes, no random keys."""
+    is_number = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return bool(is_number) and jnp.dtype(dtype).itemsize >= 1
+
+
+def join_columns(rows: Sequence[Shaped[Array, "n _"] | DeferredMessage]) -> Shaped[Array, "n m"]:
+    """Concatenate arrays along dim 1, as bytes if their dtypes differ.
+
+    A deferred message is written straight into its columns, which saves a copy.
+    """
+    if len({x.dtype for x in rows}) > 1:
+        rows = [x if isinstance(x, DeferredMessage) else as_bytes(x) for x in rows]
+    arrays = [x for x in rows if not isinstance(x, DeferredMessage)]
+    if len(rows) == 1:
+        return written(rows[0])
+    return lax.concatenate(arrays, 1) if len(arrays) == len(rows) else _filled(rows)
+
+
+def _filled(rows: Sequence[UInt8[Array, "n _"] | DeferredMessage]) -> UInt8[Array, "n m"]:
+    """`join_columns` with deferred messages: kernels write theirs first, then arrays are copied.
+
+    Each kernel updates the buffer that the one before it returned.
+    """
+    shape = rows[0].shape[0], sum(x.shape[1] for x in rows)
+    data, start, rest = None, 0, []
+    for is_deferred, run in itertools.groupby(rows, lambda x: isinstance(x, DeferredMessage)):
+        for x in run if is_deferred else [join_columns(list(run))]:
+            if isinstance(x, DeferredMessage):
+                data = x.write(place=kernels.Place(shape, start, data))
+            else:
+                rest.append((start, x))
+            start += x.shape[1]
+    for start, x in rest:
+        data = kernels.Place(shape, start, data).put(x)
+    assert data is not None
+    return data
+
+
+def split_columns(
+    data: Shaped[Array, "n m"], columns: Sequence[Column]
+) -> list[Shaped[Array, "n _"]]:
+    """The arrays that `join_columns` was given, in its order, copied out of the message `data`."""
+    return [x.cut_out() for x in columns_in_place(data, columns)]
+
+
+def columns_in_place(
+    data: Shaped[Array, "n m"], columns: Sequence[Column]
+) -> list[kernels.InPlace]:
+    """The parts of a joined message, as ranges of its columns for decoders that read in place.
+
+    A part of another dtype in a message of bytes is copied out, because it must be bitcast first.
+    """
+    mixed = len({dtype for _, dtype in columns}) > 1
+    parts, start = [], 0
+    for length, dtype in columns:
+        width = length * (jnp.dtype(dtype).itemsize if mixed else 1)
+        part = kernels.InPlace(data, start, width)
+        if mixed and dtype != jnp.uint8:
+            part = kernels.InPlace.whole(from_bytes(part.cut_out(), dtype))
+        parts.append(part)
+        start += width
+    return parts
+
+
+def column_bytes(columns: Sequence[Column]) -> tuple[int, ...]:
+    """The bytes that each array has in a row."""
+    return tuple(length * jnp.dtype(dtype).itemsize for length, dtype in columns)
+
+
+def as_bytes(x: Shaped[Array, "n m"]) -> UInt8[Array, "n _"]:
+    """The bits of each row, as bytes."""
+    if x.dtype.itemsize == 1:
+        return lax.bitcast_convert_type(x, jnp.uint8)
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(len(x), x.shape[1] * x.dtype.itemsize)
+
+
+def from_bytes(x: UInt8[Array, "n m"], dtype: Any) -> Shaped[Array, "n _"]:
+    """The numbers of type `dtype` in each row; the reverse of `as_bytes`."""
+    size = jnp.dtype(dtype).itemsize
+    if size > 1:
+        x = x.reshape(len(x), x.shape[1] // size, size)
+    return lax.bitcast_convert_type(x, dtype)

@@ -1,0 +1,302 @@
+"""What kind an operation is: of each element, of each layer of a stack, a reduction, or a sum.
+
+Operations of each element, and reductions, can be run on any part of an array: on a device's shard,
+or on one window of it.
+
+[Note: layer forms] An operation on stacks `[layers, ...]` has a form for one layer if element `i`
+of its output depends on element `i` of each stack that it reads, and on what all layers share:
+
+    operation(stack, shared)[i] = form(stack[i], shared).
+
+Differentiation sums the gradients of a loop's constants in values that the loop carries
+(`carried_sums`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import movable_ops
+from .ir import ADDITIONS, Atom, Constant, Loop, Operation, Value, is_split
+
+# A list of names, because JAX does not mark elementwise primitives. An input may also be a scalar.
+_ELEMENTWISE = {
+    *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh"),
+    *("cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "cos", "cosh"),
+    *("digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"),
+    *("gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log"),
+    *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or"),
+    *("population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n"),
+    *("shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh"),
+    *("sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
+}
+_RESHAPES = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
+_FULL_REDUCTIONS = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_or": "max",
+    "reduce_and": "min",
+}
+REDUCTIONS = {*("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")}
+
+
+def is_elementwise(operation: Operation) -> bool:
+    """Whether each output element depends only on the input elements at its index."""
+    return operation.name in _ELEMENTWISE
+
+
+def is_reshape(operation: Operation) -> bool:
+    """Whether the output has the elements of the only input, in the same order."""
+    if operation.name not in _RESHAPES or len(operation.inputs) != 1:
+        return False
+    if operation.name == "reshape" and operation.equation.params["dimensions"] is not None:
+        return False
+    return math.prod(operation.outputs[0].shape) == math.prod(shape_of(operation.inputs[0]))
+
+
+def is_broadcast(operation: Operation) -> bool:
+    """Whether it repeats the elements of its only input."""
+    return operation.name == "broadcast_in_dim" and len(operation.inputs) == 1
+
+
+def full_reduction(operation: Operation) -> str | None:
+    """How an operation reduces all elements of its inputs to a scalar; None if it does not.
+
+    Returns:
+        "sum", "max", "min" (of booleans: "max" for any, "min" for all), or "dot" for the inner
+        product of two vectors.
+    """
+    params = operation.equation.params
+    if operation.name in _FULL_REDUCTIONS and operation.outputs[0].shape == ():
+        return _FULL_REDUCTIONS[operation.name]
+    if operation.name == "dot_general" and operation.outputs[0].shape == ():
+        (left, right), _ = params["dimension_numbers"]
+        return "dot" if len(left) == len(right) == 1 else None
+    return None
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """The shape of a value or a constant."""
+    return atom.shape if isinstance(atom, Value) else np.shape(atom.value)
+
+
+def dtype_of(atom: Atom) -> Any:
+    """The dtype of a value or a constant."""
+    return atom.dtype if isinstance(atom, Value) else jnp.result_type(atom.value)
+
+
+class LayerForm(NamedTuple):
+    """An operation for one layer.
+
+    Attributes:
+        sliced: for each input, whether it is a stack of layers; the others are read whole.
+        apply: takes one layer of each stack, and the other inputs as they are; returns the layer of
+            the output, or a list of those of several outputs.
+    """
+
+    sliced: tuple[bool, ...]
+    apply: Callable[..., Any]
+
+
+def layer_form(operation: Operation) -> LayerForm | None:
+    """The form of `operation` for one layer of a stack along dim 0 of its outputs; None if none."""
+    outputs, params = operation.outputs, operation.equation.params
+    if not outputs or not all(out.is_array and out.shape for out in outputs):
+        return None
+    if is_split(params.get("sharding")) or is_split(params.get("out_sharding")):
+        return None
+    if operation.name == "reshard":
+        unsplit = not is_split(params.get("dst_sharding"))
+        return LayerForm((True,), lambda x: x) if unsplit else None
+    if is_elementwise(operation):
+        return _elementwise_form(operation)
+    if operation.name == "broadcast_in_dim":
+        return _broadcast_form(operation)
+    if operation.name in REDUCTIONS:
+        return _reduction(operation, params["axes"])
+    if operation.name == "concatenate":
+        return _along(operation, "dimension")
+    if operation.name == "split":
+        return _along(operation, "axis")
+    if operation.name == "dot_general":
+        return _product(operation)
+    return _moved(operation)
+
+
+def reduction_over_layers(operation: Operation) -> tuple[Callable, Callable] | None:
+    """Split a reduction over layers and other dims in two; None for any other operation.
+
+    Returns:
+        The reduction of one layer, and that of the stack of its results over layers.
+    """
+    axes = operation.equation.params.get("axes", ())
+    if operation.name not in REDUCTIONS or 0 not in axes or len(axes) < 2:
+        return None
+    return _bound(operation, axes=_less_one(x for x in axes if x)), _bound(operation, axes=(0,))
+
+
+def _bound(operation: Operation, **changes: Any) -> Callable:
+    """The primitive of an operation with some parameters changed, as a function of its inputs."""
+    primitive = operation.equation.primitive
+    params = {**operation.equation.params, **changes}
+    return lambda *inputs: primitive.bind(*inputs, **params)
+
+
+def _less_one(dims: Any) -> tuple[int, ...]:
+    return tuple(int(dim) - 1 for dim in dims)
+
+
+def _elementwise_form(operation: Operation) -> LayerForm | None:
+    shapes = [shape_of(atom) for atom in operation.inputs]
+    out = operation.outputs[0].shape
+    # An input of size 1 along a dim is repeated along it.
+    if any(shape and len(shape) != len(out) for shape in shapes):
+        return None
+    sliced = tuple(bool(shape) and shape[0] == out[0] for shape in shapes)
+    apply = _bound(operation)
+
+    def of_layer(*inputs: Any) -> Any:
+        pairs = zip(inputs, shapes, sliced, strict=True)
+        return apply(
+            *(lax.squeeze(x, (0,)) if shape and not is_stack else x for x, shape, is_stack in pairs)
+        )
+
+    return LayerForm(sliced, of_layer)
+
+
+def _broadcast_form(operation: Operation) -> LayerForm | None:
+    if len(operation.inputs) != 1:
+        return None
+    dims = tuple(map(int, operation.equation.params["broadcast_dimensions"]))
+    (num, *shape), dtype = operation.outputs[0].shape, operation.outputs[0].dtype
+    given = shape_of(operation.inputs[0])
+    has_layers = bool(dims) and dims[0] == 0
+    is_stack = has_layers and given[0] == num
+    inner = _less_one(dims[1:] if has_layers else dims)
+
+    def apply(x: Any) -> Any:
+        x = jnp.asarray(x, dtype)
+        if has_layers and not is_stack:
+            x = lax.squeeze(x, (0,))
+        return lax.broadcast_in_dim(x, shape, inner)
+
+    return LayerForm((is_stack,), apply)
+
+
+def _reduction(operation: Operation, axes: tuple[int, ...]) -> LayerForm | None:
+    if 0 in axes or len(operation.inputs) != 1:
+        return None
+    return LayerForm((True,), _bound(operation, axes=_less_one(axes)))
+
+
+def _along(operation: Operation, name: str) -> LayerForm | None:
+    """The form of an operation along one dim, such as a cumulative sum; `name` is its parameter."""
+    dim = int(operation.equation.params[name])
+    if dim == 0:
+        return None
+    return LayerForm((True,) * len(operation.inputs), _bound(operation, **{name: dim - 1}))
+
+
+def _product(operation: Operation) -> LayerForm | None:
+    """A matrix product with the layer as first batch dim, or of each layer with one matrix."""
+    (left, right), (left_batch, right_batch) = operation.equation.params["dimension_numbers"]
+    left, left_batch = _less_one(left), _less_one(left_batch)
+    if left_batch and left_batch[0] == -1 and right_batch[0] == 0:
+        batch = left_batch[1:], _less_one(right_batch[1:])
+        numbers = (left, _less_one(right)), batch
+        return LayerForm((True, True), _bound(operation, dimension_numbers=numbers))
+    if left_batch or -1 in left:
+        return None
+    numbers = (left, tuple(map(int, right))), ((), ())
+    return LayerForm((True, False), _bound(operation, dimension_numbers=numbers))
+
+
+def _moved(operation: Operation) -> LayerForm | None:
+    """A transpose, reshape, slice, padding or reversal within each layer."""
+    op = operation.view()
+    others = operation.inputs[1:]
+    if op is None or isinstance(op, movable_ops.Elementwise) or not operation.source:
+        return None
+    if operation.inputs[0] is not operation.source:
+        return None
+    if not all(isinstance(atom, Constant) for atom in others):
+        return None
+    of_layer = op.of_slice(operation.source.shape)
+    if of_layer is None:
+        return None
+    return LayerForm((True, *(False for _ in others)), lambda x, *_: of_layer.apply(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class CarriedSum:
+    """A value that a loop carries, starts from zero, and only adds to in each iteration."""
+
+    before: Value  # the sum before an iteration: an input of the body
+    additions: tuple[int, ...]  # operations of the body
+    terms: tuple[Value, ...]  # what they add
+
+
+def carried_sums(loop: Loop, is_zero: Callable[[Atom], bool]) -> dict[int, CarriedSum]:
+    """The sums that a loop carries, by index of the output.
+
+    Args:
+        loop: the loop.
+        is_zero: whether a value outside of it is known to be zero.
+    """
+    body, found = loop.body, {}
+    readers: dict[Atom, list[int]] = {atom: [] for atom in (*body.inputs, *body.outputs)}
+    for index, operation in enumerate(body.operations):
+        for atom in operation.inputs:
+            readers.setdefault(atom, []).append(index)
+    num_outputs = Counter(body.outputs)
+    first, made = loop.num_constants, {x for op in body.operations for x in op.outputs}
+    for position in range(loop.num_carry):
+        before, out = body.inputs[first + position], body.outputs[position]
+        additions, terms, value = [], [], before
+        while value is not out and len(readers[value]) == 1 and not num_outputs[value]:
+            operation = body.operations[readers[value][0]]
+            others = [x for x in addends(operation) if x is not value]
+            if len(others) != 1 or others[0] not in made:
+                break
+            additions.append(readers[value][0])
+            terms += others
+            value = operation.outputs[0]
+            readers.setdefault(value, [])
+        alone = all(len(readers[x]) == 1 and not num_outputs[x] for x in terms)
+        is_sum = value is out and not readers[value] and num_outputs[value] == 1
+        if terms and is_sum and alone and is_zero(loop.inputs[first + position]):
+            found[position] = CarriedSum(before, tuple(additions), tuple(terms))
+    return found
+
+
+def addends(operation: Operation) -> list[Value]:
+    """The inputs of an addition of two arrays of equal shape; `[]` for any other operation."""
+    if operation.name not in ADDITIONS:
+        return []
+    arrays = operation.values
+    alike = len(arrays) == 2 and arrays[0].shape == arrays[1].shape
+    return arrays if alike else []
+
+
+def is_zero(atom: Atom, makers: Mapping[Value, Operation]) -> bool:
+    """Whether an atom is the constant 0, or an array of zeros that one of `makers` makes."""
+    if isinstance(atom, Constant):
+        return atom.is_zero
+    return atom in makers and makes_zeros(makers[atom])
+
+
+def makes_zeros(operation: Operation) -> bool:
+    """Whether an operation is a broadcast of the constant 0."""
+    if operation.name != "broadcast_in_dim":
+        return False
+    source = operation.inputs[0]
+    return isinstance(source, Constant) and source.is_zero

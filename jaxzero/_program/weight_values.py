@@ -1,0 +1,357 @@
+"""The values of a block that depend on weights and constants alone, not on the batch.
+
+They are *fixed*: as long as the weights are, they can be computed again wherever they are needed. A
+loop's body can compute a layer of such a stack from layers of weights, so that the stack need not
+exist (`StackValues`).
+
+A masked or normalised weight is as large as the weight. Differentiation keeps it for backward, so
+that of a model with unrolled layers all would be held at once. `recompute_in_backward` lets
+backward compute it again: its weights are gathered again, and dropped after their last use, as any
+weight is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, exchanged_or_effect
+from .operation_kinds import LayerForm, dtype_of, is_elementwise, layer_form, shape_of
+
+# A result with so many times fewer bytes than what it is made of is small: it is kept.
+SMALL = 4
+_CHEAP = {
+    *("broadcast_in_dim", "concatenate", "dot_general", "expand_dims", "iota", "pad", "reduce_and"),
+    *("reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "reshard"),
+    *("rev", "slice", "split", "squeeze", "transpose"),
+}
+
+Weights = frozenset[Value]
+
+# A matrix product with at most so many multiplications for each element of its result, such as one
+# of low rank, costs little beside the products of weights with the tokens of a batch.
+_MOST_PRODUCTS = 256
+
+
+class Fixed:
+    """The fixed values of a block.
+
+    Attributes:
+        weights: for each fixed value, the weights that it is made of; empty for constants.
+        views: fixed values that are a weight with movable operations, as in `Operation.view`.
+        makers: for each value, the index and operation that it is made by.
+    """
+
+    def __init__(
+        self, block: Block, given: Mapping[Value, Weights], views: Iterable[Value], *, scalars: bool
+    ):
+        """Walk a block.
+
+        Args:
+            block: a program, or the body of a loop.
+            given: its inputs that are fixed.
+            views: its inputs that are weights.
+            scalars: whether all scalars count as fixed, and made of nothing: a program computes
+                them once, and keeps them at no cost.
+        """
+        self.block = block
+        self.weights = {**given}
+        self.views = {*views}
+        self.makers: dict[Value, tuple[int, Operation]] = {}
+        if scalars:
+            self.weights |= {x: frozenset() for x in block.inputs if _is_scalar(x)}
+        for index, operation in enumerate(block.operations):
+            self.makers |= dict.fromkeys(operation.outputs, (index, operation))
+            self._walk(operation)
+            if scalars:
+                self.weights |= {x: frozenset() for x in operation.outputs if _is_scalar(x)}
+
+    def of(self, atom: Atom) -> Weights | None:
+        """The weights that an atom is made of; None if it is not fixed."""
+        return frozenset() if isinstance(atom, Constant) else self.weights.get(atom)
+
+    def _walk(self, operation: Operation) -> None:
+        if isinstance(operation, Barrier):
+            for given, out in zip(operation.inputs, operation.outputs, strict=True):
+                if (found := self.of(given)) is not None:
+                    self.weights[out] = found
+                if given in self.views:
+                    self.views.add(out)
+            return
+        found = [self.of(atom) for atom in operation.inputs]
+        if isinstance(operation, Loop) or any(x is None for x in found):
+            return
+        if operation.name == "axis_index" or exchanged_or_effect(operation):
+            return
+        union = frozenset().union(*(x for x in found if x is not None))
+        self.weights |= dict.fromkeys(operation.outputs, union)
+        if operation.source in self.views and operation.view() is not None:
+            self.views |= {*operation.outputs}
+
+
+def fixed_of(block: Block, weights: Collection[Value]) -> Fixed:
+    """The fixed values of a program, or of a loop's body, of which some inputs are weights."""
+    return Fixed(block, {x: frozenset({x}) for x in weights}, weights, scalars=True)
+
+
+def is_cheap(operation: Operation) -> bool:
+    """Whether it takes little work to compute again."""
+    known = is_elementwise(operation) or operation.name in _CHEAP
+    return known and operation.products <= _MOST_PRODUCTS * math.prod(operation.outputs[0].shape)
+
+
+def is_large(fixed: Fixed, value: Value) -> bool:
+    """Whether a value is made of weights alone, and not much smaller than the largest of them.
+
+    A vector, such as `1 + scale` of a norm, is not: to keep it costs less than another gather.
+    """
+    weights = fixed.of(value)
+    if not weights or sum(size > 1 for size in value.shape) < 2:
+        return False
+    return value.num_bytes * SMALL >= max(x.num_bytes for x in weights)
+
+
+def _is_scalar(value: Value) -> bool:
+    return value.is_array and not value.shape
+
+
+class Saved(NamedTuple):
+    """A stack that a loop makes of weights alone, in each iteration from one layer of them."""
+
+    loop: Loop
+    output: Atom  # of its body
+    operations: tuple[Operation, ...]  # of its body that make the output
+
+
+class StackValues:
+    """How each stack of a block is made, layer by layer."""
+
+    def __init__(self, fixed: Fixed):
+        self.fixed = fixed
+        self._forms: dict[Operation, LayerForm | None] = {}
+        self._lazy: dict[Value, bool] = {}
+        self._saved: dict[Value, Saved | None] = {}
+        self._bodies: dict[Loop, Fixed] = {}
+
+    def form(self, operation: Operation) -> LayerForm | None:
+        """`layer_form` of an operation."""
+        if operation not in self._forms:
+            self._forms[operation] = layer_form(operation)
+        return self._forms[operation]
+
+    def maker(self, value: Value) -> Operation | None:
+        """The operation that makes a value; None for an input of the block."""
+        return self.fixed.makers.get(value, (0, None))[1]
+
+    def is_lazy(self, atom: Atom) -> bool:
+        """Whether a stack can be computed layer by layer, and is made of weights.
+
+        A view of a weight is not: the loop scans the weight itself.
+        """
+        if not isinstance(atom, Value) or atom in self.fixed.views:
+            return False
+        return self.saved(atom) is not None or (bool(self.fixed.of(atom)) and self.expands(atom))
+
+    def is_layered(self, value: Value) -> bool:
+        """Whether a stack is lazy, or a view of a weight whose operations act on each layer."""
+        if value not in self.fixed.views:
+            return self.is_lazy(value)
+        operation = self.maker(value)
+        if operation is None or not value.shape:
+            return bool(value.shape)
+        source = self.passed(value) or operation.source
+        known = isinstance(operation, Barrier) or self.form(operation) is not None
+        return known and source is not None and self.is_layered(source)
+
+    def is_free(self, atom: Atom, sliced: bool) -> bool:
+        """Whether a loop's body can read this atom without anything large being made for it."""
+        if sliced and isinstance(atom, Value) and self.is_layered(atom):
+            return True
+        return self.fixed.of(atom) == frozenset()
+
+    def passed(self, value: Value) -> Value | None:
+        """The value that a barrier passes on as `value`; None for other values."""
+        operation = self.maker(value)
+        if not isinstance(operation, Barrier):
+            return None
+        given = operation.inputs[operation.outputs.index(value)]
+        return given if isinstance(given, Value) else None
+
+    def expands(self, value: Value) -> bool:
+        """Whether layers of a fixed stack are to be computed, rather than taken from it."""
+        if value not in self._lazy:
+            self._lazy[value] = self._expands(value)
+        return self._lazy[value]
+
+    def _expands(self, value: Value) -> bool:
+        if (passed := self.passed(value)) is not None:
+            return self.is_layered(passed)
+        operation = self.maker(value)
+        if operation is None or isinstance(operation, Loop):
+            return False
+        form = self.form(operation)
+        if form is None or not is_cheap(operation):
+            return False
+        inputs = zip(operation.inputs, form.sliced, strict=True)
+        if self.fixed.of(value):
+            return all(self.is_free(atom, sliced) for atom, sliced in inputs)
+        return all(self._is_smaller(atom, sliced, value) for atom, sliced in inputs)
+
+    def _is_smaller(self, atom: Atom, sliced: bool, value: Value) -> bool:
+        """Whether to compute layers of `value`, made of constants, rather than to hold it."""
+        if sliced and isinstance(atom, Value) and self.expands(atom):
+            return True
+        size = math.prod(shape_of(atom)) * dtype_of(atom).itemsize
+        return size * 2 <= value.num_bytes
+
+    def saved(self, value: Value) -> Saved | None:
+        """How the body of a loop makes a stacked output; None unless of weights alone, and large.
+
+        Differentiation keeps such stacks for backward.
+        """
+        if value not in self._saved:
+            self._saved[value] = self._find_saved(value)
+        return self._saved[value]
+
+    def is_of_weights(self, value: Value) -> bool:
+        """Whether a value is a large stack that a loop makes of weights alone, and not a view."""
+        loop = self.maker(value)
+        if not isinstance(loop, Loop) or (i := loop.outputs.index(value)) < loop.num_carry:
+            return False
+        out, body = loop.body.outputs[i], self._body(loop)
+        return isinstance(out, Value) and out not in body.views and is_large(body, out)
+
+    def innermost_maker(self, value: Value) -> Operation:
+        """The operation that makes a value; of a stack that a loop makes, that in its body."""
+        operation = self.fixed.makers[value][1]
+        if isinstance(operation, Loop):
+            out = operation.body.outputs[operation.outputs.index(value)]
+            makers = self._body(operation).makers
+            return makers[out][1] if out in makers else operation
+        return operation
+
+    def is_large(self, value: Value) -> bool:
+        """Whether a value is made of weights alone, and not much smaller than they are."""
+        return is_large(self.fixed, value)
+
+    def _find_saved(self, value: Value) -> Saved | None:
+        loop = self.maker(value)
+        if not isinstance(loop, Loop) or not self.is_of_weights(value):
+            return None
+        out = loop.body.outputs[loop.outputs.index(value)]
+        assert isinstance(out, Value)
+        operations = _cone(self._body(loop), out)
+        return Saved(loop, out, operations) if all(map(is_cheap, operations)) else None
+
+    def _body(self, loop: Loop) -> Fixed:
+        """The fixed values of a loop's body, given what is fixed outside of it."""
+        if loop not in self._bodies:
+            first, given, views = loop.first_stack, {}, set()
+            pairs = zip(loop.inputs, loop.body.inputs, strict=True)
+            for i, (outside, inside) in enumerate(pairs):
+                weights = self.fixed.of(outside)
+                if weights == frozenset() and not loop.num_constants <= i < first:
+                    given[inside] = weights
+                elif weights and i >= first:
+                    given[inside] = frozenset({inside})
+                    if outside in self.fixed.views:
+                        views.add(inside)
+            self._bodies[loop] = Fixed(loop.body, given, views, scalars=False)
+        return self._bodies[loop]
+
+
+def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
+    """The operations that make a value, in program order."""
+    found: dict[int, Operation] = {}
+    pending: list[Atom] = [out]
+    while pending:
+        atom = pending.pop()
+        if isinstance(atom, Value) and atom in fixed.makers:
+            index, operation = fixed.makers[atom]
+            if index not in found:
+                found[index] = operation
+                pending += operation.inputs
+    return tuple(found[index] for index in sorted(found))
+
+
+def kept_values(
+    block: Block, weights: Collection[Value], last_forward: int | None
+) -> list[tuple[Value, Operation]]:
+    """Find large values that are computed from weights alone and kept, and what computes them.
+
+    Args:
+        block: a program.
+        weights: its inputs that are sharded weights.
+        last_forward: the last operation of forward; None in a loop's body.
+
+    Returns:
+        Values of forward that backward reads, and stacks that a loop makes of weights alone.
+    """
+    values = StackValues(fixed_of(block, weights))
+    read_by = {x: i for i, operation in enumerate(block.operations) for x in operation.inputs}
+    found = []
+    for index, operation in enumerate(block.operations):
+        for value in operation.outputs:
+            if value not in read_by:
+                continue
+            if isinstance(operation, Loop):
+                is_kept = values.is_of_weights(value)
+            else:
+                ends = last_forward is not None and index <= last_forward < read_by[value]
+                is_kept = ends and values.is_large(value) and value not in values.fixed.views
+            if is_kept:
+                found.append((value, values.innermost_maker(value)))
+    return found
+
+
+def recompute_in_backward(block: Block, weights: Collection[Value], loss: Value) -> Block:
+    """Copy the operations that make large values of weights alone to their first use in backward.
+
+    Args:
+        block: the program.
+        weights: its inputs that are sharded weights.
+        loss: the value whose operation ends forward.
+    """
+    fixed = fixed_of(block, weights)
+    if loss not in fixed.makers:
+        return block
+    end = fixed.makers[loss][0] + 1
+    copier = _Copier(fixed, end)
+    later = [y for operation in block.operations[end:] for y in copier.add(operation)]
+    if not copier.copies:
+        return block
+    return dataclasses.replace(block, operations=(*block.operations[:end], *later))
+
+
+class _Copier:
+    """Operations of backward, with the copies that they read."""
+
+    def __init__(self, fixed: Fixed, end: int):
+        self.fixed = fixed
+        self.end = end  # the first operation of backward
+        self.copies: dict[Atom, Value] = {}
+
+    def add(self, operation: Operation) -> list[Operation]:
+        """The operation after the copies that it is the first to read."""
+        made: list[Operation] = []
+        inputs = tuple(self._read(atom, made) for atom in operation.inputs)
+        if inputs != operation.inputs:
+            operation = dataclasses.replace(operation, inputs=inputs)
+        return [*made, operation]
+
+    def _read(self, atom: Atom, made: list[Operation]) -> Atom:
+        if atom in self.copies or not isinstance(atom, Value):
+            return self.copies.get(atom, atom)
+        index, operation = self.fixed.makers.get(atom, (self.end, None))
+        if index >= self.end or operation is None or not self._is_copied(atom, operation):
+            return atom
+        inputs = tuple(self._read(x, made) for x in operation.inputs)
+        outputs = tuple(map(Value, operation.outputs))
+        made.append(dataclasses.replace(operation, inputs=inputs, outputs=outputs))
+        self.copies.update(zip(operation.outputs, outputs, strict=True))
+        return self.copies[atom]
+
+    def _is_copied(self, value: Value, operation: Operation) -> bool:
+        return is_cheap(operation) and value not in self.fixed.views and is_large(self.fixed, value)

@@ -1,0 +1,156 @@
+"""How the rows of a batch are shared: equally, or by `shares` in proportion to each node's speed.
+
+A batch is an array of equally many rows for every device, cut into `k` micro-batches. With shares
+`s` of the nodes, a device of node `i` runs the first `k * s[i] / max(s)` of its micro-batches. The
+rows of the others are padding. `pad_batch` adds the rows that are missing, with weights to mask
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float32
+
+from .._mesh import AXES, LOCAL, NODE, AnyMesh, physical
+from .._sharding import path_name
+from .arguments import node_microbatches
+from .batch_choice import is_split, rows_of
+from .sharded_trees import ShardedTrees
+
+Shares = tuple[int, ...]
+
+
+def known_shares(shares: Sequence[int] | None, nodes: int, microbatches: int) -> Shares | None:
+    """Check shares, and divide them by what they have in common; None if all are equal.
+
+    Raises:
+        ValueError: they are not one integer of at least 1 for each node, or the micro-batches
+            cannot be divided in these proportions.
+    """
+    if shares is None:
+        return None
+    found = tuple(shares) if isinstance(shares, Sequence | np.ndarray) else ()
+    is_number = (isinstance(x, int | np.integer) and not isinstance(x, bool) for x in found)
+    if len(found) != nodes or not all(is_number) or min(found) < 1:
+        raise ValueError(
+            "`shares` must hold an integer of at least 1 for each node, and here the number of "
+            f"nodes is {nodes}; got {shares!r}. `jz.Cluster(...).shares(microbatches)` gives them."
+        )
+    common = math.gcd(*found)
+    known = tuple(int(x) // common for x in found)
+    if microbatches % max(known):
+        raise ValueError(
+            f"`microbatches` is {microbatches}, and for `shares={known}` it must be a multiple of "
+            f"{max(known)}: the devices of the fastest node run that many, and those of the others "
+            f"fewer in proportion. Give `microbatches={max(known)}` or a multiple of it."
+        )
+    return None if len(set(known)) == 1 else known
+
+
+def check_shares(shares: Shares | None, halves: bool, mesh: AnyMesh) -> None:
+    """Check that the other options of `value_and_grad` go with `shares`.
+
+    Raises:
+        NotImplementedError: half-batches are compared, or the mesh has axes of its own.
+    """
+    if shares is None:
+        return
+    others = [axis for axis, size in physical(mesh).shape.items() if axis not in AXES and size > 1]
+    reasons = {
+        "`halves=True`: the halves would have different numbers of rows": halves,
+        f"the mesh axes {others} beside {AXES}": bool(others),
+    }
+    for reason, is_given in reasons.items():
+        if is_given:
+            raise NotImplementedError(f"`shares` does not work with {reason}. Leave out one.")
+
+
+def check_share_nodes(mesh: AnyMesh, shares: Shares | None) -> None:
+    """Raise `ValueError` if a program of one node is given shares of several."""
+    if shares is not None and mesh.shape[NODE] != len(shares):
+        raise ValueError(
+            f"`shares` has {len(shares)} entries, and this program has {mesh.shape[NODE]} node. "
+            "In `zero.local_steps` every node trains by itself: leave it out there."
+        )
+
+
+def counted_rows(
+    rows: int, mesh: AnyMesh, microbatches: int, shares: Shares
+) -> Bool[np.ndarray, " rows"]:
+    """Which rows of a batch of `rows` rows are computed."""
+    nodes, local = mesh.shape[NODE], mesh.shape[LOCAL]
+    each = rows // (nodes * local)
+    counts = np.asarray(node_microbatches(microbatches, shares)) * (each // microbatches)
+    is_counted = np.arange(each) < counts[:, None]  # [nodes, each]
+    return np.repeat(is_counted, local, axis=0).reshape(-1)
+
+
+def pad_batch(
+    batch: Any,
+    zero: ShardedTrees,
+    *,
+    rows: int | None = None,
+    microbatches: int = 1,
+    shares: Sequence[int] | None = None,
+) -> tuple[Any, Float32[Array, " rows"] | Float32[np.ndarray, " rows"]]:
+    """Pad a batch so that its rows divide over all devices, and mark which rows count.
+
+    The last batch of a data set is often short. Pad it, and take a weighted mean, and no row is
+    dropped or counted twice. The rows that are added repeat the last one, so a loss that is not
+    defined for zeros stays finite.
+
+    Args:
+        batch: a tree of arrays `[n, ...]`. Random keys and single numbers in it are unchanged.
+        zero: gives the number of devices.
+        rows: number of rows to pad to, so that all batches have one shape and share a compiled
+            program. By default the smallest multiple of devices x `microbatches`.
+        microbatches: as given to `zero.value_and_grad`.
+        shares: likewise. Rows stay in order, and padding follows the rows of each device of nodes
+            with smaller shares; it is not computed.
+
+    Returns:
+        `(batch, weights)`: arrays `[rows, ...]`, and float32 weights, 1 for each of the n rows and
+        0 for those that were added, which are the last unless `shares` is given. For
+        `zero.value_and_grad(..., weighted=True)`: the loss returns `(sum(weights * losses),
+        sum(weights))`.
+
+    Raises:
+        ValueError: the batch has no rows, its arrays have different numbers of rows, an array may
+            be rows or a raw random key, `rows` is too few or not such a multiple, or `shares` is
+            not one integer of at least 1 for each node or does not fit `microbatches`.
+
+    Example:
+        >>> def loss_fn(params, batch):
+        ...     batch, weights = batch
+        ...     losses = (predict(params, batch["x"]) - batch["y"]) ** 2
+        ...     return jnp.sum(weights * losses), jnp.sum(weights)
+        >>> step = zero.value_and_grad(loss_fn, weighted=True)
+        >>> loss, grads = step(params, jz.pad_batch(batch, zero))
+    """
+    num_rows, mesh = rows_of("`batch`", batch), zero._devices
+    known = known_shares(shares, mesh.shape[NODE], microbatches) or (1,) * mesh.shape[NODE]
+    divisor = zero.num_devices * microbatches
+    counted = mesh.shape[LOCAL] * sum(node_microbatches(microbatches, known))  # of `divisor` rows
+    total = -(-num_rows // counted) * divisor if rows is None else rows
+    if num_rows == 0 or total % divisor or total // divisor * counted < num_rows:
+        raise ValueError(
+            f"`batch` has {num_rows} rows and is to be padded to {total}, for {divisor} devices x "
+            "micro-batches. It needs at least one row, and `rows` must be a "
+            f"multiple of {divisor} of which {counted} in each {divisor} hold a row of the batch."
+        )
+    is_counted = counted_rows(total, mesh, microbatches, known)
+    numbers = np.cumsum(is_counted) - 1  # of the row of `batch` that each row is, or follows
+    weights = (is_counted & (numbers < num_rows)).astype(np.float32)
+    taken = np.clip(numbers, 0, num_rows - 1)
+
+    def pad(path: Any, x: Any) -> Any:
+        if not is_split(path_name(path), x, num_rows) or total == num_rows:
+            return x
+        return x[taken]
+
+    return jax.tree_util.tree_map_with_path(pad, batch), weights
