@@ -80,6 +80,7 @@ class Result:
     wire_state: LocalWireState  # for the next step
     plan: Plan
     program: OpenProgram  # the user's function, differentiated, as it was traced
+    block: Block  # the same, with the index of the micro-batch first if there are several
     halves: GradientHalves | None = None  # inner products of half-batch gradients, if requested
     # The new stacks of each leaf that was updated, as in `LeafUpdate.stacks`, by index of the leaf.
     updated: Mapping[int, list[Array]] = dataclasses.field(default_factory=dict)
@@ -124,7 +125,7 @@ def run_on_device(
     trace_share = functools.partial(
         _trace, flat, parameters, stored, full, inputs, specs, microbatches, comm
     )
-    block, traced = trace_share()
+    block, traced, as_traced = trace_share()
     shapes = traced.shapes
     share, not_derived = _share(share_of_loss, block, shapes, parameters)
     comm = _with_divisor(comm, share)
@@ -148,7 +149,7 @@ def run_on_device(
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, first, program.means)
     plan = _plan_of_step(program, sources, microbatches, comm)
-    result = Result(None, [], others, wire_state, plan, traced)
+    result = Result(None, [], others, wire_state, plan, traced, as_traced)
     if shapes[0] is None:
         return result
     means, residuals = _means(sums, program, parameters, wire_state, microbatches, comm, share)
@@ -202,7 +203,7 @@ def _with_loop_limit(comm: CommSpec, shares: Sequence[int] | None) -> CommSpec:
 def _versions(
     program: ProgramPlan,
     block: Block,
-    trace_share: Callable[[Fraction], tuple[Block, OpenProgram]],
+    trace_share: Callable[[Fraction], tuple[Block, OpenProgram, Block]],
     parameters: Parameters,
     microbatches: int,
     shares: Sequence[int] | None,
@@ -319,10 +320,13 @@ def _trace(
     microbatches: int,
     comm: CommSpec,
     share: Fraction = Fraction(1),
-) -> tuple[Block, OpenProgram]:
+) -> tuple[Block, OpenProgram, Block]:
     """Trace one micro-batch, or a `share` of its rows, on the shapes of the full parameters.
 
     Nothing is gathered.
+
+    Returns:
+        The block to plan, the trace that it is made of, and the block that is the trace unchanged.
     """
     full = []
     avals: dict[Any, Any] = {}  # layers of an unrolled program have equal ones
@@ -353,14 +357,16 @@ def _trace(
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
-    block, program = trace(function, *index, *full, *rows)
+    as_traced, program = trace(function, *index, *full, *rows)
+    block = as_traced
     values = block.inputs[len(index) : len(index) + len(stored)]
     weights = {i: x for i, x in enumerate(values) if parameters.weight_layout(i)}
     others = zip(block.inputs[len(index) + len(stored) :], specs, strict=True)
     uniform = [value for value, spec in others if split_dim(spec) is None]
     uniform += block.inputs[: len(index)]
     block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
-    return _without_whole_weights(block, program.shapes, weights, parameters), program
+    block = _without_whole_weights(block, program.shapes, weights, parameters)
+    return block, program, as_traced
 
 
 def _without_whole_weights(

@@ -20,6 +20,7 @@ from jax.extend import source_info_util
 
 from .._mesh import in_host, is_traced, reduce_scatter
 from .._mesh import simulated as simulate
+from .._warnings import is_of_user
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import movable_ops
 
@@ -131,6 +132,17 @@ class Operation:
         operation in one, it is the line that calls the outermost `jit`.
         """
         return source_info_util.summarize((self.caller or self.equation).source_info)
+
+    @property
+    def frames(self) -> list[tuple[str, int]]:
+        """Files and lines of the Python calls that it was traced in, the innermost first.
+
+        For an operation in a nested `jit` that was traced before, they are those of the `jit`.
+        """
+        inner = _frames(self.equation)
+        outer = _frames(self.caller) if self.caller else inner
+        called_at = next((x for x in outer if is_of_user(x[0])), None)
+        return inner if called_at in inner else outer
 
     def view(self) -> movable_ops.Op | None:
         """This operation as an `Op` that can be moved past a gather; None if it cannot."""
@@ -286,6 +298,11 @@ def _refuse_exchanges_inside(equation: Any) -> None:
                         "simulated. Call it outside, or `all_gather` over one axis at a time."
                     )
                 _refuse_exchanges_inside(other)
+
+
+def _frames(equation: Any) -> list[tuple[str, int]]:
+    traceback = equation.source_info.traceback
+    return [(x.file_name, x.line_num) for x in traceback.frames] if traceback else []
 
 
 def scope(equation: Any) -> contextlib.AbstractContextManager:

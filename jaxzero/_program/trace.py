@@ -28,6 +28,7 @@ CALLS = {
     "core_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
 }
+_WITH_RULES = dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
 REMAT = {"checkpoint", "remat", "remat2"}
 OF_MUTABLE = (
     "Every device runs the function on its own rows, and would write a value of its own. Pass the "
@@ -257,6 +258,23 @@ def _operation(
 def branch_blocks(operation: Operation) -> list[Block]:
     """The branches of a `cond`: blocks of all its inputs but the first, which is their index."""
     return [without_dead_code(_block(branch)) for branch in operation.equation.params["branches"]]
+
+
+def while_body(operation: Operation) -> tuple[Block, int, int]:
+    """The body of a `while`, and the numbers of constants of its condition and of its body.
+
+    The operation's inputs are the constants of the condition, those of the body, and the carry.
+    """
+    params = operation.equation.params
+    body = without_dead_code(_block(params["body_jaxpr"]))
+    return body, params["cond_nconsts"], params["body_nconsts"]
+
+
+def called_block(operation: Operation) -> Block | None:
+    """What a `custom_jvp`, a `custom_vjp` or a `jit` with shardings calls; None for all others."""
+    if (key := {**CALLS, **_WITH_RULES}.get(operation.name)) is None:
+        return None
+    return without_dead_code(_block(operation.equation.params[key]))
 
 
 def has_shardings(params: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ class Options:
     halves: bool = False  # whether gradients of two half-batches are compared
     # How gradients are reduced, as `reduce`; None: as the leaves say (`overwritten_leaves`).
     gradient_reduce: tuple[tuple[str, ...], Any] | None = None
+    row_statistics: str | None = None  # "device": what a device computes of its rows alone is meant
 
 
 def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
@@ -64,3 +65,17 @@ def argument_numbers(argnums: Any) -> tuple[int, ...]:
             "`nnx.Module` what is an `nnx.Param` is differentiated, without a filter."
         )
     return tuple(numbers)
+
+
+def checked_row_statistics(row_statistics: str | None) -> str | None:
+    """`row_statistics`.
+
+    Raises:
+        ValueError: it is neither None nor "device".
+    """
+    if row_statistics not in (None, "device"):
+        raise ValueError(
+            "`row_statistics` must be 'device', if what each device computes of its own rows is "
+            f"meant, or None, to be warned of it; got {row_statistics!r}."
+        )
+    return row_statistics

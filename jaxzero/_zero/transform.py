@@ -17,12 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from .._collectives import CommSpec, Ledger, accumulator_dtype, labelled, recording
-from .._execute import (
-    LocalWireState,
-    run_on_device,
-    specs_of,
-    total_weight,
-)
+from .._execute import LocalWireState, run_on_device, specs_of, total_weight
 from .._mesh import AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
 from .._program import OpenProgram
@@ -31,6 +26,7 @@ from .._simigrad import GradientHalves
 from .arguments import BATCH, Argument, Call, num_rows
 from .gradient_reduce import combined_gradients, combined_leaves, parameters_of
 from .in_place import call_checked
+from .mixed_rows import warn_of_mixed_rows
 from .loss import check_loss, split_aux, split_weight
 from .options import Options
 from .outputs import Outputs, values_of
@@ -296,6 +292,10 @@ class Transform:
                 result.others[num:], self.combined, self.parameters.leaves, self.comm
             )
         self._traced = result.program
+        if self.flat is None:
+            warn_of_mixed_rows(
+                result, len(stored), inputs, specs, self.options, outputs.how, self.comm
+            )
         leaves = self.parameters.leaves
         self._plan = dataclasses.replace(
             result.plan,
