@@ -53,8 +53,9 @@ def broadcast(rows: Rows, operation: Operation, states: Sequence[State]) -> list
     grown = {new: out[new] for dim, new in enumerate(dims) if old[dim] != out[new]}
     if grown:
         wider = {dim: (*x, (grown[dim], 0)) if dim in grown else x for dim, x in state.rows}
+        index = None if state.index is None or state.index[0] in grown else state.index
         state = dataclasses.replace(
-            state, rows=as_rows(wider), noise_dims=state.noise_dims - grown.keys(), index=None
+            state, rows=as_rows(wider), noise_dims=state.noise_dims - grown.keys(), index=index
         )
     return [state]
 
@@ -280,9 +281,18 @@ def dot(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State
     if is_over and has_outer(dims, rows.num):
         found = {*unknown(*states).mixings, Mixing("pairs", operation, operation)}
         return [dataclasses.replace(unknown(*states), mixings=frozenset(found))]
+    if gone and not (left.depends and right.depends) and _may_place(rows, operation, kept):
+        return [unknown(*states)]
     if gone and not has_outer(dims, rows.num):
         sums = sums | {Sum(operation)}
     return [combined(rows, operation, kept, dims, sums, mixings)]
+
+
+def _may_place(rows: Rows, operation: Operation, kept: Sequence[State]) -> bool:
+    """Whether a product over rows may put them in other places, as that with an identity does."""
+    depends = {dim for x in kept for dim, _ in x.rows}
+    sizes = enumerate(operation.outputs[0].shape)
+    return any(size % rows.num == 0 for dim, size in sizes if dim not in depends)
 
 
 def convolution(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:

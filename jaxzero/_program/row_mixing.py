@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import row_dims, row_lookups
-from .elementwise import is_elementwise
+from .elementwise import is_elementwise, shape_of
 from .ir import Atom, Block, Constant, Loop, Operation, Value
-from .row_rules import IDENTITIES, Rows, Rule, collective, elementwise, joined_rows
+from .row_rules import IDENTITIES, OTHERS, Rows, Rule, collective, elementwise, joined_rows
 from .row_states import (
     CONSTANT,
     Mixing,
@@ -152,7 +152,7 @@ class _Walk:
             return given
         if (rule := _RULES.get(name)) is not None:
             return rule(self.rows, operation, given)
-        if is_elementwise(operation):
+        if is_elementwise(operation) or (name in OTHERS and _keeps_shape(operation)):
             return elementwise(self.rows, operation, given)
         if isinstance(operation, Loop):
             return self.loop(operation, given)
@@ -209,6 +209,10 @@ class _Walk:
                 return [*carry, *stacked]
             carry = joined
         return [unknown(*given)] * len(loop.outputs)
+
+
+def _keeps_shape(operation: Operation) -> bool:
+    return shape_of(operation.inputs[0]) == operation.outputs[0].shape
 
 
 def _has_blocks(operation: Operation) -> bool:

@@ -8,10 +8,12 @@ linear, products, quotients, and all others. The rules of operations that move o
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .ir import Constant, Operation
+from .elementwise import shape_of
+from .ir import Operation
 from .row_states import (
     Mixing,
     NotAligned,
@@ -46,6 +48,8 @@ _LINEAR = {
     *("reduce_precision", "stop_gradient", "sub", "pvary", "pcast", "reshard", "mesh_cast"),
     *("sharding_constraint", "layout_constraint", "device_put", "copy_p", "optimization_barrier"),
 }
+# Beside those that `is_elementwise` knows: values in the places of their arguments.
+OTHERS = {"bitcast_convert_type", "copy", "copy_p"}
 _COMPARISONS = {"eq", "ge", "gt", "is_finite", "le", "lt", "ne"}
 IDENTITIES = {
     *("pvary", "pcast", "reshard", "mesh_cast", "sharding_constraint", "layout_constraint"),
@@ -105,7 +109,7 @@ def elementwise(rows: Rows, operation: Operation, states: Sequence[State]) -> li
     name = operation.name
     if name in _COMPARISONS and not any(x.rows for x in states):
         # Of sums alone: a guard such as `where(num > 0, ...)`, on each device by itself.
-        return [State(differs=any(x.differs for x in states))]
+        states = [dataclasses.replace(x, sums=frozenset(), mixings=frozenset()) for x in states]
     try:
         dims = joined_rows(states)
     except NotAligned:
@@ -152,7 +156,7 @@ def _sums(
     if name in ("mul", "div"):
         left, right = states
         if not right.depends:
-            if name == "div" and isinstance(operation.inputs[1], Constant):
+            if name == "div" and math.prod(shape_of(operation.inputs[1])) == 1:
                 every = frozenset(dataclasses.replace(x, is_mean=True) for x in every)
             return every, []
         if not left.depends and name == "mul":
@@ -199,8 +203,11 @@ def collective(rows: Rows, operation: Operation, states: Sequence[State]) -> lis
     found = []
     for state in states:
         settled = state.settled | axes
-        if rows.axes <= settled:
-            found.append(State(differs=operation.name in ("ppermute", "all_to_all")))
+        if operation.name in ("ppermute", "all_to_all") and state.depends:
+            # Devices may add up what they pass on, or exchange rows.
+            found.append(State(differs=True, is_known=False))
+        elif rows.axes <= settled:
+            found.append(State())
         elif operation.name in ("psum", "psum_invariant", "pmax", "pmin"):
             found.append(dataclasses.replace(state, settled=settled))
         else:

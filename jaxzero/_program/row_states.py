@@ -14,8 +14,9 @@ device. A sum over the outer part is one over all rows of a device.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Part = tuple[int, int]  # size, stride
@@ -31,7 +32,7 @@ class Mixing:
         source: the operation over rows, such as a sum; for "ratio" and "pairs" the one where two
             values meet; for "key" the one that draws random bits.
         at: the operation that uses what `source` makes.
-        is_mean: whether `source` is a sum that is divided by a constant.
+        is_mean: whether `source` is a sum that is divided by a number.
     """
 
     kind: str
@@ -45,7 +46,7 @@ class Sum:
     """A sum over all rows of a device that a value is linear in."""
 
     operation: Any
-    is_mean: bool = False  # whether it is divided by a constant
+    is_mean: bool = False  # whether it is divided by a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +180,11 @@ class NotAligned(Exception):
     """Different rows may meet, or a reshape cuts across rows: nothing is said of the result."""
 
 
+def _num_ones(sizes: Iterable[int]) -> int:
+    """How many of the first sizes are 1."""
+    return len([*itertools.takewhile(lambda x: x == 1, sizes)])
+
+
 def reshaped(rows: Mapping[int, Parts], old: Sequence[int], new: Sequence[int], n: int) -> Any:
     """The dims with rows after a reshape from shape `old` to `new`.
 
@@ -188,11 +194,11 @@ def reshaped(rows: Mapping[int, Parts], old: Sequence[int], new: Sequence[int], 
     if 0 in old:
         raise NotAligned
     parts = [x for dim, size in enumerate(old) for x in rows.get(dim, ((size, 0),))]
-    left = [x for x in reversed(parts) if x != (1, 0)]
+    left = [*reversed(parts)]
     found: dict[int, Parts] = {dim: x for dim, x in rows.items() if dim < 0}
     for dim, wanted in enumerate(new):
         taken, size = [], 1
-        while size < wanted or (left and left[-1][0] == 1):
+        while size < wanted:
             if not left:
                 raise NotAligned
             (num, stride), need = left.pop(), wanted // size
@@ -205,11 +211,16 @@ def reshaped(rows: Mapping[int, Parts], old: Sequence[int], new: Sequence[int], 
             size *= num
         if size != wanted:
             raise NotAligned
+        # Parts of one element go to dims of one element, if there are such, to the first of them.
+        if wanted == 1 and left and left[-1][0] == 1:
+            taken.append(left.pop())
+        while _num_ones(x for x, _ in reversed(left)) > _num_ones(new[dim + 1 :]):
+            taken.append(left.pop())
         found[dim] = tuple(taken)
     # `x.reshape(-1, group)` where a device has one group: with more rows it would have several.
-    if sum(x == 1 for x in new) > sum(x == 1 for x in old):
+    if n > 1 and sum(x == 1 for x in new) > sum(x == 1 for x in old):
         for dim in range(1, len(new)):
             outer = found[dim][:1]
-            if new[dim - 1] == 1 and not found[dim - 1] and outer and math.prod(outer[0]) == n:
+            if new[dim - 1] == 1 and outer and outer[0][0] > 1 and math.prod(outer[0]) == n:
                 found[dim - 1] = ((1, n),)
     return found

@@ -155,7 +155,7 @@ def _others(options: Options) -> str:
 def _by_line(found: Sequence[Mixing]) -> Iterator[tuple[Mixing, tuple[str, int], str | None]]:
     """One of each kind for each line of the user, with the line and that of a library inside."""
     lines: dict[tuple[str, int], dict[str, tuple[Mixing, str | None]]] = {}
-    for mixing in sorted(found, key=lambda x: _ORDER.index(x.kind)):
+    for mixing in sorted(found, key=_rank):
         (file, line), inside = _place(mixing)
         kinds = lines.setdefault((file, line), {})
         if mixing.kind in _ALONE or not kinds:
@@ -163,6 +163,11 @@ def _by_line(found: Sequence[Mixing]) -> Iterator[tuple[Mixing, tuple[str, int],
     for place, kinds in sorted(lines.items()):
         for mixing, inside in kinds.values():
             yield mixing, place, inside
+
+
+def _rank(mixing: Mixing) -> tuple[Any, ...]:
+    """Sorts what says more to the front: of one kind means, of those the first in their lines."""
+    return _ORDER.index(mixing.kind), not mixing.is_mean, mixing.source.frames, mixing.at.name
 
 
 def _place(mixing: Mixing) -> tuple[tuple[str, int], str | None]:
