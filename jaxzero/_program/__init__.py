@@ -34,8 +34,8 @@ from .kept_values import kept_values as kept_values
 from .known_part import known_part as known_part
 from .known_part import rest_part as rest_part
 from .recompute import recompute_in_backward as recompute_in_backward
-from .row_mixing import RowInput as RowInput
 from .row_mixing import Mixing as Mixing
+from .row_mixing import RowInput as RowInput
 from .row_mixing import find_mixings as find_mixings
 from .scan_indexed_stacks import scan_indexed_stacks as scan_indexed_stacks
 from .sink_into_loops import sink_into_loops as sink_into_loops

@@ -96,11 +96,7 @@ def reshape(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
         ]
         if [old[x] for x in places[0]] == [new[x] for x in places[1]]:
             index = places[1][places[0].index(state.index[0])], None
-    return [
-        dataclasses.replace(
-            state, rows=dims, noise_dims=frozenset(noise_dims), index=index
-        )
-    ]
+    return [dataclasses.replace(state, rows=dims, noise_dims=frozenset(noise_dims), index=index)]
 
 
 def cut(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
@@ -147,9 +143,7 @@ def concatenate(rows: Rows, operation: Operation, states: Sequence[State]) -> li
         if not is_same or any(x % size for x in sizes):
             return [unknown(*states)]
         joined = (sum(sizes) // size, 0), *block
-    others = [
-        dataclasses.replace(x, rows=tuple(y for y in x.rows if y[0] != axis)) for x in states
-    ]
+    others = [dataclasses.replace(x, rows=tuple(y for y in x.rows if y[0] != axis)) for x in states]
     try:
         state = linear(rows, operation, others)
     except NotAligned:

@@ -16,7 +16,7 @@ from typing import Any
 
 from . import row_dims, row_lookups
 from .elementwise import is_elementwise, shape_of
-from .ir import Atom, Block, Constant, Loop, Operation, Value
+from .ir import Atom, Block, Loop, Operation
 from .row_rules import IDENTITIES, OTHERS, Rows, Rule, collective, elementwise, joined_rows
 from .row_states import (
     CONSTANT,

@@ -28,7 +28,7 @@ from .._warnings import warn
 from .arguments import Argument, Call
 from .node_shares import check_shares, known_shares
 from .optimizer_state import trained_tree
-from .options import Options, argument_numbers
+from .options import Options, argument_numbers, checked_row_statistics
 from .outputs import flat_reductions
 from .transform import Transform
 
@@ -45,13 +45,15 @@ def gradient_options(
     halves: bool = False,
     shares: Sequence[int] | None = None,
     gradient_reduce: Any = None,
+    row_statistics: str | None = None,
 ) -> Options:
     """Check the arguments of `value_and_grad`, and return them as `Options`.
 
     Raises:
         ValueError: `argnums` are no integers, `microbatches` is not an integer of at least 1,
             `aux_reduce` or `gradient_reduce` names an unknown reduction, `halves` is set on a mesh
-            with one device, or `shares` does not fit the mesh or comes without `weighted`.
+            with one device, `shares` does not fit the mesh or comes without `weighted`, or
+            `row_statistics` is not known.
         NotImplementedError: `shares` does not work with another option.
     """
     check_microbatches(microbatches)
@@ -76,6 +78,7 @@ def gradient_options(
         shares=known,
         halves=halves,
         gradient_reduce=reductions,
+        row_statistics=checked_row_statistics(row_statistics),
     )
 
 

@@ -19,6 +19,7 @@ from .._program import Mixing, Operation, RowInput, find_mixings
 from .._sharding import axes_of, split_dim
 from .._warnings import RowsMixedWarning, is_of_user, warn, warn_at
 from .options import Options
+from .outputs import Outputs
 
 _AXES = '("node", "local")'
 _MEANT = 'If a value per device is meant, say so: `row_statistics="device"`.'
@@ -67,8 +68,7 @@ def warn_of_mixed_rows(
     num_stored: int,
     inputs: Sequence[Any],
     specs: Sequence[Any],
-    options: Options,
-    how: Sequence[str],
+    outputs: Outputs,
     comm: CommSpec,
 ) -> None:
     """Warn of each line where values of different rows meet other than in a linear sum.
@@ -78,12 +78,11 @@ def warn_of_mixed_rows(
         num_stored: the number of its parameters, which come before `inputs`.
         inputs: this device's rows of the batch, and replicated values.
         specs: the `PartitionSpec` of each input.
-        options: those of the call.
-        how: for each of the other outputs, how it is combined over devices.
+        outputs: tells how the other outputs are combined over devices, and the options of the call.
         comm: sizes of the mesh axes.
     """
     try:
-        found = [*messages(result, num_stored, inputs, specs, options, how, comm)]
+        found = [*messages(result, num_stored, inputs, specs, outputs, comm)]
     except Exception as error:  # this only looks on: training goes on without it
         warn(
             "Whether the function mixes rows of the batch could not be found out "
@@ -100,11 +99,11 @@ def messages(
     num_stored: int,
     inputs: Sequence[Any],
     specs: Sequence[Any],
-    options: Options,
-    how: Sequence[str],
+    outputs: Outputs,
     comm: CommSpec,
 ) -> Iterator[tuple[str, str, int]]:
     """The warnings, each as text, file and line. Arguments as those of `warn_of_mixed_rows`."""
+    options = outputs.options
     split = [{x for x in axes_of(spec) if x in AXES} for spec in specs]
     axes = frozenset(x for x in set().union(*split) if comm.sizes[x] > 1)
     num_devices = math.prod(comm.sizes[x] for x in axes)
@@ -120,10 +119,10 @@ def messages(
         given[0] = RowInput(None)
     shapes = result.program.shapes  # loss, weight, gradients and others
     num_before = len(jax.tree.leaves(shapes[:3]))
-    others = [i for i, name in enumerate(how) if name in ("mean", "sum", "concat")]
-    outputs = [*range(len(jax.tree.leaves(shapes[:2]))), *(num_before + i for i in others)]
-    mixings = find_mixings(result.block, given, axes, outputs)
-    num_losses = len(outputs) - len(others)
+    others = [i for i, how in enumerate(outputs.how) if how in ("mean", "sum", "concat")]
+    num_losses = len(jax.tree.leaves(shapes[:2]))
+    wanted = [*range(num_losses), *(num_before + i for i in others)]
+    mixings = find_mixings(result.block, given, axes, wanted)
     in_loss = frozenset().union(*mixings[:1], *(_of_weight(x) for x in mixings[1:num_losses]))
     in_others = frozenset().union(*mixings[num_losses:]) - in_loss
     rows = max(x.num_rows for x in given.values())

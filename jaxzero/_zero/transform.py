@@ -26,8 +26,8 @@ from .._simigrad import GradientHalves
 from .arguments import BATCH, Argument, Call, num_rows
 from .gradient_reduce import combined_gradients, combined_leaves, parameters_of
 from .in_place import call_checked
-from .mixed_rows import warn_of_mixed_rows
 from .loss import check_loss, split_aux, split_weight
+from .mixed_rows import warn_of_mixed_rows
 from .options import Options
 from .outputs import Outputs, values_of
 from .placement import constrain
@@ -293,9 +293,7 @@ class Transform:
             )
         self._traced = result.program
         if self.flat is None:
-            warn_of_mixed_rows(
-                result, len(stored), inputs, specs, self.options, outputs.how, self.comm
-            )
+            warn_of_mixed_rows(result, len(stored), inputs, specs, outputs, self.comm)
         leaves = self.parameters.leaves
         self._plan = dataclasses.replace(
             result.plan,
