@@ -108,7 +108,15 @@ def find_mixings(
         dataclasses.replace(block, outputs=tuple(block.outputs[i] for i in outputs))
     )
     given = [_input(inputs.get(i), rows.num) for i in range(len(block.inputs))]
-    return [x.mixings for x in _Walk(rows).block(forward, given)]
+    return [_of_output(x) for x in _Walk(rows).block(forward, given)]
+
+
+def _of_output(state: State) -> frozenset[Mixing]:
+    """Those of an output; one with a value for each row must not be made of sums over rows."""
+    sums = state.sums if state.rows else ()
+    return state.mixings.union(
+        Mixing("statistic", x.operation, x.operation, x.is_mean) for x in sums
+    )
 
 
 def _input(given: RowInput | None, num: int) -> State:

@@ -123,7 +123,8 @@ def messages(
     num_losses = len(jax.tree.leaves(shapes[:2]))
     wanted = [*range(num_losses), *(num_before + i for i in others)]
     mixings = find_mixings(result.block, given, axes, wanted)
-    in_loss = frozenset().union(*mixings[:1], *(_of_weight(x) for x in mixings[1:num_losses]))
+    losses = zip(mixings, (False, True)[:num_losses], strict=False)
+    in_loss = frozenset().union(*(_of_weight(x) if weight else x for x, weight in losses))
     in_others = frozenset().union(*mixings[num_losses:]) - in_loss
     rows = max(x.num_rows for x in given.values())
     who = f"Each of {num_devices} devices" if num_devices > 1 else "Each micro-batch"
