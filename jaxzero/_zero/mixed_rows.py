@@ -15,7 +15,7 @@ import jax
 from .._collectives import CommSpec
 from .._execute import Result
 from .._mesh import AXES
-from .._program import Mixing, Operation, RowInput, find_mixings
+from .._program import Mixing, Operation, RowInput, Value, find_mixings
 from .._sharding import axes_of, split_dim
 from .._warnings import RowsMixedWarning, is_of_user, warn, warn_at
 from .options import Options
@@ -186,10 +186,11 @@ def _described(mixing: Mixing, rows: int, line: str, inside: str | None) -> str:
     """What is mixed, and where: "mean over 64 rows of float32[64], ppo.py:41"."""
     source: Operation = mixing.source
     at = f"{line} (in {inside})" if inside else line
-    values = [x for x in source.inputs if getattr(x, "shape", None)]
-    of = max(values, key=lambda x: math.prod(x.shape)) if values else None  # type: ignore
-    named = f"{of.dtype}{list(of.shape)}" if of is not None else ""
-    named = f" of {named}" if named and mixing.kind not in ("pairs", "ratio", "key") else ""
+    values = [x for x in source.inputs if isinstance(x, Value) and x.shape]
+    named = ""
+    if values:
+        largest = max(values, key=lambda x: math.prod(x.shape))
+        named = f" of {largest.dtype}{list(largest.shape)}"
     match mixing.kind:
         case "pairs":
             out = source.outputs[0]
