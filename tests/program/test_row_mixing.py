@@ -19,7 +19,7 @@ from jaxzero._program import RowInput, find_mixings, trace
 from jaxzero._program.row_states import NotAligned, as_rows, is_paired, merged, reshaped, simplified
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
-IDS = np.array([0, 3, 1, 5, 2, 2, 4, 0])
+IDS = np.array([0, 3, 1, 5, 2, 2, 4, 0], np.int32)
 
 
 def _kinds(function: Callable, x: Any = X, ids: Any = IDS) -> set[str]:

@@ -34,7 +34,7 @@ PARAMS = {
 BATCH = {
     "x": random.normal(size=(ROWS, 6)).astype(np.float32),
     "y": random.normal(size=(ROWS, 4)).astype(np.float32),
-    "action": random.integers(0, 4, ROWS),
+    "action": random.integers(0, 4, ROWS).astype(np.int32),
     "advantage": random.normal(size=ROWS).astype(np.float32),
     "mask": (random.random((ROWS, 4)) < 0.6).astype(np.float32),
 }
