@@ -46,6 +46,7 @@ from ._simigrad import JumpRule as JumpRule
 from ._simigrad import WalkRule as WalkRule
 from ._simigrad import simigrad as simigrad
 from ._simigrad import simigrad_stats as simigrad_stats
+from ._warnings import RowsMixedWarning as RowsMixedWarning
 from ._zero import Zero as Zero
 from ._zero import freeze_schedule as freeze_schedule
 from ._zero import pad_batch as pad_batch

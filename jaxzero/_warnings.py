@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import sysconfig
 import warnings
+from pathlib import Path
 
 INSIDE = ("jaxzero", "jax", "jaxtyping", "beartype", "contextlib", "functools")
 
@@ -17,3 +20,24 @@ def warn(message: str) -> None:
             break
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+class RowsMixedWarning(UserWarning):
+    """The loss mixes rows, so that each device computes something else than one device would."""
+
+
+_said: dict[str, dict] = {}  # by file: what Python has shown already
+
+
+def warn_at(message: str, category: type[Warning], file: str, line: int) -> None:
+    """Issue a warning for a line of the user's code that is not being executed."""
+    warnings.warn_explicit(message, category, file, line, registry=_said.setdefault(file, {}))
+
+
+@functools.cache
+def is_of_user(file: str) -> bool:
+    """Whether a source file belongs to no installed package, nor to Python or this package."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders.add(str(Path(__file__).parent))
+    is_installed = any(x in file for x in ("site-packages", "dist-packages", "<frozen "))
+    return not is_installed and not any(file.startswith(f"{x}/") for x in folders)

@@ -57,7 +57,11 @@ def loss_fn(trainable, non_trainable, x, y):
 @jax.jit
 def train_step(trainable, non_trainable, opt_state, x, y):
     grad_fn = zero.value_and_grad(
-        loss_fn, has_aux=True, aux_reduce=aux_reduce, batch_argnums=("x", "y")
+        loss_fn,
+        has_aux=True,
+        aux_reduce=aux_reduce,
+        batch_argnums=("x", "y"),
+        row_statistics="device",  # of BatchNormalization
     )
     (loss, non_trainable), grads = grad_fn(trainable, non_trainable, x, y)
     updates, opt_state = tx.update(grads, opt_state, trainable)

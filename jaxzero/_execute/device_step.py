@@ -75,6 +75,7 @@ class Result:
     wire_state: LocalWireState  # for the next step
     plan: Plan
     program: OpenProgram  # the user's function, differentiated, as it was traced
+    block: Block  # the same, with the index of the micro-batch first if there are several
     halves: GradientHalves | None = None  # inner products of half-batch gradients, if requested
     # The new stacks of each leaf that was updated, as in `LeafUpdate.stacks`, by index of the leaf.
     updated: Mapping[int, list[Array]] = dataclasses.field(default_factory=dict)
@@ -115,7 +116,8 @@ def run_on_device(
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
-    block, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
+    traces = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
+    block, traced, as_traced = traces
     if comm.node_microbatches is not None:
         check_exchanges(block)
     shapes = traced.shapes
@@ -140,7 +142,7 @@ def run_on_device(
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
     plan = _plan_of_step(program, sources, microbatches, comm)
-    result = Result(None, [], others, wire_state, plan, traced)
+    result = Result(None, [], others, wire_state, plan, traced, as_traced)
     if shapes[0] is None:
         return result
     means, residuals = _means(sums, program, parameters, wire_state, microbatches, comm, share)
@@ -285,8 +287,12 @@ def _trace(
     specs: Sequence[Any],
     microbatches: int,
     comm: CommSpec,
-) -> tuple[Block, OpenProgram]:
-    """Trace one micro-batch on the shapes of the full parameters; nothing is gathered."""
+) -> tuple[Block, OpenProgram, Block]:
+    """Trace one micro-batch on the shapes of the full parameters; nothing is gathered.
+
+    Returns:
+        The block to plan, the trace that it is made of, and the block that is the trace unchanged.
+    """
     full = []
     avals: dict[Any, Any] = {}  # layers of an unrolled program have equal ones
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):
@@ -316,14 +322,16 @@ def _trace(
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
-    block, program = trace(function, *index, *full, *rows)
+    as_traced, program = trace(function, *index, *full, *rows)
+    block = as_traced
     values = block.inputs[len(index) : len(index) + len(stored)]
     weights = {i: x for i, x in enumerate(values) if parameters.weight_layout(i)}
     others = zip(block.inputs[len(index) + len(stored) :], specs, strict=True)
     uniform = [value for value, spec in others if split_dim(spec) is None]
     uniform += block.inputs[: len(index)]
     block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
-    return _without_whole_weights(block, program.shapes, weights, parameters), program
+    block = _without_whole_weights(block, program.shapes, weights, parameters)
+    return block, program, as_traced
 
 
 def _without_whole_weights(

@@ -32,6 +32,9 @@ from .operation_kinds import is_elementwise as is_elementwise
 from .operation_kinds import is_reshape as is_reshape
 from .operation_kinds import makes_zeros as makes_zeros
 from .operation_kinds import shape_of as shape_of
+from .row_mixing import Mixing as Mixing
+from .row_mixing import RowInput as RowInput
+from .row_mixing import find_mixings as find_mixings
 from .scan_indexed_stacks import scan_indexed_stacks as scan_indexed_stacks
 from .sink_into_loops import sink_into_loops as sink_into_loops
 from .split_conds import split_conds as split_conds

@@ -32,6 +32,7 @@ from .._mesh import (
     reduce_scatter,
     refuse_exchanges_inside,
 )
+from .._warnings import is_of_user
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import movable_ops
 
@@ -148,6 +149,17 @@ class Operation:
         operation in one, it is the line that calls the outermost `jit`.
         """
         return source_info_util.summarize((self.caller or self.equation).source_info)
+
+    @property
+    def frames(self) -> list[tuple[str, int]]:
+        """Files and lines of the Python calls that it was traced in, the innermost first.
+
+        For an operation in a nested `jit` that was traced before, they are those of the `jit`.
+        """
+        inner = _frames(self.equation)
+        outer = _frames(self.caller) if self.caller else inner
+        called_at = next((x for x in outer if is_of_user(x[0])), None)
+        return inner if called_at in inner else outer
 
     def view(self) -> movable_ops.Op | None:
         """This operation as an `Op` that can be moved past a gather; None if it cannot."""
@@ -289,6 +301,11 @@ def is_ref(aval: Any) -> bool:
 def is_mutable(x: Any) -> bool:
     """Whether `x` is a mutable array (`jax.Ref`), traced or not."""
     return isinstance(x, jax.Ref) or (is_traced(x) and is_ref(jax.typeof(x)))
+
+
+def _frames(equation: Any) -> list[tuple[str, int]]:
+    traceback = equation.source_info.traceback
+    return [(x.file_name, x.line_num) for x in traceback.frames] if traceback else []
 
 
 def scope(equation: Any) -> contextlib.AbstractContextManager:

@@ -21,6 +21,7 @@ from .._warnings import warn
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_mutable, is_ref
 from .layout_requests import CALLBACKS, explaining, without_our_axes
 
+_WITH_RULES = dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
 OF_MUTABLE = (
     "Every device runs the function on its own rows, and would write a value of its own. Pass the "
     "value, `ref[...]`, as an argument; return the new one with `has_aux=True`, where `aux_reduce` "
@@ -243,6 +244,23 @@ def _operation(
 def branch_blocks(operation: Operation) -> list[Block]:
     """The branches of a `cond`: blocks of all its inputs but the first, which is their index."""
     return [without_dead_code(_block(branch)) for branch in operation.equation.params["branches"]]
+
+
+def while_body(operation: Operation) -> tuple[Block, int, int]:
+    """The body of a `while`, and the numbers of constants of its condition and of its body.
+
+    The operation's inputs are the constants of the condition, those of the body, and the carry.
+    """
+    params = operation.equation.params
+    body = without_dead_code(_block(params["body_jaxpr"]))
+    return body, params["cond_nconsts"], params["body_nconsts"]
+
+
+def called_block(operation: Operation) -> Block | None:
+    """What a `custom_jvp`, a `custom_vjp` or a `jit` with shardings calls; None for all others."""
+    if (key := {**CALLS, **_WITH_RULES}.get(operation.name)) is None:
+        return None
+    return without_dead_code(_block(operation.equation.params[key]))
 
 
 def has_shardings(params: dict[str, Any]) -> bool:

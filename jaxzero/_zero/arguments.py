@@ -1,7 +1,6 @@
 """The options of a call, and its arguments: sharded parameters, batch or replicated values.
 
-Every mistake that can be seen without tracing raises an error here that names the argument and the
-tree path.
+Mistakes that can be seen without tracing are errors that name the argument and the tree path.
 """
 
 from __future__ import annotations
@@ -68,6 +67,7 @@ class Options:
     halves: bool = False  # whether gradients of two half-batches are compared
     # How gradients are reduced, as `reduce`; None: as the leaves say (`overwritten_leaves`).
     gradient_reduce: tuple[tuple[str, ...], Any] | None = None
+    row_statistics: str | None = None  # "device": what a device computes of its rows alone is meant
 
     @property
     def node_microbatches(self) -> tuple[int, ...] | None:
@@ -398,13 +398,3 @@ def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> Non
                     "mesh of `zero` first: a batch by `jax.device_put(batch, NamedSharding("
                     "zero.mesh, zero.batch_spec))`, parameters by `zero.shard(tree)`."
                 )
-
-
-def num_rows(call: Call, arrays: Sequence[Sequence[Any]]) -> int | None:
-    """The number of rows of the batch; None if no argument has rows."""
-    for argument, x, i in call.split(arrays):
-        spec = argument.specs[i]
-        dim = split_dim(spec)
-        if dim is not None and spec[dim] == AXES:
-            return x.shape[dim]
-    return None

@@ -37,7 +37,14 @@ from .._sharding import (
 )
 from .._simigrad import GradientHalves
 from .._warnings import warn
-from .arguments import Argument, Options, argument_numbers, check_meshes, check_rows, resolve
+from .arguments import (
+    Argument,
+    Options,
+    argument_numbers,
+    check_meshes,
+    check_rows,
+    resolve,
+)
 from .batch_choice import BatchArgnums
 from .optimizer_state import trained_tree
 from .outputs import flat_reductions
@@ -137,6 +144,20 @@ def _check_is_trained(argument: Argument, plain: Sequence[str]) -> None:
     )
 
 
+def checked_row_statistics(row_statistics: str | None) -> str | None:
+    """`row_statistics`.
+
+    Raises:
+        ValueError: it is neither None nor "device".
+    """
+    if row_statistics not in (None, "device"):
+        raise ValueError(
+            "`row_statistics` must be 'device', if what each device computes of its own rows is "
+            f"meant, or None, to be warned of it; got {row_statistics!r}."
+        )
+    return row_statistics
+
+
 def gradient_options(
     mesh: AnyMesh,
     *,
@@ -148,13 +169,15 @@ def gradient_options(
     halves: bool = False,
     shares: Sequence[int] | None = None,
     gradient_reduce: Any = None,
+    row_statistics: str | None = None,
 ) -> Options:
     """Check the arguments of `value_and_grad`, and return them as `Options`.
 
     Raises:
         ValueError: `argnums` are no integers, `microbatches` is not an integer of at least 1,
             `aux_reduce` or `gradient_reduce` names an unknown reduction, `halves` is set on a mesh
-            with one device, or `shares` does not fit the mesh or `microbatches`.
+            with one device, `shares` does not fit the mesh or `microbatches`, or `row_statistics`
+            is not known.
         NotImplementedError: `shares` does not work with another option.
     """
     check_microbatches(microbatches)
@@ -179,6 +202,7 @@ def gradient_options(
         shares=known,
         halves=halves,
         gradient_reduce=reductions,
+        row_statistics=checked_row_statistics(row_statistics),
     )
 
 

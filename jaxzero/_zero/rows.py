@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32
 
 from .._mesh import AXES, LOCAL, NODE, AnyMesh, physical
-from .._sharding import path_name
-from .arguments import node_microbatches
+from .._sharding import path_name, split_dim
+from .arguments import Call, node_microbatches
 from .batch_choice import is_split, rows_of
 from .sharded_trees import ShardedTrees
 
@@ -154,3 +154,13 @@ def pad_batch(
         return x[taken]
 
     return jax.tree_util.tree_map_with_path(pad, batch), weights
+
+
+def num_rows(call: Call, arrays: Sequence[Sequence[Any]]) -> int | None:
+    """The number of rows of the batch; None if no argument has rows."""
+    for argument, x, i in call.split(arrays):
+        spec = argument.specs[i]
+        dim = split_dim(spec)
+        if dim is not None and spec[dim] == AXES:
+            return x.shape[dim]
+    return None

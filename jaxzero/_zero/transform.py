@@ -17,21 +17,18 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from .._collectives import CommSpec, Ledger, accumulator_dtype, labelled, recording
-from .._execute import (
-    LocalWireState,
-    run_on_device,
-    specs_of,
-    total_weight,
-)
+from .._execute import LocalWireState, run_on_device, specs_of, total_weight
 from .._mesh import AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
 from .._program import OpenProgram
 from .._sharding import HpZ, PerAxis, ZeroConfig
 from .._simigrad import GradientHalves
-from .arguments import BATCH, Argument, Call, Options, num_rows
+from .arguments import BATCH, Argument, Call, Options
+from .mixed_rows import warn_of_mixed_rows
 from .outputs import Outputs, combined_gradients, combined_leaves, parameters_of, values_of
 from .placement import constrain, constrain_tree
 from .programs import Rule, run_with_tangents, tangents_like, zeros
+from .rows import num_rows
 from .tangents import Derivative, check_tangents, trace_along
 from .updates import ProgramUpdates
 from .user_function import (
@@ -279,6 +276,8 @@ class Transform:
                 result.others[num:], self.combined, self.parameters.leaves, self.comm
             )
         self._traced = result.program
+        if self.flat is None:
+            warn_of_mixed_rows(result, len(stored), inputs, specs, outputs, self.comm)
         leaves = self.parameters.leaves
         self._plan = dataclasses.replace(
             result.plan,

@@ -20,15 +20,15 @@ from .._sharding import (
     path_name,
 )
 from .._verify import Problem, Runs, Update, Verification, VerifyReport, on_host
-from .arguments import num_rows
 from .batch_choice import BatchArgnums
 from .calls import gradient_options, prepare
 from .local_rounds import LocalRounds
-from .user_function import split_aux, split_weight
 from .optimizer_state import TrueShapes, trained_tree
 from .outputs import Outputs, values_of
+from .rows import num_rows
 from .sharded_trees import ShardedTrees
 from .transform import Transform
+from .user_function import split_aux, split_weight
 
 
 class VerifiedTrees(ShardedTrees):

@@ -18,6 +18,7 @@ from .arguments import BATCH, Options, argument_numbers
 from .batch_choice import BatchArgnums
 from .calls import (
     check_differentiable,
+    checked_row_statistics,
     gradient_options,
     prepare,
     reads_kept_slices,
@@ -100,46 +101,44 @@ class Zero(VerifiedTrees):
         gradient_reduce: Any = None,
         halves: bool = False,
         shares: Sequence[int] | None = None,
+        row_statistics: str | None = None,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
     ) -> Callable:
         """`jax.value_and_grad` on sharded parameters.
 
-        `f` is written for one device: it sees full parameters and this device's rows of
-        the batch, and returns the mean loss over those rows. The program is re-emitted so
-        that each parameter is gathered just before it is used, in forward and again in
-        backward, and each gradient is reduced where it is produced. `f` may use collectives over
-        the axes `("node", "local")`.
+        `f` is written for one device: it sees full parameters and this device's rows of the batch,
+        and returns the mean loss over those rows. It may use collectives over the axes `("node",
+        "local")`. Each parameter is gathered just before it is used, in forward and again in
+        backward, and each gradient is reduced where it is produced.
 
         Args:
             f: `f(params, batch, ...) -> loss`. The loss is a real scalar.
-            argnums: positions of the differentiated arguments: trees from `init` or
-                `shard`, or parts of such trees, renamed or put together. Other arguments may
-                be such trees too (frozen parameters); they are also gathered just before use.
+            argnums: positions of the differentiated arguments: trees from `init` or `shard`, or
+                parts of such trees, renamed or put together. Other arguments may be such trees too.
             has_aux: `f` returns `(loss, aux)`. Leaves of `aux` that are neither arrays nor numbers
                 (strings, functions) are returned unchanged.
             allow_int: integer leaves get gradients of type `float0`, as in JAX.
-            microbatches: cut the rows of each device into this many equal micro-batches, run
-                them one after the other, and add up gradients as shards in float32.
-            weighted: `f` returns `(sum, weight)` as its loss; the result is the sum of sums
-                over the sum of weights, over all devices and micro-batches. The weight (a
-                number of tokens) is taken as independent of the parameters.
-            aux_reduce: how leaves of `aux` are combined over devices and micro-batches: a
-                tree prefix of "mean", "sum", "max", "first" (the value of the first device),
-                "stack" (on a new leading dim, in the order of the batch) and "concat" (leaves
-                whose dim 0 is the device's rows are joined to one of all rows). Float leaves
-                default to "mean"; others need one, and so do those with a value for each row.
-            gradient_reduce: for leaves whose gradient is no derivative but a value that a
-                `custom_vjp` returns, such as the next scale of fp8 weights: a tree prefix of the
-                parameters of "mean", "max", "sum" and "first". Only a derivative, of "mean", is
-                scaled or encoded by codecs. With it, a device's loss is multiplied by its share in
-                the mean before it is differentiated: `f` sees the cotangents of the full batch. By
-                default, Flax's collection `_overwrite_with_gradient` is reduced by "max".
+            microbatches: cut the rows of each device into this many equal micro-batches, run them
+                one after the other, and add up gradients as shards in float32.
+            weighted: `f` returns `(sum, weight)` as its loss; the result is the sum of sums over
+                the sum of weights, over all devices and micro-batches. The weight (a number of
+                tokens) is taken as independent of the parameters.
+            aux_reduce: how leaves of `aux` are combined over devices and micro-batches: a tree
+                prefix of "mean", "sum", "max", "first" (the value of the first device), "stack" (on
+                a new leading dim, in the order of the batch) and "concat" (leaves whose dim 0 is
+                the device's rows are joined to one of all rows). Float leaves default to "mean";
+                others need one, and those with a value for each row.
+            gradient_reduce: for leaves whose gradient is a value that a `custom_vjp` returns, such
+                as the next scale of fp8 weights: a tree prefix of the parameters of "mean", "max",
+                "sum" and "first". Only a derivative, of "mean", is scaled or encoded by codecs. A
+                device's loss is then multiplied by its share in the mean before it is
+                differentiated: `f` sees the cotangents of the full batch. By default, Flax's
+                collection `_overwrite_with_gradient` is reduced by "max".
             halves: also compare the gradients of two halves of the nodes (or of the devices, if
                 there is one node), for `jz.simigrad`. This sends three numbers for each leaf, and
-                holds one more float32 shard of it. Gradients stay bitwise equal where
-                reduce-scatters add in the order of devices, as on CPUs; with `split="local"` they
-                may round differently.
+                holds one more float32 shard of it. Gradients stay bitwise equal on CPUs, where
+                reduce-scatters add in the order of devices, but with `split="local"`.
             shares: for nodes of different speeds, such as `(2, 1)`: the proportions in which nodes
                 share the micro-batches; see `jz.Cluster.shares`. Devices of the fastest node run
                 `microbatches`, a multiple of the largest share, and the others fewer. Arrange the
@@ -147,31 +146,31 @@ class Zero(VerifiedTrees):
                 ignored. Means are over those that run. Each device keeps its node slices of weights
                 (`jz.HpZ`) and of the sums of gradients for the step. `f` may use collectives over
                 `local`, but none over `node`. `aux_reduce` cannot be "stack" or "concat".
+            row_statistics: "device" says that what `f` computes of a device's rows alone, such as
+                statistics of BatchNorm, is meant: no `jz.RowsMixedWarning` for it.
             batch_argnums: the argument that is the batch, split on dim 0 over all devices
-                (`batch_spec`): a position, a name, or several. By default the one argument
-                that can be: it holds an array with rows, and is neither a sharded tree nor a random
-                key. `()`: there is none. Other arguments are replicated on every device.
-            in_specs: for each positional argument None, or a tree prefix of
-                `PartitionSpec`s over `node` and `local`: for arguments that are split in another
-                way than by rows, or only in part.
+                (`batch_spec`): a position, a name, or several. By default the one argument that can
+                be: it holds an array with rows, and is neither a sharded tree nor a random key.
+                `()`: there is none. Other arguments are replicated on every device.
+            in_specs: for each positional argument None, or a tree prefix of `PartitionSpec`s over
+                `node` and `local`: for arguments that are split in another way, or only in part.
 
         Returns:
-            A function of the same arguments that returns `(loss, grads)`, or
-            `((loss, aux), grads)`: the mean over all devices, and its gradient, split like
-            the parameters; then, with `halves`, a `GradientHalves`; and, given `wire_state=`
-            (`init_wire_state`), the next one. `f` is traced at every call, as by
-            `jax.value_and_grad`; under `jax.jit` that is once. Leaves that are not arrays
-            (strings, functions, Python numbers) are passed to `f` unchanged.
+            A function of the same arguments that returns `(loss, grads)`, or `((loss, aux),
+            grads)`: the mean over all devices, and its gradient, split like the parameters; then,
+            with `halves`, a `GradientHalves`; and, given `wire_state=` (`init_wire_state`), the
+            next one. `f` is traced at every call, as by `jax.value_and_grad`. Leaves that are not
+            arrays (strings, functions, Python numbers) are passed to `f` unchanged.
 
             The gradient of an `eqx.Module` or `nnx.Module` is such a module, with None for each
             leaf that is not a floating-point array or, in an `nnx.Module`, not an `nnx.Param`.
 
         Raises:
-            ValueError: before anything is compiled, with the argument and the tree path; among
-                others if more than one argument can be the batch.
+            ValueError: before compiling; among others if several arguments can be the batch.
 
         Warns:
             UserWarning: no argument is a batch, so that each device computes everything.
+            RowsMixedWarning: `f` mixes rows, so that it is no mean of what each row gives.
         """
         options = gradient_options(
             self._devices,
@@ -183,6 +182,7 @@ class Zero(VerifiedTrees):
             gradient_reduce=gradient_reduce,
             halves=halves,
             shares=shares,
+            row_statistics=row_statistics,
         )
 
         @functools.wraps(f)
@@ -206,21 +206,21 @@ class Zero(VerifiedTrees):
         weighted: bool = False,
         aux_reduce: Any = None,
         gradient_reduce: Any = None,
+        row_statistics: str | None = None,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
     ) -> Callable:
         """A training step: the loss, and the update of the parameters, in one program.
 
         With offload (`jz.Offload`), a scanned stack of which parameter and state are in host memory
-        is updated layer by layer in the backward loop, as soon as a layer's gradient is reduced,
-        while other layers compute. Its gradient is never stored. Other leaves are updated at the
-        end, as by `apply_gradients`. The results are those of `value_and_grad` and
-        `apply_gradients`, bit for bit where XLA rounds the two programs alike.
+        is updated layer by layer in the backward loop, as soon as a layer's gradient is reduced.
+        Its gradient is never stored. Other leaves are updated at the end. The results are those of
+        `value_and_grad` and `apply_gradients`, bit for bit where XLA rounds the programs alike.
 
         The update of a leaf in the loop cannot wait for all gradients, so `tx` must need no norm
         and no other reduction of such a leaf. Such leaves need no `Offload(gradients=...)`. Call
-        the step under `jax.jit`, with `donate_argnums` for `params` and `opt_state`: otherwise XLA
-        copies the arrays within host memory.
+        the step under `jax.jit`, and donate `params` and `opt_state`: otherwise XLA copies the
+        arrays within host memory.
 
         Args:
             f: `f(params, batch, ...) -> loss`, as for `value_and_grad`.
@@ -231,7 +231,8 @@ class Zero(VerifiedTrees):
             aux_reduce: as for `value_and_grad`.
             gradient_reduce: likewise. Leaves of Flax's collection `_overwrite_with_gradient` get
                 their gradient as the next value; `tx` does not see them.
-            batch_argnums: as for `value_and_grad`; positions are those of the arguments of `f`.
+            row_statistics: likewise.
+            batch_argnums: likewise; positions are those of the arguments of `f`.
             in_specs: likewise.
 
         Returns:
@@ -251,6 +252,7 @@ class Zero(VerifiedTrees):
             has_aux=has_aux,
             aux_reduce=aux_reduce,
             gradient_reduce=gradient_reduce,
+            row_statistics=row_statistics,
         )
 
         @functools.wraps(f)
@@ -273,6 +275,7 @@ class Zero(VerifiedTrees):
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
         out_reduce: Any = None,
+        row_statistics: str | None = None,
     ) -> Callable:
         """Run a function of sharded parameters, without gradients: for evaluation.
 
@@ -285,12 +288,12 @@ class Zero(VerifiedTrees):
                 "sum", "max", "first", "stack" and "concat". By default, an output with one row
                 for each row of this device's batch is concatenated over devices, and a
                 float scalar is averaged. For any other output, `out_reduce` is required.
+            row_statistics: as in `value_and_grad`.
 
         Returns:
             A function of the same arguments. Where the config keeps slices of the weights from
-            step to step (`WeightDelta`), it also takes `wire_state=`, as the function from
-            `value_and_grad` does, and reads the weights that the next training step would read from
-            this state and these parameters. It does not change the state.
+            step to step (`WeightDelta`), it also takes `wire_state=`, and reads the weights that
+            the next training step would read from this state, which it does not change.
 
         Raises:
             ValueError: as `value_and_grad`; among others for a wire state of other parameters.
@@ -301,7 +304,8 @@ class Zero(VerifiedTrees):
         """
         numbers = argument_numbers(argnums)
         reduce = flat_reductions("out_reduce", out_reduce)
-        options = Options(numbers, has_gradients=False, reduce=reduce)
+        meant = checked_row_statistics(row_statistics)
+        options = Options(numbers, has_gradients=False, reduce=reduce, row_statistics=meant)
 
         @functools.wraps(f)
         def wrapped(*args, wire_state=None, **kwargs):
@@ -351,6 +355,7 @@ class Zero(VerifiedTrees):
             gradient_reduce=gradient_reduce,
             halves=halves,
             shares=shares,
+            row_statistics="device",  # a plan is no place to warn
         )
         transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
         along = argument_numbers(tangent_argnums)
@@ -366,18 +371,15 @@ class Zero(VerifiedTrees):
     ) -> LocalRounds:
         """Train every node by itself, and average the nodes' parameters every few steps.
 
-        Inside a node everything is as `config` says, on the devices of that node; between nodes
-        nothing is sent but fragments of parameters. Each node has its own parameters and optimizer
-        state, split over its devices.
+        Inside a node everything is as `config` says; between nodes nothing is sent but fragments of
+        parameters. Each node has its own parameters and optimizer state, split over its devices.
 
         Args:
             step: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, a training step
-                that calls `zero.value_and_grad`. It sees the arrays of one node, and the node's
-                rows; its losses and gradients are means over one node.
-            method: how often, in how many fragments and in which bits nodes exchange; such as
-                `jz.streaming_diloco()`.
-            options: fields of `jz.LocalSteps`, in place of those of `method`: `every`, `delay`,
-                `fragments`, `outer`, `codec`, `mixing`.
+                that calls `zero.value_and_grad`. It sees arrays and rows of one node; its losses
+                and gradients are means over one node.
+            method: how and how often nodes exchange, such as `jz.streaming_diloco()`.
+            options: fields of `jz.LocalSteps`, in place of those of `method`.
 
         Returns:
             A function that runs one round of `every` steps in one program: `rounds(state, batches)

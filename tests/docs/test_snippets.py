@@ -25,6 +25,7 @@ PAGES = (
     "howto/from_deepspeed.md",
     "howto/from_fsdp2.md",
     "howto/from_gspmd.md",
+    "howto/is_my_run_right.md",
     "howto/local_steps.md",
     "howto/lora.md",
     "howto/offload.md",

@@ -123,7 +123,6 @@ def _gathered(patch, change):
         return changed
 
     _replace(patch, encoded_shards, "all_gather", make)
-    _replace(patch, encoded_shards, "all_gather", make)
 
 
 @_fault({"loss"})

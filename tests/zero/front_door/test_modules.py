@@ -94,7 +94,9 @@ def test_what_an_nnx_module_writes_is_returned_or_refused(auto):
     def returned(model, x):
         return lost(model, x), nnx.state(model, nnx.BatchStat)
 
-    (_, stats), _ = auto.value_and_grad(returned, has_aux=True)(model, make_rows(auto))
+    (_, stats), _ = auto.value_and_grad(returned, has_aux=True, row_statistics="device")(
+        model, make_rows(auto)
+    )
     slices = np.split(make_rows(auto), 8)
     means = []
     for rows in slices:
@@ -112,7 +114,8 @@ def test_keys_that_nnx_rngs_draw_are_returned_or_refused(auto):
     model.eval()
 
     def lost(model, rngs, x):
-        return jnp.mean(model(x + jax.random.normal(rngs(), x.shape)) ** 2)
+        key = jz.fold_in_device(rngs())
+        return jnp.mean(model(x + jax.random.normal(key, x.shape)) ** 2)
 
     with pytest.raises(ValueError, match=r"`rngs`.*default\.count.*would be lost.*key = rngs\."):
         auto.value_and_grad(lost)(model, rngs, make_rows(auto))

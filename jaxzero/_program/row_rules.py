@@ -1,0 +1,215 @@
+"""What each operation makes of rows: a rule for each primitive, from states to states.
+
+Elementwise operations are in four groups, by what they do to sums over rows: those that keep them
+linear, products, quotients, and all others. The rules of operations that move or join dims are in
+`row_dims`. What has no rule here makes values of which nothing is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from .ir import Operation
+from .operation_kinds import shape_of
+from .row_states import (
+    Mixing,
+    NotAligned,
+    Parts,
+    State,
+    Sum,
+    as_rows,
+    is_paired,
+    merged,
+    settled,
+    unknown,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What is known of all rows.
+
+    Attributes:
+        num: how many one call of the function gets.
+        axes: the mesh axes that split them, of more than one device.
+    """
+
+    num: int
+    axes: frozenset[str]
+
+
+Rule = Callable[[Rows, Operation, Sequence[State]], Sequence[State]]
+
+_LINEAR = {
+    *("add", "add_any", "complex", "conj", "convert_element_type", "copy", "imag", "neg", "real"),
+    *("reduce_precision", "stop_gradient", "sub", "pvary", "pcast", "reshard", "mesh_cast"),
+    *("sharding_constraint", "layout_constraint", "device_put", "copy_p", "optimization_barrier"),
+}
+# Beside those that `is_elementwise` knows: values in the places of their arguments.
+OTHERS = {"bitcast_convert_type", "copy", "copy_p"}
+_COMPARISONS = {"eq", "ge", "gt", "is_finite", "le", "lt", "ne"}
+IDENTITIES = {
+    *("pvary", "pcast", "reshard", "mesh_cast", "sharding_constraint", "layout_constraint"),
+    *("device_put", "optimization_barrier"),
+}
+
+
+def joined_rows(states: Sequence[State]) -> tuple[tuple[int, Parts], ...]:
+    """The dims with rows of what combines arrays of one shape, element by element.
+
+    Raises:
+        NotAligned: different rows meet.
+    """
+    given = [x.rows for x in states if x.rows]
+    if not given:
+        return ()
+    if all(x == given[0] for x in given):
+        return given[0]
+    found: dict[int, Parts] = {}
+    for each in given:
+        for dim, parts in each:
+            joined = merged(found.get(dim), parts)
+            assert joined is not None
+            found[dim] = joined
+    return as_rows(found)
+
+
+def combined(
+    rows: Rows,
+    operation: Operation,
+    states: Sequence[State],
+    dims: tuple[tuple[int, Parts], ...],
+    sums: frozenset[Sum],
+    mixings: Iterable[Mixing] = (),
+) -> State:
+    """The state of a value with rows in `dims` that is made of all of `states`."""
+    found = {*mixings}.union(*(x.mixings for x in states))
+    differs = any(x.differs for x in states)
+    if not all(x.is_known for x in states):
+        return unknown(*states)
+    if is_paired(dims, rows.num):
+        found.add(Mixing("pairs", operation, operation))
+        return dataclasses.replace(unknown(*states), mixings=frozenset(found))
+    noise = frozenset().union(*(x.noise for x in states))
+    noise_dims: frozenset[int] = frozenset()
+    if noise and not differs:
+        noise_dims = frozenset().union(*(x.noise_dims for x in states))
+        if any(dim in noise_dims for dim, _ in dims):
+            found |= {Mixing("key", source, operation) for source in noise}
+    if dims or differs:
+        noise, noise_dims = frozenset(), frozenset()
+    return State(dims, sums, frozenset(found), noise, noise_dims, differs, settled(states))
+
+
+def elementwise(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
+    """Rule of an operation on arrays of one shape, or on scalars beside one."""
+    name = operation.name
+    if name in _COMPARISONS and not any(x.rows for x in states):
+        # Of sums alone: a guard such as `where(num > 0, ...)`, on each device by itself.
+        states = [dataclasses.replace(x, sums=frozenset(), mixings=frozenset()) for x in states]
+    try:
+        dims = joined_rows(states)
+    except NotAligned:
+        return [unknown(*states)]
+    if not any(x.sums for x in states):
+        state = combined(rows, operation, states, dims, frozenset())
+        if name in ("mul", "div"):
+            state = _with_factor(operation, states, state)
+        return [dataclasses.replace(state, index=_index(operation, states))]
+    sums, mixings = _sums(operation, states, bool(dims))
+    state = combined(rows, operation, states, dims, sums, mixings)
+    return [_with_factor(operation, states, state) if name in ("mul", "div") else state]
+
+
+def linear(rows: Rows, operation: Operation, states: Sequence[State]) -> State:
+    """The state of what puts arrays of one shape together and leaves sums linear.
+
+    Raises:
+        NotAligned: different rows meet.
+    """
+    sums = frozenset().union(*(x.sums for x in states))
+    return combined(rows, operation, states, joined_rows(states), sums)
+
+
+def _index(operation: Operation, states: Sequence[State]) -> Any:
+    """`State.index` of what JAX makes of an index: `where(i < 0, i + size, i)`, and casts."""
+    if operation.name == "select_n":
+        return states[1].index
+    return states[0].index if operation.name in _LINEAR and len(states) == 1 else None
+
+
+def _sums(
+    operation: Operation, states: Sequence[State], has_rows: bool
+) -> tuple[frozenset[Sum], list[Mixing]]:
+    """The sums that the result is linear in, and where sums meet rows or one another."""
+    every = frozenset().union(*(x.sums for x in states))
+    name = operation.name
+    if name in _LINEAR:
+        return every, []
+    if name == "select_n":
+        if not states[0].depends:
+            return every, []
+        return frozenset(), mixed("statistic" if has_rows else "function", every, operation)
+    if name in ("mul", "div"):
+        left, right = states
+        if not right.depends:
+            if name == "div" and math.prod(shape_of(operation.inputs[1])) == 1:
+                every = frozenset(dataclasses.replace(x, is_mean=True) for x in every)
+            return every, []
+        if not left.depends and name == "mul":
+            return every, []
+        if has_rows:
+            return frozenset(), mixed("statistic", every, operation)
+        if name == "mul":
+            return frozenset(), mixed("product", every, operation)
+        if left.sums:
+            return frozenset(), [Mixing("ratio", operation, operation)]
+    return frozenset(), mixed("statistic" if has_rows else "function", every, operation)
+
+
+def mixed(kind: str, sums: Iterable[Sum], operation: Operation) -> list[Mixing]:
+    """For each sum over rows, that `operation` uses it other than linearly."""
+    return [Mixing(kind, x.operation, operation, x.is_mean) for x in sums]
+
+
+def _with_factor(operation: Operation, states: Sequence[State], state: State) -> State:
+    """Say what a function of sums, such as `1 / max(sum, 1)` or `sqrt(var)`, is a factor of."""
+    found = {*state.mixings}
+    for this, other in (states, states[::-1]):
+        functions = [x for x in this.mixings if x.kind == "function"]
+        if this.depends or not functions or not other.depends:
+            continue
+        is_quotient = operation.name == "div" and this is states[1]
+        for x in functions:
+            inverse = x.at.name == "div" or x.at.equation.params.get("y", 0) in (-1, -1.0)
+            found.discard(x)
+            if other.rows:
+                found.add(dataclasses.replace(x, kind="statistic"))
+            elif is_quotient or inverse:
+                found.add(Mixing("ratio", operation, operation))
+            else:
+                found.add(dataclasses.replace(x, kind="product"))
+    return dataclasses.replace(state, mixings=frozenset(found))
+
+
+def collective(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
+    """Rule of a collective: over all axes of rows, its results are equal on all devices."""
+    params = operation.equation.params
+    axes = params.get("axis_name", params.get("axes", ()))
+    axes = frozenset(axes if isinstance(axes, tuple | list) else (axes,))
+    found = []
+    for state in states:
+        settled = state.settled | axes
+        if operation.name in ("ppermute", "all_to_all") and state.depends:
+            # Devices may add up what they pass on, or exchange rows.
+            found.append(State(differs=True, is_known=False))
+        elif rows.axes <= settled:
+            found.append(State())
+        elif operation.name in ("psum", "psum_invariant", "pmax", "pmin"):
+            found.append(dataclasses.replace(state, settled=settled))
+        else:
+            found.append(dataclasses.replace(unknown(state), settled=settled))
+    return found

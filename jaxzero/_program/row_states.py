@@ -1,0 +1,226 @@
+"""How a value depends on the rows of the batch: the states that `row_mixing` computes.
+
+The rows of one call, `n` on a device, may be a dim of an array, a part of one after a reshape that
+merged dims, or several dims after one that split it. So a dim is written as *parts* from the major
+to the minor one, each `(size, stride)`: its index times `stride` is its share in the number of the
+row, and a stride of 0 says that it has none. `[n, t]` merged to one dim is `((n, 1), (t, 0))`, and
+`[n]` cut into groups of 4 rows is `((n / 4, 4),)` and `((4, 1),)`.
+
+The part with `size * stride == n` is the *outer* one. While a value has it, each element belongs to
+one group of neighbouring rows, and what is summed is summed inside of a group, which lies on one
+device. A sum over the outer part is one over all rows of a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Part = tuple[int, int]  # size, stride
+Parts = tuple[Part, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing:
+    """Where values of different rows meet.
+
+    Attributes:
+        kind: "statistic", "function", "product", "ratio", "pairs", "order", "extreme" or "key".
+        source: the operation over rows, such as a sum; for "ratio" and "pairs" the one where two
+            values meet; for "key" the one that draws random bits.
+        at: the operation that uses what `source` makes.
+        is_mean: whether `source` is a sum that is divided by a number.
+    """
+
+    kind: str
+    source: Any
+    at: Any
+    is_mean: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A sum over all rows of a device that a value is linear in."""
+
+    operation: Any
+    is_mean: bool = False  # whether it is divided by a number
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """How a value depends on rows.
+
+    Attributes:
+        rows: for each dim with rows, its parts; for a row that a loop is at, under a negative
+            number.
+        sums: the sums over rows that it is linear in.
+        mixings: what it is made of, other than linear sums, that differs from one device.
+        noise: the operations that drew random bits, equal on all devices, that it is made of.
+        noise_dims: the dims along which these bits differ.
+        differs: whether it is made of the index of the device or micro-batch.
+        settled: the mesh axes over which a collective has combined it.
+        index: the dim along which each element is its own index, and the columns of the last dim in
+            which it is (None: all); None if there is no such dim.
+        is_known: False for what operations without a rule make, of which nothing is said.
+    """
+
+    rows: tuple[tuple[int, Parts], ...] = ()
+    sums: frozenset[Sum] = frozenset()
+    mixings: frozenset[Mixing] = frozenset()
+    noise: frozenset[Any] = frozenset()
+    noise_dims: frozenset[int] = frozenset()
+    differs: bool = False
+    settled: frozenset[str] = frozenset()
+    index: tuple[int, frozenset[int] | None] | None = None
+    is_known: bool = True
+
+    def parts(self, dim: int) -> Parts | None:
+        """The parts of a dim; None if it has no rows."""
+        for key, parts in self.rows:
+            if key == dim:
+                return parts
+        return None
+
+    @property
+    def depends(self) -> bool:
+        """Whether it is made of rows of this device."""
+        return bool(self.rows or self.sums)
+
+
+CONSTANT = State()
+
+
+def unknown(*states: State) -> State:
+    """The state of what an operation without a rule makes."""
+    return State(
+        mixings=frozenset().union(*(x.mixings for x in states)),
+        differs=any(x.differs for x in states),
+        settled=settled(states),
+        is_known=not any(x.depends or not x.is_known for x in states),
+    )
+
+
+def settled(states: Sequence[State]) -> frozenset[str]:
+    """The axes over which all that differs between devices has been combined."""
+    found = [x.settled for x in states if x.depends or x.mixings or not x.is_known]
+    return frozenset.intersection(*found) if found else frozenset()
+
+
+def as_rows(rows: Mapping[int, Parts]) -> tuple[tuple[int, Parts], ...]:
+    """The dims that have rows, in order, in the form of `State.rows`."""
+    kept = {dim: simplified(parts) for dim, parts in rows.items() if _has_rows(parts)}
+    return tuple(sorted(kept.items()))
+
+
+def _has_rows(parts: Parts) -> bool:
+    return any(stride for _, stride in parts)
+
+
+def simplified(parts: Parts) -> Parts:
+    """The same dim in as few parts as possible; parts of one element that have rows stay."""
+    found: list[Part] = []
+    for size, stride in parts:
+        if size == 1 and not stride:
+            continue
+        if found:
+            before, outer = found[-1]
+            if not stride and not outer or stride and before > 1 and outer == size * stride:
+                found[-1] = before * size, stride
+                continue
+        found.append((size, stride))
+    return tuple(found)
+
+
+def has_outer(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
+    """Whether the outer part of `n` rows is among these dims."""
+    return any(size * stride == n for _, parts in rows for size, stride in parts)
+
+
+def is_paired(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
+    """Whether two dims have different rows: all pairs of rows, or of groups of rows."""
+    outer = [size for _, parts in rows for size, stride in parts if size * stride == n]
+    return len([size for size in outer if size > 1]) > 1
+
+
+def merged(left: Parts | None, right: Parts | None) -> Parts | None:
+    """The parts of a dim of two values that are combined element by element.
+
+    Raises:
+        NotAligned: different rows of the two meet.
+    """
+    if left is None or right is None or left == right:
+        return left if right is None else right
+    one, two, found = [*reversed(left)], [*reversed(right)], []
+    while one and two:
+        (size, stride), (other_size, other) = one.pop(), two.pop()
+        if size != other_size:
+            longer, shorter = (one, other_size) if size > other_size else (two, size)
+            whole, of = (size, stride) if size > other_size else (other_size, other)
+            if whole % shorter:
+                raise NotAligned
+            rest = whole // shorter
+            longer.append((rest, of))
+            if size > other_size:
+                stride = stride * rest
+            else:
+                other = other * rest
+            size = shorter
+        if stride and other and stride != other:
+            raise NotAligned
+        found.append((size, stride or other))
+    if math.prod(x for x, _ in one + two) != 1:
+        raise NotAligned
+    return simplified(tuple([*found, *reversed(one), *reversed(two)]))
+
+
+class NotAligned(Exception):
+    """Different rows may meet, or a reshape cuts across rows: nothing is said of the result."""
+
+
+def _num_ones(sizes: Iterable[int]) -> int:
+    """How many of the first sizes are 1."""
+    return len([*itertools.takewhile(lambda x: x == 1, sizes)])
+
+
+def reshaped(rows: Mapping[int, Parts], old: Sequence[int], new: Sequence[int], n: int) -> Any:
+    """The dims with rows after a reshape from shape `old` to `new`.
+
+    Raises:
+        NotAligned: the new dims cut across parts.
+    """
+    if 0 in old:
+        raise NotAligned
+    parts = [x for dim, size in enumerate(old) for x in rows.get(dim, ((size, 0),))]
+    left = [*reversed(parts)]
+    found: dict[int, Parts] = {dim: x for dim, x in rows.items() if dim < 0}
+    for dim, wanted in enumerate(new):
+        taken, size = [], 1
+        while size < wanted:
+            if not left:
+                raise NotAligned
+            (num, stride), need = left.pop(), wanted // size
+            if num > need:
+                if num % need:
+                    raise NotAligned
+                left.append((num // need, stride))
+                num, stride = need, stride * (num // need)
+            taken.append((num, stride))
+            size *= num
+        if size != wanted:
+            raise NotAligned
+        # Parts of one element go to dims of one element, if there are such, to the first of them.
+        if wanted == 1 and left and left[-1][0] == 1:
+            taken.append(left.pop())
+        while _num_ones(x for x, _ in reversed(left)) > _num_ones(new[dim + 1 :]):
+            taken.append(left.pop())
+        found[dim] = tuple(taken)
+    # `x.reshape(-1, group)` where a device has one group: with more rows it would have several.
+    if n > 1 and sum(x == 1 for x in new) > sum(x == 1 for x in old):
+        for dim in range(1, len(new)):
+            outer = found[dim][:1]
+            if new[dim - 1] == 1 and outer and outer[0][0] > 1 and math.prod(outer[0]) == n:
+                found[dim - 1] = ((1, n),)
+    return found
