@@ -63,8 +63,8 @@ def quantized_all_gather(
     outer, size, inner = _around(x.shape, dim)
     x_oi, seed = x.reshape(outer, size * inner), dispatch.as_uint32(seed)
     if _wants_kernel(implementation, x, format, lax.axis_size(axis) * x.size):
+        from ._all_gather import all_gather  # Pallas is only imported where it is used
         from ._remote import RemoteConfig
-        from ._remote_collectives import all_gather
 
         x_oni = all_gather(x_oi, axis, format, seed, config or RemoteConfig())
     else:
@@ -114,8 +114,8 @@ def quantized_reduce_scatter(
         )
     x_oni, seed = x.reshape(outer, devices, size // devices * inner), dispatch.as_uint32(seed)
     if _wants_kernel(implementation, x, format, x.size):
+        from ._reduce_scatter import reduce_scatter  # Pallas is only imported where it is used
         from ._remote import RemoteConfig
-        from ._remote_collectives import reduce_scatter
 
         x_oi = reduce_scatter(x_oni, axis, format, seed, config or RemoteConfig())
     else:

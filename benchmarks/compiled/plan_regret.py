@@ -3,11 +3,10 @@
     python -m benchmarks.compiled.plan_regret                 # and draws plan_regret.png
     python -m benchmarks.compiled.plan_regret --models moe
 
-Nothing is compiled: the search of `jz.tune` runs as it is, and the compiler's answers come from the
-table, those of proxies from rows of proxies. Regret is how much longer the step of the chosen plan
-is than that of the best plan that fits, both by full compiles. So this judges the search alone: the
-rates, and the walk that predicts steps from them, are taken to be true. Beside it is random search,
-which compiles as many programs in full as the search compiles at most in all.
+Needs optuna. Nothing is compiled: the search of `jz.tune` runs as it is, and the compiler's answers
+come from the table, those of proxies from rows of proxies. Regret is how much longer the step of
+the chosen plan is than that of the best plan that fits, both by full compiles. So this judges the
+search alone: the rates, and the walk that predicts steps from them, are taken to be true.
 
 Rates that are wrong by a factor of 2: one of them, or all at once, the time to start a collective
 included. With one wrong even an exhaustive search chooses another plan than the best, so its regret
@@ -21,29 +20,26 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tyro
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table as RichTable
 
-from benchmarks.compiled._plan_replay import Table, searched
-from benchmarks.compiled.plan_table import LINKS, PERTURBED, Name, cluster_of
 from benchmarks.shared._rows import RESULTS, append_row, read_rows, rounded
 from jaxzero._planner import Candidate
 
+from ._plan_baselines import random_search, tpe
+from ._plan_regret_summary import figure, table
+from ._plan_replay import Table, searched
+from .plan_table import LINKS, PERTURBED, Name, cluster_of
+
 LIMITS = {"device": 1, "half": 2, "quarter": 4, "tenth": 10}  # a part of the plans fits
-BUDGET = 16  # programs: 12 proxies and 4 in full
-SEEDS = 200
+BUDGET = 11  # programs: 8 proxies and 3 in full
+SEEDS = {"random": 200, "tpe": 10}
 MIDDLE = "5e+10"
 CHANGED = tuple(f"{field} x {factor:g}" for field in PERTURBED for factor in (0.5, 2.0))
-_MOST = 100.0  # percent: a search without a plan that fits counts as this, and so does worse
-_METHODS = {"curve": "jz.tune", "random": "random"}
-Row = dict[str, Any]
 
 
 def limit_of(found: Table, name: str) -> float:
@@ -75,14 +71,27 @@ def best_so_far(
     return regrets + [best] * (BUDGET - len(regrets))
 
 
-def baseline(found: Table, setting: str, limit: float) -> list[list[float | None]]:
-    """For each number of programs, the regret of random search at each tenth of the seeds."""
-    drawn = [random_search(found, limit, BUDGET, random.Random(seed)) for seed in range(SEEDS)]
-    regrets = np.array([best_so_far(found, plans, setting, limit) for plans in drawn])
+def baselines(found: Table, setting: str, limit: float) -> dict[str, list[list[float | None]]]:
+    """For each method, and each number of programs, the regret of each tenth of the seeds."""
+    drawn = {
+        "random": [
+            random_search(found, limit, BUDGET, random.Random(seed))
+            for seed in range(SEEDS["random"])
+        ],
+        "tpe": [tpe(found, setting, limit, BUDGET, seed) for seed in range(SEEDS["tpe"])],
+    }
+    regrets = {
+        method: np.array([best_so_far(found, each, setting, limit) for each in plans])
+        for method, plans in drawn.items()
+    }
     deciles = np.linspace(0.05, 0.95, 10)
-    return [
-        [rounded(x) for x in np.quantile(column, deciles, method="nearest")] for column in regrets.T
-    ]
+    return {
+        method: [
+            [rounded(x) for x in np.quantile(column, deciles, method="nearest")]
+            for column in each.T
+        ]
+        for method, each in regrets.items()
+    }
 
 
 def judged(
@@ -113,7 +122,7 @@ def record(found: Table, name: str) -> dict[str, Any]:
         at_links[setting] = {
             **judged(found, setting, setting, limit),
             "curve": curve(found, setting, limit),
-            "random": baseline(found, setting, limit),
+            **baselines(found, setting, limit),
         }
     wrong = [pair for x in CHANGED for pair in ((x, MIDDLE), (MIDDLE, x))]
     results = {
@@ -147,99 +156,6 @@ def main(models: Sequence[Name] = ("1b", "7b", "moe")) -> None:
     newest = {(row["model"], row["limit"]): row for row in rows}
     Console().print(table(list(newest.values())))
     figure(list(newest.values())).savefig(RESULTS / "plan_regret.png", dpi=150)
-
-
-def random_search(
-    table: Table, limit: float, budget: int, generator: random.Random
-) -> Iterator[Candidate]:
-    """Plans to compile in full, in random order."""
-    known: dict[str, Candidate] = {}
-    for plan in table.full:
-        if table.may_fit(plan, limit):
-            known.setdefault(table.full[plan]["program"], plan)
-    plans = list(known.values())
-    yield from generator.sample(plans, min(budget, len(plans)))
-
-
-def percent(regret: float | None) -> float:
-    """None, which is no plan that fits, becomes infinite."""
-    return math.inf if regret is None else 100 * regret
-
-
-def regrets(row: Row) -> dict[str, list[float]]:
-    """Percent, of the search and the baselines at the link rates after all programs."""
-    links = row["links"].values()
-    return {
-        "search": [percent(each["regret"]) for each in links],
-        "others": [percent(each["regret"]) for each in row["other_rates"].values()],
-        "wrong": [percent(each["regret"]) for each in row["wrong_rates"].values()],
-        "exhaustive": [percent(each["exhaustive"]) for each in row["wrong_rates"].values()],
-        "every": [percent(each["regret"]) for each in row["every_rate"].values()],
-        "random": [percent(x) for each in links for x in each["random"][-1]],
-    }
-
-
-def table(rows: Sequence[Row]) -> RichTable:
-    """Regret for each model and limit."""
-    result = RichTable(title="regret, percent")
-    columns = ("fit", "4 links: each", "10 other rates: median, most")
-    columns += ("one rate off by 2: most, exhaustive", "every rate: most")
-    for column in ("model", "limit", *columns, "random", "proxies", "full"):
-        result.add_column(column, no_wrap=True)
-    for row in rows:
-        found, links = regrets(row), row["links"].values()
-        result.add_row(
-            row["model"],
-            f"{row['limit']}, {row['limit_bytes'] / 1e9:.1f} GB",
-            f"{row['fitting']}/{row['plans']}",
-            " ".join(f"{x:.1f}" for x in found["search"]),
-            f"{statistics.median(found['others']):.1f} {max(found['others']):.1f}",
-            f"{max(found['wrong']):.1f} {max(found['exhaustive']):.1f}",
-            f"{max(found['every']):.1f}",
-            _quantiles(found["random"]),
-            " ".join(str(each["proxies"]) for each in links),
-            " ".join(str(each["full"]) for each in links),
-        )
-    return result
-
-
-def _quantiles(values: Sequence[float]) -> str:
-    """Median and 95th percentile."""
-    ordered = sorted(values)
-    return f"{statistics.median_low(ordered):.1f} {ordered[math.ceil(0.95 * len(ordered)) - 1]:.1f}"
-
-
-def mean_curve(rows: Sequence[Row], method: str) -> list[float]:
-    """Mean percent over link rates, and seeds, after 1, 2, ... programs; each at most `_MOST`."""
-    cases = [each[method] for row in rows for each in row["links"].values()]
-    if method == "curve":
-        cases = [[[x] for x in each] for each in cases]
-    return [
-        statistics.mean(min(_MOST, percent(x)) for each in cases for x in each[number])
-        for number in range(len(cases[0]))
-    ]
-
-
-def figure(rows: Sequence[Row]) -> Figure:
-    """Mean regret over programs, one panel for each limit, all models."""
-    limits = list(dict.fromkeys(row["limit"] for row in rows))
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    drawn = Figure(figsize=(3.2 * len(limits), 2.4 * len(models)), layout="constrained")
-    panels = drawn.subplots(len(models), len(limits), sharex=True, sharey=True, squeeze=False)
-    for line, model in zip(panels, models, strict=True):
-        for axes, limit in zip(line, limits, strict=True):
-            chosen = [row for row in rows if (row["model"], row["limit"]) == (model, limit)]
-            for method, label in _METHODS.items():
-                means = mean_curve(chosen, method)
-                axes.plot(range(1, len(means) + 1), means, marker=".", label=label)
-            fits = f"{chosen[0]['fitting']} of {chosen[0]['plans']} fit"
-            axes.set_title(f"{model}, {limit}: {fits}", fontsize=9)
-    for axes in panels[-1]:
-        axes.set_xlabel("programs compiled")
-    for line in panels:
-        line[0].set_ylabel("mean regret, %")
-    panels[0][0].legend()
-    return drawn
 
 
 if __name__ == "__main__":

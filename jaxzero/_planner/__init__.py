@@ -13,8 +13,8 @@ from .cluster import Device as Device
 from .compile_for import compile_for as compile_for
 from .compiles import Compiled as Compiled
 from .compiles import Compiler as Compiler
-from .compiles import absent_mesh as absent_mesh
 from .job import Job as Job
 from .ranking import ranked as ranked
 from .search import Search as Search
+from .target import absent_mesh as absent_mesh
 from .tune import tune as tune

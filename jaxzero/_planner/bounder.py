@@ -6,19 +6,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
-from .._hlo import Rates
-from .._local_steps import LocalSteps
 from .._mesh import SimulatedMesh, make_mesh
-from .._zero import LocalRounds, Zero
-from .bounds import Bounds, RoundBounds, RoundCost, Work
+from .bounds import Bounds, Work
 from .candidates import Candidate
 from .cluster import Cluster
-from .compiles import absent_mesh
 from .flops import matrix_flops
 from .job import Job, Shapes, placed
+from .rounds import RoundBounds, RoundCost, check_rounds, round_cost
+from .target import absent_mesh
 
 FAILURES = (NotImplementedError, ValueError)  # of a candidate that cannot be traced
 
@@ -111,36 +108,3 @@ class Bounder:
         if self.is_absent:
             return absent_mesh(cluster)
         return make_mesh(cluster.nodes, simulate=cluster.num_devices)
-
-
-def round_cost(
-    job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh, rates: Rates
-) -> RoundCost:
-    """What the rounds of a candidate cost on a mesh of all nodes."""
-    assert candidate.local_steps is not None
-    rounds, _ = _rounds(job, candidate, mesh, candidate.local_steps)
-    return RoundCost.of(candidate.local_steps, rounds.report(), rates)
-
-
-def check_rounds(job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh) -> None:
-    """Trace a step in a round: raise what local steps refuse, such as collectives over `node`."""
-    rounds, state = _rounds(job, candidate, mesh, LocalSteps(every=1))
-    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), job.batch)
-    jax.eval_shape(rounds, state, stacked)
-
-
-def _rounds(
-    job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh, method: LocalSteps
-) -> tuple[LocalRounds, Any]:
-    """Rounds of steps that compute gradients and update nothing, and their state."""
-    zero = Zero(mesh, candidate.config)
-    params = zero.abstract(job.init_fn)
-    options = {**job.options, "microbatches": candidate.microbatches}
-    value_and_grad = zero.value_and_grad(job.losses[candidate.loss], **options)
-
-    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
-        value_and_grad(params, batch)
-        return params, opt_state, {}
-
-    rounds = zero.local_steps(step, method)
-    return rounds, rounds.abstract(params, zero.init_optimizer(job.tx, params))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 
 from .._local_steps import LocalSteps
 from .._sharding import Offload, ZeroConfig, ddp, hsdp, zero3, zeropp, zeropp4
@@ -70,9 +70,13 @@ class Candidate:
         return self.offload == "all"
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether weights and gradients travel in 4 and 8 bits."""
-        return self.preset in _QUANTIZED
+    def saving(self) -> tuple[int, int, int]:
+        """How much is done to save memory, at the price of time: more sorts after less."""
+        return (
+            list(_OFFLOAD).index(self.offload),
+            self.microbatches,
+            1 - self.config.schedule.prefetch,
+        )
 
     @property
     def name(self) -> str:
@@ -130,3 +134,26 @@ def enumerate_candidates(
         for candidate in enumerate_candidates(cluster.one_node, losses, microbatches, quantized):
             if not candidate.offload:
                 yield dataclasses.replace(candidate, local_steps=method)
+
+
+def tells_more(
+    candidate: Candidate,
+    chosen: Sequence[Candidate],
+    known: Collection[Candidate],
+    losses: Set[str],
+) -> bool:
+    """Whether a plan should be compiled at the same time as `chosen`.
+
+    It should not if its program is among theirs. Nor should it while some form of the loss has no
+    compiled program and this plan's form has one: the other form is compiled first.
+
+    Args:
+        candidate: the plan.
+        chosen: plans that will be compiled at the same time.
+        known: plans whose programs are compiled.
+        losses: the forms of the loss of all plans that may be chosen.
+    """
+    if candidate.program in {x.program for x in chosen}:
+        return False
+    seen = {x.loss for x in (*chosen, *known)}
+    return not chosen or candidate.loss not in seen or losses <= seen

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from .._hlo import Program, durations, parse, timeline
+from .._hlo import Program, parse, timeline
+from .._hlo import timeline as durations
 from .cluster import Cluster
 
 _PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"

@@ -10,9 +10,10 @@ from rich.console import Console
 from .._local_steps import LocalSteps
 from .._report import TextTable
 from .._sharding import ZeroConfig
-from .bounds import Bounds, RoundBounds
+from .bounds import Bounds
 from .candidates import Candidate
 from .cluster import Cluster
+from .rounds import RoundBounds
 
 _OTHER = (
     "Local steps are another training algorithm: compare losses on a short run, too. Steps and "

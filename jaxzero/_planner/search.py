@@ -1,8 +1,8 @@
 """Search for the best plan: discard by bounds, rank by proxies, check memory by full compiles.
 
-The program that is compiled next is the one from which the best step is expected (`Estimates`), of
-those that are expected to fit. What is expected may be wrong: proxies are compiled of plans, too,
-that are expected to be somewhat slower than the best that is known, or somewhat too large.
+Which program is compiled next is a question of what to expect of it (`Estimates`): the one with
+the largest expected improvement over what is known (`Promise`), where a plan that does not fit
+improves nothing.
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import jax
+import numpy as np
 
 from .._text import escaped
 from .bounder import Bounder, left_out
-from .bounds import Bounds, RoundBounds
-from .candidates import Candidate
+from .bounds import Bounds
+from .candidates import Candidate, tells_more
 from .cluster import Cluster
 from .compiles import AT_ONCE, Compiled, Compiles
 from .estimates import Estimates
 from .job import Job
 from .plans import PlanRow, Stage, gigabytes
+from .promise import Promise
+from .rounds import RoundBounds
 
 Objective = Literal["step_time", "tokens_per_second", "memory"]
-MAX_PROXIES, MAX_FULL = 12, 4
-# How much more than the best step that is known a plan may be expected to take, and how much more
-# than the limit of memory, to be compiled: as a proxy, and in full.
-_SLOWER = {True: 1.15, False: 1.01}
-_LARGER = {True: 1.25, False: 1.05}
-_LATER = 1.1  # plans that are expected to be too large come after others that are so much slower
-_SURE = 0.9  # of the limit: a plan that is expected to take less fits
+MAX_PROXIES, MAX_FULL = 8, 3
+_LEAST_GAIN = 0.005  # of the step, by all plans together: less is not worth a compile
 _PROXY_ERROR = 1.1  # the memory of proxies may be off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
@@ -72,7 +70,7 @@ class Search:
     @functools.cached_property
     def estimates(self) -> Estimates:
         """What is expected of all plans."""
-        return Estimates(self.bounds, self.cluster)
+        return Estimates(self.bounds, self.cluster, self.limit)
 
     def run(self, candidates: Iterable[Candidate]) -> None:
         """Find the best; on Ctrl-C, the best so far.
@@ -130,7 +128,7 @@ class Search:
             return f"needs {gigabytes(bounds.host_memory)} of host memory for each device"
         return ""
 
-    # What is compiled next.
+    # Proxies.
 
     def value(self, row: PlanRow) -> tuple[float, float]:
         """What is minimised, and what decides between equals."""
@@ -138,95 +136,92 @@ class Search:
             return float(row.memory), row.seconds
         return row.seconds, float(row.memory)
 
-    def _expected(self, row: PlanRow) -> tuple[float, float]:
-        """What is minimised, and the bytes of memory, that are expected of a full compile."""
-        memory, seconds = float(row.memory), row.seconds
-        if row.stage == "bound":
-            bounds = self.bounds[row.candidate]
-            memory = float(bounds.with_temporaries(self.estimates.temporaries(row.candidate)))
-            seconds, _ = bounds.predicted(self.estimates.seconds(row.candidate), 0.0)
-        if row.stage != "compiled":
-            seconds *= self.estimates.full_to_proxy
-        return memory if self.objective == "memory" else float(seconds), memory
-
     def _rank(self) -> bool:
         """Compile the proxies from which most is expected; whether there were any."""
-        rows = self._next_proxies()
+        rows = self._promising(("bound",), MAX_PROXIES - self.proxies, self.compiled_rows())
         for row in rows:
             self.proxies += 1
             self.progress(f"proxy {self.proxies}: {row.candidate.name}")
         for row, result in self._compile(rows, is_proxy=True):
-            self._take(row, result, "proxy")
+            self._take_proxy(row, result)
         return bool(rows)
 
-    def _next_proxies(self) -> list[PlanRow]:
-        """Plans to compile at the same time: other programs, each with something to tell."""
-        chosen: list[PlanRow] = []
-        for row in self._promising(("bound",), self.compiled_rows(), is_proxy=True):
-            if len(chosen) == min(AT_ONCE, MAX_PROXIES - self.proxies) or self._is_late():
-                break
-            plan, others = row.candidate, [x.candidate for x in chosen]
-            # While no program with a form of the loss is known, one tells of all.
-            is_told = not self.estimates.knows(plan.loss) and plan.loss in [x.loss for x in others]
-            if plan.program not in [x.program for x in others] and not is_told:
-                chosen += [row] if self._is_new(row) else []
-        return chosen
-
     def _check(self) -> bool:
-        """Compile in full the plan from which most is expected; whether there was any.
+        """Compile in full the plans from which most is expected; whether there were any.
 
-        Once all proxies are spent, that may be a plan without a program, too. The last is for a
-        plan that is sure to fit, if none is known to.
+        Once all proxies are spent, these may be plans without a program, too.
         """
-        known = [row for row in self.compiled_rows() if row.stage == "compiled"]
-        is_last = self.full == MAX_FULL - 1 and not known
+        compiled = [row for row in self.compiled_rows() if row.stage == "compiled"]
         has_program = any(row.stage != "bound" for row in self.rows.values())
-        is_spent = (self.proxies == MAX_PROXIES or is_last) and has_program
+        is_spent = self.proxies == MAX_PROXIES and has_program
         stages: tuple[Stage, ...] = ("proxy", "bound") if is_spent else ("proxy",)
-        rows = self._promising(stages, known, is_proxy=False)
-        if is_last:
-            sure = [row for row in rows if self._expected(row)[1] <= _SURE * self.limit]
-            rows = sure or sorted(rows, key=lambda row: self._expected(row)[1])
+        rows = self._promising(stages, MAX_FULL - self.full, compiled)
         for row in rows:
-            if self.full == MAX_FULL or self._is_late():
-                break
-            if row.stage == "proxy" or self._is_new(row):
-                self.full += 1
-                self.progress(f"full compile {self.full}: {row.candidate.name}")
-                for _, result in self._compile([row], is_proxy=False):
-                    self._take(row, result, "compiled")
-                return True
-        return False
+            self.full += 1
+            self.progress(f"full compile {self.full}: {row.candidate.name}")
+        for row, result in self._compile(rows, is_proxy=False):
+            self._take_full(row, result)
+        return bool(rows)
 
     def _promising(
-        self, stages: Sequence[Stage], known: Sequence[PlanRow], *, is_proxy: bool
+        self, stages: Sequence[Stage], most: int, known: Sequence[PlanRow]
     ) -> list[PlanRow]:
-        """Plans that may be better than those that are known, the best first.
+        """Plans to compile next, at the same time: those that are expected to improve most.
 
         Args:
-            stages: of the plans.
+            stages: of the plans; with "proxy" they will be compiled in full.
+            most: at most so many.
             known: plans that they have to improve on.
-            is_proxy: whether they would be compiled as proxies; or in full.
         """
-        fitting = [row for row in known if row.memory <= self.limit]
-        best = min((self._expected(row)[0] for row in fitting), default=math.inf)
-        sure = [self.value(row)[0] for row in fitting if row.stage == "compiled"]
+        sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
         least = min(sure, default=math.inf)
-        found: list[tuple[bool, float, PlanRow]] = []
-        for row in self.rows.values():
-            if row.stage in stages and not row.discarded and self._may_improve(row, least):
-                value, memory = self._expected(row)
-                if memory > _LARGER[is_proxy] * self.limit:  # a last resort: the smallest
-                    found += [] if fitting else [(True, memory, row)]
-                elif value < _SLOWER[is_proxy] * best:
-                    found.append((False, value * (_LATER if memory > self.limit else 1), row))
-        return [row for *_, row in sorted(found, key=lambda x: x[:2])]
+        rows = [
+            row
+            for row in self.rows.values()
+            if row.stage in stages and not row.discarded and self._may_improve(row, least)
+        ]
+        if not rows or not most:
+            return []
+        values, memory = self._draws([*rows, *known])
+        end = len(rows)
+        promise = Promise(values[:, :end], values[:, end:], memory[:, :end])
+        in_full = "proxy" in stages
+        if in_full and most == 1 and not known:  # the last is for a plan that is sure
+            promise.keep_sure()
+        chosen: list[PlanRow] = []
+        losses = {row.candidate.loss for row in rows}
+        while len(chosen) < min(AT_ONCE, most, len(rows)) and not self._is_late():
+            number = promise.next(_LEAST_GAIN)
+            if number is None:
+                break
+            row, beside = rows[number], [x.candidate for x in chosen]
+            is_new = tells_more(row.candidate, beside, self.temporaries, losses)
+            if not is_new or (row.stage != "proxy" and not self._is_new(row)):
+                promise.drop(number)
+                continue
+            chosen.append(row)
+            promise.take(number)
+            if in_full and not promise.is_sure(number):
+                break
+        return chosen
 
     def _may_improve(self, row: PlanRow, least: float) -> bool:
         """Whether a plan has a program, or may fit and be better than `least`."""
         if row.stage != "bound":
             return True
         return bool(self.value(row)[0] < least) and not self.why_too_large(row)
+
+    def _draws(self, rows: Sequence[PlanRow]) -> tuple[np.ndarray, np.ndarray]:
+        """Draws of logarithms of values by full compiles, inf if too large, and of bytes.
+
+        Both are `[draws, plans]`.
+        """
+        memory, seconds = self.estimates.draws([row.candidate for row in rows])
+        for number, row in enumerate(rows):
+            if row.stage == "compiled":
+                memory[:, number], seconds[:, number] = row.memory, row.seconds
+        values = memory if self.objective == "memory" else seconds
+        return np.where(memory <= self.limit, np.log(values), math.inf), memory
 
     def _compile(
         self, rows: Sequence[PlanRow], *, is_proxy: bool
@@ -266,16 +261,15 @@ class Search:
         self.programs[key] = row.candidate.name
         return True
 
-    def _take(self, row: PlanRow, result: Callable[[], Compiled], stage: Stage) -> None:
+    def _take_proxy(self, row: PlanRow, result: Callable[[], Compiled]) -> None:
         try:
             compiled = result()
         except _FAILURES as error:
             self._fail(row, error)
             return
-        most = (_PROXY_ERROR if stage == "proxy" else 1.0) * self.limit
-        for new in self._predicted(row, compiled, stage):
+        for new in self._predicted(row, compiled, "proxy"):
             self.rows[new.candidate] = new
-            if new.memory > most:
+            if new.memory > _PROXY_ERROR * self.limit:
                 self._discard(new, self.needs(new.memory))
 
     def _with_program_of(self, row: PlanRow) -> list[PlanRow]:
@@ -322,7 +316,7 @@ class Search:
         """What a program of the gradients says of the plans that run it, with their bounds."""
         line = compiled.timeline(self.cluster.rates)
         self.estimates.observe(
-            row.candidate, line.seconds, compiled.temporary, is_proxy=stage == "proxy"
+            row.candidate, compiled.temporary, line.seconds, is_proxy=stage == "proxy"
         )
         waited = line.exposed_seconds + line.host_exposed_seconds
         for each in self._with_program_of(row):
@@ -341,6 +335,19 @@ class Search:
     def needs(self, num_bytes: int | float) -> str:
         """How much of the limit a plan takes, in words."""
         return f"needs {gigabytes(num_bytes)} of {gigabytes(self.limit)}"
+
+    # Full compiles.
+
+    def _take_full(self, row: PlanRow, result: Callable[[], Compiled]) -> None:
+        try:
+            compiled = result()
+        except _FAILURES as error:
+            self._fail(row, error)
+            return
+        for new in self._predicted(row, compiled, "compiled"):
+            self.rows[new.candidate] = new
+            if new.memory > self.limit:
+                self._discard(new, self.needs(new.memory))
 
     def _is_late(self) -> bool:
         is_late = time.monotonic() > self.deadline

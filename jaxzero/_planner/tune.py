@@ -16,11 +16,12 @@ import optax
 from .._local_steps import LocalSteps
 from .candidates import Candidate, enumerate_candidates
 from .cluster import Cluster
-from .compiles import Compiler, why_no_compiler
+from .compiles import Compiler
 from .job import Job
 from .plans import Plans
 from .ranking import notes_on_best, ranked
 from .search import Objective, Search
+from .target import why_no_compiler
 
 _RESERVED = 0.05  # of a device's memory, for the runtime
 
@@ -44,12 +45,12 @@ def tune(
 ) -> Plans:
     """Choose a config, micro-batches, a form of the loss and offload for a cluster.
 
-    Plans are enumerated, and discarded if their state alone does not fit. Of the others, up to
-    12 from which most is expected are compiled for the cluster's devices as proxies, without fused
-    kernels for softmax and RMS norm, and walked with the cluster's rates; up to 4 plans, usually
-    of these, are compiled in full, to check their memory. Nothing is run, and no GPU is needed: the
-    compiler is that of the `aot` extra. Where there is none for these devices, plans are ranked by
-    lower bounds alone, which the result says.
+    Plans are enumerated, and discarded if their state alone does not fit. Of the others, up to 8
+    from which most is expected are compiled for the cluster's devices as proxies, without fused
+    kernels for softmax and RMS norm, and walked with the cluster's rates; up to 3 plans, usually
+    of these, are compiled in full, to check their memory. Two compile at the same time. Nothing is
+    run, and no GPU is needed: the compiler is that of the `aot` extra. Where there is none for
+    these devices, plans are ranked by lower bounds alone, which the result says.
 
     The step is predicted by a model with stated rates, for comparing plans: on real hardware it may
     take longer.

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxzero.pallas_kernels import _memory, _remote_collectives
+from jaxzero.pallas_kernels import _all_gather, _memory, _reduce_scatter
 from jaxzero.pallas_kernels._protocol import exchange
 from jaxzero.pallas_kernels._remote import store_tile
 
 
 def replace_stores(monkeypatch):
-    monkeypatch.setattr(_remote_collectives, "run", run)
+    for module in (_all_gather, _reduce_scatter):
+        monkeypatch.setattr(module, "run", run)
 
 
 def run(block, source, seed, result, axis, plan):

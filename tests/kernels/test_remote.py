@@ -159,10 +159,10 @@ def test_no_other_name_is_known():
 def _offers():
     yield from (pallas_kernels, _collectives, quantized_all_gather, quantized_reduce_scatter)
     if not IS_OLD:
-        from jaxzero.pallas_kernels import _remote, _remote_collectives
+        from jaxzero.pallas_kernels import _all_gather, _reduce_scatter, _remote
 
-        yield from (_remote_collectives.all_gather, _remote_collectives.reduce_scatter)
-        yield from (_remote_collectives, _remote)
+        yield from (_all_gather, _all_gather.all_gather)
+        yield from (_reduce_scatter, _reduce_scatter.reduce_scatter, _remote)
 
 
 def test_whoever_reads_is_told():

@@ -15,11 +15,12 @@ import pytest
 import jaxzero as jz
 from jaxzero._hlo import Rates
 from jaxzero._planner.bounder import Bounder
-from jaxzero._planner.bounds import Bounds, RoundBounds, RoundCost
+from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
 from jaxzero._planner.ranking import ranked
+from jaxzero._planner.rounds import RoundBounds, RoundCost
 from jaxzero._planner.search import Search
 from jaxzero._planner.tune import tune
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import jaxzero as jz
-from jaxzero._planner import cluster
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

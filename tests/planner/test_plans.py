@@ -19,9 +19,7 @@ from jaxzero._planner.job import Job
 from jaxzero._planner.plans import PlanRow, Plans
 from jaxzero._planner.ranking import ranked
 from jaxzero._planner.search import Search
-from jaxzero._planner.tune import check_arguments, tune
-
-from .test_search import BATCH
+from jaxzero._planner.tune import tune
 
 CLUSTER = jz.Cluster(nodes=2, local=2, device="h100", link=1e9)
 
@@ -110,16 +108,3 @@ def test_without_a_compiler_no_plan_has_arrays_in_host_memory():
     assert plans.notes[1] == (
         "8 plans with arrays in host memory were left out: without a compiler they have no bounds"
     )
-
-
-def test_arguments():
-    with pytest.raises(ValueError, match="`batch` has 6 rows, which 4 devices cannot share"):
-        tune(loss, init, jax.ShapeDtypeStruct((6, 64), jnp.float32), CLUSTER)
-    for argument, value in (("memory", -1.0), ("memory", "80GB"), ("budget", 0), ("budget", "x")):
-        given = {"memory": None, "budget": 1.0, argument: value}
-        with pytest.raises(ValueError, match=f"`{argument}` is a number of .*, above 0; got"):
-            check_arguments(CLUSTER, "step_time", microbatches=(1,), **given)
-    with pytest.raises(ValueError, match="`microbatches` must be integers above 0; got "):
-        tune(loss, init, BATCH, CLUSTER, microbatches=(0, 1))
-    with pytest.raises(ValueError, match="`loss_fn` is an empty dict"):
-        tune({}, init, BATCH, CLUSTER)

@@ -22,7 +22,7 @@ from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
 from jaxzero._planner.ranking import notes_on_best, ranked
 from jaxzero._planner.search import MAX_FULL, MAX_PROXIES, Search
-from jaxzero._planner.tune import tune
+from jaxzero._planner.tune import check_arguments, tune
 
 CLUSTER = jz.Cluster(nodes=2, local=2, device="h100", link=1e9)
 GB = 1e9
@@ -129,9 +129,8 @@ def test_the_fastest_that_fits_wins_and_is_compiled_in_full():
     assert rows[0].candidate.name == compiler.best()[0]
     assert rows[0].stage == "compiled"
     assert search.proxies + search.full < MAX_PROXIES + MAX_FULL
-    # What only saves memory comes after what is faster, and what is much slower not at all.
-    assert compiler.asked[:2] == [(name, "proxy") for name in compiler.best()[:2]]
-    assert not [name for name, _ in compiler.asked if name.startswith(("ddp", "zero3"))]
+    # What only saves memory is not compiled where more speed fits.
+    assert not [name for name, _ in compiler.asked if "prefetch 0" in name]
 
 
 def test_memory_is_a_hard_limit_of_full_compiles():
@@ -183,24 +182,14 @@ def test_two_programs_are_compiled_at_once():
 
     class Together(Compiler):
         def compile(self, candidate, *, is_proxy):
-            if is_proxy and self.asked:  # the first tells of all others
+            if is_proxy:
                 both.wait()
             return super().compile(candidate, is_proxy=is_proxy)
 
     both = threading.Barrier(AT_ONCE, timeout=60.0)
-    search, rows = searched(Together({}))
-    assert (search.proxies - 1) % AT_ONCE == 0
-    programs = [row.candidate.program for row in rows if row.stage != "bound"]
-    assert len(programs) == len(set(programs)) > AT_ONCE
-
-
-def test_each_form_of_the_loss_has_a_program_before_one_has_two():
-    job = Job({"one": loss, "other": loss}, init, BATCH, optax.adamw(1e-3), {})
-    search = Search(job, CLUSTER, 10 * GB, "step_time", None, math.inf, lambda line: None)
-    search._bound(list(enumerate_candidates(CLUSTER, ("one", "other"), (1,), False)))
-    search.compiler = compiler = Compiler({}, other=(1.2, 4))
-    search.run([])
-    assert {name.rpartition(", ")[2] for name, _ in compiler.asked[:2]} == {"one", "other"}
+    search, rows = searched(Together({}, other=(1e-9, 1)))
+    assert search.proxies == AT_ONCE
+    assert len({row.candidate.family for row in rows if row.stage != "bound"}) == AT_ONCE
 
 
 def test_one_full_compile_where_the_best_proxy_surely_fits():
@@ -288,9 +277,11 @@ def test_a_proxy_above_the_limit_is_not_the_best():
     )
     late.compiler = Late({}, other=(1e-9, 10.5))
     late.run([])
-    assert [kind for _, kind in late.compiler.asked] == ["proxy"]
-    (proxy,) = (row for row in ranked(late) if row.stage == "proxy")
-    assert "needs 10.5 GB of 10.0 GB, and was not compiled in full" in proxy.discarded
+    assert [kind for _, kind in late.compiler.asked] == ["proxy"] * AT_ONCE
+    proxies = [row for row in ranked(late) if row.stage == "proxy"]
+    assert len(proxies) == AT_ONCE
+    for proxy in proxies:
+        assert "needs 10.5 GB of 10.0 GB, and was not compiled in full" in proxy.discarded
     with pytest.raises(ValueError, match="No plan is known to fit: .*the budget was spent"):
         _ = plans_of(late).best
 
@@ -310,7 +301,7 @@ def test_programs_that_do_not_compile_are_discarded():
     assert reasons[first] == "does not compile: INTERNAL: no kernel"
     assert reasons[second] == "does not compile: not yet"
     assert (rows[0].candidate.name, rows[0].stage) == (third, "compiled")
-    with pytest.raises(ValueError, match="None of the 12 programs that .* compiles.*INTERN"):
+    with pytest.raises(ValueError, match="None of the 8 programs that were tried compiles.*INTERN"):
         searched(Compiler({}, other=broken))
 
 
@@ -393,3 +384,16 @@ def test_ctrl_c_before_the_first_bound():
 def test_a_plan_is_made_for_one_kind():
     with pytest.raises(NotImplementedError, match="nodes of different devices"):
         tune(loss, init, BATCH, jz.Cluster(nodes=2, local=2, device=("h100", "a100")))
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="`batch` has 6 rows, which 4 devices cannot share"):
+        tune(loss, init, jax.ShapeDtypeStruct((6, 64), jnp.float32), CLUSTER)
+    for argument, value in (("memory", -1.0), ("memory", "80GB"), ("budget", 0), ("budget", "x")):
+        given = {"memory": None, "budget": 1.0, argument: value}
+        with pytest.raises(ValueError, match=f"`{argument}` is a number of .*, above 0; got"):
+            check_arguments(CLUSTER, "step_time", microbatches=(1,), **given)
+    with pytest.raises(ValueError, match="`microbatches` must be integers above 0; got "):
+        tune(loss, init, BATCH, CLUSTER, microbatches=(0, 1))
+    with pytest.raises(ValueError, match="`loss_fn` is an empty dict"):
+        tune({}, init, BATCH, CLUSTER)

@@ -1,0 +1,184 @@
+"""Seconds of the gradients, expected of plans that were not compiled, by those that were.
+
+With `c`, `n` and `l` the lower bounds of a plan's matrix products, of what enters its node and of
+what its device receives, a program is expected to take
+
+    t = m + e (b c + n + l - m),  where m = max(b c, n, l).
+
+`b` is how much longer a device computes than its matrix products take at the least, which is almost
+the same for all plans of a model; `e` is the part of the shorter times that nothing overlaps with:
+1 without prefetch, and by preset with it. What `e` is expected to be was set on Llamas of 1.1B and
+7B parameters (`benchmarks/compiled/plan_regret.py`). For each `b` of a grid, `t / m` is linear in
+the rest; how likely each made what was observed weighs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .bounds import Bounds
+from .candidates import Candidate
+from .regression import Features, Regression, matrix_of, names_of
+from .rounds import RoundBounds
+
+_NOISE = 0.003
+_SLOWER = np.geomspace(1.0, 6.0, 16)  # `b`
+_EXPECTED = np.log(2.0), 0.5  # its logarithm, and the standard deviation of that
+
+# The expected weight of each feature, by the first part of its name: mean and standard deviation.
+# Features that add to `e` ...
+_EXPOSED = {
+    "no overlap": (1.0, 0.05),
+    "overlap": (0.2, 0.1),
+    "overlap by": (0.0, 0.1),
+    "overlap, quantized": (0.25, 0.15),
+    "overlap, several": (0.0, 0.1),
+    "overlap, several, in nodes": (0.5, 0.15),
+    "overlap, several by": (0.0, 0.15),
+    "host, exposed": (0.1, 0.1),
+    "program, exposed": (0.0, 0.05),
+}
+# ... that add to `t`, in units of `m` ...
+_TOTAL = {
+    "all": (0.0, 0.1),
+    "all of": (0.0, 0.05),
+    "all, no prefetch": (0.0, 0.1),
+    "all, doublings": (0.0, 0.03),
+    "all, program": (0.0, 0.02),
+}
+# ... and in units of `b c`.
+_COMPUTE = {
+    "loss": (0.0, 0.3),
+    "one node": (0.0, 0.1),
+    "preset": (0.0, 0.03),
+    "doublings": (0.04, 0.02),  # of micro-batches
+    "doublings of": (0.0, 0.02),
+    "no prefetch": (0.0, 0.02),
+    "host": (0.03, 0.04),
+    "host, no prefetch": (0.05, 0.05),
+    "host, doublings": (0.01, 0.03),
+    "program": (0.0, 0.01),
+    "full": (-0.08, 0.05),
+    "full of": (0.0, 0.05),  # a form of the loss: without remat softmax takes a smaller part
+    "full, doublings": (0.01, 0.02),
+    "full program": (0.0, 0.01),
+}
+_ALL = _EXPOSED | _TOTAL | _COMPUTE
+
+
+def _features(plan: Candidate) -> tuple[Features, ...]:
+    """What a proxy's time depends on: in units of what may overlap, of `m`, and of `b c`."""
+    program, of_one_node = plan.program
+    in_host, doublings = plan.has_host_arrays, np.log2(plan.microbatches)
+    name = program.name, str(of_one_node)
+    overlaps = bool(plan.config.schedule.prefetch) and plan.config.stage > 1
+    several = overlaps and plan.microbatches > 1
+    sums_in_nodes = plan.preset not in ("zero3", "stage 2")
+    exposed = {
+        ("no overlap",): not overlaps,
+        ("overlap",): overlaps,
+        ("overlap by", plan.preset): overlaps,
+        ("overlap, quantized",): overlaps and plan.preset.startswith("zeropp"),
+        ("overlap, several",): several,
+        ("overlap, several, in nodes",): several and sums_in_nodes,
+        ("overlap, several by", plan.preset): several,
+        ("host, exposed",): in_host,
+        ("program, exposed", *name): 1.0,
+    }
+    total = {
+        ("all",): 1.0,
+        ("all of", plan.preset): 1.0,
+        ("all, no prefetch",): 1 - plan.config.schedule.prefetch,
+        ("all, doublings",): doublings,
+        ("all, program", *name): 1.0,
+    }
+    compute = {
+        ("loss", plan.loss): 1.0,
+        ("one node",): of_one_node,
+        ("preset", plan.preset): 1.0,
+        ("doublings",): doublings,
+        ("doublings of", plan.preset): doublings,
+        ("no prefetch",): 1 - plan.config.schedule.prefetch,
+        ("host",): in_host,
+        ("host, no prefetch",): in_host and not plan.config.schedule.prefetch,
+        ("host, doublings",): in_host * doublings,
+        ("program", *name): 1.0,
+    }
+    return exposed, total, compute
+
+
+def _of_full(plan: Candidate) -> Features:
+    """What a full compile adds to a proxy, in units of `b c`."""
+    program, of_one_node = plan.program
+    of_loss = {("full of", plan.loss): 1.0} if plan.loss else {}
+    return {
+        **of_loss,
+        ("full",): 1.0,
+        ("full, doublings",): np.log2(plan.microbatches),
+        ("full program", program.name, str(of_one_node)): 1.0,
+    }
+
+
+class Durations:
+    """Seconds of plans' gradients, expected from the programs compiled so far.
+
+    Args:
+        bounds: of all plans.
+    """
+
+    def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds]):
+        parts = [_features(plan) for plan in bounds]
+        full = [_of_full(plan) for plan in bounds]
+        self._names = names_of(*zip(*parts, strict=True), full)
+        self._exposed, self._total, self._compute, self._full = (
+            matrix_of(self._names, x) for x in (*zip(*parts, strict=True), full)
+        )
+        steps = [x.step if isinstance(x, RoundBounds) else x for x in bounds.values()]
+        self._bounds = np.array([[x.compute, x.node, x.local] for x in steps])
+        mean, sd = np.array([_ALL[name[0]] for name in self._names]).T
+        self._regressions = [Regression(mean, sd, _NOISE) for _ in _SLOWER]
+        middle, spread = _EXPECTED
+        self._likely = -(((np.log(_SLOWER) - middle) / spread) ** 2) / 2
+
+    @property
+    def num_features(self) -> int:
+        return len(self._names)
+
+    def _x(self, slower: float, numbers: Sequence[int], is_full: bool) -> tuple[np.ndarray, ...]:
+        """Features of `t / m - 1`, `[plans, features]`, and `m`, `[plans]`."""
+        times = self._bounds[numbers] * [slower, 1.0, 1.0]
+        longest = np.max(times, axis=1)
+        exposed = (np.sum(times, axis=1) / longest - 1)[:, None] * self._exposed[numbers]
+        compute = self._compute[numbers] + (self._full[numbers] if is_full else 0.0)
+        in_compute = (times[:, 0] / longest)[:, None] * compute
+        return self._total[numbers] + exposed + in_compute, longest
+
+    def observe(self, number: int, seconds: float, *, is_full: bool) -> None:
+        """Learn the time of a program of plan `number`, unless it contradicts the bounds."""
+        if seconds < np.max(self._bounds[number]):
+            return
+        for i, (slower, regression) in enumerate(zip(_SLOWER, self._regressions, strict=True)):
+            (x,), (longest,) = self._x(slower, [number], is_full)
+            self._likely[i] += regression.observe(x, seconds / longest - 1) - np.log(longest)
+
+    def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:
+        """Draws of seconds by full compiles, `[draws, plans]`.
+
+        Args:
+            numbers: of the plans.
+            normal: standard normal numbers, `[draws, features]`.
+        """
+        weights = np.exp(self._likely - np.max(self._likely))
+        last = np.rint(np.cumsum(weights) / np.sum(weights) * len(normal)).astype(int)
+        result = np.empty((len(normal), len(numbers)))
+        order = np.random.default_rng(1).permutation(len(normal))
+        for begin, end, slower, regression in zip(
+            (0, *last[:-1]), last, _SLOWER, self._regressions, strict=True
+        ):
+            if begin < end:
+                chosen = order[begin:end]
+                x, longest = self._x(slower, numbers, True)
+                result[chosen] = longest * (1 + regression.weights(normal[chosen]) @ x.T)
+        return result

@@ -1,0 +1,69 @@
+"""What further compiles may improve, by draws of what full compiles may say of all plans.
+
+A draw is a sample of the values of all plans. The value of a plan is the logarithm of its seconds
+or bytes, or infinite if the plan does not fit. The gain of a plan is its expected improvement: the
+mean over draws of how much it is better than the best known plan (Jones, Schonlau and Welch 1998).
+The plan with the largest gain is compiled next.
+
+A search that ends loses more than the largest gain, because the best plan differs between draws: it
+loses the mean over draws of the improvement by the best plan of each draw. The search goes on while
+that is large enough.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_FOUND = 0.05  # the probability that any plan fits: below, nothing is too little to compile
+_SURE = 0.9  # of a plan that fits: below, another waits for what its full compile says
+
+
+class Promise:
+    """The gains of plans over those that are known.
+
+    Args:
+        values: of the plans, `[draws, plans]`; infinite if a plan does not fit.
+        known: those of the plans to improve on, `[draws, plans]`.
+        memory: bytes of the plans, above 0, which decide while no draw of any plan fits.
+    """
+
+    def __init__(self, values: np.ndarray, known: np.ndarray, memory: np.ndarray):
+        everything = np.concatenate([values, known], axis=1)
+        self._worst = np.log(2) + np.max(everything, where=np.isfinite(everything), initial=0.0)
+        self._values = values.copy()
+        self._best = np.minimum(self._worst, np.min(known, axis=1, initial=np.inf))
+        self._small = -1e-6 * np.median(np.log(memory), axis=0)
+        self._fits = np.mean(np.isfinite(values), axis=0)
+
+    def is_sure(self, number: int) -> bool:
+        """Whether a plan almost certainly fits."""
+        return bool(self._fits[number] >= _SURE)
+
+    def keep_sure(self) -> None:
+        """Leave out plans that may not fit, if another almost certainly does, or more likely."""
+        self._values[:, self._fits < min(_SURE, np.max(self._fits))] = np.inf
+
+    def next(self, least: float) -> int | None:
+        """The plan with the largest gain; None: no plan is left, or all together promise less.
+
+        Args:
+            least: so much must be expected of the best of all, unless nothing that fits is known.
+        """
+        together = np.mean(self._gains(np.min(self._values, axis=1, keepdims=True)))
+        number = int(np.argmax(np.mean(self._gains(self._values), axis=0) + self._small))
+        has_one = np.mean(self._best < self._worst) > _FOUND
+        if np.isinf(self._small[number]) or (has_one and together < least):
+            return None
+        return number
+
+    def take(self, number: int) -> None:
+        """A plan will be compiled: others have to improve on it, too."""
+        self._best = np.minimum(self._best, self._values[:, number])
+        self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """A plan is left out."""
+        self._values[:, number], self._small[number] = np.inf, -np.inf
+
+    def _gains(self, values: np.ndarray) -> np.ndarray:
+        return np.maximum(0.0, self._best[:, None] - values)

@@ -1,0 +1,173 @@
+"""What local steps add to the steps of one node: memory, and the exchange of parameters.
+
+A node's step is that of a plan for one node. In a round of H steps each of F fragments is sent
+once, and its mean is used tau steps later. With t seconds for a step and m for a message,
+
+    a step of the round takes  t + merge / H + F / H * max(0, m - tau * t)
+
+on average: what the delay does not hide, nodes wait for. `merge` is the time to encode, decode and
+merge, which is bound by memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from .._hlo import Rates
+from .._local_steps import LocalSteps
+from .._mesh import SimulatedMesh
+from .._report import LocalReport
+from .._zero import LocalRounds, Zero
+from .bounds import Bounds
+from .candidates import Candidate
+from .job import Job
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundCost:
+    """What rounds of local steps add to the steps of one node, on one device.
+
+    Attributes:
+        method: how nodes exchange.
+        held: bytes of outer parameters, outer optimizer state and residuals.
+        travelling: bytes more while a fragment travels.
+        node_bytes: bytes that enter a node in a step, on average.
+        message: seconds that a fragment keeps the links between nodes.
+        merge: seconds of a round to encode, decode and merge all fragments.
+    """
+
+    method: LocalSteps
+    held: int
+    travelling: int
+    node_bytes: float
+    message: float
+    merge: float
+
+    @classmethod
+    def of(cls, method: LocalSteps, report: LocalReport, rates: Rates) -> RoundCost:
+        """The cost of rounds that hold and send what `report` says."""
+        held, fragments = report.device_bytes, method.fragments
+        outer = sum(held[name] for name in ("outer_params", "outer_state", "residuals"))
+        merged = 2 * (outer + held["params"] + fragments * report.message_bytes)  # read and written
+        return cls(
+            method,
+            outer,
+            report.travelling_bytes,
+            report.bytes_per_step,
+            rates.launch + report.bytes_between_nodes / fragments / rates.node,
+            merged / rates.memory,
+        )
+
+    def step_seconds(self, step: Any) -> Any:
+        """Of a step of a round on average, if it takes `step` on a node by itself."""
+        return step + self.merge / self.method.every + self.waited(step)
+
+    def waited(self, step: Any) -> Any:
+        """Seconds of it in which nodes wait for a fragment."""
+        exposed = np.maximum(0.0, self.message - self.method.delay * step)
+        return exposed * self.method.fragments / self.method.every
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundBounds:
+    """What a step of a round takes at least, on one device; it has what `Bounds` has.
+
+    Attributes:
+        step: of a step of one node.
+        gradient_bytes: of the gradients, which `step.memory` has.
+        cost: what rounds add.
+    """
+
+    step: Bounds
+    gradient_bytes: int
+    cost: RoundCost
+
+    @property
+    def gradients(self) -> float:
+        """Seconds of the gradients of a node, if everything overlapped."""
+        return self.step.gradients
+
+    @property
+    def memory(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and what the exchange holds."""
+        return self.with_temporaries(0)
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes of them in host memory."""
+        return self.step.host_memory
+
+    @property
+    def seconds(self) -> float:
+        """Of a step of the round on average, if everything but the updates overlapped."""
+        return self.cost.step_seconds(self.step.seconds)
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that enter a node in a step, on average."""
+        return round(self.cost.node_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes between device and host in a step, both ways."""
+        return self.step.host_bytes
+
+    @property
+    def full_gradients(self) -> int:
+        """Bytes of the gradients of all parameters, if they are not split."""
+        return self.step.full_gradients
+
+    def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
+        """Seconds of a step, and those of it that a device waits; as `Bounds.predicted`."""
+        step, waited = self.step.predicted(gradients, waited)
+        return self.cost.step_seconds(step), waited + self.cost.waited(step)
+
+    def with_temporaries(self, num_bytes: Any) -> Any:
+        """Bytes of one device, if the program of the gradients has such temporaries.
+
+        `num_bytes` is an int, or an array of expected bytes, and so is the result. Without a delay
+        fragments travel between steps, when there are no gradients and no temporaries.
+        """
+        between = self.cost.travelling
+        during = self.gradient_bytes + num_bytes
+        most = np.maximum(during, between) if self.cost.method.delay == 0 else during + between
+        total = self.step.memory - self.gradient_bytes + self.cost.held + most
+        return int(total) if isinstance(num_bytes, int) else total
+
+
+def round_cost(
+    job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh, rates: Rates
+) -> RoundCost:
+    """What the rounds of a candidate cost on a mesh of all nodes."""
+    assert candidate.local_steps is not None
+    rounds, _ = _rounds(job, candidate, mesh, candidate.local_steps)
+    return RoundCost.of(candidate.local_steps, rounds.report(), rates)
+
+
+def check_rounds(job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh) -> None:
+    """Trace a step in a round: raise what local steps refuse, such as collectives over `node`."""
+    rounds, state = _rounds(job, candidate, mesh, LocalSteps(every=1))
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), job.batch)
+    jax.eval_shape(rounds, state, stacked)
+
+
+def _rounds(
+    job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh, method: LocalSteps
+) -> tuple[LocalRounds, Any]:
+    """Rounds of steps that compute gradients and update nothing, and their state."""
+    zero = Zero(mesh, candidate.config)
+    params = zero.abstract(job.init_fn)
+    options = {**job.options, "microbatches": candidate.microbatches}
+    value_and_grad = zero.value_and_grad(job.losses[candidate.loss], **options)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+        value_and_grad(params, batch)
+        return params, opt_state, {}
+
+    rounds = zero.local_steps(step, method)
+    return rounds, rounds.abstract(params, zero.init_optimizer(job.tx, params))

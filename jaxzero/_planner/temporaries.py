@@ -1,0 +1,179 @@
+"""Bytes of temporaries, expected of plans that were not compiled, by those that were.
+
+A program with `k` micro-batches holds the activations of one of them, and what it gathers and sums
+up. With `s` the activations of all rows of a device, and `u` the gradients of all parameters over
+the devices among which the preset splits their sums, both in bytes,
+
+    temporaries = a s / k + b u,
+
+where `b` depends on the preset, on whether there are several micro-batches, whose gradients are
+summed up, and on what lies in host memory. `u` is known by arithmetic, and what `b` is expected to
+be was set on Llamas of 1.1B and 7B parameters (`benchmarks/compiled/plan_regret.py`). So the first
+program that is compiled tells the activations of all plans; each corrects what is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .bounds import Bounds
+from .candidates import Candidate
+from .cluster import Cluster
+from .regression import Features, Regression, matrix_of, names_of
+from .rounds import RoundBounds
+
+_NOISE = 0.001  # of all activations
+
+# The expected weight of each feature, by the first part of its name: mean and standard deviation.
+# Features in units of the activations of one micro-batch ...
+_OF_ACTIVATIONS = {
+    "loss": (0.0, 0.5),
+    "of all rows": (0.0, 0.07),  # whatever the number of micro-batches
+    "preset": (0.0, 0.02),
+    "one node": (0.0, 0.1),
+    "program": (0.0, 0.015),
+    "full": (0.0, 0.003),
+    "full, many": (0.05, 0.1),  # micro-batches
+    "full, many, prefetch": (-0.04, 0.06),
+    "full, many of": (0.0, 0.03),
+    "full program": (0.0, 0.015),
+}
+# ... and in units of the gradients that the preset splits.
+_OF_GRADIENTS = {
+    "held": (0.5, 0.2),
+    "held by": (0.0, 0.15),
+    "sums": (0.7, 0.2),
+    "sums of": (0.0, 0.15),
+    "sums of quantized": (0.7, 0.2),
+    "sums in the state": (-0.65, 0.1),
+    "no prefetch": (-0.15, 0.1),
+    "host": (0.0, 0.15),
+    "no prefetch, host": (0.0, 0.15),
+    "no prefetch, host, no sums": (0.5, 0.3),
+    "sums in host": (0.75, 0.15),
+    "sums in host, quantized": (-0.4, 0.15),
+    "program, gradients": (0.0, 0.03),
+}
+
+
+def _features(plan: Candidate) -> tuple[Features, Features]:
+    """What a proxy's temporaries depend on: in units of activations, and of gradients."""
+    program, of_one_node = plan.program
+    several, in_host = plan.microbatches > 1, plan.has_host_arrays
+    waits = 1 - plan.config.schedule.prefetch
+    name = program.name, str(of_one_node)
+    activations = {
+        ("activations",): 1.0,
+        ("loss", plan.loss): 1.0,
+        ("of all rows",): plan.microbatches,
+        ("preset", plan.preset): 1.0,
+        ("one node",): of_one_node,
+        ("program", *name): 1.0,
+    }
+    gradients = {
+        ("held",): 1.0,
+        ("held by", plan.preset): 1.0,
+        ("sums",): several,
+        ("sums of", plan.preset): several,
+        ("sums of quantized",): several and plan.preset.startswith("zeropp"),
+        ("sums in the state",): several and plan.preset == "stage 2",
+        ("no prefetch",): waits,
+        ("host",): in_host,
+        ("no prefetch, host",): waits and in_host,
+        ("no prefetch, host, no sums",): waits and in_host and not several,
+        ("sums in host",): several and in_host,
+        ("sums in host, quantized",): several and in_host and plan.preset.startswith("zeropp"),
+        ("program, gradients", *name): 1.0,
+    }
+    return activations, gradients
+
+
+def _of_full(plan: Candidate) -> Features:
+    """What a full compile adds to a proxy, in units of activations."""
+    program, of_one_node = plan.program
+    many = plan.microbatches > 2
+    return {
+        ("full",): 1.0,
+        ("full, many",): many,
+        ("full, many, prefetch",): many and plan.config.schedule.prefetch,
+        ("full, many of", plan.preset): many,
+        ("full program", program.name, str(of_one_node)): 1.0,
+    }
+
+
+def _split(plan: Candidate, cluster: Cluster) -> int:
+    """The number of devices among which sums of gradients are split before all are summed."""
+    if plan.config.stage < 3:
+        return 1
+    is_over_all = plan.preset == "zero3" and plan.local_steps is None
+    return cluster.local * (cluster.nodes if is_over_all else 1)
+
+
+class Temporaries:
+    """Temporaries of plans, expected from the programs compiled so far.
+
+    Args:
+        bounds: of all plans.
+        cluster: the devices.
+        limit: bytes of a device that a plan may take; activations are expected to be of that order.
+    """
+
+    def __init__(
+        self, bounds: Mapping[Candidate, Bounds | RoundBounds], cluster: Cluster, limit: float
+    ):
+        parts = [_features(plan) for plan in bounds]
+        full = [_of_full(plan) for plan in bounds]
+        self._names = names_of(*zip(*parts, strict=True), full)
+        activations, gradients, compiled = (
+            matrix_of(self._names, x) for x in (*zip(*parts, strict=True), full)
+        )
+        k = np.array([[plan.microbatches] for plan in bounds])
+        u = np.array([[x.full_gradients / _split(plan, cluster)] for plan, x in bounds.items()])
+        self._activations = activations / k
+        self._gradients = gradients * u
+        self._full = compiled / k
+        self._limit = limit
+        self._seen: list[tuple[int, bool, int]] = []
+        self._fit()
+
+    @property
+    def num_features(self) -> int:
+        return len(self._names)
+
+    def observe(self, number: int, num_bytes: int, *, is_full: bool) -> None:
+        """Learn the temporaries of a program of plan `number`."""
+        self._seen.append((number, is_full, num_bytes))
+        self._fit()
+
+    def _fit(self) -> None:
+        scale = self._limit / 10  # bytes of all activations, by what is known
+        for _ in range(2):  # by how much the others vary depends on it
+            self._scale = scale
+            expected = {
+                **_OF_ACTIVATIONS,
+                **_OF_GRADIENTS,
+                "activations": (self._limit / 10 / scale, self._limit / scale),
+            }
+            mean, sd = np.array([expected[name[0]] for name in self._names]).T
+            self._regression = Regression(mean, sd, _NOISE)
+            for number, is_full, num_bytes in self._seen:
+                self._regression.observe(self._x(number, is_full), num_bytes / scale)
+            activations = self._regression.mean[self._names.index(("activations",))]
+            scale *= max(activations, 0.01)
+
+    def _x(self, numbers: int | Sequence[int], is_full: bool) -> np.ndarray:
+        """Features of a plan or of several, for temporaries in units of `self._scale` bytes."""
+        x = self._activations[numbers] + self._gradients[numbers] / self._scale
+        return x + self._full[numbers] if is_full else x
+
+    def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:
+        """Draws of bytes by full compiles, `[draws, plans]`.
+
+        Args:
+            numbers: of the plans.
+            normal: standard normal numbers, `[draws, features]`.
+        """
+        drawn = self._regression.weights(normal) @ self._x(numbers, True).T
+        return self._scale * np.maximum(0.0, drawn)

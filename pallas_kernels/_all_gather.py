@@ -1,0 +1,50 @@
+"""All-gather of quantized numbers as one kernel: compiles, never executed.
+
+Each device reads and quantizes each of its tiles once and stores the codes into the inboxes of
+all devices. It decodes each tile that arrives into the gathered array while later tiles are in
+flight. `_protocol` describes the synchronization and why it is correct.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+from jax import Array, lax
+from jaxtyping import Float, UInt32
+
+from ._format import Format
+from ._remote import Block, Plan, RemoteConfig, clipped, run
+
+
+class AllGather(Block):
+    """One thread block of the all-gather kernel."""
+
+    name: ClassVar[str] = "quantized_all_gather"
+
+    def write(self, tile: Any, slot: Any) -> None:
+        codes_b, scale_r = self.encoded(self.of_piece(self.source, 0, tile), tile)
+        self.to_peers(lambda peer: self.put(peer, slot, codes_b, scale_r))
+
+    def read(self, peer: int, tile: Any, slot: Any, so_far: None) -> None:
+        parts_w = [clipped(x_w, self.result.dtype) for x_w in self.take(peer, slot)]
+        self.keep(self.of_piece(self.result, peer, tile), parts_w)
+
+    def store(self, tile: Any, total: None) -> None:
+        """Do nothing: `read` has already stored every tile."""
+
+
+def all_gather(
+    x_oi: Float[Array, "o i"],
+    axis: str,
+    format: Format,
+    seed: UInt32[Array, ""],
+    config: RemoteConfig,
+) -> Float[Array, "o n i"]:
+    """All-gather `x_oi`, like `_collectives.gather_reference`; compiles, never executed."""
+    outer, inner = x_oi.shape
+    plan = Plan.of(outer, inner, format, config)
+    source = plan.cut(x_oi[:, None])
+    runs, _, *tiles = source.shape
+    result = jax.ShapeDtypeStruct((runs, lax.axis_size(axis), *tiles), x_oi.dtype)
+    return plan.join(run(AllGather, source, seed, result, axis, plan), outer)

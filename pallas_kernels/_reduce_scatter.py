@@ -1,0 +1,55 @@
+"""Reduce-scatter of quantized numbers as one kernel: compiles, never executed.
+
+A device reads and quantizes each tile once and stores its codes into the inbox of the device
+that owns that shard of the sum. Once a tile has arrived from all devices, the owner decodes and
+sums it in float32, in the order of the devices, while later tiles are in flight. `_protocol`
+describes the synchronization and why it is correct.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32, UInt32
+
+from ._format import Format
+from ._remote import Block, Plan, RemoteConfig, clipped, run
+
+
+class ReduceScatter(Block):
+    """One thread block of the reduce-scatter kernel."""
+
+    name: ClassVar[str] = "quantized_reduce_scatter"
+
+    def write(self, tile: Any, slot: Any) -> None:
+        def send(peer: Any) -> None:
+            self.put(peer, slot, *self.encoded(self.of_piece(self.source, peer, tile), tile))
+
+        self.to_peers(send)
+
+    def read(self, peer: int, tile: Any, slot: Any, so_far: Any) -> list[Array]:
+        parts_w = [clipped(x_w, jnp.float32) for x_w in self.take(peer, slot)]
+        so_far = [jnp.float32(0)] * len(parts_w) if so_far is None else so_far
+        return [total_w + x_w for total_w, x_w in zip(so_far, parts_w, strict=True)]
+
+    def store(self, tile: Any, total: list[Array]) -> None:
+        self.keep(self.of_piece(self.result, 0, tile), total)
+
+
+def reduce_scatter(
+    x_oni: Float[Array, "o n i"],
+    axis: str,
+    format: Format,
+    seed: UInt32[Array, ""],
+    config: RemoteConfig,
+) -> Float32[Array, "o i"]:
+    """Reduce-scatter `x_oni`, like `_collectives.scatter_reference`; compiles, never executed."""
+    outer, _, inner = x_oni.shape
+    plan = Plan.of(outer, inner, format, config)
+    source = plan.cut(x_oni)
+    runs, _, *tiles = source.shape
+    result = jax.ShapeDtypeStruct((runs, 1, *tiles), jnp.float32)
+    return plan.join(run(ReduceScatter, source, seed, result, axis, plan), outer)[:, 0]
