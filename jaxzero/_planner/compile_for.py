@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 
-from .._hlo import Program, parse, timeline
-from .._hlo import timeline as durations
+from .._hlo import Program, durations, parse, timeline
 from .cluster import Cluster
 
 _PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxzero as jz
-from jaxzero._hlo import Rates
-from jaxzero._hlo import timeline as durations
+from jaxzero._hlo import Rates, durations
 from tests.report.test_timeline import _HLO
 
 
