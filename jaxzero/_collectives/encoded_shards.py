@@ -69,7 +69,7 @@ class EncodedShards:
             `hpz`) are not used: the leaf is stored encoded, or no codec may encode it.
         tiled: whether the messages are those of `Codec.encode_tiled`.
         kept: the node slice of the step before, if the first gather over `node` sends the
-            difference to it (`weight_differences`).
+            difference to it (`_execute.gather_sources`).
     """
 
     data: Shaped[Array, ...]

@@ -2,8 +2,8 @@
 
 A block is a traced program or a loop body. Everything here runs while JAX traces the `shard_map`:
 the operations of the block are bound again, one by one, with the collectives that the list
-(`_plan.instructions`) puts between them. Nothing is decided here. `weight_buckets` gathers weights,
-`gradient_buckets` reduces gradients, `loops` runs the loops of a block.
+(`_plan.instructions`) puts between them. Nothing is decided here. `buckets` gathers weights
+and reduces gradients, `loops` runs the loops of a block.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from .._collectives import (
 from .._mesh import in_host
 from .._plan import BlockPlan, ShardedParam, View, instructions, instructions_of, pipeline
 from .._program import Barrier, Constant, Operation, Value, movable_ops
-from .gradient_buckets import GradientBuckets
-from .loop_inputs import Layers, LeafUpdate, LoopState
-from .loops import run_loop, start_loop
-from .mean_gradients import host_mean
-from .ticks import Tick
-from .weight_buckets import (
+from .buckets import (
     Bind,
     GatherSources,
+    GradientBuckets,
     decode_bucket,
     encode_bucket,
     gather_next_axis,
     tied,
     with_barrier,
 )
+from .loop_inputs import Layers, LeafUpdate, LoopState
+from .loops import run_loop, start_loop
+from .mean_gradients import host_mean
+from .ticks import Tick
 
 
 def run_block(
@@ -148,13 +148,13 @@ class BlockRunner:
 
     def _tie(self, tie: instructions.Tie | None, arrays: list[Any]) -> list[Any]:
         """Pass `arrays` through the barrier of a tie, or that of a loop's first gathers."""
-        if self.tick is not None and self.tick.tie is not None:
-            return self.tick.tie(arrays)
+        if self.tick is not None and self.tick.before_loop is not None:
+            return self.tick.before_loop(arrays)
         if tie is None or not arrays:
             return arrays
         self._execute(tie.before)
         here = self.layers[0]
-        operands: Any = arrays
+        operands: Any
         if tie.value is not None:
             operands = tied(arrays, here[tie.value])[0]
         else:

@@ -51,12 +51,11 @@ from .._program import (
 from .._sharding import split_dim, unpad
 from .._simigrad import GradientHalves
 from .block import run_block
-from .gather_sources import gather_source
+from .gather_sources import gather_source, kept_slice, next_slice
 from .loop_inputs import LeafUpdate
 from .mean_gradients import MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, check_exchanges, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
-from .weight_differences import kept_slice, next_slice
 from .wire_state import LocalWireState
 
 # The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,

@@ -16,8 +16,7 @@ from .._mesh import in_host
 from .._plan import BlockPlan, Pipeline, ShardedParam, Stack, instructions, pipeline, pipeline_of
 from .._program import Loop, Value
 from .._xla_of_jax import PRODUCTS_MAY_BE_READ_TWICE
-from .gradient_buckets import GradientBuckets
-from .weight_buckets import on_shard
+from .buckets import GradientBuckets, on_shard
 
 Layer = dict[Any, Any]  # what there is of one iteration, by `Value` or by `pipeline.Key`
 Layers = dict[int, Layer]  # by lag
@@ -149,7 +148,7 @@ class LoopInputs:
         inputs = [self._input(outside, inside) for outside, inside in pairs]
         carry = self.outer.tie_loop(inputs[num:first])
         self.inputs, self.rows = inputs[:num], inputs[first:]
-        self.pipeline = self._pipeline()
+        self.pipeline = self._pipeline()  # it is known now which rows lie in host memory
         return carry
 
     def _input(self, outside: Any, inside: Any) -> Any:

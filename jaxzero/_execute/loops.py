@@ -20,9 +20,9 @@ from jaxtyping import Array
 from .._collectives import recording, repeated
 from .._mesh import empty_in_host
 from .._plan import instructions, pipeline
+from .buckets import Bind
 from .loop_inputs import Layers, LoopInputs, LoopState, Runner
 from .ticks import Tick, put
-from .weight_buckets import Bind
 
 
 def start_loop(outer: Runner, index: int, tie: Bind) -> None:
@@ -32,7 +32,7 @@ def start_loop(outer: Runner, index: int, tie: Bind) -> None:
     for number in range(loop.pipeline.first_tick, 0):
         ticks = range(number, number + 1)
         listed = [x for x in loop.pipeline.first_gathers if loop.pipeline.has_iteration(x, ticks)]
-        Tick(loop, state, number, ticks, tie=tie).run(listed)
+        Tick(loop, state, number, ticks, before_loop=tie).run(listed)
     outer.starts[index] = state
 
 
@@ -46,7 +46,9 @@ class LoopRun(LoopInputs):
 
     def first_state(self) -> LoopState:
         """The state before the first tick, with the node slices of the step before."""
-        kept = {x for each in self.pipeline.instructions for x in getattr(each, "weights", ())}
+        listed = self.pipeline.instructions
+        keeps = (x for x in listed if isinstance(x, instructions.KeepSlices))
+        kept = {weight for each in keeps for weight in each.weights}
         before = {x: self.stacks[x].kept for x in self.stacks if x in kept}
         return LoopState(
             stacks={
@@ -76,6 +78,7 @@ class LoopRun(LoopInputs):
         self._pass_on(state)
         for number in range(loop.length, self.pipeline.last_tick):
             ticks = range(number, number + 1)
+            # Gathers for iterations past the end belong to the loop that goes on with them.
             listed = [x for x in self.pipeline.in_ticks(ticks) if x.lag > 0]
             Tick(self, state, number, ticks).run(listed)
         found = state.stacks | stacked
@@ -152,15 +155,15 @@ class LoopRun(LoopInputs):
     def _enter(self, state: LoopState, ticks: range, shapes: Mapping[Any, Any]) -> None:
         """Add what a loop over some ticks carries and is not there yet.
 
-        That are copies from host memory which no gather needed earlier, and zeros for iterations
+        These are copies from host memory that no gather needed earlier, and zeros for iterations
         before the first. Copies of leaves that are updated are made for these too, of the first
         layer: it is written back where there is no gradient yet.
         """
         entries, found = self.pipeline.carried(ticks), self.pipeline.found_by(ticks.start)
-        for _, lag in entries:
+        for _, lag in entries:  # the tick below shares these with the state
             state.layers.setdefault(lag, {})
         tie = functools.partial(self.outer.tie_to, self.plan.tie)
-        first = Tick(self, state, ticks.start, ticks, tie=tie)
+        first = Tick(self, state, ticks.start, ticks, before_loop=tie)
         for key, lag in entries:
             layer = state.layers[lag]
             if key in layer:
@@ -227,6 +230,7 @@ class LoopRun(LoopInputs):
         before = [*values, *(state.stacks[key] for key in keys), *carry]
         traced, note = repeated(body, len(ticks))
         numbers = jnp.arange(ticks.start, ticks.stop)
+        # A reversed scan reads from the end; ticks are counted up nevertheless.
         numbers = numbers[::-1] if self.loop.is_reversed else numbers
         rows = None if self.is_cut else self.device_rows
         after, outputs = self.loop.scan(traced, before, (numbers, rows), len(ticks))

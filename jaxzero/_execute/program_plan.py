@@ -30,9 +30,8 @@ from .._plan import (
 )
 from .._program import Block, Value
 from .._sharding import CommSchedule, DimSharding, LeafSpec, Offload, layouts_by_preference
-from .gather_sources import scan_depths
+from .gather_sources import kept_slice, scan_depths
 from .mean_gradients import GradientTarget
-from .weight_differences import kept_slice
 from .wire_state import LocalWireState
 
 

@@ -28,9 +28,9 @@ from jaxtyping import Array
 from .._collectives import EncodedShards, copy_to_device, copy_to_host
 from .._plan import instructions, pipeline
 from .._program import Value
+from .buckets import Bind
 from .loop_inputs import LoopInputs, LoopState
 from .mean_gradients import host_mean, mean_of_one_microbatch
-from .weight_buckets import Bind
 
 
 class Tick:
@@ -43,7 +43,7 @@ class Tick:
         ticks: of the loop that runs it.
         carry: of the program's loop.
         rows: an iteration's elements of the stacks that the program scans.
-        tie: a barrier for copies and messages, before the loop.
+        before_loop: before the loop, the barrier for copies and messages.
 
     Attributes:
         carry: after `run`, that of the next iteration.
@@ -59,7 +59,7 @@ class Tick:
         *,
         carry: Sequence[Any] = (),
         rows: Sequence[Any] | None = None,
-        tie: Bind | None = None,
+        before_loop: Bind | None = None,
     ):
         self.loop = loop
         self.state = state
@@ -67,7 +67,7 @@ class Tick:
         self.ticks = ticks
         self.carry = list(carry)
         self.rows = rows
-        self.tie = tie
+        self.before_loop = before_loop
         self.collected: dict[pipeline.Key, Any] = {}
         self.runner = loop.outer.inside(loop.plan.body, state.layers, self)
         self._known: dict[Any, Array] = {}  # the number of the tick, known once a value is
@@ -108,7 +108,7 @@ class Tick:
     def _index(self, each: instructions.Instruction, when: Value | None = None) -> Array:
         """The position of that iteration in the stacks, behind the barrier if there is one."""
         index = self.loop.layer_index(self._iteration(each, when))
-        return self.tie([index])[0] if self.tie else index
+        return self.before_loop([index])[0] if self.before_loop else index
 
     def _if_it_exists(self, each: instructions.Instruction, new: Array, old: Array) -> Array:
         """`new`; `old` in ticks in which the instruction has no iteration of the loop."""
@@ -154,7 +154,7 @@ class Tick:
             slices = self.runner.layers[each.lag][pipeline.shards(weight)]
             self.state.slices[weight] = slices
             key, data = ("slices", weight), slices.data
-            if self.tie is not None:
+            if self.before_loop is not None:
                 self.state.early.append((weight, index, data))
                 continue
             self.collected[key] = data
@@ -179,7 +179,7 @@ class Tick:
             rows[i] = here[pipeline.row(i)]
         inputs = [*self.loop.inputs, *self.carry, *rows]
         here.update(zip(self.loop.plan.body.block.inputs, inputs, strict=True))
-        for weight, stack in self.loop.stacks.items():  # those that no gather of this tick reads
+        for weight, stack in self.loop.stacks.items():  # `decode` reads their codec and layout
             if pipeline.shards(weight) not in here:
                 struct = jax.ShapeDtypeStruct(stack.data.shape[1:], stack.data.dtype)
                 here[pipeline.shards(weight)] = stack.layer(stack.described(struct).data)
@@ -198,6 +198,7 @@ class Tick:
         self.runner.layers[each.lag][pipeline.output(number)] = x
 
     def _collect(self, each: instructions.Collect) -> None:
+        # Before the first iteration this fills its place, which it overwrites.
         key = pipeline.output(each.output)
         x = self.collected[key] = self.runner.layers[each.lag][key]
         if key in self.state.stacks:

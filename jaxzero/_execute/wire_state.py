@@ -20,7 +20,7 @@ from jaxtyping import Array
 from .._collectives import CommSpec
 from .._mesh import LOCAL, NODE, AnyMesh, map_devices, to_device
 from .._sharding import GradientHop, LeafSpec, TreePlan
-from .weight_differences import first_slice, has_kept_slice
+from .gather_sources import first_slice, has_kept_slice
 
 
 class WireState(NamedTuple):

@@ -42,7 +42,7 @@ class ReduceGroup:
 
     values: tuple[Value, ...]
     at: int  # the operation that makes the last of these gradients
-    deferred: bool = False  # in a loop: sent in the next iteration
+    deferred: bool = False  # in a loop: sent in later iterations
     axes: tuple[str, ...] = ()  # the mesh axes that they are reduced over, in order
 
 
@@ -76,7 +76,7 @@ class LoopPlan:
     def updates_last_apart(self) -> bool:
         """Whether its last iterations, which also do what is left of the updates, run apart.
 
-        See [Note: the last updates] in `pipeline`.
+        See [Note: the last updates] in `emit_loop`.
         """
         return bool(self.updates and self.num_last)
 
@@ -123,7 +123,7 @@ class BlockPlan:
     loss_before: tuple[int, Value] | None = None
     # Operations before which the previous layer's gradients are reduced over their first axis,
     # and for each a value that nothing reads before they are. In a loop's body these are the
-    # deferred gradients of the last iteration. If it is empty, XLA decides when they are reduced.
+    # deferred gradients of the iteration before. If it is empty, XLA decides when they are reduced.
     reduce_early: Mapping[int, Value] = dataclasses.field(default_factory=dict)
 
     @property
@@ -150,7 +150,7 @@ class BlockPlan:
         return [i for i, group in enumerate(self.reduce_groups) if group.deferred]
 
     def deferred_values(self) -> frozenset[Value]:
-        """Values known only in the next iteration: deferred gradients, and values made of them."""
+        """Values known only in a later iteration: deferred gradients, and values made of them."""
         deferred = {
             value for group in self.reduce_groups if group.deferred for value in group.values
         }

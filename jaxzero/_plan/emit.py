@@ -3,7 +3,8 @@
 The operations run in their own order. Gathers are emitted where their group's `issues` say. A
 bucket of gradients is encoded once its last gradient is made; it goes over its first axis at the
 next tie to another value, over the second one tie later, and its gradients pass through the tie
-after that (see [Note: ties]).
+after that (see [Note: ties]). A deferred group of a loop's body is encoded, and reduced in later
+ticks (`_reduce_early`, `emit_loop`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 
 from .._program import Loop, Value
 from .block_plan import LoopPlan
-from .body_work import known_after
 from .emit import deferred_instructions, instructions_of
 from .hpz import slices_kept_in_program
 from .instructions import (
@@ -32,6 +31,7 @@ from .instructions import (
     TakeSlices,
     Update,
 )
+from .layer_memory import known_after
 from .param_uses import LoopUses, ShardedParam
 from .pipeline import Pipeline
 
@@ -56,7 +56,7 @@ def pipeline_of(
         in_host: the weights that its iterations copy from host memory.
         host_rows: the stacks that the program scans in host memory, by index.
         copies_wait: whether copies to and from stacks that the loop updates wait for a product in
-            the middle of the body ([Note: write, then fetch] in `_execute.updates`).
+            the middle of the body ([Note: write, then fetch] in `_execute.ticks`).
     """
     emitter = _LoopEmitter(plan, loop, uses, tuple(in_host), host_rows, copies_wait)
     first, last = plan.num_first, loop.length - plan.num_last
@@ -108,6 +108,8 @@ class _LoopEmitter:
         taken = tuple(x.layer for x in self.uses.stacks if x.layer not in self.in_host)
         taken = (*self.uses.constants, *taken)
         if taken:
+            # For groups that are not sent ahead. Of the others `decode` reads only codec and
+            # layout, and XLA removes the slice.
             yield TakeShards(at=0, weights=taken)
         yield from (x for x in self._fetches() if not x.lag)
         if self.kept_ahead:

@@ -1,15 +1,15 @@
 """The instructions of a block: each names what is done, with which bucket or operation, and where.
 
-`emit` turns a `BlockPlan` into a list of these; `_execute.block` has one handler for each kind, and
-decides nothing. The order of a list is the order in which a device's program is traced. XLA may
-change that order, except where a `Tie` or a pin, which become optimization barriers, holds it (see
-[Note: ties] in `ties`).
+`emit` turns a `BlockPlan` into a list of these; `_execute.block` has a handler for each kind, and
+`_execute.ticks` for those that only loops have. They decide nothing. The order of a list is the
+order in which a device's program is traced. XLA may change that order, except where a `Tie` or a
+pin, which become optimization barriers, holds it (see [Note: ties] in `ties`).
 
 In a loop an instruction has a lag: in tick `t` it works on iteration `t - lag`. A weight that is
 gathered two iterations ahead of its use has lag -2, a gradient that is reduced one iteration later
 lag 1. `pipeline` derives from the lags what a loop carries.
 
-A group is an index into the plan's `gather_groups` or `reduce_groups`. An axis is an index into the
+A group is an index into the plan's `gather_groups` or `bucketing`. An axis is an index into the
 mesh axes that a group is sent over, in order: for gathers `node`, then `local`; for reductions
 `local`, then `node`.
 """

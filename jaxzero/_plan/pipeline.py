@@ -10,7 +10,8 @@ loop. Gathers for the first iterations come before it, reductions of the last on
 divides the ticks of the loop into pieces, each of which is a loop of its own; ticks outside are
 executed one by one. An instruction that has no iteration in any tick of a piece is left out there.
 If it has one in some of them, it is done in all, for the first or the last iteration where it has
-none: what it then makes is read only by instructions that have no iteration either.
+none: what it then makes is read only by instructions that have no iteration either, or it is
+overwritten (`Collect`) or masked (`Update`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Entry = tuple[Key, int]  # the value of iteration `t - lag` that tick `t` finds
 
 
 def shards(weight: ShardedParam) -> Key:
-    """The shards of a weight that have been copied from host memory, or its node slice."""
+    """The shards of a weight, taken or copied from host memory, or its node slice."""
     return "shards", weight
 
 
@@ -159,6 +160,7 @@ class Pipeline:
     def carried(self, ticks: range) -> list[Entry]:
         """What a loop over some ticks carries: whatever one of its ticks finds or leaves."""
         span = 1 + self.last_tick - self.length - self.first_tick
+        # Far from both ends all ticks find the same.
         near = {*ticks[: span + 1], *ticks[-span:], ticks.stop}
         found: set[Entry] = set()
         for tick in near:
@@ -203,11 +205,16 @@ class Pipeline:
         """For how many ticks the next reader waits for what an instruction has made."""
         _, made = _touched(each, self.plan.body)
         later = [
-            at for key in made[-1:] for at, reads, x in self._events[key] if reads and x != each
+            at - each.lag
+            for key in made[-1:]
+            for at, reads, other in self._events[key]
+            if reads
+            and at >= each.lag
+            and other is not each
+            and not isinstance(other, PinGradients)
         ]
-        ticks = min((at - each.lag for at in later if at > each.lag), default=0)
-        is_read_before = any(at == each.lag for at in later)
-        return "" if is_read_before or not ticks else f"{ticks} tick{'s' * (ticks > 1)}"
+        ticks = min(later, default=0)
+        return f"{ticks} tick{'s' * (ticks > 1)}" if ticks else ""
 
     @functools.cached_property
     def _events(self) -> dict[Key, list[tuple[int, bool, Instruction]]]:
@@ -221,7 +228,7 @@ class Pipeline:
 
 
 def described(each: Instruction, body: BlockPlan) -> str:
-    """An instruction in words; "" for one that only passes a value on."""
+    """An instruction in words; "" for those that are not printed."""
     match each:
         case TakeShards(weights=weights):
             return f"take the shards {', '.join(x.name for x in weights)}"
@@ -235,6 +242,8 @@ def described(each: Instruction, body: BlockPlan) -> str:
             return f"decode weights {group}"
         case Drop(weights=dropped):
             return f"drop {', '.join(weight.name for weight, _ in dropped)}"
+        case RunLoop(at=at):
+            return f"run loop {at}"
         case Run(at=at):
             return f"run {body.block.operations[at].name}"
         case EncodeGradients(group=group):

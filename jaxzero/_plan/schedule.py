@@ -37,15 +37,13 @@ from .._collectives import ReduceSpec
 from .._program import Block, Branch, Loop, Value, makes_zeros
 from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan
-from .bucketing import split_into_groups
+from .bucketing import ReduceAxes, find_reduce_groups, split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
 from .layer_memory import NO_PEAK, LayerMemory, Peak
 from .lifetimes import Gather, Live, find_gathers, find_passes
 from .param_uses import BlockUses, ShardedParam, View
-from .reduce_groups import ReduceAxes, find_reduce_groups
-from .start_of_backward import start_of_backward
-from .ties import COSTLY, find_ties, largest_input
+from .ties import COSTLY, find_ties, largest_input, start_of_backward
 
 
 def make_plan(

@@ -1,4 +1,4 @@
-"""Choose what each gather waits for, so that it is sent when the plan says.
+"""Choose what gathers, and backward, wait for, so that XLA keeps the order of the plan.
 
 [Note: ties] XLA would merge the gather of the backward region with that of the forward region,
 because both read the same shard, and keep the full weight alive between them. So each gather is
@@ -11,7 +11,16 @@ The barrier also takes the gradients that were reduced before the previous gathe
 XLA may delay all reductions to the end of the program, and full gradients pile up. They are those
 of the previous gather, not of this one, so that a reduction can overlap with one group's compute.
 XLA removes an operand from a barrier if nothing else reads it before or after the barrier, so
-gradients are read from the barrier's outputs, and a tie is two barriers (`weight_buckets.tied`).
+gradients are read from the barrier's outputs, and a tie is two barriers (`buckets.tied`).
+
+[Note: the loss first] Backward starts from what the loss was computed from, such as the logarithms
+of probabilities, and never reads its value. XLA's scheduler may then compute the loss last: the
+logarithms, 4 bytes for each token and entry of the vocabulary, are held through all of backward
+(TinyLlama, 2048 tokens a device, compiled for a v5e:2x4: 250 MiB of float32). So the loss passes
+through a barrier with the cotangent that the first costly operation of backward reads. Gathers and
+scatters do not count as that one: the gradient of a loss that picks its labels starts with a
+scatter of few numbers, which XLA computes in one kernel with the cotangent, and which therefore
+must not wait for the loss.
 """
 
 from __future__ import annotations
@@ -86,3 +95,37 @@ def largest_input(block: Block, uses: BlockUses, others: Set[Value]) -> Value | 
     """
     arrays = [x for x in block.inputs if x.is_array and x not in uses.views and x not in others]
     return max(arrays, key=lambda x: math.prod(x.shape), default=None)
+
+
+_INDEXING = {"gather", "scatter", "scatter-add"}
+
+
+def start_of_backward(
+    block: Block,
+    uses: BlockUses,
+    costly: Set[str],
+    gradients: BlockGradients,
+    boundary: int | None,
+) -> tuple[int, Value] | None:
+    """Find the first costly operation of backward that reads a cotangent, and the largest of them.
+
+    Args:
+        block: the program.
+        uses: the views of weights in it, which have no array of their own.
+        costly: names of operations that take long, and whose operands XLA writes to memory.
+        gradients: those that are reduced are no cotangents: nothing reads them in full.
+        boundary: index of the operation that makes the loss; None in a loop's body.
+
+    Returns:
+        The index of the operation and the cotangent; None if there is no such operation.
+    """
+    if boundary is None:
+        return None
+    cotangents: set[Value] = set()
+    for index, operation in enumerate(block.operations[boundary + 1 :], boundary + 1):
+        read = [x for x in operation.inputs if isinstance(x, Value) and x in cotangents]
+        if read and operation.name in costly - _INDEXING:
+            return index, max(read, key=lambda x: x.num_bytes)
+        arrays = {x for x in operation.outputs if x.is_array}
+        cotangents |= arrays - uses.views.keys() - gradients.reduces.keys()
+    return None

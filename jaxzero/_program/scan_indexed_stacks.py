@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from .indexed_rows import READS, RowRead, Rows, row_placed, row_read
-from .ir import Atom, Barrier, Block, Branch, Loop, Operation, Value
+from .ir import Atom, Barrier, Block, Loop, Operation, Value
 from .movable_ops import ConvertDtype, Op, Reshape, Transpose, apply_all
-from .operation_kinds import addends, carried_sums, is_zero
+from .operation_kinds import Branch, addends, carried_sums, is_zero
 from .sink_into_loops import LoopEditor
 from .trace import rewritten, without_dead_code
 from .uniform import Known, known_in_body, known_integers, unchanged_in_body

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from .ir import Atom, Barrier, Block, Branch, Fork, Loop, Operation, Value, exchanged_or_effect
+from .ir import Atom, Barrier, Block, Loop, Operation, Value, exchanged_or_effect
 from .movable_ops import Op, apply_all
-from .operation_kinds import is_zero
+from .operation_kinds import Branch, Fork, is_zero
 from .trace import branch_blocks, rewritten, without_dead_code
 from .uniform import uniform_in_body, uniform_values
 from .weight_values import fixed_of

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxzero._execute.weight_buckets import tied
+from jaxzero._execute.buckets import tied
 
 _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander,optimization-barrier-expander"}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero._plan.body_work import known_after, work_done
+from jaxzero._plan.layer_memory import known_after, work_done
 from jaxzero._program import Value
 
 LAYERS, WIDTH, ROWS = 4, 16, 8

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxzero as jz
-from jaxzero._plan.start_of_backward import start_of_backward
+from jaxzero._plan.ties import start_of_backward
 
 ROWS, WIDTH, CLASSES = 16, 8, 40
 BATCH = (

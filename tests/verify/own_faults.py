@@ -8,7 +8,7 @@ from jax import lax
 
 import jaxzero as jz
 from jaxzero._collectives import comm_spec, encoded_shards, reduce_hop, reductions
-from jaxzero._execute import mean_gradients, microbatches, weight_buckets
+from jaxzero._execute import buckets, mean_gradients, microbatches
 from jaxzero._mesh import LOCAL, NODE
 from jaxzero._zero import outputs, sharded_trees, transform
 
@@ -190,7 +190,7 @@ def padding_that_leaks(patch):
     def make(unpad):
         return lambda x, layout: unpad(jnp.roll(x, 1, layout.dim), layout)
 
-    _replace(patch, weight_buckets, "unpad", make)
+    _replace(patch, buckets, "unpad", make)
 
 
 # Gradients of leaves.

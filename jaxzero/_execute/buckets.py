@@ -1,9 +1,9 @@
-"""Gather weights, bucket by bucket, one mesh axis at a time.
+"""Gather weights and reduce gradients, bucket by bucket, one mesh axis at a time.
 
     encode_bucket  ->  gather_next_axis (once for each mesh axis)  ->  decode_bucket
 
 A group of weights becomes one bucket where its weights can share a message, and several where
-they cannot (`_collectives.bucket`).
+they cannot (`_collectives.encoded_shards`). Gradients go the other way (`GradientBuckets`).
 """
 
 from __future__ import annotations
@@ -15,23 +15,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .._collectives import (
     CommSpec,
     EncodedShards,
     GatherBucket,
+    HalfBatchSum,
+    ReduceBucket,
+    ReduceSpec,
+    Sum,
+    accumulator_dtype,
     arrays,
     gather_hop,
     labelled,
     node_slices,
     picked,
+    reduce_next_axis,
     start_gather,
+    start_reduction,
 )
 from .._mesh import in_host
-from .._plan import Gather, GatherGroup, ShardedParam, View
-from .._program import movable_ops
+from .._plan import BlockPlan, Gather, GatherGroup, ShardedParam, View
+from .._program import Value, movable_ops
 from .._sharding import DimSharding, unpad
+from .mean_gradients import rounded_mean
 
 GatherSources = dict[ShardedParam, EncodedShards]
 Bind = Callable[[list[Any]], list[Any]]
@@ -96,16 +105,16 @@ def encode_bucket(
 
 
 def gather_next_axis(
-    group: GatherGroup, buckets: Sequence[GatherBucket], comm: CommSpec, num_hops: int
+    group: GatherGroup, buckets: Sequence[GatherBucket], comm: CommSpec, min_left: int
 ) -> list[GatherBucket]:
-    """All-gather, over its next axis, each bucket that has at least `num_hops` axes left.
+    """All-gather, over its next axis, each bucket that has at least `min_left` axes left.
 
-    The other buckets (of node slices, which skip the `node` axis) are returned unchanged.
+    A bucket knows its next axis. Those of node slices skip `node`, and are returned unchanged then.
     """
     ready, others = [], []
     for bucket in buckets:
         num_left = len(comm.axes_with_peers(bucket.parts[0].axes))
-        (ready if num_left >= num_hops else others).append(bucket)
+        (ready if num_left >= min_left else others).append(bucket)
     if not ready:
         return list(buckets)
     with _labelled(group):
@@ -193,3 +202,50 @@ def _split_ops(
     if shard.codec is not None or any(codec and not codec.is_elementwise for codec in codecs):
         return slices, rest
     return gather.ops, ()
+
+
+class GradientBuckets:
+    """The gradient buckets of a block.
+
+    A group is one of `plan.reduce_groups`, and `number` is its index there.
+    """
+
+    def __init__(self, plan: BlockPlan, comm: CommSpec):
+        self.plan = plan
+        self.comm = comm
+
+    def encode(self, number: int, gradients: Sequence[Any]) -> ReduceBucket:
+        """Encode the gradients of a group as a bucket for the first axis."""
+        with labelled("gradients", *(spec.name for spec in self.specs(number))):
+            return start_reduction(gradients, self.specs(number), self.comm)
+
+    def reduce_next(self, group: int, axis: int, bucket: ReduceBucket) -> ReduceBucket:
+        """Reduce a group's bucket over one more of its axes."""
+        specs = self.specs(group)
+        # Never in the body of a loop, where `Tick` divides the outputs.
+        is_mean = self.plan.reduce_groups[group].values[0] in self.plan.means
+        divisor = self.comm.divisor if is_mean else 1
+        with labelled("gradients", *(spec.name for spec in specs)):
+            return reduce_next_axis(bucket, specs, axis, self.comm, divisor)
+
+    def finish(self, number: int, bucket: ReduceBucket) -> dict[Value, Any]:
+        """Take the gradients, this device's shards, out of a fully reduced bucket."""
+        gradients = {}
+        for i, value in enumerate(self.plan.reduce_groups[number].values):
+            x, is_mean = bucket.rest[i], value in self.plan.means
+            gradients[value] = rounded_mean(x, self.plan.means[value].dtype) if is_mean else x
+        return gradients
+
+    def zeros(self, value: Value, spec: ReduceSpec) -> Sum:
+        """The reduced shard of a gradient that is zero, for which nothing is sent."""
+        shape = list(spec.layout.pad_shape(value.shape))
+        for axis in spec.hops:
+            if axis in self.comm.axes:
+                shape[spec.layout.dim] //= self.comm.sizes[axis]
+        zeros = jnp.zeros(shape, accumulator_dtype(value.dtype))
+        is_halved = self.comm.halves and self.comm.halves_axis in spec.hops
+        return HalfBatchSum(zeros, zeros) if is_halved else zeros
+
+    def specs(self, number: int) -> list[ReduceSpec]:
+        """The reduction of each gradient of a group."""
+        return [self.plan.gradients.reduces[x] for x in self.plan.reduce_groups[number].values]
