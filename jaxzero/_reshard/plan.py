@@ -88,10 +88,11 @@ def make_plan(
     digits = Digits.of(mesh)
     dim = mesh.axis_names.index(NODE)
     nodes = np.indices(mesh.devices.shape)[dim].ravel()
-    other = digits.over(onto) if _same_devices(mesh, targets[0]) else None
+    are_same = set(mesh.devices.flat) == set(onto.devices.flat)
+    other = digits.over(onto) if are_same else None
     moves = tuple(
         _move(leaf, source, target, digits, other, options)
-        if _same_devices(mesh, target)
+        if are_same
         and math.prod(leaf.shape)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         else None
@@ -99,10 +100,6 @@ def make_plan(
     )
     windows = _windows(moves, digits.mesh, options.window_bytes)
     return ReshardPlan(leaves, sources, targets, moves, windows, digits, nodes)
-
-
-def _same_devices(mesh: Mesh, target: NamedSharding) -> bool:
-    return set(mesh.devices.flat) == set(target.device_set)
 
 
 def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:

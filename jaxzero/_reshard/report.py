@@ -6,6 +6,7 @@ Bytes that enter are counted device by device, beside the least that any method 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -259,41 +260,31 @@ def least_elements(
 
     Args:
         shape: of the array.
-        before: the part of the array that each device has, padding cut off.
+        before: the part of the array that each device has; what is beyond `shape` is padding.
         after: the part that each device is to have.
         nodes: the node of each device.
     """
-    cuts = [
-        sorted({0, size} | {int(x) for box in [*before, *after] for x in _ends(box[dim], size)})
-        for dim, size in enumerate(shape)
+    ends = [
+        [box[dim].indices(size)[:2] for box in (*before, *after)] for dim, size in enumerate(shape)
     ]
-    weight = np.ones((), np.int64)
-    for edges in cuts:
-        weight = weight[..., None] * np.diff(edges)
-    had = [_cells(box, cuts, shape) for box in before]
-    asked = [_cells(box, cuts, shape) for box in after]
-    into_devices = [(weight * (x & ~y)).sum() for x, y in zip(asked, had, strict=True)]
+    edges = [np.unique([0, size, *np.ravel(x)]) for size, x in zip(shape, ends, strict=True)]
+    # The edges of all parts cut the array into cells, each of which a device has in full or not.
+    elements = functools.reduce(np.multiply.outer, map(np.diff, edges), np.array(1))
+
+    def cells(number: int) -> np.ndarray:
+        """Which cells a part has."""
+        parts = zip(edges, (x[number] for x in ends), strict=True)
+        inside = [(low[:-1] >= start) & (low[:-1] < stop) for low, (start, stop) in parts]
+        return functools.reduce(np.logical_and.outer, inside, np.array(True))
+
+    had = np.stack([cells(i) for i in range(len(before))])
+    asked = np.stack([cells(len(before) + i) for i in range(len(after))])
+    into_devices = [(elements * missing).sum() for missing in asked & ~had]
     into_nodes = []
     for node in range(int(nodes.max()) + 1):
-        members = np.flatnonzero(nodes == node)
-        need = np.logical_or.reduce([asked[i] for i in members])
-        own = np.logical_or.reduce([had[i] for i in members])
-        into_nodes.append((weight * (need & ~own)).sum())
+        missing = asked[nodes == node].any(axis=0) & ~had[nodes == node].any(axis=0)
+        into_nodes.append((elements * missing).sum())
     return np.array(into_devices), np.array(into_nodes)
-
-
-def _ends(s: slice, size: int) -> tuple[int, int]:
-    start, stop, _ = s.indices(size)
-    return start, max(start, stop)
-
-
-def _cells(box: tuple[slice, ...], cuts: list[list[int]], shape: tuple[int, ...]) -> np.ndarray:
-    cells = np.ones((), bool)
-    for s, edges, size in zip(box, cuts, shape, strict=True):
-        start, stop = _ends(s, size)
-        low = np.array(edges[:-1])
-        cells = cells[..., None] & ((low >= start) & (low < stop))
-    return cells
 
 
 _NAMES = {
