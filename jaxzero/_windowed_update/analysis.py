@@ -113,7 +113,7 @@ class Analysis:
         """What computes `wanted` from a window of a leaf's arrays, and scalars."""
         operations = self.program.operations_for(wanted, self._known)
         reads = dict.fromkeys([*wanted, *(x for op in operations for x in op.inputs)])
-        scalars = [x for x in reads if self._is_full_scalar(x)]
+        scalars = [x for x in reversed(reads) if self._is_full_scalar(x)]
         return WindowProgram(wanted, operations, reads, scalars)
 
     @functools.cached_property
