@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -156,7 +157,7 @@ def make_report(plan: ReshardPlan) -> ReshardReport:
         size = result * move.dtype.itemsize
         most = _most(others, outside, nodes)
         rows.append(LeafReport(leaf.path, leaf.shape, how(move), *most, size))
-    into_node, into_device = _most(*sent, nodes)
+    into_node, into_device = _most(sent[0], sent[1], nodes)
     return ReshardReport(
         leaves=tuple(rows),
         into_node=into_node,
@@ -264,10 +265,9 @@ def least_elements(
         after: the part that each device is to have.
         nodes: the node of each device.
     """
-    ends = [
-        [box[dim].indices(size)[:2] for box in (*before, *after)] for dim, size in enumerate(shape)
-    ]
-    edges = [np.unique([0, size, *np.ravel(x)]) for size, x in zip(shape, ends, strict=True)]
+    dims = list(enumerate(shape))
+    ends = [[box[dim].indices(size)[:2] for box in (*before, *after)] for dim, size in dims]
+    edges = [np.unique([0, size, *itertools.chain(*ends[dim])]) for dim, size in dims]
     # The edges of all parts cut the array into cells, each of which a device has in full or not.
     elements = functools.reduce(np.multiply.outer, map(np.diff, edges), np.array(1))
 

@@ -126,14 +126,15 @@ class Analysis:
         return is_given and is_scalar(atom) and self.leaf_of(atom) is None
 
     def _kind(self, operation: Operation) -> Kind:
-        """What an operation reads; a reduction makes a full value of it."""
+        """The kind of an output, if the operation is no reduction of values of a leaf."""
         kinds = [self._kinds[atom] for atom in operation.inputs if isinstance(atom, Value)]
         level = max((kind.level for kind in kinds), default=0)
-        leaf, *others = sorted({kind.leaf for kind in kinds if kind.leaf is not None}) or [None]
-        if leaf is None:
+        leaves = sorted({kind.leaf for kind in kinds if kind.leaf is not None})
+        if not leaves:
             return Kind(None, level)
-        if others:
-            other = self._params[others[0]].path
+        leaf = leaves[0]
+        if len(leaves) > 1:
+            other = self._params[leaves[1]].path
             self._refuse(operation, leaf, f"combines elements of it with those of `{other}`")
         if not is_reshape(operation):
             self._check_full_inputs(operation, leaf)
