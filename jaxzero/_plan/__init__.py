@@ -26,6 +26,7 @@ from .param_uses import View as View
 from .param_uses import find_uses as find_uses
 from .pipeline import Pipeline as Pipeline
 from .plan import Plan as Plan
+from .plan_step import ACTIONS as ACTIONS
 from .plan_step import PlanStep as PlanStep
 from .plan_step import region_name as region_name
 from .schedule import make_plan as make_plan

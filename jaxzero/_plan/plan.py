@@ -5,18 +5,43 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Set
+from typing import Any
 
-from .._collectives import HostTransfer, ReduceSpec, Transfer, readable_bytes
-from .._program import Loop, Value
-from .block_plan import BlockPlan, ReduceGroup
-from .emit import instructions_of
+from .._collectives import HostTransfer, Transfer, readable_bytes
+from .._program import Fork, Loop, Operation, kept_values
+from .block_plan import BlockPlan
 from .emit_loop import pipeline_of
-from .held_whole import HeldWhole, find_held_whole
-from .host_steps import HostSteps
-from .instructions import Instruction, Reduce, Send
 from .pipeline import Pipeline
-from .plan_step import Hop, PlanStep, operation_names, region_name, tied_to
+from .plan_step import ACTIONS, Hop, PlanStep, region_name, steps_of
+
+_CALLS = {"cond", "while"}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldWhole:
+    """An array that a device holds whole for longer than one layer, and why.
+
+    Attributes:
+        name: of the leaf; "" for a value that is made of weights.
+        shape, dtype: of the full array.
+        why: which operation needs it, and where that is in the user's program.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    why: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the full array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        array = f"{self.dtype}{list(self.shape)}"
+        name = f"{self.name} " if self.name else ""
+        return f"held whole: {name}{array}, {readable_bytes(self.num_bytes)}: {self.why}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +66,7 @@ class Plan:
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:
-        host = HostSteps(self.host_transfers)
-        steps = _Steps(host, bool(self.slice_bytes)).of_block(self.top)
-        return (
-            *host.whole("device", 0),
-            *steps,
-            *host.whole("host", len(self.top.block.operations)),
-        )
+        return tuple(steps_of(self.top, self.host_transfers, has_slices=bool(self.slice_bytes)))
 
     def with_tangents(self, tangents: Plan) -> Plan:
         """This plan, with what a program of tangents sends among the transfers."""
@@ -82,8 +101,7 @@ class Plan:
         lines = _lines(self.steps)
         if self.later is not None:
             lines.append("in each later micro-batch, which gathers from node slices (hpZ):")
-            later = _Steps(HostSteps(()), bool(self.slice_bytes)).of_block(self.later)
-            lines += _lines(tuple(later))
+            lines += _lines(tuple(steps_of(self.later, (), has_slices=bool(self.slice_bytes))))
         lines += map(str, self.held_whole)
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
@@ -94,17 +112,12 @@ class Plan:
 
 def _lines(steps: tuple[PlanStep, ...]) -> list[str]:
     """A line for each step, and below a bucket one for each hop, in aligned columns."""
-    first: dict[tuple, int] = {}  # the operation that first needs an array of a bucket
-    for step in steps:
-        place = (step.path, step.action, step.group)
-        first[place] = min(step.needed, first.get(place, step.needed))
     rows = []
-    for i, step in enumerate(steps):
-        rows.append(_row(step, first[step.path, step.action, step.group]))
-        following = steps[i + 1] if i + 1 < len(steps) else None
-        bucket = step.path, step.action, step.group
-        if following is None or (following.path, following.action, following.group) != bucket:
-            rows += [_hop_row(step, hop) for hop in step.hops]
+    for _, group in itertools.groupby(steps, lambda step: step.bucket):
+        bucket = list(group)
+        first_needed = min(step.needed for step in bucket)
+        rows += [_row(step, first_needed) for step in bucket]
+        rows += [_hop_row(bucket[-1], hop) for hop in bucket[-1].hops]
     columns = [column for column in zip(*rows, strict=True) if any(column)]
     widths = [max(map(len, column)) for column in columns]
     return [
@@ -117,12 +130,6 @@ _COMBINED = {
     "max": "maximum over devices and micro-batches",
     "sum": "sum over devices and micro-batches",
     "first": "value of the first device and micro-batch",
-}
-_ACTIONS = {
-    "gather": "all-gather bucket",
-    "reduce": "reduce-scatter bucket",
-    "fetch": "copy to device",
-    "offload": "copy to host",
 }
 
 
@@ -157,7 +164,8 @@ def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
         elif step.start < step.needed:
             early = f"copied before {step.sent}"
     is_copy = step.action in ("fetch", "offload")
-    action = _ACTIONS[step.action] if is_copy else f"{_ACTIONS[step.action]} {step.group}"
+    action = ACTIONS[step.action]
+    action = action if is_copy else f"{action} bucket {step.group}"
     array = f"{step.dtype}{list(step.shape)}"
     return step.region, action, step.name, array, size, when, early, end
 
@@ -172,107 +180,6 @@ def _hop_row(step: PlanStep, hop: Hop) -> tuple[str, ...]:
     return step.region, f"  over {hop.axis}", "", "", "", when, lag, ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Steps:
-    """Makes the steps of blocks.
-
-    Attributes:
-        host: the copies from and to host memory.
-        has_slices: whether weights are gathered from node slices (hpZ), except by the gathers that
-            make these.
-    """
-
-    host: HostSteps
-    has_slices: bool
-
-    def of_block(
-        self,
-        plan: BlockPlan,
-        path: tuple[int, ...] = (),
-        trips: int = 1,
-        listed: Sequence[Instruction] | None = None,
-    ) -> Iterator[PlanStep]:
-        """The steps of a block, whose instructions are `listed`, and of the loops in it, in order.
-
-        None: it is no loop's body.
-        """
-        host, groups = self.host, plan.gather_groups
-        events: list[tuple[float, int]] = []
-        events += [(x.fetch - 0.25, i) for i, x in enumerate(groups) if x.fetch is not None]
-        events += [(group.at, i) for i, group in enumerate(groups)]
-        reduces = [*plan.reduce_groups, *_at_end(plan)]
-        events += [(group.at + 0.5, i) for i, group in enumerate(reduces)]
-        events += [(index + 0.25, index) for index in plan.loops]
-        hops = _hops(plan, instructions_of(plan) if listed is None else listed)
-        for place, number in sorted(events):
-            match place % 1:
-                case 0.0:
-                    sent = hops.get((Send, number), ())
-                    yield from self._gather(plan, number, path, trips, sent)
-                case 0.75:
-                    yield from host.of_group(plan, number, path, trips)
-                case 0.5:
-                    sent = hops.get((Reduce, number), ())
-                    yield from _reduce_steps(plan, number, reduces[number], path, trips, sent)
-                    yield from host.of_reduced(plan, reduces[number], path, trips)
-                case _:
-                    loop = plan.block.operations[number]
-                    assert isinstance(loop, Loop)
-                    body, inside = plan.loops[number].body, (*path, number)
-                    times = trips * loop.length
-                    yield from host.of_loop(plan, number, inside, times)
-                    loops = pipeline_of(plan.loops[number], loop, plan.uses.loops[number])
-                    yield from self.of_block(body, inside, times, loops.instructions)
-                    yield from host.gradients(plan, number, inside, times)
-
-    def _gather(
-        self,
-        plan: BlockPlan,
-        number: int,
-        path: tuple[int, ...],
-        trips: int,
-        hops: tuple[Hop, ...],
-    ) -> Iterator[PlanStep]:
-        names, group = operation_names(plan), plan.gather_groups[number]
-        if self.has_slices and not any(one.keeps for one in group.gathers):
-            hops = hops[-1:]
-        for one in group.gathers:
-            yield PlanStep(
-                region=region_name(path) or one.region,
-                action="gather",
-                group=number,
-                name=one.weight.name,
-                shape=one.shape,
-                dtype=str(one.dtype),
-                num_bytes=one.num_bytes,
-                sent="the iteration before" if group.prefetched else names[group.issues[-1]],
-                at=names[one.at],
-                until=names[one.until],
-                tied=tied_to(plan, group.ties[-1]),
-                trips=trips,
-                start=group.issues[-1],
-                needed=one.at,
-                stop=one.until,
-                path=path,
-                hops=hops,
-            )
-
-
-def _hops(
-    plan: BlockPlan, listed: Sequence[Instruction]
-) -> dict[tuple[type[Instruction], int], tuple[Hop, ...]]:
-    """The hops of each group of weights and of gradients, by kind of instruction and number."""
-    names = [*operation_names(plan)[:-1], ""]
-    found: dict[tuple[type[Instruction], int], list[Hop]] = {}
-    for each in itertools.chain.from_iterable(x.parts for x in listed):
-        if isinstance(each, (Send, Reduce)):
-            is_send = isinstance(each, Send)
-            axes = plan.gather_axes if is_send else plan.reduce_groups[each.group].axes
-            hop = Hop(axes[each.axis], each.at, names[each.at], each.lag)
-            found.setdefault((type(each), each.group), []).append(hop)
-    return {key: tuple(hops) for key, hops in found.items()}
-
-
 def _pipelines(plan: BlockPlan, path: tuple[int, ...]) -> Iterator[tuple[str, Pipeline]]:
     for index, loop in plan.loops.items():
         operation, inside = plan.block.operations[index], (*path, index)
@@ -283,48 +190,48 @@ def _pipelines(plan: BlockPlan, path: tuple[int, ...]) -> Iterator[tuple[str, Pi
         yield from _pipelines(loop.body, inside)
 
 
-def _reduce_steps(
-    plan: BlockPlan,
-    number: int,
-    group: ReduceGroup,
-    path: tuple[int, ...],
-    trips: int,
-    hops: tuple[Hop, ...],
-) -> Iterator[PlanStep]:
-    names = operation_names(plan)
-    makers = {value: i for i, op in enumerate(plan.block.operations) for value in op.outputs}
-    for value in group.values:
-        at = makers.get(value, len(names) - 1)
-        yield PlanStep(
-            region=region_name(path) or "backward",
-            action="reduce",
-            group=number,
-            name=_demand(plan, value).name,
-            shape=value.shape,
-            dtype=str(value.dtype),
-            num_bytes=math.prod(value.shape) * value.dtype.itemsize,
-            sent="",
-            at=names[at],
-            until="the iteration after" if group.deferred else "",
-            tied="",
-            trips=trips,
-            start=at,
-            needed=at,
-            stop=group.at,
-            path=path,
-            hops=hops,
-        )
+def find_held_whole(plan: BlockPlan) -> Iterator[HeldWhole]:
+    """Find what a block and its loops hold whole, each with the first operation that needs it."""
+    block = plan.block
+    scanned = {stack.view.weight for loop in plan.uses.loops.values() for stack in loop.stacks}
+    seen = set()
+    for use in plan.uses.uses:
+        weight = use.view.weight
+        if weight in seen or use.index == len(block.operations):
+            continue
+        why = _why(block.operations[use.index], weight in scanned)
+        if why:
+            seen.add(weight)
+            yield HeldWhole(weight.name, use.view.shape, use.view.dtype, why)
+    yield from _gradients(plan, {weight.name for weight in scanned})
+    weights = [value for value in block.inputs if value in plan.uses.views]
+    for value, operation in kept_values(block, weights, plan.last_forward):
+        if value not in plan.uses.views:
+            made = f"made of weights by `{operation.name}` and kept, {operation.where}"
+            yield HeldWhole("", value.shape, value.dtype, made)
+    for loop in plan.loops.values():
+        yield from find_held_whole(loop.body)
 
 
-def _at_end(plan: BlockPlan) -> list[ReduceGroup]:
-    """Outputs that are reduced last, each by itself."""
-    outputs = (plan.block.outputs[i] for i in plan.gradients.at_end)
-    last = len(plan.block.operations)
-    return [ReduceGroup((value,), last) for value in outputs if isinstance(value, Value)]
+def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
+    """Gradients of scanned stacks, by the names of these, that are not reduced layer by layer."""
+    makers = {value: x for x in plan.block.operations for value in x.outputs}
+    reduced = {**plan.gradients.reduces}
+    reduced |= {plan.block.outputs[i]: spec for i, spec in plan.gradients.at_end.items()}
+    seen = set()
+    for value, spec in reduced.items():
+        if spec.name in scanned - seen and value in makers and value not in plan.zeros:
+            seen.add(spec.name)
+            why = f"`{makers[value].name}` makes its gradient for all layers at once"
+            why = f"{why}, {makers[value].where}"
+            yield HeldWhole(spec.name, value.shape, value.dtype, why)
 
 
-def _demand(plan: BlockPlan, value: Value) -> ReduceSpec:
-    if value in plan.gradients.reduces:
-        return plan.gradients.reduces[value]
-    at_end = plan.gradients.at_end
-    return next(at_end[i] for i in at_end if plan.block.outputs[i] is value)
+def _why(operation: Operation, is_scanned: bool) -> str:
+    """Why a weight that `operation` reads is held whole; "" if it is not."""
+    if isinstance(operation, Loop) or operation.name in _CALLS:
+        differ = ", and devices may take different branches" if isinstance(operation, Fork) else ""
+        return f"`{operation.name}` reads it from its start to its end{differ}, {operation.where}"
+    if is_scanned:
+        return f"`{operation.name}` needs all layers at once, {operation.where}"
+    return ""

@@ -1,11 +1,33 @@
-"""One line of a plan: what happens to one array, and when."""
+"""The lines of a plan: what happens to each array, and when.
+
+When weights are copied from host memory is in the plan of a block. Which ones are, and their bytes,
+is read from the record of the traced program (`HostTransfer`): a weight that is copied in full
+before the program, or gathered from a node slice, is not copied again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from .._program import Value
-from .block_plan import BlockPlan
+from .._collectives import HostTransfer, ReduceSpec
+from .._program import Loop, Value
+from .block_plan import BlockPlan, LoopPlan, ReduceGroup
+from .emit import instructions_of
+from .emit_loop import pipeline_of
+from .instructions import Instruction, Reduce, Send
+from .param_uses import ShardedParam
+
+ACTIONS = {
+    "gather": "all-gather",
+    "reduce": "reduce-scatter",
+    "fetch": "copy to device",
+    "offload": "copy to host",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,19 +88,24 @@ class PlanStep:
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
-    sent: str
-    at: str
-    until: str
-    tied: str
     trips: int
-    start: int
-    needed: int
-    stop: int
     path: tuple[int, ...]
+    sent: str = ""
+    at: str = ""
+    until: str = ""
+    tied: str = ""
+    start: int = 0
+    needed: int = 0
+    stop: int = 0
     ahead: int = 0
     held: int = 1
     windowed: bool = True
     hops: tuple[Hop, ...] = ()
+
+    @property
+    def bucket(self) -> tuple[tuple[int, ...], str, int]:
+        """Equal for arrays that are sent together."""
+        return self.path, self.action, self.group
 
 
 def region_name(path: tuple[int, ...]) -> str:
@@ -86,12 +113,248 @@ def region_name(path: tuple[int, ...]) -> str:
     return " in ".join(f"loop {index}" for index in reversed(path))
 
 
-def operation_names(plan: BlockPlan) -> list[str]:
-    """The names of a block's operations, and one for its end."""
-    return [*(operation.name for operation in plan.block.operations), "the end"]
+class _Copies:
+    """The copies from and to host memory that a traced program has recorded."""
+
+    def __init__(self, transfers: Sequence[HostTransfer]):
+        self.whole = [x for x in transfers if not x.windowed]
+        layers = [x for x in transfers if x.windowed]
+        self.layers = {(x.path, x.name, x.to): x for x in layers if x.purpose != "update"}
+        # The last record of a copy is that of the update after the loop; the others are equal.
+        self.updates = {(x.path, x.name, x.to): x for x in layers if x.purpose == "update"}
 
 
-def tied_to(plan: BlockPlan, tie: Value | None) -> str:
-    """The operation that makes the value that a gather or copy waits for; "" if there is none."""
-    makers = {value: op.name for op in plan.block.operations for value in op.outputs}
-    return makers.get(tie, "an argument") if tie else ""
+def steps_of(
+    plan: BlockPlan, transfers: Sequence[HostTransfer], *, has_slices: bool
+) -> Iterator[PlanStep]:
+    """The steps of a program, in order.
+
+    Args:
+        plan: of the program.
+        transfers: its copies from and to host memory.
+        has_slices: whether weights are gathered from node slices (hpZ), except by the gathers that
+            make these.
+    """
+    copies = _Copies(transfers)
+
+    def whole(to: str, at: int) -> Iterator[PlanStep]:
+        for x in copies.whole:
+            if x.to == to:
+                yield _copy(x, x.region, (), x.trips, start=at, needed=at, stop=at, windowed=False)
+
+    yield from whole("device", 0)
+    yield from _BlockSteps(plan, instructions_of(plan), copies, has_slices).in_order()
+    yield from whole("host", len(plan.block.operations))
+
+
+def _copy(
+    x: HostTransfer, region: str, path: tuple[int, ...], trips: int, *, group: int = 0, **when: Any
+) -> PlanStep:
+    """A copy; `when` are fields of `PlanStep` that say when it begins and ends."""
+    action = "fetch" if x.to == "device" else "offload"
+    array = x.name, x.shape, x.dtype, x.num_bytes
+    return PlanStep(region, action, group, *array, trips, path, **when)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockSteps:
+    """Makes the steps of a block, and of the loops in it.
+
+    Attributes:
+        plan: of the block.
+        listed: its instructions.
+        copies: the copies from and to host memory.
+        has_slices: see `steps_of`.
+        path: the loops that the block is in.
+        trips: how often it runs.
+    """
+
+    plan: BlockPlan
+    listed: Sequence[Instruction]
+    copies: _Copies
+    has_slices: bool
+    path: tuple[int, ...] = ()
+    trips: int = 1
+
+    def in_order(self) -> Iterator[PlanStep]:
+        groups = self.plan.gather_groups
+        events: list[tuple[float, int, Callable[[int], Iterator[PlanStep]]]] = [
+            (x.fetch - 0.25, i, self._fetches) for i, x in enumerate(groups) if x.fetch is not None
+        ]
+        events += [(group.at, i, self._gathers) for i, group in enumerate(groups)]
+        events += [(index + 0.25, index, self._of_loop) for index in self.plan.loops]
+        events += [(group.at + 0.5, i, self._reductions) for i, group in enumerate(self._reduces)]
+        for _, number, make in sorted(events, key=lambda event: event[:2]):
+            yield from make(number)
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """The names of the operations, and one for the end."""
+        return [*(operation.name for operation in self.plan.block.operations), "the end"]
+
+    @functools.cached_property
+    def _makers(self) -> dict[Value, int]:
+        """The operation that makes each value."""
+        operations = enumerate(self.plan.block.operations)
+        return {value: i for i, operation in operations for value in operation.outputs}
+
+    @functools.cached_property
+    def _reduces(self) -> list[ReduceGroup]:
+        """The groups of reductions, then outputs that are reduced last, each by itself."""
+        outputs = (self.plan.block.outputs[i] for i in self.plan.gradients.at_end)
+        last = len(self.plan.block.operations)
+        at_end = [ReduceGroup((x,), last) for x in outputs if isinstance(x, Value)]
+        return [*self.plan.reduce_groups, *at_end]
+
+    @functools.cached_property
+    def _hops(self) -> dict[tuple[type[Instruction], int], tuple[Hop, ...]]:
+        """The hops of each group of weights and of gradients, by kind of instruction and number."""
+        names = [*self._names[:-1], ""]
+        found: dict[tuple[type[Instruction], int], tuple[Hop, ...]] = {}
+        for each in itertools.chain.from_iterable(x.parts for x in self.listed):
+            if isinstance(each, (Send, Reduce)):
+                plan, key = self.plan, (type(each), each.group)
+                is_send = isinstance(each, Send)
+                axes = plan.gather_axes if is_send else plan.reduce_groups[each.group].axes
+                hop = Hop(axes[each.axis], each.at, names[each.at], each.lag)
+                found[key] = (*found.get(key, ()), hop)
+        return found
+
+    def _tied_to(self, tie: Value | None) -> str:
+        """The operation that makes the value that a gather or copy waits for; "": there is none."""
+        if tie is None:
+            return ""
+        return self._names[self._makers[tie]] if tie in self._makers else "an argument"
+
+    def _gathers(self, number: int) -> Iterator[PlanStep]:
+        names, group = self._names, self.plan.gather_groups[number]
+        hops = self._hops.get((Send, number), ())
+        if self.has_slices and not any(one.keeps for one in group.gathers):
+            hops = hops[-1:]
+        for one in group.gathers:
+            yield PlanStep(
+                region=region_name(self.path) or one.region,
+                action="gather",
+                group=number,
+                name=one.weight.name,
+                shape=one.shape,
+                dtype=str(one.dtype),
+                num_bytes=one.num_bytes,
+                trips=self.trips,
+                path=self.path,
+                sent="the iteration before" if group.prefetched else names[group.issues[-1]],
+                at=names[one.at],
+                until=names[one.until],
+                tied=self._tied_to(group.ties[-1]),
+                start=group.issues[-1],
+                needed=one.at,
+                stop=one.until,
+                hops=hops,
+            )
+
+    def _fetches(self, number: int) -> Iterator[PlanStep]:
+        """The fetches of a group of weights outside of loops."""
+        group, names = self.plan.gather_groups[number], self._names
+        assert group.fetch is not None
+        needed = group.issues[0]
+        for weight in self.plan.fetched(number):
+            if x := self.copies.layers.get((self.path, weight.name, "device")):
+                yield _copy(
+                    x,
+                    group.gathers[0].region,
+                    self.path,
+                    self.trips,
+                    group=number,
+                    sent=names[group.fetch],
+                    at=names[needed],
+                    tied=self._tied_to(group.fetch_tie),
+                    start=group.fetch,
+                    needed=needed,
+                    stop=needed,
+                )
+
+    def _reductions(self, number: int) -> Iterator[PlanStep]:
+        """The reductions of a group of gradients, then their offloads outside of loops."""
+        group, path, trips = self._reduces[number], self.path, self.trips
+        for value in group.values:
+            at = self._makers.get(value, len(self._names) - 1)
+            yield PlanStep(
+                region=region_name(path) or "backward",
+                action="reduce",
+                group=number,
+                name=self._demand(value).name,
+                shape=value.shape,
+                dtype=str(value.dtype),
+                num_bytes=math.prod(value.shape) * value.dtype.itemsize,
+                trips=trips,
+                path=path,
+                at=self._names[at],
+                until="the iteration after" if group.deferred else "",
+                start=at,
+                needed=at,
+                stop=group.at,
+                hops=self._hops.get((Reduce, number), ()),
+            )
+        for value in group.values:
+            leaf = self.plan.host_gradients.get(value)
+            if leaf and (x := self.copies.layers.get((path, leaf.path, "host"))):
+                at = group.at
+                yield _copy(x, x.region, path, trips, start=at, needed=at, stop=at)
+
+    def _demand(self, value: Value) -> ReduceSpec:
+        gradients = self.plan.gradients
+        if value in gradients.reduces:
+            return gradients.reduces[value]
+        pairs = gradients.at_end.items()
+        return next(spec for i, spec in pairs if self.plan.block.outputs[i] is value)
+
+    def _of_loop(self, index: int) -> Iterator[PlanStep]:
+        loop, plan = self.plan.block.operations[index], self.plan.loops[index]
+        assert isinstance(loop, Loop)
+        listed = pipeline_of(plan, loop, self.plan.uses.loops[index]).instructions
+        path, trips = (*self.path, index), self.trips * loop.length
+        inside = _BlockSteps(plan.body, listed, self.copies, self.has_slices, path, trips)
+        for stack in self.plan.uses.loops[index].stacks:
+            if x := self.copies.layers.get((path, stack.layer.name, "device")):
+                yield inside._fetch_of_layer(x, plan, stack.layer)
+        yield from inside.in_order()
+        yield from inside._copies_at_end(plan)
+
+    def _fetch_of_layer(self, x: HostTransfer, loop: LoopPlan, layer: ShardedParam) -> PlanStep:
+        """The fetch, in each iteration of the loop that this is the body of, of a layer."""
+        issues = (
+            group.issues[0]
+            for group in self.plan.gather_groups
+            if any(gather.weight is layer for gather in group.gathers)
+        )
+        needed, num = min(issues, default=0), loop.window
+        before = "the iteration before" if num == 1 else f"{num} iterations before"
+        return _copy(
+            x,
+            region_name(self.path),
+            self.path,
+            self.trips,
+            sent=before if num else self._names[0],
+            at=self._names[needed],
+            needed=needed,
+            stop=needed,
+            ahead=num,
+            held=num + len(loop.leads(layer)),
+        )
+
+    def _copies_at_end(self, loop: LoopPlan) -> Iterator[PlanStep]:
+        """The offloads, in each iteration, of one layer of every gradient in host memory.
+
+        They are followed by the copies of updates, in each iteration of one layer of every array.
+        """
+        end, place = (
+            len(self.plan.block.operations),
+            (region_name(self.path), self.path, self.trips),
+        )
+        for leaf in loop.host_gradients.values():
+            if x := self.copies.layers.get((self.path, f"{leaf.path}[i]", "host")):
+                yield _copy(x, *place, start=end, needed=end, stop=end)
+        for (where, _, to), x in self.copies.updates.items():
+            if where == self.path:
+                ahead, held = (1, 2) if to == "device" else (0, 1)
+                yield _copy(x, *place, at="the update", ahead=ahead, held=held)

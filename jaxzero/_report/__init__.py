@@ -3,6 +3,7 @@
 In: layouts and a `Plan`. Out: a `Report` that prints itself. It changes and runs nothing.
 """
 
+from .data import Traffic as Traffic
 from .details import DETAILS as DETAILS
 from .local_report import LocalReport as LocalReport
 from .report import Report as Report
@@ -10,4 +11,3 @@ from .report import make_report as make_report
 from .text_table import TextTable as TextTable
 from .timeline import live_bytes as live_bytes
 from .timeline import spans as spans
-from .traffic import Traffic as Traffic

@@ -1,14 +1,23 @@
-"""The data of a report: the layout of each leaf, the traffic and the plan of a step."""
+"""The data of a report: the layout of each leaf, the traffic and the plan of a step.
+
+Traffic is what one optimizer step sends, for each axis and purpose, and what it copies between host
+memory and device memory, on one device.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._collectives import HostTransfer, Transfer
+from .._mesh import AXES, LOCAL, AnyMesh
 from .._plan import Plan
-from .host_traffic import HostTraffic
 from .timeline import spans
-from .traffic import Traffic
+
+PARTS = ("forward", "backward", "update")
+_REGIONS = {"before forward": "forward", "the end": "backward"}  # others are parts themselves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +33,204 @@ class Row:
     total_bytes: int  # of the true shape
     device_bytes: int  # in the memory of one device, padding included; 0 if offloaded
     host_bytes: int = 0  # in host memory, for one device, padding included
+
+
+@dataclasses.dataclass(frozen=True)
+class Amount:
+    """Number and bytes of some of a step's collectives, such as those over one mesh axis.
+
+    Attributes:
+        collectives: number of collectives that run in one optimizer step.
+        device_bytes: bytes that enter one device in one optimizer step.
+        microbatch_bytes: bytes that enter one device in each micro-batch; with hpZ in each but the
+            first, in which the node slices are gathered. 0 if there is only one micro-batch.
+    """
+
+    collectives: int
+    device_bytes: int
+    microbatch_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Everything that one optimizer step sends.
+
+    Attributes:
+        transfers: every collective of the program, in the order it was issued.
+        num_local: devices of a node.
+        slice_bytes: bytes of the node slices that one device keeps for the step (hpZ).
+    """
+
+    transfers: tuple[Transfer, ...]
+    num_local: int
+    slice_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, mesh: AnyMesh) -> Traffic:
+        """The traffic of a plan for `mesh`."""
+        return cls(plan.transfers, mesh.shape[LOCAL], plan.slice_bytes)
+
+    def amount(self, wanted: Callable[[Transfer], bool] = lambda _: True) -> Amount:
+        """Number and bytes of the collectives for which `wanted` is true; by default of all."""
+        return _sum([transfer for transfer in self.transfers if wanted(transfer)])
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that enter one node in one optimizer step, over all of its devices."""
+        return sum(map(self.node_bytes_for, dict.fromkeys(t.purpose for t in self.transfers)))
+
+    def node_bytes_for(self, purpose: str) -> int:
+        """The part of `node_bytes` that is for "weights", "gradients", "tangents" or "other"."""
+        some = (t for t in self.transfers if t.purpose == purpose)
+        return self.num_local * sum(t.node_bytes * t.trips for t in some)
+
+    @property
+    def kinds(self) -> tuple[tuple[str, str, str, str], ...]:
+        """The distinct `(purpose, axis, collective, dtype on the wire)` of all transfers."""
+        return tuple(
+            dict.fromkeys((t.purpose, t.axis, t.collective, t.dtype) for t in self.transfers)
+        )
+
+    def of_kind(self, kind: tuple[str, str, str, str]) -> Amount:
+        """The amount of all transfers of one of `kinds`."""
+        return self.amount(lambda t: (t.purpose, t.axis, t.collective, t.dtype) == kind)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The parts of the model that leaves belong to: where their paths begin to differ."""
+        return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose != "other"))
+
+    def of_group(self, group: str, axis: str) -> Amount:
+        """The amount of the weights and gradients of one of `groups`, on one axis.
+
+        A collective for leaves of several groups counts in each of them.
+        """
+
+        def belongs(t: Transfer) -> bool:
+            return t.purpose != "other" and t.axis == axis and self._group(t) == group
+
+        some = [t for t in self._by_leaf if belongs(t)]
+        involved = [t for t in self.transfers if any(belongs(part) for part in t.by_leaf())]
+        return dataclasses.replace(_sum(some), collectives=_sum(involved).collectives)
+
+    @functools.cached_property
+    def _by_leaf(self) -> tuple[Transfer, ...]:
+        return tuple(part for transfer in self.transfers for part in transfer.by_leaf())
+
+    def _group(self, transfer: Transfer) -> str:
+        shared = self._shared_components
+        return ".".join(_components(transfer)[: shared + 1]) or "leaves stored whole"
+
+    @functools.cached_property
+    def _shared_components(self) -> int:
+        paths = [_components(t) for t in self._by_leaf if t.purpose != "other" and t.name]
+        columns = zip(*(path[:-1] for path in paths), strict=False)
+        return next((i for i, column in enumerate(columns) if len(set(column)) > 1), 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The traffic as plain data: in total, by kind, by part of the model, and by leaf."""
+        leaves: dict[tuple[str, str, str], list[Transfer]] = {}
+        for part in self._by_leaf:
+            leaves.setdefault((part.purpose, part.name, part.axis), []).append(part)
+        return {
+            "node_bytes": self.node_bytes,
+            "slice_bytes": self.slice_bytes,
+            **dataclasses.asdict(self.amount()),
+            "kinds": [
+                {
+                    **dict(zip(("purpose", "axis", "collective", "dtype"), kind, strict=True)),
+                    **dataclasses.asdict(self.of_kind(kind)),
+                }
+                for kind in self.kinds
+            ],
+            "groups": [
+                {"name": group, "axis": axis, **dataclasses.asdict(self.of_group(group, axis))}
+                for group in self.groups
+                for axis in AXES
+            ],
+            "leaves": [
+                {
+                    **dict(zip(("purpose", "name", "axis"), leaf, strict=True)),
+                    **dataclasses.asdict(_sum(parts)),
+                }
+                for leaf, parts in leaves.items()
+            ],
+        }
+
+
+def _sum(transfers: Sequence[Transfer]) -> Amount:
+    return Amount(
+        sum(t.trips for t in transfers),
+        sum(t.entering_bytes * t.trips for t in transfers),
+        sum(t.entering_bytes * t.trips // t.microbatches for t in transfers if t.microbatches),
+    )
+
+
+def _components(transfer: Transfer) -> list[str]:
+    """Split the path of a leaf at its dots, without the `[i]` that marks a layer of a stack."""
+    return transfer.name.replace("[i]", "").split(".")
+
+
+def _part_of(x: HostTransfer) -> str:
+    return "update" if x.purpose == "update" else _REGIONS.get(x.region, x.region)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTraffic:
+    """What one device copies from and to host memory in one optimizer step.
+
+    Attributes:
+        transfers: every copy of forward and backward, in the order it was issued; None without a
+            plan of the step.
+        update: bytes that the optimizer's update copies to the device, and to the host: each
+            offloaded gradient, parameter and leaf of the optimizer state to the device once, and
+            the last two back. An optimizer that first takes a norm over all gradients reads them
+            once more. Leaves that the plan updates in backward are left out. None without
+            optimizer state.
+    """
+
+    transfers: tuple[HostTransfer, ...] | None
+    update: tuple[int, int] | None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Of "forward", "backward" and "update" those that are known."""
+        known = () if self.transfers is None else PARTS[:2]
+        return known if self.update is None else (*known, PARTS[2])
+
+    def num_bytes(self, to: str, part: str | None = None) -> int:
+        """Bytes that one device copies in one step.
+
+        Args:
+            to: "device", from host memory; or "host", to it.
+            part: one of `parts`, by when a copy is issued; by default all of them.
+        """
+        if part is None:
+            return sum(self.num_bytes(to, part) for part in self.parts)
+        copied = sum(
+            x.num_bytes * x.trips
+            for x in self.transfers or ()
+            if x.to == to and part == _part_of(x)
+        )
+        return copied + self.update[to == "host"] if part == "update" and self.update else copied
+
+    @property
+    def whole(self) -> tuple[HostTransfer, ...]:
+        """The copies of a full leaf at once, which therefore lies in device memory in full."""
+        return tuple(x for x in self.transfers or () if not x.windowed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The bytes of each part, and every copy of forward and backward, as plain data."""
+        return {
+            "parts": {
+                part: {f"to_{to}": self.num_bytes(to, part) for to in ("device", "host")}
+                for part in self.parts
+            },
+            "whole": list(dict.fromkeys(x.name for x in self.whole)),
+            "copies": None
+            if self.transfers is None
+            else [{**dataclasses.asdict(x), "path": list(x.path)} for x in self.transfers],
+        }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 
 from .._collectives import readable_bytes
 from .._mesh import AXES
-from .._plan import Plan
-from .data import ReportData
-from .names import merge_layers, ranges, summarized
-from .text_table import TextTable
-from .timeline import Span, spans
-from .traffic import Traffic
-from .waits import waits
+from .._plan import ACTIONS, Plan
+from .data import ReportData, Traffic
+from .text_table import TextTable, merge_layers, ranges, summarized
+from .timeline import Span, spans, waits
 
 
 def available_details(report: ReportData) -> tuple[str, ...]:
@@ -46,34 +42,27 @@ def detail_table(report: ReportData, detail: str) -> TextTable:
 
 def _leaves(report: ReportData) -> TextTable:
     rows = [row for row in report.rows if row.kind == "parameters"]
-    found = merge_layers(
-        [
-            (
-                (row.path,),
-                (
-                    str(list(row.shape)),
-                    row.dtype,
-                    "whole" if row.dim is None else f"dim {row.dim}",
-                    str(row.padding or ""),
-                    readable_bytes(row.device_bytes + row.host_bytes),
-                    "host" if row.host_bytes else "",
-                ),
-            )
-            for row in rows
-        ]
-    )
-    headings = ("leaf", "shape", "dtype", "split on", "padding", "each device", "in", "leaves")
-    cells = [(*row.names, *row.cells, str(len(row.members))) for row in found]
+    cells = [
+        (
+            str(list(row.shape)),
+            row.dtype,
+            "whole" if row.dim is None else f"dim {row.dim}",
+            str(row.padding or ""),
+            readable_bytes(row.device_bytes + row.host_bytes),
+            "host" if row.host_bytes else "",
+        )
+        for row in rows
+    ]
+    found = merge_layers([((row.path,), mine) for row, mine in zip(rows, cells, strict=True)])
     host = report.host_bytes("parameters")
     in_host = f", {readable_bytes(host)} in host memory for it" if host else ""
-    if not host:
-        headings, cells = _without_column(6, headings), [_without_column(6, row) for row in cells]
-    return TextTable(
+    table = TextTable(
         title=f"Parameters: {len(rows)} {'leaf' if len(rows) == 1 else 'leaves'}.",
-        headings=headings,
-        rows=cells,
+        headings=("leaf", "shape", "dtype", "split on", "padding", "each device", "in", "leaves"),
+        rows=[(*row.names, *row.cells, str(len(row.members))) for row in found],
         footer=(f"{readable_bytes(report.device_bytes('parameters'))} on each device{in_host}.",),
     )
+    return table if host else table.without("in")
 
 
 def _state(report: ReportData) -> TextTable:
@@ -83,80 +72,60 @@ def _state(report: ReportData) -> TextTable:
             amount(kind) for amount in (report.device_bytes, report.host_bytes, report.total_bytes)
         )
         share = f"1/{total / (mine + host):.2f}" if mine + host else ""
-        sizes = map(readable_bytes, (mine, host, total))
-        rows.append((kind, *sizes, share))
-    headings = ("arrays", "each device", "in host memory", "in total", "share")
-    if not any(map(report.host_bytes, report.kinds)):
-        headings, rows = _without_column(2, headings), [_without_column(2, row) for row in rows]
-    return TextTable(
+        rows.append((kind, *map(readable_bytes, (mine, host, total)), share))
+    has_host = any(map(report.host_bytes, report.kinds))
+    table = TextTable(
         title="Training state, padding included on each device.",
-        headings=headings,
+        headings=("arrays", "each device", "in host memory", "in total", "share"),
         rows=rows,
-        footer=("In host memory: for each device.",) if len(headings) == 5 else (),
+        footer=("In host memory: for each device.",) if has_host else (),
     )
-
-
-def _without_column(column: int, cells: tuple[str, ...]) -> tuple[str, ...]:
-    return cells[:column] + cells[column + 1 :]
+    return table if has_host else table.without("in host memory")
 
 
 def _gathers(report: ReportData) -> TextTable:
-    def cells(span: Span) -> tuple[str, ...]:
-        return (
-            span.region,
-            readable_bytes(span.num_bytes),
-            _when(span),
-            f"{span.alive} ops",
-            str(span.trips),
-        )
-
-    headings = ("bucket", "in", "whole", "sent", "held for", "times")
-    return _buckets("All-gathers", report, "gather", headings, cells)
+    return _buckets("All-gathers", report, "gather")
 
 
 def _reductions(report: ReportData) -> TextTable:
-    def cells(span: Span) -> tuple[str, ...]:
-        return span.region, readable_bytes(span.num_bytes), _when(span), str(span.trips)
-
-    headings = ("bucket", "in", "whole", "sent", "times")
-    table = _buckets("Reduce-scatters", report, "reduce", headings, cells)
     plan = _plan(report)
-    combined = (f"At the end, {x}." for x in plan.described_combined)
-    table = dataclasses.replace(table, footer=(*table.footer, *combined))
-    if not plan.at_end:
-        return table
-    at_end = f"At the end, one all-reduce of {', '.join(plan.at_end)}."
-    return dataclasses.replace(table, footer=(*table.footer, at_end))
+    footer = [f"At the end, {x}." for x in plan.described_combined]
+    if plan.at_end:
+        footer.append(f"At the end, one all-reduce of {', '.join(plan.at_end)}.")
+    table = _buckets("Reduce-scatters", report, "reduce", *footer)
+    return table.without("held for")
 
 
-def _buckets(
-    title: str,
-    report: ReportData,
-    action: str,
-    headings: tuple[str, ...],
-    cells: Callable[[Span], tuple[str, ...]],
-) -> TextTable:
+def _buckets(title: str, report: ReportData, action: str, *footer: str) -> TextTable:
     """One row for each bucket, with its leaves below; buckets of equal layers share a row."""
     found = [span for span in spans(_plan(report)) if span.action == action]
-    rows = merge_layers([(span.names, cells(span)) for span in found])
+    cells = [
+        (
+            span.region,
+            readable_bytes(span.num_bytes),
+            _when(span),
+            f"{span.alive} ops" if action == "gather" else "",  # differs between equal layers
+            str(span.trips),
+        )
+        for span in found
+    ]
+    rows = merge_layers([(x.names, mine) for x, mine in zip(found, cells, strict=True)])
     total = sum(span.num_bytes * span.trips for span in found)
     buckets = "bucket" if len(found) == 1 else "buckets"
     return TextTable(
         title=f"{title}: {len(found)} {buckets}, {readable_bytes(total)} whole in a run.",
-        headings=headings,
+        headings=("bucket", "in", "whole", "sent", "held for", "times"),
         rows=[(ranges(row.members), *row.cells) for row in rows],
         notes=[", ".join(row.names) for row in rows],
-        footer=_microbatch_note(_plan(report)),
+        footer=(*_microbatch_note(_plan(report)), *footer),
     )
 
 
 def _waits(report: ReportData) -> TextTable:
-    found = waits(_plan(report))
-    size = [readable_bytes(wait.num_bytes) if wait.num_bytes else "" for wait in found]
-    rows = [
-        (wait.names, (wait.action, wait.region, one, str(wait.trips)))
-        for wait, one in zip(found, size, strict=True)
-    ]
+    rows = []
+    for wait in waits(_plan(report)):
+        size = readable_bytes(wait.num_bytes) if wait.num_bytes else ""
+        rows.append((wait.names, (wait.action, wait.region, size, str(wait.trips))))
     merged = merge_layers(rows)
     return TextTable(
         title="Collectives that no costly operation (matrix product, loop, ...) overlaps with.",
@@ -175,20 +144,19 @@ def _traffic(report: ReportData) -> TextTable:
         each = readable_bytes(amount.microbatch_bytes) if amount.microbatch_bytes else ""
         size = readable_bytes(amount.device_bytes)
         rows.append((*kind, str(amount.collectives), size, each))
-    headings = ("for", "axis", "collective", "dtype", "times", "into device", "micro-batch")
-    if not any(row[-1] for row in rows):
-        headings, rows = headings[:-1], [row[:-1] for row in rows]
+    has_microbatches = any(row[-1] for row in rows)
     footer = [f"{readable_bytes(traffic.node_bytes)} enter a node in one step."]
-    if headings[-1] == "micro-batch":
+    if has_microbatches:
         footer.append("micro-batch: the part that is sent for every micro-batch anew.")
     if traffic.slice_bytes:
         footer.append(f"A device keeps {readable_bytes(traffic.slice_bytes)} of slices (hpZ).")
-    return TextTable(
+    table = TextTable(
         title="Sent in one optimizer step; bytes are those that one device receives.",
-        headings=headings,
+        headings=("for", "axis", "collective", "dtype", "times", "into device", "micro-batch"),
         rows=rows,
         footer=tuple(footer),
     )
+    return table if has_microbatches else table.without("micro-batch")
 
 
 def _parts(report: ReportData) -> TextTable:
@@ -235,7 +203,7 @@ def _timeline(report: ReportData) -> TextTable:
     rows = [
         (
             f"{span.start}-{span.stop}",
-            _ACTIONS[span.action],
+            ACTIONS[span.action],
             span.region,
             readable_bytes(span.num_bytes),
             str(span.trips),
@@ -250,14 +218,6 @@ def _timeline(report: ReportData) -> TextTable:
         notes=[summarized(span.names) for span in found],
         footer=_microbatch_note(_plan(report)),
     )
-
-
-_ACTIONS = {
-    "gather": "all-gather",
-    "reduce": "reduce-scatter",
-    "fetch": "copy to device",
-    "offload": "copy to host",
-}
 
 
 def _when(span: Span) -> str:

@@ -4,7 +4,7 @@ In: a tree that a `Zero` laid out, a mesh and `PartitionSpec`s. Out: ordinary ar
 Benchmarks compile what `planned` and `lowered` give; no room below `jaxzero` itself imports this.
 """
 
-from .programs import lowered as lowered
+from .reshard import lowered as lowered
 from .reshard import planned as planned
 from .reshard import reshard as reshard
 from .reshard import reshard_report as reshard_report

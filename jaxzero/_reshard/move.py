@@ -4,13 +4,20 @@ A shard is seen as a grid of pieces, one for each combination of the factors tha
 (see `steps`), each piece a row of numbers or, with a codec, a message. Collectives move rows of
 this grid, so that what is sent is encoded once by its owner, and decoded once, where it stays.
 
+[Note: windows] Some cuts do not fit each other: of an array that is padded on a dim that the
+destination splits, of meshes whose devices are in an order that is no reshaped form of the old one,
+of dims that 3 devices split and 2 are to split. Then all devices gather a window of rows, which is
+a move to no split, and each keeps those that it is to have. A row crosses into a node once, but
+into every device of it. At any time a device has its part of the result and one window.
+
 Legend: f, g factors before and after, each of its size or of 1 where it is split; m, n numbers of a
-piece, or bytes of its message; K devices of a collective.
+piece, or bytes of its message; K devices of a collective; k shards, h rows of each in a window.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -28,31 +35,62 @@ from .steps import Route, Step
 
 
 @dataclasses.dataclass(frozen=True)
+class Windows:
+    """How an array is gathered by rows along the dim that is split; see [Note: windows].
+
+    Attributes:
+        dim: the dim that is split; any if none is.
+        rows: rows of a shard.
+        height: rows of each shard in a window; the last window overlaps with the one before.
+        starts: for each device, the first index of its part of the result in each dim.
+    """
+
+    dim: int
+    rows: int
+    height: int
+    starts: tuple[tuple[int, ...], ...]
+
+    @property
+    def num(self) -> int:
+        return math.ceil(self.rows / self.height)
+
+    def dim_first(self, values: Any) -> list[Any]:
+        """Values of each dim, that of `dim` first."""
+        return [values[self.dim], *values[: self.dim], *values[self.dim + 1 :]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Move:
     """One array: from the shards that devices have to those that they are to have.
 
     Attributes:
         leaf: how it is stored: true shape, padding, dtype, the codec of its messages.
         block: shape of a device's shard of the stored array.
+        shape: of what the collectives move: the padded array, or a window, its rows first.
         route: the collectives.
+        target_block: shape of what a device has in the end, without padding.
         dtype: the type that numbers are sent in, and arrive in.
         codec: encodes what is sent; None sends numbers of `dtype`.
+        windows: the windows that are moved; None: the array is moved at once.
     """
 
     leaf: LeafSpec
     block: tuple[int, ...]
+    shape: tuple[int, ...]
     route: Route
+    target_block: tuple[int, ...]
     dtype: Any
     codec: Codec | None
+    windows: Windows | None = None
 
     @property
-    def steps(self) -> tuple[Step, ...]:
-        return self.route.steps
+    def num_windows(self) -> int:
+        return self.windows.num if self.windows else 1
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """For each dim of the padded array, how long a piece is."""
-        pairs = zip(self.leaf.padded_shape, self.route.factors, strict=True)
+        """For each dim of `shape`, how long a piece is."""
+        pairs = zip(self.shape, self.route.factors, strict=True)
         return tuple(size // math.prod(factors) for size, factors in pairs)
 
     @property
@@ -68,13 +106,6 @@ class Move:
         pairs = zip(self.route.sizes, split, strict=True)
         return tuple(1 if is_split else size for size, is_split in pairs)
 
-    @property
-    def target_block(self) -> tuple[int, ...]:
-        """Shape of what a device has in the end."""
-        shape = self._by_dim(self.grid(self.route.target))
-        pairs = zip(shape, self.leaf.shape, strict=True)
-        return tuple(min(size, true) for size, true in pairs)  # without padding
-
     def run(self, x: Shaped[Array, ...], mesh: Mesh) -> Shaped[Array, ...]:
         """Move a device's shard; inside a `shard_map` over all axes of `mesh`.
 
@@ -82,65 +113,75 @@ class Move:
             x: shard of the stored array, of the shape `block`.
             mesh: the digits of the devices.
         """
-        if not self.steps:
-            x = shard_of(x, self.leaf).astype(self.dtype)
-            return jnp.copy(x[tuple(slice(size) for size in self.target_block)])
-        pieces = lax.optimization_barrier(self.pieces_of(x))
-        for step in self.steps:
+        x = x if self.leaf.codec is None else from_stored(x, self.leaf).join()
+        x = x.astype(self.dtype)
+        if self.windows is not None:
+            return self._moved_by_windows(x, mesh, self.windows)
+        mine = tuple(slice(size) for size in self.target_block)
+        return self._moved(x, mesh)[mine] if self.route.steps else jnp.copy(x[mine])
+
+    def _moved(self, x: Shaped[Array, ...], mesh: Mesh) -> Shaped[Array, ...]:
+        """A device's new shard, from its old one; padding is still there."""
+        # The barriers keep XLA from moving a cast across the collectives.
+        pieces = lax.optimization_barrier(self._pieces_of(x))
+        for step in self.route.steps:
             pieces = _RUN[step.kind](pieces, step, mesh)
-        return self.joined(lax.optimization_barrier(pieces))
+        return self._joined(lax.optimization_barrier(pieces))
 
-    def pieces_of(self, x: Shaped[Array, ...]) -> Shaped[Array, "*f n"]:
-        """A device's shard of the stored array as the grid of pieces that are sent."""
-        x = shard_of(x, self.leaf).astype(self.dtype)
+    def _moved_by_windows(
+        self, x: Shaped[Array, ...], mesh: Mesh, windows: Windows
+    ) -> Shaped[Array, ...]:
+        x = jnp.moveaxis(x, windows.dim, 0)
+        place = lax.axis_index(mesh.axis_names)
+        start, *starts = windows.dim_first(list(jnp.asarray(windows.starts, jnp.int32)[place]))
+        num, *sizes = windows.dim_first(self.target_block)
+        wanted = start + jnp.arange(num, dtype=jnp.int32)
+        shards, rows = wanted // windows.rows, wanted % windows.rows
+
+        def add_window(total: Array, window: Array) -> tuple[Array, None]:
+            first = jnp.minimum(window * windows.height, windows.rows - windows.height)
+            piece = lax.dynamic_slice_in_dim(x, first, windows.height)
+            pieces: Shaped[Array, "k h ..."] = self._moved(piece, mesh).reshape(-1, *piece.shape)
+            zero = jnp.zeros((), jnp.int32)
+            pieces = lax.dynamic_slice(pieces, (zero, zero, *starts), (*pieces.shape[:2], *sizes))
+            inside = (rows >= first) & (rows < first + windows.height)
+            taken = pieces[shards, jnp.clip(rows - first, 0, windows.height - 1)]
+            inside = inside.reshape(-1, *[1] * len(sizes))
+            return jnp.where(inside, taken, total), None
+
+        numbers = jnp.arange(windows.num, dtype=jnp.int32)
+        total, _ = lax.scan(add_window, jnp.zeros((num, *sizes), self.dtype), numbers)
+        return jnp.moveaxis(total, 0, windows.dim)
+
+    def _pieces_of(self, x: Shaped[Array, ...]) -> Shaped[Array, "*f n"]:
+        """A device's shard as the grid of pieces that are sent."""
         grid = self.grid(self.route.source)
-        shape, order = self._interleaved(grid)
-        x = x.reshape(shape).transpose(order).reshape(*grid, math.prod(self.inner))
-        return encoded(x, self.codec)
+        x = x.reshape([*itertools.chain(*self._cut(grid))]).transpose(self._factors_first)
+        x = x.reshape(*grid, math.prod(self.inner))
+        return to_bits(x) if self.codec is None else self.codec.encode_rows(x)
 
-    def joined(self, pieces: Shaped[Array, "*f n"]) -> Shaped[Array, ...]:
+    def _joined(self, pieces: Shaped[Array, "*f n"]) -> Shaped[Array, ...]:
         """What a device has in the end, from the grid of pieces that it has got."""
-        x = decoded(pieces, self.codec, math.prod(self.inner), self.dtype)
-        grid = self.grid(self.route.target)
-        _, order = self._interleaved(grid)
-        x = x.reshape(*grid, *self.inner).transpose(np.argsort(order))
-        return x.reshape(self._by_dim(grid))[tuple(slice(size) for size in self.target_block)]
+        grid, num = self.grid(self.route.target), math.prod(self.inner)
+        if self.codec is None:
+            x = from_bits(pieces, self.dtype)
+        else:
+            x = self.codec.decode_rows(pieces, num, self.dtype)
+        x = x.reshape(*grid, *self.inner).transpose(np.argsort(self._factors_first))
+        return x.reshape([math.prod(sizes) for sizes in self._cut(grid)])
 
-    def _by_dim(self, grid: tuple[int, ...]) -> list[int]:
-        shape, first = [], 0
-        for factors, inner in zip(self.route.factors, self.inner, strict=True):
-            shape.append(math.prod(grid[first : first + len(factors)]) * inner)
-            first += len(factors)
-        return shape
+    def _cut(self, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """For each dim of a device's part, its factors and the rest."""
+        remaining = iter(grid)
+        pairs = zip(self.route.factors, self.inner, strict=True)
+        return [(*itertools.islice(remaining, len(factors)), rest) for factors, rest in pairs]
 
-    def _interleaved(self, grid: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """The shape with each dim's factors before its rest, and the dims in the order f, rests."""
-        shape, of_factors, of_rests, first = [], [], [], 0
-        for factors, inner in zip(self.route.factors, self.inner, strict=True):
-            of_factors += range(len(shape), len(shape) + len(factors))
-            shape += [*grid[first : first + len(factors)], inner]
-            of_rests.append(len(shape) - 1)
-            first += len(factors)
-        return shape, of_factors + of_rests
-
-
-def shard_of(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
-    """The numbers of a device's shard, decoded if it is stored encoded."""
-    return x if leaf.codec is None else from_stored(x, leaf).join()
-
-
-def encoded(x: Shaped[Array, "*f m"], codec: Codec | None) -> Shaped[Array, "*f n"]:
-    """Rows as they are sent.
-
-    Callers put an optimization barrier between this and the collective, or XLA would move a cast
-    to after it. Another one belongs between the collective and `decoded`.
-    """
-    return to_bits(x) if codec is None else codec.encode_rows(x)
-
-
-def decoded(x: Shaped[Array, "*f n"], codec: Codec | None, num: int, dtype: Any) -> Array:
-    """`num` numbers in each row that arrived; the reverse of `encoded`."""
-    return from_bits(x, dtype) if codec is None else codec.decode_rows(x, num, dtype)
+    @property
+    def _factors_first(self) -> list[int]:
+        """The order of the dims of a part that is `_cut` in which factors precede all rests."""
+        num_of_dims = [len(factors) + 1 for factors in self.route.factors]
+        rests = [end - 1 for end in itertools.accumulate(num_of_dims)]
+        return [*(i for i in range(sum(num_of_dims)) if i not in rests), *rests]
 
 
 def _slice(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
@@ -158,8 +199,8 @@ def _exchange(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array,
     # The leading dims now count the senders: the factors that were split. These have size 1 in the
     # rest, where they stand for those that are split now.
     renamed = dict(zip(step.before, step.after, strict=True))
-    order = [*step.before, *(renamed.get(i, i) for i in others)]
-    return received.reshape(*sizes, *received.shape[1:]).transpose(_back(order))
+    order = np.array([*step.before, *(renamed.get(i, i) for i in others)], int)
+    return received.reshape(*sizes, *received.shape[1:]).transpose(np.argsort(order))
 
 
 def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
@@ -167,13 +208,8 @@ def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "
     row = x.reshape([size for i, size in enumerate(x.shape) if i not in step.before])
     full = all_gather(row[None], step.digits, 0)
     sizes = [mesh.shape[digit] for digit in step.digits]
-    others = [i for i in range(x.ndim) if i not in step.before]
-    return full.reshape(*sizes, *full.shape[1:]).transpose(_back([*step.before, *others]))
-
-
-def _back(order: list[Any]) -> np.ndarray:
-    """The permutation that puts dims named `order` in the order of their numbers."""
-    return np.argsort(order)
+    order = np.array([*step.before, *(i for i in range(x.ndim) if i not in step.before)], int)
+    return full.reshape(*sizes, *full.shape[1:]).transpose(np.argsort(order))
 
 
 def _permute(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*f m"]:

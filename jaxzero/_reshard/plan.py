@@ -20,11 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._codecs import Codec
 from .._mesh import NODE
 from .._sharding import LeafSpec, axes_of
-from .counts import AnyMove, held_bytes
-from .digits import Digits
-from .move import Move
-from .steps import Route, route
-from .windowed import WindowedMove, height_of, starts_of
+from .move import Move, Windows
+from .steps import Digits, Route, route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,22 +59,23 @@ class ReshardPlan:
     leaves: tuple[LeafSpec, ...]
     sources: tuple[NamedSharding, ...]
     targets: tuple[NamedSharding, ...]
-    moves: tuple[AnyMove | None, ...]
+    moves: tuple[Move | None, ...]
     windows: tuple[tuple[int, ...], ...]
     digits: Digits
     nodes: np.ndarray
 
     @property
-    def programs(self) -> list[tuple[AnyMove, ...]]:
+    def programs(self) -> list[tuple[Move, ...]]:
         """The moves of each window."""
         moves = ([self.moves[i] for i in window] for window in self.windows)
         return [tuple(move for move in each if move is not None) for each in moves]
 
 
+@functools.lru_cache(maxsize=16)
 def make_plan(
-    leaves: Sequence[LeafSpec],
-    sources: Sequence[NamedSharding],
-    targets: Sequence[NamedSharding],
+    leaves: tuple[LeafSpec, ...],
+    sources: tuple[NamedSharding, ...],
+    targets: tuple[NamedSharding, ...],
     options: Options,
 ) -> ReshardPlan:
     """Plan the moves of arrays, all of which are on one mesh, to another one.
@@ -85,25 +83,16 @@ def make_plan(
     Plans are cached: planning some hundred arrays takes as long as sending a megabyte on a fast
     network.
     """
-    return _make_plan(tuple(leaves), tuple(sources), tuple(targets), options)
-
-
-@functools.lru_cache(maxsize=16)
-def _make_plan(
-    leaves: tuple[LeafSpec, ...],
-    sources: tuple[NamedSharding, ...],
-    targets: tuple[NamedSharding, ...],
-    options: Options,
-) -> ReshardPlan:
     mesh, onto = sources[0].mesh, targets[0].mesh
     assert isinstance(mesh, Mesh) and isinstance(onto, Mesh)
     digits = Digits.of(mesh)
     dim = mesh.axis_names.index(NODE)
     nodes = np.indices(mesh.devices.shape)[dim].ravel()
-    other = digits.over(onto) if _same_devices(mesh, targets[0]) else None
+    are_same = set(mesh.devices.flat) == set(onto.devices.flat)
+    other = digits.over(onto) if are_same else None
     moves = tuple(
         _move(leaf, source, target, digits, other, options)
-        if _same_devices(mesh, target)
+        if are_same
         and math.prod(leaf.shape)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         else None
@@ -111,10 +100,6 @@ def _make_plan(
     )
     windows = _windows(moves, digits.mesh, options.window_bytes)
     return ReshardPlan(leaves, sources, targets, moves, windows, digits, nodes)
-
-
-def _same_devices(mesh: Mesh, target: NamedSharding) -> bool:
-    return set(mesh.devices.flat) == set(target.device_set)
 
 
 def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:
@@ -157,42 +142,57 @@ def _move(
     digits: Digits,
     other: Digits | None,
     options: Options,
-) -> AnyMove:
-    dtype = sent_dtype(leaf, options.dtype)
+) -> Move:
     before = digits.split(plain_spec(leaf, source), len(leaf.shape))
-    found = _route(leaf, before, target, digits, other)
-    block = source.shard_shape(leaf.stored_shape)
-    if found is not None:
-        codec = _codec(leaf, dtype, options) if _sends(found) else None
-        return Move(leaf, block, found, dtype, codec)
-    split = [dim for dim, names in enumerate(before) if names]
-    if len(split) > 1:
-        raise NotImplementedError(
-            f"`{leaf.path}` is split over several dims, {source.spec}, and `reshard` cannot take "
-            f"it to {target.spec} on a mesh {dict(target.mesh.shape)}, whose cuts do not fit. "
-            "Use a mesh whose devices are in the order of `zero.mesh`, or leave the dim that "
-            "`Zero` splits whole."
-        )
-    dim = split[0] if split else (leaf.layout.dim if leaf.layout else 0)
-    axes = before[dim]
-    num = math.prod(digits.mesh.shape[name] for name in axes)
-    rows = leaf.padded_shape[dim] // num
-    row_bytes = math.prod(leaf.padded_shape) // leaf.padded_shape[dim] * dtype.itemsize
-    between = tuple(name for name in axes if digits.is_between_nodes(name))
-    inside = tuple(name for name in axes if name not in between)
-    indices = target.devices_indices_map(leaf.shape)
-    return WindowedMove(
+    found, windows, shape = _route(leaf, before, target, digits, other), None, leaf.padded_shape
+    if found is None:
+        split = [dim for dim, names in enumerate(before) if names]
+        if len(split) > 1:
+            raise NotImplementedError(
+                f"`{leaf.path}` is split over several dims, {source.spec}, and `reshard` cannot "
+                f"take it to {target.spec} on a mesh {dict(target.mesh.shape)}, whose cuts do not "
+                "fit. Use a mesh whose devices are in the order of `zero.mesh`, or leave the dim "
+                "that `Zero` splits whole."
+            )
+        dim = split[0] if split else (leaf.layout.dim if leaf.layout else 0)
+        found, windows, shape = _by_windows(leaf, dim, before[dim], target, digits, options)
+    dtype = sent_dtype(leaf, options.dtype)
+    sends = any(step.kind != "slice" for step in found.steps)
+    return Move(
         leaf,
-        block,
-        dim,
-        axes,
-        tuple(hop for hop in (between, inside) if hop),
-        starts_of([known(indices[device]) for device in digits.mesh.devices.flat]),
+        source.shard_shape(leaf.stored_shape),
+        shape,
+        found,
         target.shard_shape(leaf.shape),
-        height_of(rows, row_bytes, num, options.window_bytes) if axes else rows,
         dtype,
-        _codec(leaf, dtype, options) if axes else None,
+        _codec(leaf, dtype, options) if sends else None,
+        windows,
     )
+
+
+def _by_windows(
+    leaf: LeafSpec,
+    dim: int,
+    axes: tuple[str, ...],
+    target: NamedSharding,
+    digits: Digits,
+    options: Options,
+) -> tuple[Route, Windows, tuple[int, ...]]:
+    """How to gather windows of a leaf that `axes` split on `dim`, and the shape of a window."""
+    num = math.prod(digits.mesh.shape[name] for name in axes)
+    rows = height = leaf.padded_shape[dim] // num
+    others = leaf.padded_shape[:dim] + leaf.padded_shape[dim + 1 :]
+    if axes:
+        of_window = math.prod(others) * sent_dtype(leaf, options.dtype).itemsize * num
+        most = max(1, options.window_bytes // max(1, of_window))
+        height = math.ceil(rows / math.ceil(rows / min(most, rows)))
+    indices = target.devices_indices_map(leaf.shape)
+    boxes = [known(indices[device]) for device in digits.mesh.devices.flat]
+    starts = tuple(tuple(int(s.start or 0) for s in box) for box in boxes)
+    whole = ((),) * len(others)
+    found = route((axes, *whole), ((), *whole), dict(digits.mesh.shape), digits.is_between_nodes)
+    assert found is not None
+    return found, Windows(dim, rows, height, starts), (num * height, *others)
 
 
 def known(index: tuple[slice, ...] | None) -> tuple[slice, ...]:
@@ -227,10 +227,6 @@ def _parts(target: NamedSharding, leaf: LeafSpec) -> list[int]:
     return [full // part if part else 1 for full, part in zip(leaf.shape, shape, strict=True)]
 
 
-def _sends(found: Route) -> bool:
-    return any(step.kind != "slice" for step in found.steps)
-
-
 def _codec(leaf: LeafSpec, dtype: Any, options: Options) -> Codec | None:
     codec = options.codec
     if codec is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -240,7 +236,7 @@ def _codec(leaf: LeafSpec, dtype: Any, options: Options) -> Codec | None:
 
 
 def _windows(
-    moves: Sequence[AnyMove | None], mesh: Mesh, window_bytes: int
+    moves: Sequence[Move | None], mesh: Mesh, window_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
     """Cut moves into runs that hold at most `window_bytes`, each of one move at least."""
     windows: list[list[int]] = []
@@ -255,3 +251,24 @@ def _windows(
         windows[-1].append(i)
         held += size
     return tuple(map(tuple, windows))
+
+
+def held_bytes(move: Move, mesh: Mesh) -> int:
+    """A bound on what the program of a move holds at once, besides its argument and its result."""
+    itemsize, leaf = np.dtype(move.dtype).itemsize, move.leaf
+    result = math.prod(move.target_block) * itemsize
+    decoded = 0  # the shard in the type that is sent, where it is not sent as it is stored
+    if leaf.codec is not None or move.codec is not None or move.dtype != leaf.dtype:
+        parts = leaf.layout.num_shards if leaf.layout else 1
+        decoded = math.prod(leaf.padded_shape) // parts * itemsize
+    if move.windows is not None:
+        return 2 * result + 3 * math.prod(move.shape) * itemsize + decoded
+    if not move.route.steps:
+        return decoded
+    held = move.message.size * move.message.dtype.itemsize
+    held *= math.prod(move.grid(move.route.source))
+    most = held + result
+    for step in move.route.steps:
+        before, held = held, step.held_after(held, mesh)
+        most = max(most, before + held)
+    return most + decoded

@@ -1,20 +1,28 @@
-"""`ReshardReport`: what `reshard` will send over each kind of link, and hold, before it runs."""
+"""`ReshardReport`: what `reshard` will send over each kind of link, and hold, before it runs.
+
+Bytes that enter are counted device by device, beside the least that any method would send.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from .._collectives import readable_bytes
 from .._report import TextTable
 from .._sharding import LeafSpec
-from .counts import AnyMove, Sent, held_bytes, least_elements, sent_by
-from .plan import ReshardPlan, known, plain_spec, spec_without_padding
-from .windowed import WindowedMove
+from .move import Move, pairs
+from .plan import ReshardPlan, held_bytes, known, plain_spec, spec_without_padding
+from .steps import Step, groups
+
+Boxes = Sequence[tuple[slice, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,17 +154,15 @@ def make_report(plan: ReshardPlan) -> ReshardReport:
         sent += np.stack([others, outside])
         for total, more in zip(least, _least(leaf, source, target, move, plan), strict=True):
             total += more
-        own = Sent.of(others, outside, nodes)
         size = result * move.dtype.itemsize
-        rows.append(
-            LeafReport(leaf.path, leaf.shape, how(move), own.into_node, own.into_device, size)
-        )
-    in_all = Sent.of(sent[0], sent[1], nodes)
+        most = _most(others, outside, nodes)
+        rows.append(LeafReport(leaf.path, leaf.shape, how(move), *most, size))
+    into_node, into_device = _most(sent[0], sent[1], nodes)
     return ReshardReport(
         leaves=tuple(rows),
-        into_node=in_all.into_node,
+        into_node=into_node,
         least_into_node=int(least[1].max()),
-        into_device=in_all.into_device,
+        into_device=into_device,
         least_into_device=int(least[0].max()),
         source_bytes=sum(_held(x, y) for x, y in zip(plan.leaves, plan.sources, strict=True)),
         result_bytes=sum(x.device_bytes for x in rows),
@@ -183,7 +189,7 @@ def _least(
     leaf: LeafSpec,
     source: NamedSharding,
     target: NamedSharding,
-    move: AnyMove,
+    move: Move,
     plan: ReshardPlan,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lower bounds in bytes as they are sent, for devices and for nodes."""
@@ -198,11 +204,87 @@ def _least(
     )
     into_devices, into_nodes = least_elements(leaf.shape, had, asked, plan.nodes)
     message = move.message
-    per_message = (
-        move.height * move.row_size if isinstance(move, WindowedMove) else math.prod(move.inner)
-    )
-    each = message.size * message.dtype.itemsize / max(1, per_message)
+    each = message.size * message.dtype.itemsize / max(1, math.prod(move.inner))
     return into_devices * each, into_nodes * each
+
+
+def _most(others: np.ndarray, outside: np.ndarray, nodes: np.ndarray) -> tuple[int, int]:
+    """The most bytes that enter a node, and a device, by those that enter each device.
+
+    Args:
+        others: bytes from other devices, of whichever node.
+        outside: bytes from other nodes.
+        nodes: the node of each device.
+    """
+    return round(np.bincount(nodes, weights=outside).max()), round(others.max())
+
+
+def sent_by(move: Move, mesh: Mesh, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each device, the bytes that it gets from other devices, and those from other nodes.
+
+    Args:
+        move: the move.
+        mesh: the digits of the devices.
+        nodes: the node of each device, in the order of `mesh`.
+    """
+    others, outside = np.zeros(mesh.size), np.zeros(mesh.size)
+    held = move.message.size * move.message.dtype.itemsize * move.num_windows
+    held *= math.prod(move.grid(move.route.source))
+    for step in move.route.steps:
+        senders = _senders(step, mesh)
+        part = held // senders.shape[1] if step.kind == "exchange" else held
+        others += part * (senders != np.arange(mesh.size)[:, None]).sum(axis=1)
+        outside += part * (nodes[senders] != nodes[:, None]).sum(axis=1)
+        held = step.held_after(held, mesh)
+    return others, outside
+
+
+def _senders(step: Step, mesh: Mesh) -> np.ndarray:
+    """`[devices, K]`: the devices that send to each device, which may be one of them."""
+    if step.kind == "slice":
+        return np.arange(mesh.size)[:, None]
+    members = groups(step.digits, mesh)
+    if step.kind == "permute":
+        senders = np.empty((mesh.size, 1), int)
+        for source, target in pairs(step, mesh):
+            senders[members[:, target], 0] = members[:, source]
+        return senders
+    senders = np.empty((mesh.size, members.shape[1]), int)
+    senders[members] = members[:, None]
+    return senders
+
+
+def least_elements(
+    shape: tuple[int, ...], before: Boxes, after: Boxes, nodes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Elements that must enter each device from others, and each node from other nodes.
+
+    Args:
+        shape: of the array.
+        before: the part of the array that each device has; what is beyond `shape` is padding.
+        after: the part that each device is to have.
+        nodes: the node of each device.
+    """
+    dims = list(enumerate(shape))
+    ends = [[box[dim].indices(size)[:2] for box in (*before, *after)] for dim, size in dims]
+    edges = [np.unique([0, size, *itertools.chain(*ends[dim])]) for dim, size in dims]
+    # The edges of all parts cut the array into cells, each of which a device has in full or not.
+    elements = functools.reduce(np.multiply.outer, map(np.diff, edges), np.array(1))
+
+    def cells(number: int) -> np.ndarray:
+        """Which cells a part has."""
+        parts = zip(edges, (x[number] for x in ends), strict=True)
+        inside = [(low[:-1] >= start) & (low[:-1] < stop) for low, (start, stop) in parts]
+        return functools.reduce(np.logical_and.outer, inside, np.array(True))
+
+    had = np.stack([cells(i) for i in range(len(before))])
+    asked = np.stack([cells(len(before) + i) for i in range(len(after))])
+    into_devices = [(elements * missing).sum() for missing in asked & ~had]
+    into_nodes = []
+    for node in range(int(nodes.max()) + 1):
+        missing = asked[nodes == node].any(axis=0) & ~had[nodes == node].any(axis=0)
+        into_nodes.append((elements * missing).sum())
+    return np.array(into_devices), np.array(into_nodes)
 
 
 _NAMES = {
@@ -213,11 +295,11 @@ _NAMES = {
 }
 
 
-def how(move: AnyMove) -> str:
+def how(move: Move) -> str:
     """The operations of a move in words: "all-to-all over local, all-gather over node"."""
-    if isinstance(move, WindowedMove):
+    if move.windows is not None:
         return f"all-gather of all rows, in {move.num_windows} windows"
-    words = [f"{_NAMES[step.kind]} over {_axes(step.digits)}" for step in move.steps]
+    words = [f"{_NAMES[step.kind]} over {_axes(step.digits)}" for step in move.route.steps]
     return ", ".join(words) or "copy"
 
 

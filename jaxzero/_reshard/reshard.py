@@ -1,10 +1,16 @@
-"""`reshard`: parameters that `Zero` holds, as ordinary arrays of any sharding."""
+"""`reshard`: parameters that `Zero` holds, as ordinary arrays of any sharding.
+
+The moves of a window are one program over all devices. Shards enter and leave a program stacked on
+dim 0, one for each device. So the program does not depend on the meshes that users name, and arrays
+are viewed as such stacks without a copy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -12,11 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec, check_is_value
-from .._mesh import is_traced
+from .._mesh import gloo_workaround, is_traced
 from .._sharding import LeafSpec, TreePlan, arrays_of, axes_of, rebuild, spread_prefix
 from .._zero import Zero
+from .move import Move
 from .plan import Options, ReshardPlan, make_plan, sent_dtype, spec_without_padding, uneven_dims
-from .programs import run, viewed
 from .report import ReshardReport, make_report
 
 _WINDOW_BYTES = 2**26
@@ -94,11 +100,17 @@ def reshard(
 
 def _moved(plan: ReshardPlan, arrays: Sequence[Any]) -> dict[int, jax.Array]:
     """The arrays that have moves, by index, in their new shardings."""
-    made = {}
+    made, mesh = {}, plan.digits.mesh
     for window, moves in zip(plan.windows, plan.programs, strict=True):
-        stored = [_in_place(arrays[i], plan.sources[i]) for i in window]
-        for i, x in zip(window, run(plan.digits.mesh, moves, stored), strict=True):
-            made[i] = viewed(x, plan.leaves[i].shape, plan.targets[i])
+        stacks = [
+            _viewed(_in_place(arrays[i], plan.sources[i]), *_stack(move, mesh))
+            for i, move in zip(window, moves, strict=True)
+        ]
+        # The user's own mesh, in whose context this may run, is not that of the program.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            results = _program(mesh, moves)(*stacks)
+        for i, x in zip(window, results, strict=True):
+            made[i] = _viewed(x, plan.leaves[i].shape, plan.targets[i])
     return made
 
 
@@ -152,8 +164,8 @@ def planned(
     of_leaves = _spread(specs, tree)
     for leaf, spec in zip(tree.leaves, of_leaves, strict=True):
         _check_spec(leaf, spec, mesh)
-    sources = [NamedSharding(zero.mesh, x.spec) for x in shardings]
-    targets = [NamedSharding(mesh, spec) for spec in of_leaves]
+    sources = tuple(NamedSharding(zero.mesh, x.spec) for x in shardings)
+    targets = tuple(NamedSharding(mesh, spec) for spec in of_leaves)
     options = Options(dtype, codec, zero.config.min_quantized_size, window_bytes)
     return tree, make_plan(tree.leaves, sources, targets, options), options
 
@@ -249,5 +261,54 @@ def _put(
         return jax.device_put(x, target)
     # Padding and messages are removed before: only here are the cuts of both known.
     own = NamedSharding(source.mesh, spec_without_padding(leaf, source))
-    plan = make_plan([leaf], [source], [own], dataclasses.replace(options, codec=None))
+    plan = make_plan((leaf,), (source,), (own,), dataclasses.replace(options, codec=None))
     return jax.device_put(_moved(plan, [x])[0], target)
+
+
+@functools.lru_cache(maxsize=512)
+def _program(mesh: Mesh, moves: tuple[Move, ...]) -> Callable[..., list[jax.Array]]:
+    """The jitted program that moves arrays; it takes and returns stacks of shards.
+
+    It is kept, so that moving a tree again compiles nothing.
+    """
+    specs = [_stack(move, mesh)[1].spec for move in moves]
+
+    def on_device(*blocks: jax.Array) -> list[jax.Array]:
+        pairs = zip(moves, blocks, strict=True)
+        return [move.run(x.reshape(move.block), mesh) for move, x in pairs]
+
+    function = on_device
+    if gloo_workaround.uses_gloo(mesh):
+        function = gloo_workaround.with_workaround(function)
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=specs, check_vma=False)
+    )
+
+
+def _stack(move: Move, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
+    """Shape and sharding of a stack of shards; shards without dims are equal, and not stacked."""
+    if not move.block:
+        return (), NamedSharding(mesh, PartitionSpec())
+    shape = (mesh.size * move.block[0], *move.block[1:])
+    return shape, NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
+def lowered(plan: ReshardPlan) -> list[jax.stages.Lowered]:
+    """The program of each window, to be compiled and not run."""
+    mesh, found = plan.digits.mesh, []
+    for moves in plan.programs:
+        stacks = [_stack(move, mesh) for move in moves]
+        structs = [
+            jax.ShapeDtypeStruct(shape, move.leaf.stored.dtype, sharding=sharding)
+            for move, (shape, sharding) in zip(moves, stacks, strict=True)
+        ]
+        found.append(_program(mesh, moves).lower(*structs))  # pyright: ignore[reportFunctionMemberAccess]
+    return found
+
+
+def _viewed(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """An array made of the shards of another, each on its device; copies nothing."""
+    shards = {shard.device: shard.data for shard in x.addressable_shards}
+    assert isinstance(sharding.mesh, Mesh)
+    ordered = [shards[device] for device in sharding.mesh.devices.flat if device in shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, ordered)

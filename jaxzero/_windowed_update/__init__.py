@@ -5,8 +5,8 @@ the new parameters and state, each in the memory of the old. An optimizer that n
 at once (Muon, Shampoo) is refused for such leaves. `_zero` is the only user.
 """
 
-from .layer_updates import LayerUpdate as LayerUpdate
-from .layer_updates import layer_updates as layer_updates
-from .layouts import UpdateLayouts as UpdateLayouts
+from .program import UpdateLayouts as UpdateLayouts
+from .update import LayerUpdate as LayerUpdate
 from .update import TracedUpdate as TracedUpdate
+from .update import layer_updates as layer_updates
 from .update import windowed_update as windowed_update

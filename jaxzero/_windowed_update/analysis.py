@@ -5,15 +5,18 @@ one windowed leaf's gradient, parameter and state, and from scalars. Any other v
 is computed once, as without offload. The reduction of a value of a leaf to a scalar is full, and
 has to be known before what depends on it: its *level* is the number of passes over the windows
 that must come before.
+
+What is not possible window by window is refused here.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 import jax
 
@@ -29,7 +32,12 @@ from .._program import (
     shape_of,
 )
 from .._sharding import LeafSpec
-from .program import UpdateProgram
+from .program import UpdateLayouts, UpdateProgram
+
+_REMEDY = (
+    "Keep the leaf in device memory: leave it out of the patterns of "
+    "`jz.Offload(weights=..., gradients=..., optimizer=...)`."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,55 +48,134 @@ class Kind:
     level: int
 
 
-@dataclasses.dataclass(frozen=True)
+class WindowProgram(NamedTuple):
+    """What computes some values from a window.
+
+    Attributes:
+        wanted: the values.
+        operations: in program order.
+        reads: the values, and all that the operations read.
+        scalars: of these, full values of one element, and such arrays that the optimizer closes
+            over.
+    """
+
+    wanted: Sequence[Atom]
+    operations: list[Operation]
+    reads: dict[Atom, None]
+    scalars: list[Atom]
+
+
 class Analysis:
     """The values of an update, by how they are computed.
 
-    Attributes:
+    Args:
         program: the traced update.
-        kinds: the kind of each value.
-        repeated: for each full value whether it repeats one scalar in every element.
+        owners: for each input of the program the windowed leaf that it belongs to, or None.
+        params: the leaves, for errors.
+
+    Attributes:
+        program: the same.
         reductions: for each level, the reductions of values of leaves, by leaf.
+
+    Raises:
+        NotImplementedError: a value of a windowed leaf cannot be computed window by window.
     """
 
-    program: UpdateProgram
-    kinds: Mapping[Value, Kind]
-    repeated: Mapping[Value, bool]
-    reductions: Sequence[Mapping[int, Sequence[Operation]]]
+    def __init__(
+        self, program: UpdateProgram, owners: Sequence[int | None], params: Sequence[LeafSpec]
+    ):
+        self.program = program
+        self._params = params
+        self._kinds = {
+            x: Kind(owner, 0) for x, owner in zip(program.block.inputs, owners, strict=True)
+        }
+        self._repeated: set[Value] = set()  # full values that repeat one scalar in every element
+        levels: dict[int, dict[int, list[Operation]]] = collections.defaultdict(dict)
+        for operation in program.block.operations:
+            kind = self._kind(operation)
+            if kind.leaf is not None and full_reduction(operation) is not None:
+                levels[kind.level].setdefault(kind.leaf, []).append(operation)
+                kind = Kind(None, kind.level + 1)
+            self._kinds.update(dict.fromkeys(operation.outputs, kind))
+            if kind.leaf is None and self._is_repeated(operation):
+                self._repeated.update(operation.outputs)
+        self.reductions = [levels.get(level, {}) for level in range(1 + max(levels, default=-1))]
 
     def leaf_of(self, atom: Atom) -> int | None:
         """The windowed leaf that a value is computed from; None if it is full."""
-        return None if isinstance(atom, Constant) else self.kinds[atom].leaf
+        return None if isinstance(atom, Constant) else self._kinds[atom].leaf
 
     def repeats_scalar(self, atom: Atom) -> bool:
         """Whether a full value has one scalar in every element."""
-        return is_scalar(atom) or (isinstance(atom, Value) and self.repeated.get(atom, False))
+        return is_scalar(atom) or atom in self._repeated
 
-    def window_operations(self, wanted: Sequence[Atom]) -> tuple[list[Operation], list[Atom]]:
-        """What computes `wanted` from a window.
+    def window_program(self, wanted: Sequence[Atom]) -> WindowProgram:
+        """What computes `wanted` from a window of a leaf's arrays, and scalars."""
+        operations = self.program.operations_for(wanted, self._known)
+        reads = dict.fromkeys([*wanted, *(x for op in operations for x in op.inputs)])
+        scalars = [x for x in reversed(reads) if self._is_full_scalar(x)]
+        return WindowProgram(wanted, operations, reads, scalars)
 
-        Returns:
-            The operations in program order, and the scalars that they read, which are full values
-            or arrays that the optimizer closes over.
-        """
-        known: set[Value] = set()
-        scalars: dict[Atom, None] = {}
-        waiting = list(wanted)
-        positions = set()
-        while waiting:
-            atom = waiting.pop()
-            if is_scalar(atom) and self.leaf_of(atom) is None:
-                if isinstance(atom, Value) or isinstance(atom.value, jax.Array):
-                    scalars[atom] = None
+    @functools.cached_property
+    def _known(self) -> set[Value]:
+        """What is given when windows are computed: arrays, and full values of one element."""
+        return {*self.program.block.inputs, *filter(self._is_full_scalar, self._kinds)}
+
+    def _is_full_scalar(self, atom: Atom) -> bool:
+        is_given = isinstance(atom, Value) or isinstance(atom.value, jax.Array)
+        return is_given and is_scalar(atom) and self.leaf_of(atom) is None
+
+    def _kind(self, operation: Operation) -> Kind:
+        """The kind of an output, if the operation is no reduction of values of a leaf."""
+        kinds = [self._kinds[atom] for atom in operation.inputs if isinstance(atom, Value)]
+        level = max((kind.level for kind in kinds), default=0)
+        leaves = sorted({kind.leaf for kind in kinds if kind.leaf is not None})
+        if not leaves:
+            return Kind(None, level)
+        leaf = leaves[0]
+        if len(leaves) > 1:
+            other = self._params[leaves[1]].path
+            self._refuse(operation, leaf, f"combines elements of it with those of `{other}`")
+        if not is_reshape(operation):
+            self._check_full_inputs(operation, leaf)
+            if not is_elementwise(operation) and full_reduction(operation) is None:
+                self._refuse(operation, leaf, "needs more than one element of it at a time")
+        return Kind(leaf, level)
+
+    def _check_full_inputs(self, operation: Operation, leaf: int) -> None:
+        """Raise unless the operation reads nothing but values of the leaf and scalars."""
+        for atom in operation.inputs:
+            if self.leaf_of(atom) is not None or self.repeats_scalar(atom):
                 continue
-            if isinstance(atom, Constant) or atom in known:
-                continue
-            known.add(atom)
-            position = self.program.producers.get(atom)
-            if position is not None:
-                positions.add(position)
-                waiting += self.program.block.operations[position].inputs
-        return [self.program.block.operations[i] for i in sorted(positions)], list(scalars)
+            made = self._maker(atom)
+            source = "" if made is None else f", made by `{made.name}` at {made.where}"
+            shape = list(shape_of(atom))
+            self._refuse(operation, leaf, f"combines it with an array of shape {shape}{source}")
+
+    def _is_repeated(self, operation: Operation) -> bool:
+        """Whether a full value that an operation makes repeats one scalar in every element."""
+        if not is_elementwise(operation) and not is_broadcast(operation):
+            return is_reshape(operation) and self.repeats_scalar(operation.inputs[0])
+        return all(map(self.repeats_scalar, operation.inputs))
+
+    def _maker(self, atom: Atom) -> Operation | None:
+        """The operation that makes an array of its size, which later ones only change."""
+        size = math.prod(shape_of(atom))
+        while isinstance(atom, Value) and (operation := self.program.producer(atom)):
+            same = [x for x in operation.inputs if math.prod(shape_of(x)) == size]
+            if all(self.repeats_scalar(x) for x in same):
+                return operation
+            atom = next(x for x in same if not self.repeats_scalar(x))
+        return None
+
+    def _refuse(self, operation: Operation, leaf: int, what: str) -> NoReturn:
+        raise NotImplementedError(
+            f"This optimizer cannot update the leaf `{self._params[leaf].path}` one window at a "
+            f"time, as leaves in host memory are: `{operation.name}` at {operation.where} {what}. "
+            f"Keep this leaf in device memory: leave it out of the patterns of "
+            "`jz.Offload(weights=..., gradients=..., optimizer=...)`, or give it an elementwise "
+            "optimizer (`optax.multi_transform`)."
+        )
 
 
 def is_scalar(atom: Atom) -> bool:
@@ -96,104 +183,39 @@ def is_scalar(atom: Atom) -> bool:
     return math.prod(shape_of(atom)) == 1
 
 
-def analyse(
-    program: UpdateProgram, owners: Sequence[int | None], params: Sequence[LeafSpec]
-) -> Analysis:
-    """Find how each value of an update is computed.
+def check_outputs(analysis: Analysis, layouts: UpdateLayouts, owners: Sequence[int | None]) -> None:
+    """Check that each array of a windowed leaf can be replaced by its new value, in its place.
 
     Args:
-        program: the traced update.
+        analysis: of the update.
+        layouts: of its trees.
         owners: for each input of the program the windowed leaf that it belongs to, or None.
-        params: the leaves, for errors.
 
     Raises:
-        NotImplementedError: a value of a windowed leaf cannot be computed window by window.
+        NotImplementedError: a new value cannot be written window by window.
     """
-    return _Analyser(program, owners, params).analyse()
-
-
-class _Analyser:
-    def __init__(
-        self, program: UpdateProgram, owners: Sequence[int | None], params: Sequence[LeafSpec]
-    ):
-        self.program = program
-        self.params = params
-        self.kinds = {
-            value: Kind(owner, 0) for value, owner in zip(program.block.inputs, owners, strict=True)
-        }
-        self.reductions: dict[int, dict[int, list[Operation]]] = {}
-        self.repeated: dict[Value, bool] = {}  # whether a full value repeats one scalar
-
-    def analyse(self) -> Analysis:
-        for operation in self.program.block.operations:
-            kind = self._kind(operation)
-            self.kinds.update(dict.fromkeys(operation.outputs, kind))
-            repeats = kind.leaf is None and self._repeats_scalar(operation)
-            self.repeated.update(dict.fromkeys(operation.outputs, repeats))
-        levels = range(1 + max(self.reductions, default=-1))
-        return Analysis(
-            self.program,
-            self.kinds,
-            self.repeated,
-            [self.reductions.get(level, {}) for level in levels],
-        )
-
-    def _kind(self, operation: Operation) -> Kind:
-        kinds = [self.kinds[atom] for atom in operation.inputs if isinstance(atom, Value)]
-        level = max((kind.level for kind in kinds), default=0)
-        leaves = sorted({kind.leaf for kind in kinds if kind.leaf is not None})
-        if not leaves:
-            return Kind(None, level)
-        leaf = leaves[0]
-        if len(leaves) > 1:
-            other = self.params[leaves[1]].path
-            self._refuse(operation, leaf, f"combines elements of it with those of `{other}`")
-        if is_reshape(operation):
-            return Kind(leaf, level)
-        self._check_full_inputs(operation, leaf)
-        if is_elementwise(operation):
-            return Kind(leaf, level)
-        if full_reduction(operation) is None:
-            self._refuse(operation, leaf, "needs more than one element of it at a time")
-        by_leaf = self.reductions.setdefault(level, collections.defaultdict(list))
-        by_leaf[leaf].append(operation)
-        return Kind(None, level + 1)
-
-    def _check_full_inputs(self, operation: Operation, leaf: int) -> None:
-        """Raise unless the operation reads nothing but values of the leaf and scalars."""
-        for atom in operation.inputs:
-            if isinstance(atom, Value) and self.kinds[atom].leaf is not None:
-                continue
-            if is_scalar(atom) or (isinstance(atom, Value) and self.repeated.get(atom)):
-                continue
-            made = self._maker(atom)
-            source = "" if made is None else f", made by `{made.name}` at {made.where}"
-            shape = list(shape_of(atom))
-            self._refuse(operation, leaf, f"combines it with an array of shape {shape}{source}")
-
-    def _repeats_scalar(self, operation: Operation) -> bool:
-        if not is_elementwise(operation) and not is_broadcast(operation):
-            return is_reshape(operation) and self._repeats(operation.inputs[0])
-        return all(self._repeats(atom) for atom in operation.inputs)
-
-    def _repeats(self, atom: Atom) -> bool:
-        return is_scalar(atom) or (isinstance(atom, Value) and self.repeated.get(atom, False))
-
-    def _maker(self, atom: Atom) -> Operation | None:
-        """The operation that makes an array of its size, which later ones only change."""
-        size = math.prod(shape_of(atom))
-        while isinstance(atom, Value) and (operation := self.program.producer(atom)):
-            same = [x for x in operation.inputs if math.prod(shape_of(x)) == size]
-            if all(self._repeats(x) for x in same):
-                return operation
-            atom = next(x for x in same if not self._repeats(x))
-        return None
-
-    def _refuse(self, operation: Operation, leaf: int, what: str) -> NoReturn:
-        raise NotImplementedError(
-            f"This optimizer cannot update the leaf `{self.params[leaf].path}` one window at a "
-            f"time, as leaves in host memory are: `{operation.name}` at {operation.where} {what}. "
-            f"Keep this leaf in device memory: leave it out of the patterns of "
-            "`jz.Offload(weights=..., gradients=..., optimizer=...)`, or give it an elementwise "
-            "optimizer (`optax.multi_transform`)."
-        )
+    num_gradients = len(layouts.gradients.leaves)
+    leaves = layouts.leaves[num_gradients:]
+    outputs = analysis.program.block.outputs
+    of_outputs = owners[num_gradients : num_gradients + len(leaves)]
+    for leaf, owner, new in zip(leaves, of_outputs, outputs, strict=True):
+        made_of = analysis.leaf_of(new)
+        if made_of not in (owner, None):
+            source = layouts.params.leaves[made_of].path
+            raise NotImplementedError(
+                f"The optimizer computes `{leaf.path}` from elements of the leaf `{source}`, which "
+                f"is in host memory, and that leaf's state does not include it. {_REMEDY}"
+            )
+        if owner is None:
+            continue
+        if made_of is None and not analysis.repeats_scalar(new):
+            raise NotImplementedError(
+                f"The optimizer computes `{leaf.path}`, which is in host memory, from other arrays "
+                f"than those of its leaf. {_REMEDY}"
+            )
+        dtype = new.value.dtype if isinstance(new, Constant) else new.dtype
+        if dtype != leaf.dtype:
+            raise NotImplementedError(
+                f"The optimizer changes the dtype of `{leaf.path}` from {leaf.dtype} to {dtype}; "
+                f"an array in host memory is updated in its place. {_REMEDY}"
+            )

@@ -1,18 +1,89 @@
-"""Trace an optimizer's update on leaves of their true shapes."""
+"""Trace an optimizer's update on leaves of their true shapes, and compute some of its values.
+
+The trees of an update are gradients, state and parameters, of which each array is split over
+devices. The traced program sees them in their true shapes, and in full.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
-from .._program import Atom, Block, Constant, Loop, Operation, Value, trace
-from .._sharding import TreePlan, flatten, is_array
-from .layouts import UpdateLayouts
+from .._mesh import with_automatic_axes
+from .._program import Atom, Block, Constant, Operation, Value, trace
+from .._sharding import DimSharding, LeafSpec, TreePlan, flatten, is_array, pad, unpad
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateLayouts:
+    """The layouts of the trees of an update, in which every array is split over `axes`.
+
+    Attributes:
+        gradients: the layout of the gradients.
+        state: the layout of the optimizer state.
+        params: the layout of the trained parameters; the gradients have the same paths.
+        mesh: the mesh that all of them are laid out on.
+        axes: the mesh axes that split them.
+    """
+
+    gradients: TreePlan
+    state: TreePlan
+    params: TreePlan
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    @property
+    def leaves(self) -> tuple[LeafSpec, ...]:
+        """The leaves of gradients, state and parameters, in this order."""
+        return (*self.gradients.leaves, *self.state.leaves, *self.params.leaves)
+
+    def owners(self) -> list[int | None]:
+        """For each of `leaves` the index of the parameter that it belongs to.
+
+        A leaf of the state belongs to the parameter whose path ends its own, if it has the same
+        shape and layout. Other leaves of the state (counters, factored statistics) belong to none.
+
+        Raises:
+            ValueError: the gradients are not those of the parameters.
+        """
+        params = self.params.leaves
+        if [x.path for x in self.gradients.leaves] != [x.path for x in params]:
+            given, trained = (
+                {x.path for x in plan.leaves} for plan in (self.gradients, self.params)
+            )
+            raise ValueError(
+                "`grads` must be a tree like the trained parameters; the leaves "
+                f"{sorted(given ^ trained)} are in only one of them."
+            )
+        by_path = {leaf.path: i for i, leaf in enumerate(params)}
+        of_state = [self._owner(leaf, by_path) for leaf in self.state.leaves]
+        return [*range(len(params)), *of_state, *range(len(params))]
+
+    def _owner(self, leaf: LeafSpec, by_path: Mapping[str, int]) -> int | None:
+        keys = leaf.path.split(".")
+        for i in range(len(keys) + 1):
+            owner = by_path.get(".".join(keys[i:]) or ".")
+            if owner is not None:
+                param = self.params.leaves[owner]
+                if (leaf.shape, _split(leaf)) == (param.shape, _split(param)):
+                    return owner
+        return None
+
+    def spec(self, leaf: LeafSpec) -> PartitionSpec:
+        """The spec of an array in a `shard_map` over the mesh axes of ZeRO."""
+        return leaf.spec(self.axes, manual_only=True)
+
+
+def _split(leaf: LeafSpec) -> DimSharding | None:
+    """How a leaf is split; on one device only a leaf in host memory has a layout (`in_memory`)."""
+    return leaf.layout if leaf.layout and leaf.layout.num_shards > 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +122,8 @@ class UpdateProgram:
         """Compute `wanted` on full arrays, from the arrays of `known`."""
         env = dict(known)
         for operation in self.operations_for(wanted, env):
-            _run_operation(operation, env)
+            inputs = [_read(atom, env) for atom in operation.inputs]
+            env.update(zip(operation.outputs, operation.bind(inputs), strict=True))
         return [_read(atom, env) for atom in wanted]
 
 
@@ -89,7 +161,7 @@ def trace_update(
     structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layouts.leaves]
     given = [extras[i] for i in traced]
     structs += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
-    no_mesh = AbstractMesh((), ())  # in place of one that the user may have set
+    no_mesh = AbstractMesh((), ())  # rather than one that the user may have set
     with jax.sharding.use_abstract_mesh(no_mesh):
         block, _ = trace(flat, *structs)
     producers = {
@@ -115,34 +187,51 @@ def _arrays_like(plan: TreePlan, tree: Any, what: str) -> list[Any]:
     return arrays
 
 
-def _run_operation(operation: Operation, env: dict[Value, Any]) -> None:
-    inputs = [_read(atom, env) for atom in operation.inputs]
-    run: Callable[..., list[Any]] = operation.bind
-    if isinstance(operation, Loop):
-        run = _loop(operation)
-    env.update(zip(operation.outputs, run(inputs), strict=True))
-
-
-def _loop(loop: Loop) -> Callable[[list[Any]], list[Any]]:
-    first_stack = loop.num_constants + loop.num_carry
-
-    def run(inputs: list[Any]) -> list[Any]:
-        constants = inputs[: loop.num_constants]
-
-        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            env = dict(zip(loop.body.inputs, [*constants, *carry, *slices], strict=True))
-            for operation in loop.body.operations:
-                _run_operation(operation, env)
-            outputs = [_read(atom, env) for atom in loop.body.outputs]
-            return outputs[: loop.num_carry], outputs[loop.num_carry :]
-
-        carry, stacks = loop.scan(
-            body, inputs[loop.num_constants : first_stack], inputs[first_stack:]
-        )
-        return [*carry, *stacks]
-
-    return run
-
-
 def _read(atom: Atom, env: Mapping[Value, Any]) -> Any:
     return atom.value if isinstance(atom, Constant) else env[atom]
+
+
+class FullValues:
+    """Values of an update that are computed on global arrays, as without offload.
+
+    These are scalars, and everything of leaves that are not in host memory. Every call computes
+    from the inputs and from the reductions that `add` has made known; XLA merges what several calls
+    have in common.
+    """
+
+    def __init__(self, program: UpdateProgram, layouts: UpdateLayouts):
+        self._program = program
+        self._layouts = layouts
+        self._known: dict[Value, tuple[Array, LeafSpec | None]] = {}
+
+    def add(self, value: Value, x: Array, leaf: LeafSpec | None = None) -> None:
+        """Make a value known: an input in the stored form of `leaf`, or a scalar."""
+        self._known[value] = (x, leaf)
+
+    def scalars(self, wanted: Sequence[Atom]) -> list[Array]:
+        """Compute scalars, replicated on every device."""
+        return self.compute(wanted, [None] * len(wanted))
+
+    def compute(self, wanted: Sequence[Atom], leaves: Sequence[LeafSpec | None]) -> list[Array]:
+        """Compute values, in the stored form of `leaves` (None: replicated on every device)."""
+        if not wanted:
+            return []
+        layouts = [leaf and leaf.layout for _, leaf in self._known.values()]
+
+        def run(arrays: list[Array]) -> list[Any]:
+            whole = [unpad(x, y) if y else x for x, y in zip(arrays, layouts, strict=True)]
+            found = self._program.run(wanted, dict(zip(self._known, whole, strict=True)))
+            return [
+                pad(jnp.asarray(x), leaf.layout) if leaf and leaf.layout else x
+                for x, leaf in zip(found, leaves, strict=True)
+            ]
+
+        mesh = self._layouts.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            axes = self._layouts.axes
+            shardings = [
+                NamedSharding(mesh, PartitionSpec() if leaf is None else leaf.spec(axes))
+                for leaf in leaves
+            ]
+            run = with_automatic_axes(run, shardings, mesh)
+        return run([x for x, _ in self._known.values()])

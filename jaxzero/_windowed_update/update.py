@@ -1,25 +1,35 @@
-"""The update of all leaves: reductions over windows, level by level, then the pass that writes."""
+"""The update of all leaves: reductions over windows, level by level, then the pass that writes.
+
+Or of one leaf layer by layer, in the loop that makes its gradient (`LayerUpdate`). The loop has the
+mean gradient of a layer, and fetches the layer of every array that the update reads. Scalars
+(schedules, counters) are computed before the program, so they cannot depend on a gradient, nor on a
+reduction over a leaf in host memory.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 from .._mesh import HOST, in_host
-from .._program import Atom, Value
+from .._program import Atom, Constant, Operation, Value
 from .._sharding import LeafSpec, StoredArray, arrays_of, data_of
-from .analysis import analyse
-from .full_values import FullValues
-from .layouts import UpdateLayouts
-from .leaf_sweeps import Passes, WindowedLeaf
-from .outputs import check_outputs
-from .program import trace_update
+from .analysis import Analysis, WindowProgram, check_outputs
+from .passes import Passes, WindowedLeaf, in_window
+from .program import FullValues, UpdateLayouts, trace_update
+from .windows import Windows, where_valid
 
 WINDOW_BYTES = 2**26  # a copy of 1 ms at 64 GB/s, which hides the launch of the next
+_REMEDY = (
+    "Take two steps: `zero.value_and_grad(f)` and `zero.apply_gradients(tx, grads, opt_state, "
+    "params)`."
+)
 
 
 def windowed_update(
@@ -84,7 +94,7 @@ class TracedUpdate:
         known = layouts.owners()
         program, extras = trace_update(tx, layouts, extra_args)
         owners = _windowed_owners(known, layouts, extras)
-        self.analysis = analyse(program, owners, layouts.params.leaves)
+        self.analysis = Analysis(program, owners, layouts.params.leaves)
         self.layouts = layouts
         check_outputs(self.analysis, layouts, owners)
         inputs, num = program.block.inputs, len(layouts.gradients.leaves)
@@ -99,7 +109,7 @@ class TracedUpdate:
 
     def scalars(self, atoms: Sequence[Atom]) -> list[Array]:
         """Compute scalars that depend on no gradient and on no leaf that is updated by windows."""
-        return self._full(self._arrays).compute(atoms, [None] * len(atoms))
+        return self._full(self._arrays).scalars(atoms)
 
     def spec(self, value: Value) -> LeafSpec:
         """The layout of an input of the traced program: of a gradient, a parameter or state."""
@@ -149,19 +159,16 @@ class TracedUpdate:
         arrays = {**{value: x for value, x in known if x is not None}, **self._arrays}
         full, new = self._full(arrays), self._new
 
-        def scalars(atoms: Sequence[Atom]) -> list[Array]:
-            return full.compute(atoms, [None] * len(atoms))
-
         given = {i for i, x in enumerate(grads) if x is not None}
         windowed = {i: self.leaf(i, arrays) for i in self.windowed if i in given}
         window_bytes = sys.maxsize if at_once else self._window_bytes
-        passes = Passes(self.analysis, self.layouts, window_bytes)
+        passes = Passes(self.analysis, self.layouts, window_bytes, full.scalars)
         for operations in self.analysis.reductions:
-            for value, x in passes.reduce(windowed, operations, scalars).items():
+            for value, x in passes.reduce(windowed, operations).items():
                 full.add(value, x)
         changing = [x for x in windowed.values() if x.updates]
         for leaves in [[x] for x in changing] if at_once else [changing]:
-            results |= passes.update(leaves, scalars)
+            results |= passes.update(leaves)
         rest = [value for value in new if self.owners[value] is None]
         computed = full.compute([new[x] for x in rest], [self._leaves[x] for x in rest])
         results |= dict(zip(rest, computed, strict=True))
@@ -194,3 +201,125 @@ def _windowed_owners(
             )
     windowed = {owner for x, owner in zip(are_in_host, owners, strict=True) if x}
     return [owner if owner in windowed else None for owner in owners]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerUpdate:
+    """The update of a leaf, of which parameter and state are stacks of layers in host memory.
+
+    Attributes:
+        update: the update of all leaves.
+        leaf: the leaf.
+        values: the inputs of the traced program that are its parameter, first, and its state.
+        program: what computes the new layers.
+    """
+
+    update: TracedUpdate
+    leaf: WindowedLeaf
+    values: tuple[Value, ...]
+    program: WindowProgram
+
+    @property
+    def scalars(self) -> list[Atom]:
+        """Full values that the update reads."""
+        return self.program.scalars
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The parameter and its state: global arrays in host memory."""
+        return [self.leaf.arrays[value] for value in self.values]
+
+    @property
+    def names(self) -> list[str]:
+        """The tree paths of these arrays; those of the state begin at the optimizer state."""
+        return [self.update.spec(value).path for value in self.values]
+
+    @property
+    def reads(self) -> list[bool]:
+        """Which of these arrays the update reads."""
+        return [value in self.program.reads for value in self.values]
+
+    def new_layers(
+        self,
+        gradient: Shaped[Array, ...],
+        layers: Sequence[Shaped[Array, ...] | None],
+        scalars: Mapping[Atom, Array],
+    ) -> list[Shaped[Array, ...] | None]:
+        """Compute one device's shards of the new layer of each of `arrays`.
+
+        Args:
+            gradient: this device's shard of the mean gradient of the layer.
+            layers: the shards of the layer that the update reads, None for others.
+            scalars: those of `scalars`.
+
+        Returns:
+            The new shards; None for an array that does not change.
+        """
+        known = {self.update.gradients[self.leaf.number]: gradient}
+        pairs = zip(self.values, layers, strict=True)
+        known |= {value: x for value, x in pairs if x is not None}
+        new, shape = self.leaf.updates, gradient.shape
+        made = in_window(self.update.analysis, self.program, known, scalars, shape)
+        inside = [self._is_inside(shape)]
+        masked = (where_valid(inside, x, jnp.zeros((), x.dtype)) for x in made)
+        found = dict(zip(new, masked, strict=True))
+        return [found.get(value) for value in self.values]
+
+    def _is_inside(self, shape: tuple[int, ...]) -> Array | None:
+        """Which elements of a layer are not padding; None: all of them."""
+        layout = self.leaf.spec.layout
+        assert layout is not None
+        of_layer = Windows(shape, 0, shape[0])
+        return of_layer.is_inside(0, layout.moved(layout.dim - 1), self.update.layouts.axes)
+
+
+def layer_updates(update: TracedUpdate) -> dict[int, LayerUpdate]:
+    """The leaves that can be updated layer by layer, by their index among the parameters.
+
+    These are stacks that are not split along their first dim, with the parameter and all of its
+    state in host memory.
+
+    Raises:
+        NotImplementedError: the update of such a leaf needs a value that is not known before the
+            last gradient, as a norm.
+    """
+    found = {}
+    for number in update.windowed:
+        leaf = update.leaf(number)
+        layout = leaf.spec.layout
+        is_stack = len(leaf.spec.shape) > 1 and layout is not None and layout.dim > 0
+        if not is_stack or not leaf.updates or not all(map(in_host, leaf.arrays.values())):
+            continue
+        program = update.analysis.window_program(list(leaf.updates.values()))
+        *state, param = leaf.arrays  # the program's inputs are the state, then the parameters
+        found[number] = LayerUpdate(update, leaf, (param, *state), program)
+    _check_reductions(update, found)
+    for each in found.values():
+        _check_scalars(update, each)
+    return found
+
+
+def _check_reductions(update: TracedUpdate, found: Mapping[int, LayerUpdate]) -> None:
+    for level in update.analysis.reductions:
+        for number in level.keys() & found.keys():
+            path = update.layouts.params.leaves[number].path
+            _refuse(path, level[number][0], f"needs all of `{path}`")
+
+
+def _check_scalars(update: TracedUpdate, each: LayerUpdate) -> None:
+    """Raise if a scalar of the update depends on a gradient, or on a leaf in host memory."""
+    late = {*update.gradients, *(v for v, owner in update.owners.items() if owner is not None)}
+    program = update.analysis.program
+    for operation in program.operations_for(each.scalars, update.owners):
+        for atom in operation.inputs:
+            if not isinstance(atom, Constant) and atom in late:
+                what = f"needs `{update.spec(atom).path}`"
+                _refuse(each.leaf.spec.path, operation, what)
+
+
+def _refuse(path: str, operation: Operation, what: str) -> None:
+    raise NotImplementedError(
+        f"`tx` cannot update the leaf `{path}` in the backward pass: `{operation.name}` at "
+        f"{operation.where} {what}, before all gradients are known (a norm, clipping by a global "
+        f"norm, LAMB). {_REMEDY}"
+    )

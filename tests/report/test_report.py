@@ -16,9 +16,8 @@ from rich.console import Console
 import jaxzero as jz
 from jaxzero._collectives import readable_bytes
 from jaxzero._report import DETAILS, Report
-from jaxzero._report.names import merge_layers, ranges, summarized
-from jaxzero._report.text_table import TextTable, wrapped
-from jaxzero._report.waits import waits
+from jaxzero._report.text_table import TextTable, merge_layers, ranges, summarized, wrapped
+from jaxzero._report.timeline import waits
 from jaxzero.commands._settings import Detail
 from tests.plan import test_schedule
 

@@ -1,0 +1,274 @@
+"""The two kinds of passes over the windows of leaves: reduce values, and update arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Shaped
+
+from .._mesh import in_host, map_devices
+from .._program import (
+    Atom,
+    Constant,
+    Operation,
+    Value,
+    full_reduction,
+    is_elementwise,
+    shape_of,
+)
+from .._sharding import LeafSpec
+from .analysis import Analysis, WindowProgram
+from .program import UpdateLayouts
+from .windows import LeafSweep, Windows, sweep, where_valid
+
+Scalars = Mapping[Atom, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowedLeaf:
+    """A leaf that is updated window by window.
+
+    Attributes:
+        number: its index among the parameters.
+        spec: the layout of the parameter, which gradient and state share.
+        arrays: the stored array of each input of the program that belongs to the leaf.
+        updates: the new value of each of these inputs that changes.
+    """
+
+    number: int
+    spec: LeafSpec
+    arrays: Mapping[Value, Array]
+    updates: Mapping[Value, Atom]
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """What the passes over the windows of an update have in common.
+
+    Attributes:
+        analysis: of the update.
+        layouts: of its trees.
+        window_bytes: bytes of a leaf's arrays that one window holds.
+        full: computes scalars that are full values.
+    """
+
+    analysis: Analysis
+    layouts: UpdateLayouts
+    window_bytes: int
+    full: Callable[[Sequence[Atom]], list[Array]]
+
+    def reduce(
+        self, leaves: Mapping[int, WindowedLeaf], operations: Mapping[int, Sequence[Operation]]
+    ) -> dict[Value, Array]:
+        """Run reductions, which are given for each leaf; return their results."""
+        return self._run([_Part(self, leaves[k], operations[k], {}) for k in operations])
+
+    def update(self, leaves: Sequence[WindowedLeaf]) -> dict[Value, Array]:
+        """Update all leaves; return the new array of each input that changes."""
+        return self._run([_Part(self, leaf, [], leaf.updates) for leaf in leaves])
+
+    def _run(self, parts: Sequence[_Part]) -> dict[Value, Array]:
+        """Pass over the leaves of all parts on every device; return the outputs of the parts."""
+        atoms = list(dict.fromkeys(x for part in parts for x in part.program.scalars))
+
+        def on_device(shards: list[list[Array]], scalars: list[Array]) -> list[list[Array]]:
+            known = dict(zip(atoms, scalars, strict=True))
+            pairs = zip(parts, shards, strict=True)
+            swept = sweep([part.sweep(mine, known) for part, mine in pairs])
+            return [part.results(*each) for part, each in zip(parts, swept, strict=True)]
+
+        specs = [self.specs(part.inputs) for part in parts]
+        mapped = map_devices(
+            on_device,
+            self.layouts.mesh,
+            (specs, [PartitionSpec()] * len(atoms)),
+            [part.out_specs for part in parts],
+        )
+        arrays = [[part.leaf.arrays[value] for value in part.inputs] for part in parts]
+        results = mapped(arrays, self.full(atoms))
+        outputs = [value for part in parts for value in part.outputs]
+        return dict(zip(outputs, (x for mine in results for x in mine), strict=True))
+
+    @functools.cached_property
+    def _leaves(self) -> dict[Value, LeafSpec]:
+        """The leaf of each input of the program; extra arguments have none."""
+        inputs = self.analysis.program.block.inputs
+        return dict(zip(inputs, self.layouts.leaves, strict=False))
+
+    def specs(self, values: Sequence[Value]) -> list[PartitionSpec]:
+        """The spec of each array: on one device those of a leaf differ (`in_memory`)."""
+        return [self.layouts.spec(self._leaves[value]) for value in values]
+
+
+class _Part:
+    """One leaf's part in a pass: what is reduced of it, and the arrays that are written.
+
+    Attributes:
+        leaf: the leaf.
+        program: what computes the inputs of the reductions, and the new values, from a window.
+        inputs: the arrays of the pass; those that are read come first.
+        outputs: results of the reductions, then the arrays that are written.
+        out_specs: the specs of these.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        leaf: WindowedLeaf,
+        operations: Sequence[Operation],
+        updates: Mapping[Value, Atom],
+    ):
+        self.leaf, self._passes, self._written = leaf, passes, list(updates)
+        self._num_operands = [len(op.inputs) for op in operations]
+        self._reductions = [Reduction.of(op) for op in operations]
+        wanted = [*(x for op in operations for x in op.inputs), *updates.values()]
+        self.program = passes.analysis.window_program(wanted)
+        reads = self.program.reads
+        self._read = [value for value in leaf.arrays if value in reads]
+        self.inputs = [*self._read, *(value for value in updates if value not in reads)]
+        self.outputs = [*(op.outputs[0] for op in operations), *updates]
+        self.out_specs = [PartitionSpec()] * len(operations) + passes.specs(self._written)
+
+    def sweep(self, shards: list[Array], scalars: Scalars) -> LeafSweep:
+        """The pass over this device's shards of `inputs`."""
+        passes, layout = self._passes, self.leaf.spec.layout
+        windows = Windows.of(shards, passes.window_bytes)
+        shape, numbers = windows.window_shape, list(map(self.inputs.index, self._written))
+
+        def visit(results, window, index):
+            known = dict(zip(self._read, window, strict=True))
+            values = iter(in_window(passes.analysis, self.program, known, scalars, shape))
+            inside = windows.is_inside(index, layout, passes.layouts.axes)
+            masks = [inside, windows.is_new(index) if results else None]
+            results = [
+                reduction.add_window(so_far, [next(values) for _ in range(num)], masks)
+                for reduction, num, so_far in zip(
+                    self._reductions, self._num_operands, results, strict=True
+                )
+            ]
+            new = [where_valid([inside], x, jnp.zeros((), x.dtype)) for x in values]
+            return results, dict(zip(numbers, new, strict=True))
+
+        start = [reduction.start for reduction in self._reductions]
+        return LeafSweep(shards, len(self._read), windows, start, visit, self._late(shards))
+
+    def _late(self, shards: list[Array]) -> int | None:
+        """The array to write a window late; see [Note: late writes]."""
+        read = [i for i in range(len(self._read)) if in_host(shards[i])]
+        both = [i for i in read if self.inputs[i] in self._written]
+        return both[-1] if read == both and len(both) > 1 else None
+
+    def results(self, arrays: list[Array], reduced: list[Array]) -> list[Array]:
+        """The outputs, from the arrays and the results of the pass."""
+        axes = self._passes.layouts.axes if self.leaf.spec.layout else ()
+        pairs = zip(self._reductions, reduced, strict=True)
+        written = [arrays[self.inputs.index(value)] for value in self._written]
+        return [*(reduction.over_devices(x, axes) for reduction, x in pairs), *written]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A reduction of all elements of a leaf to a scalar.
+
+    Attributes:
+        name: "sum", "max", "min", or "dot" for the sum of products of two inputs.
+        dtype: of the result.
+    """
+
+    name: str
+    dtype: Any
+
+    @classmethod
+    def of(cls, operation: Operation) -> Reduction:
+        name = full_reduction(operation)
+        assert name is not None
+        return cls(name, operation.outputs[0].dtype)
+
+    @property
+    def _running_dtype(self) -> Any:
+        return jnp.int32 if self.dtype == jnp.bool_ else self.dtype  # devices reduce no booleans
+
+    @property
+    def start(self) -> Shaped[Array, ""]:
+        """The result for no elements, from which to go on."""
+        dtype = self._running_dtype
+        if self.name in ("sum", "dot"):
+            return jnp.zeros((), dtype)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return jnp.asarray(-jnp.inf if self.name == "max" else jnp.inf, dtype)
+        limits = jnp.iinfo(dtype)
+        return jnp.asarray(limits.min if self.name == "max" else limits.max, dtype)
+
+    def add_window(
+        self,
+        so_far: Shaped[Array, ""],
+        windows: Sequence[Shaped[Array, ...]],
+        masks: Sequence[Bool[Array, ...] | None],
+    ) -> Shaped[Array, ""]:
+        """The result after one more window, of which only elements in all `masks` count."""
+        values = [x.astype(self._running_dtype) for x in windows]
+        value = values[0] if len(values) == 1 else values[0] * values[1]
+        value = where_valid(masks, value, self.start)
+        match self.name:
+            case "max":
+                return jnp.maximum(so_far, jnp.max(value))
+            case "min":
+                return jnp.minimum(so_far, jnp.min(value))
+        return so_far + jnp.sum(value, dtype=value.dtype)
+
+    def over_devices(self, x: Shaped[Array, ""], axes: tuple[str, ...]) -> Shaped[Array, ""]:
+        """The result over all devices; `axes` are those that split the leaf."""
+        if axes:
+            reduce = {"max": lax.pmax, "min": lax.pmin}.get(self.name, lax.psum)
+            x = reduce(x, axes)
+        return x.astype(self.dtype)
+
+
+def in_window(
+    analysis: Analysis,
+    program: WindowProgram,
+    windows: Mapping[Value, Shaped[Array, ...]],
+    scalars: Mapping[Atom, Array],
+    shape: tuple[int, ...],
+) -> list[Shaped[Array, ...]]:
+    """Compute the values that a program wants on a window.
+
+    Args:
+        analysis: of the update.
+        program: what computes values of one leaf, or arrays that repeat one scalar.
+        windows: windows of the leaf's arrays, in device memory.
+        scalars: those that the program names.
+        shape: of a window.
+    """
+    env: dict[Atom, Any] = {**windows, **{x: y.reshape(()) for x, y in scalars.items()}}
+    for operation in program.operations:
+        env[operation.outputs[0]] = _compute(analysis, operation, env, shape)
+    return [jnp.broadcast_to(_read(atom, env), shape) for atom in program.wanted]
+
+
+def _compute(
+    analysis: Analysis, operation: Operation, env: Mapping[Atom, Any], shape: tuple[int, ...]
+) -> Any:
+    """The output of an operation: a window, or a scalar if it repeats one in every element."""
+    inputs = [_read(atom, env) for atom in operation.inputs]
+    if not is_elementwise(operation):
+        return inputs[0]  # a reshape or a broadcast: the same elements, or the same scalar
+    if analysis.leaf_of(operation.outputs[0]) is not None:
+        inputs = [
+            x if shape_of(atom) == () else jnp.broadcast_to(x, shape)
+            for atom, x in zip(operation.inputs, inputs, strict=True)
+        ]
+    return operation.bind(inputs)[0]
+
+
+def _read(atom: Atom, env: Mapping[Atom, Any]) -> Any:
+    if atom in env:
+        return env[atom]
+    assert isinstance(atom, Constant)
+    return atom.value if shape_of(atom) == () else jnp.reshape(atom.value, ())
