@@ -50,3 +50,5 @@ from .reductions import reduce_next_axis as reduce_next_axis
 from .reductions import start_reduction as start_reduction
 from .reshard import gathered_aval as gathered_aval
 from .reshard import move_split as move_split
+from .tree_sums import check_tree as check_tree
+from .tree_sums import sum_over_devices as sum_over_devices

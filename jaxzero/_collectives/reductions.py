@@ -41,6 +41,7 @@ from .partial_sums import (
 from .primitives import all_to_all, reduce_scatter
 from .reduce_hop import encoded, reduce_to_shard, rounding_seed, sum_over
 from .reduce_spec import ReduceSpec, as_one, reduce_axes
+from .tree_sums import scatter_in_tree
 
 _FEW = 2**18  # elements; most matrices have more
 
@@ -71,6 +72,8 @@ def start_reduction(
 ) -> ReduceBucket:
     """Pad full gradients, and encode them into a bucket for the first axis."""
     axes = reduce_axes(specs, comm)
+    if comm.sums_in_tree:  # what computes them is compiled apart from the sums
+        fulls = lax.optimization_barrier(list(fulls))
     if not comm.form.tiled:
         fulls = _behind_barrier(fulls)
     arrays = [pad(x, spec.layout) for x, spec in zip(fulls, specs, strict=True)]
@@ -317,6 +320,9 @@ def _scatter(
     if half := comm.first_half_size(axis):
         received = split(all_to_all(x, axis, shares=widths(columns)), columns)
         parts = [HalfBatchSum.of(part, half) for part in received]
+    elif comm.sums_in_tree:
+        shard = scatter_in_tree(x, axis, 0, comm.sizes[axis], widths(columns))
+        parts = split(shard, [(size, shard.dtype) for size, _ in columns])
     else:
         parts = split(reduce_scatter(x, axis, 0, widths(columns)), columns)
     return {

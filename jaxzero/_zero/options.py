@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from .._collectives import check_tree
 from .._mesh import AnyMesh, check_mesh
 from .._sharding import ZeroConfig, without_defaults, zero3
 from .host_memory import check_platform
@@ -37,7 +38,8 @@ def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
     """The configuration of a `Zero`, by default plain ZeRO-3.
 
     Raises:
-        ValueError: one of the arguments is of another kind, or the mesh has other axes.
+        ValueError: one of the arguments is of another kind, or the mesh has other axes, or nodes of
+            a size for which sums cannot be added in one order (`CommSchedule.deterministic`).
         NotImplementedError: the platform of the mesh has no host memory, and the config uses it.
     """
     if isinstance(mesh, ZeroConfig):
@@ -54,6 +56,8 @@ def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
         )
     if config.offload is not None:
         check_platform(mesh)
+    if config.schedule.deterministic:
+        check_tree(mesh)
     return config
 
 
