@@ -69,8 +69,8 @@ def scatter_in_tree(
 
 
 def reduce_in_tree(
-    arrays: Sequence[Shaped[Array, "..."]], axis: str, num: int
-) -> list[Shaped[Array, "..."]]:
+    arrays: Sequence[Shaped[Array, ...]], axis: str, num: int
+) -> list[Shaped[Array, ...]]:
     """Sum each array over the `num` devices of `axis`: one or two collectives for each dtype."""
     # What computes the arrays is compiled apart from the sum, and narrow floats are rounded.
     arrays = lax.optimization_barrier(list(arrays))

@@ -58,8 +58,8 @@ class CommSchedule:
     """When weights are gathered, in how large buckets, and how long they are held.
 
     The schedule does not change losses or gradients, bit for bit; only with `loop_constant_bytes`
-    and `deterministic` they are rounded differently. A bucket holds the weights of a layer, where the program
-    repeats itself or loops.
+    and `deterministic` they are rounded differently. A bucket holds the weights of a layer, where
+    the program repeats itself or loops.
 
     Args:
         prefetch: the number of buckets that are gathered ahead, in forward and backward. If it is
