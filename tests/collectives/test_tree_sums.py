@@ -45,15 +45,17 @@ def _on_devices(function, mesh, out_specs):
 def test_buckets_are_summed_in_the_tree(num, nodes):
     mesh = jz.make_mesh(nodes, devices=jax.devices()[:num])
     comm = CommSpec.of(mesh, CONFIG)
-    shapes = [(5, 2 * num), (num + 1, 3), (num, 4), (3, num)]  # the second is padded
-    dtypes = [np.float32, np.float32, jnp.bfloat16, jnp.bfloat16]
-    layouts = [
-        DimSharding(dim, shape[dim], num) for shape, dim in zip(shapes, (1, 0, 0, 1), strict=True)
+    leaves = [  # shape, dtype and split dim
+        ((5, 2 * num), np.float32, 1),
+        ((num + 1, 3), np.float32, 0),  # padded
+        ((num, 4), jnp.bfloat16, 0),
+        ((3, num), jnp.bfloat16, 1),
     ]
-    xs = [_summands(num, shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    layouts = [DimSharding(dim, shape[dim], num) for shape, _, dim in leaves]
+    xs = [_summands(num, shape, dtype) for shape, dtype, _ in leaves]
     specs = [
         ReduceSpec("x", shape, dtype, layout)
-        for shape, dtype, layout in zip(shapes, dtypes, layouts, strict=True)
+        for (shape, dtype, _), layout in zip(leaves, layouts, strict=True)
     ]
 
     def reduced(*xs):

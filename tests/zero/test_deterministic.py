@@ -97,7 +97,7 @@ def test_what_depends_on_the_mesh_is_refused(change, message):
         dataclasses.replace(config, **change)
 
 
-@pytest.mark.parametrize("options", [dict(halves=True), dict(shares=(2, 1), microbatches=2)])
+@pytest.mark.parametrize("options", [dict(halves=True), dict(shares=(3, 1), microbatches=3)])
 def test_options_that_depend_on_the_mesh_are_refused(options):
     zero = jz.Zero(make_mesh("2x4-auto"), jz.ZeroConfig(schedule=SCHEDULE))
     (params,), batch = arguments(CASES["mlp"], "float32")
