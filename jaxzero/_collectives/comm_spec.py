@@ -83,7 +83,17 @@ class CommSpec:
         halves: bool = False,
         node_microbatches: tuple[int, ...] | None = None,
     ) -> CommSpec:
-        """How a program on `mesh` communicates; `halves` and the last are those of the fields."""
+        """How a program on `mesh` communicates; `halves` and the last are those of the fields.
+
+        Raises:
+            ValueError: they cannot be had with `deterministic="mesh"`.
+        """
+        if config.schedule.deterministic and (halves or node_microbatches):
+            raise ValueError(
+                "`halves` compares sums over shards, which depend on the mesh, and with `shares` "
+                "nodes run different rows, so results cannot be equal on all meshes. Leave it out, "
+                'or leave out `deterministic="mesh"` of `CommSchedule`.'
+            )
         sizes = {axis: mesh.shape[axis] for axis in AXES}
         is_alone = all(sizes[axis] == 1 for axis in config.axes)  # then no slice is gathered
         hpz, node = config.hpz, config.weights.node
@@ -112,6 +122,11 @@ class CommSpec:
     @property
     def num_devices(self) -> int:
         return math.prod(self.sizes.values())
+
+    @property
+    def sums_in_tree(self) -> bool:
+        """Whether sums over devices are added in the order of `tree_sums`."""
+        return self.schedule.deterministic == "mesh"
 
     @property
     def divisor(self) -> int | float:
@@ -178,12 +193,17 @@ class CommSpec:
         return self.suitable_for_weights(codec, num, dtype)
 
     def gradient_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
-        """The codec of a gradient over `axis`; narrow floats (16 bits or fewer) get a `Cast`."""
+        """The codec of a gradient over `axis`; narrow floats (16 bits or fewer) get a `Cast`.
+
+        Not if sums are added in a tree: there partial sums are sent in float32.
+        """
         codec = getattr(self.gradients, axis)
         if isinstance(codec, GradientHop):
             codec = codec.codec
         codec = self.suitable(codec, num, dtype)
-        return Cast(dtype) if codec is None and is_narrow_float(dtype) else codec
+        if codec is None and is_narrow_float(dtype) and not self.sums_in_tree:
+            return Cast(dtype)
+        return codec
 
     def suitable_for_weights(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
         """`suitable`, if a message has fewer bits: more would carry nothing, without a sum."""

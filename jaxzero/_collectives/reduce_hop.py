@@ -40,6 +40,7 @@ from ..pallas_kernels import add_up
 from .comm_spec import CommSpec, MessageForm, accumulator_dtype
 from .encoded_shards import EncodedShards
 from .primitives import all_gather, all_reduce, all_to_all, reduce_scatter
+from .tree_sums import reduce_in_tree, scatter_in_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +235,8 @@ def reduce_to_shard(x: Shaped[Array, ...], axis: str, dim: int, comm: CommSpec) 
     added here, so that the sum over the first half of the devices is returned too.
     """
     half, num = comm.first_half_size(axis), comm.sizes[axis]
+    if comm.sums_in_tree:
+        return scatter_in_tree(x, axis, dim, num)
     if not half:
         return reduce_scatter(x, axis, dim)
     received = all_to_all(rows_of(x, dim, num), axis)
@@ -378,6 +381,8 @@ def _sum_plain(
     over the first half needs the shards of each peer.
     """
     half, num = comm.first_half_size(axis), comm.sizes[axis]
+    if comm.sums_in_tree:
+        return reduce_in_tree(arrays, axis, num), [None] * len(arrays)
     if not half:
         return list(all_reduce(arrays, axis)), [None] * len(arrays)
     full: dict[int, Array] = {}

@@ -42,6 +42,7 @@ from .reduce_hop import (
     sum_over,
     total_of,
 )
+from .tree_sums import scatter_in_tree
 
 _FEW = 2**18  # elements; most matrices have more
 
@@ -72,6 +73,8 @@ def start_reduction(
 ) -> ReduceBucket:
     """Pad full gradients, and encode them into a bucket for the first axis."""
     axes = reduce_axes(specs, comm)
+    if comm.sums_in_tree:  # what computes them is compiled apart from the sums
+        fulls = lax.optimization_barrier(list(fulls))
     if not comm.form.tiled:
         fulls = _behind_barrier(fulls)
     arrays = [pad(x, spec.layout) for x, spec in zip(fulls, specs, strict=True)]
@@ -314,6 +317,9 @@ def _scatter(
     if half := comm.first_half_size(axis):
         received = split_columns(all_to_all(x, axis, shares=column_bytes(columns)), columns)
         parts = [HalfBatchSum.of(part, half) for part in received]
+    elif comm.sums_in_tree:
+        shard = scatter_in_tree(x, axis, 0, comm.sizes[axis], column_bytes(columns))
+        parts = split_columns(shard, [(size, shard.dtype) for size, _ in columns])
     else:
         parts = split_columns(reduce_scatter(x, axis, 0, column_bytes(columns)), columns)
     return {

@@ -45,6 +45,7 @@ from .._collectives import (
     move_split,
     reduce_over_node,
     sum_full,
+    sum_over_devices,
 )
 from .._mesh import AXES, LOCAL, NODE, in_host
 from .._sharding import DimSharding, LeafSpec, pad
@@ -118,9 +119,9 @@ def mean_over_devices(
         share: what each loss was multiplied by before it was differentiated; None: nothing.
     """
     with labelled("other", "loss"):
-        loss = all_reduce(sums.loss, AXES)
+        loss = sum_over_devices(sums.loss, comm)
         count = jnp.asarray(comm.num_runs(num_microbatches), loss.dtype)
-        total = count if sums.weight is None else all_reduce(sums.weight, AXES)
+        total = count if sums.weight is None else sum_over_devices(sums.weight, comm)
     of_gradients = total if share is None else total * jnp.asarray(share, total.dtype)
     pairs = enumerate(zip(sums.gradients, targets, strict=True))
     full = [i for i, (x, target) in pairs if x is not None and target.reduce_spec is None]

@@ -23,7 +23,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import CommSpec, accumulator_dtype, all_gather, all_max, all_reduce, repeated
+from .._collectives import (
+    CommSpec,
+    accumulator_dtype,
+    all_gather,
+    all_max,
+    repeated,
+    sum_over_devices,
+)
 from .._mesh import AXES, NODE, in_host
 from .._program import Block, exchanges, traced_once
 from .._sharding import split_dim
@@ -198,10 +205,10 @@ def combine(x: Array, how: str, comm: CommSpec) -> Array:
             mean, num = jnp.mean(x, axis=0), comm.num_devices
         else:
             mean, num = jnp.sum(x, axis=0), comm.num_runs(len(x))
-        total = all_reduce(mean, AXES)
+        total = sum_over_devices(mean, comm)
         return total / jnp.asarray(num, total.dtype)
     if how == "sum":
-        return all_reduce(jnp.sum(x, axis=0), AXES)
+        return sum_over_devices(jnp.sum(x, axis=0), comm)
     if how == "max":
         if comm.node_microbatches is not None:  # those that are left out repeat the first
             ran = jnp.arange(len(x)) < num_here(comm.node_microbatches)

@@ -264,7 +264,7 @@ def _targets(
     so that node slices of gradients fit too; a residual that is added before the sum over nodes; a
     gradient whose split still has to move to another dim; `split="local"`, where nodes all-reduce
     their slices, with several micro-batches or with half-batch sums; and nodes that run different
-    numbers of micro-batches.
+    numbers of micro-batches. Never if sums are added in a tree (`tree_sums`).
     """
     targets = []
     sum_nodes_once = comm.hpz is not None and microbatches > 1
@@ -277,6 +277,7 @@ def _targets(
         if layout is not None:
             moved = stored is not None and layout.dim != stored.dim
             node_only = sum_nodes_once or moved or i in wire_state.errors
+            node_only &= not comm.sums_in_tree  # a node's sum is then a part of the sum over all
             hops = (LOCAL,) if node_only and comm.sizes[NODE] > 1 else REDUCTION_HOPS
             reduce_spec = ReduceSpec(leaf.path, leaf.shape, leaf.dtype, layout, hops)
         size = math.prod(leaf.shape[depths.get(i, 0) :])

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._collectives import CommSpec, all_reduce, labelled
-from .._mesh import AXES, microbatch_index
+from .._collectives import CommSpec, labelled, sum_over_devices
+from .._mesh import microbatch_index
 from .._plan import find_uses, make_plan
 from .._program import Block, trace
 from .block import run_block
@@ -71,7 +71,7 @@ def total_weight(
 
     sums, _ = accumulate(run, inputs, specs, microbatches, comm)
     with labelled("other", "loss"):
-        return all_reduce(sums.weight, AXES)
+        return sum_over_devices(sums.weight, comm)
 
 
 def _needed(block: Block) -> Block:

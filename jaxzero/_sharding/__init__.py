@@ -5,9 +5,7 @@ arrays that carry their layout. Nothing here runs a collective.
 """
 
 from .config import CommSchedule as CommSchedule
-from .config import HpZ as HpZ
 from .config import Offload as Offload
-from .config import PerAxis as PerAxis
 from .config import ZeroConfig as ZeroConfig
 from .config import ddp as ddp
 from .config import hsdp as hsdp
@@ -17,6 +15,8 @@ from .config import zeropp as zeropp
 from .config import zeropp4 as zeropp4
 from .hops import ErrorFeedback as ErrorFeedback
 from .hops import GradientHop as GradientHop
+from .hops import HpZ as HpZ
+from .hops import PerAxis as PerAxis
 from .hops import WeightDelta as WeightDelta
 from .hops import WeightHop as WeightHop
 from .layout import DimSharding as DimSharding

@@ -7,9 +7,9 @@ import fnmatch
 import math
 from typing import Any, Literal
 
-from .._codecs import Codec, Int4, Int8
+from .._codecs import Int4, Int8
 from .._mesh import AnyMesh
-from .hops import GradientHop, Hop, WeightDelta, WeightHop, check_codec, check_integer
+from .hops import GradientHop, Hop, HpZ, PerAxis, WeightDelta, WeightHop, check_integer
 
 Leaves = bool | str | tuple[str, ...]
 Role = Literal["weights", "gradients", "optimizer"]
@@ -93,53 +93,12 @@ class Offload:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PerAxis:
-    """One codec for each mesh axis that a value crosses; `None` sends it without encoding.
-
-    `node` may also be a hop that keeps arrays from step to step: `WeightDelta`, `ErrorFeedback`,
-    or a `WeightHop` or `GradientHop` of your own (`jaxzero.extend`).
-    """
-
-    node: Codec | Hop | None = None
-    local: Codec | None = None
-
-    def __post_init__(self):
-        if self.node is not None and not isinstance(self.node, Hop):
-            check_codec("node", "PerAxis", self.node)
-        if self.local is not None:
-            check_codec("local", "PerAxis", self.local)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HpZ:
-    """Keep each node slice of a weight, once gathered between nodes, until the step ends.
-
-    Forward, backward and all micro-batches then gather inside the node only, and read the
-    same bits. On each device it takes the size of the model, encoded by `codec`, divided by
-    the number of devices in a node.
-
-    Args:
-        codec: how the slice is kept; `None` keeps it unencoded. If `weights` has the same codec for
-            both axes, a weight is encoded only once, by its owner, and decoded where it is used.
-
-    References:
-        ZeRO++ (https://arxiv.org/abs/2306.10209), hierarchical partitioning (hpZ).
-    """
-
-    codec: Codec | None = Int8(block=256)
-
-    def __post_init__(self):
-        if self.codec is not None:
-            check_codec("codec", "HpZ", self.codec)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CommSchedule:
     """When weights are gathered, in how large buckets, and how long they are held.
 
     The schedule does not change losses or gradients, bit for bit; only with `loop_constant_bytes`
-    gradients are rounded differently. A bucket holds the weights of a layer, where the program
-    repeats itself or loops.
+    and `deterministic` they are rounded differently. A bucket holds the weights of a layer, where
+    the program repeats itself or loops.
 
     Args:
         prefetch: the number of buckets that are gathered ahead, in forward and backward. If it is
@@ -173,6 +132,17 @@ class CommSchedule:
             gathers weights, and those that copy from or to host memory are left whole, but for the
             last iteration of a loop that updates layers (`Zero.value_and_update`, JAX 0.11 and
             later), which is always apart.
+        deterministic: "mesh": add up gradients and losses over devices in one order, a tree over
+            the rows of the batch, so that they are equal bit for bit on every mesh of as many
+            devices: for 8 devices as 1 x 8, 2 x 4, 4 x 2 and 8 x 1. Sums are in float32, and
+            rounded once. It needs `split="all"`, no codecs and no `hpz`, and nodes of 2, 4, 8, ...
+            devices, or in general whose number has no prime factor larger than one of the number of
+            nodes. `halves`, `shares` and `local_steps` cannot be had with it. What each device
+            computes from its rows is XLA's: on CPUs fused multiply-adds may differ between meshes.
+            Sums of the loss itself (`psum`) and of the optimizer (a global norm) keep XLA's order.
+            Gradients are exchanged all-to-all in place of reduce-scatters, in as many bytes; those
+            of 16 bits travel as float32 between nodes, which is twice as many. `None`: whatever is
+            fastest.
     """
 
     prefetch: int = 1
@@ -182,15 +152,21 @@ class CommSchedule:
     live_bytes: int | None = None
     loop_constant_bytes: int | None = None
     separate_ends: bool | None = None
+    deterministic: Literal["mesh"] | None = None
 
     def __post_init__(self):
+        if self.deterministic not in ("mesh", None):
+            raise ValueError(
+                '`deterministic` of `CommSchedule` must be "mesh" or None; '
+                f"got {self.deterministic!r}."
+            )
         if not isinstance(self.separate_ends, bool | None):
             raise ValueError(
                 "`separate_ends` of `CommSchedule` must be True, False or None; "
                 f"got {self.separate_ends!r}."
             )
         for field in dataclasses.fields(self):
-            if field.name != "separate_ends":
+            if field.name not in ("separate_ends", "deterministic"):
                 value, optional = getattr(self, field.name), field.default is None
                 check_integer(field.name, "CommSchedule", value, 0, optional=optional)
 
@@ -263,6 +239,8 @@ class ZeroConfig:
             self._check_offload(self.offload)
         self._check_hops()
         self._check_use()
+        if self.schedule.deterministic:
+            self._check_deterministic()
 
     def _check_hops(self) -> None:
         for name, hop, wanted, other, instead in (
@@ -299,6 +277,23 @@ class ZeroConfig:
                     f"`offload` puts {role} into host memory, which needs them sharded: `stage` of "
                     f"at least {least}; got {self.stage}."
                 )
+
+    def _check_deterministic(self) -> None:
+        """Raise `ValueError` for what would make results depend on the mesh."""
+        wrong = None
+        if self.split != "all":
+            wrong = '`split="local"` cuts arrays by the size of a node, and adds gradients so too'
+        for name in ("weights", "gradients"):
+            if getattr(self, name) != PerAxis():
+                wrong = f"codecs of `{name}` round each axis of the mesh apart"
+        if self.hpz is not None:
+            wrong = "`hpz` keeps slices that depend on the size of a node"
+        if wrong:
+            raise ValueError(
+                f"{wrong}, so with it results cannot be equal on all meshes, as "
+                '`CommSchedule(deterministic="mesh")` promises. Leave out one of the two; '
+                "`jz.zero3()` and `jz.ddp()` can have it."
+            )
 
     def _check_use(self) -> None:
         """Raise `ValueError` for options that would have no effect."""

@@ -20,7 +20,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32
 
-from .._codecs import Codec, Int4, check_is_value
+from .._codecs import Codec, Int4, Int8, check_is_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,3 +178,44 @@ def check_codec(name: str, owner: str, codec: object) -> None:
             f"`jz.Cast(jnp.bfloat16)`; got {codec!r}."
         )
     check_is_value(codec)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerAxis:
+    """One codec for each mesh axis that a value crosses; `None` sends it without encoding.
+
+    `node` may also be a hop that keeps arrays from step to step: `WeightDelta`, `ErrorFeedback`,
+    or a `WeightHop` or `GradientHop` of your own (`jaxzero.extend`).
+    """
+
+    node: Codec | Hop | None = None
+    local: Codec | None = None
+
+    def __post_init__(self):
+        if self.node is not None and not isinstance(self.node, Hop):
+            check_codec("node", "PerAxis", self.node)
+        if self.local is not None:
+            check_codec("local", "PerAxis", self.local)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HpZ:
+    """Keep each node slice of a weight, once gathered between nodes, until the step ends.
+
+    Forward, backward and all micro-batches then gather inside the node only, and read the
+    same bits. On each device it takes the size of the model, encoded by `codec`, divided by
+    the number of devices in a node.
+
+    Args:
+        codec: how the slice is kept; `None` keeps it unencoded. If `weights` has the same codec for
+            both axes, a weight is encoded only once, by its owner, and decoded where it is used.
+
+    References:
+        ZeRO++ (https://arxiv.org/abs/2306.10209), hierarchical partitioning (hpZ).
+    """
+
+    codec: Codec | None = Int8(block=256)
+
+    def __post_init__(self):
+        if self.codec is not None:
+            check_codec("codec", "HpZ", self.codec)

@@ -145,6 +145,12 @@ def check_local_steps(mesh: AnyMesh, config: ZeroConfig) -> None:
             "`ErrorFeedback` in the config have nothing to do, and their wire state would be of no "
             "use. Take `jz.zeropp()` or `jz.zero3()`, and `codec=jz.Int4()` for the exchange."
         )
+    if config.schedule.deterministic:
+        raise ValueError(
+            "`local_steps` trains each node by itself, so results depend on the number of nodes, "
+            'and `CommSchedule(deterministic="mesh")` promises that they do not. Leave out one of '
+            "the two."
+        )
     if config.offload is not None:
         raise NotImplementedError(
             "`local_steps` cannot keep arrays in host memory yet. Leave out `offload`."

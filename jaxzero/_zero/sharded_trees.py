@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from .._codecs import Codec
-from .._collectives import CommSpec
+from .._collectives import CommSpec, check_tree
 from .._execute import WireState, first_state
 from .._mesh import AXES, AnyMesh, NodeMesh, check_mesh, gloo_workaround, is_one_node, physical
 from .._plan import Plan
@@ -375,7 +375,7 @@ def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
     """The configuration of a `Zero`, by default plain ZeRO-3.
 
     Raises:
-        ValueError: one of the arguments is of another kind, or the mesh has other axes.
+        ValueError: an argument is of another kind, or the mesh does not suit the configuration.
         NotImplementedError: the platform of the mesh has no host memory, and the config uses it.
     """
     if isinstance(mesh, ZeroConfig):
@@ -391,6 +391,8 @@ def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
         )
     if config.offload is not None:
         check_platform(mesh)
+    if config.schedule.deterministic:
+        check_tree(mesh)
     return config
 
 
