@@ -22,10 +22,13 @@ def imported_on_first_use(
         module, extra = names[name]
         try:
             return getattr(importlib.import_module(f".{module}", package), name)
-        except ModuleNotFoundError as error:
+        except ImportError as error:
+            missing = error.__cause__ or error  # of a name that this one imports on first use
+            if not isinstance(missing, ModuleNotFoundError):
+                raise
             raise ImportError(
-                f"`{name}` needs the package {error.name!r}, which is not installed. Install it "
+                f"`{name}` needs the package {missing.name!r}, which is not installed. Install it "
                 f'with `pip install -e ".[{extra}]"` in a checkout of jaxzero.'
-            ) from error
+            ) from missing
 
     return find

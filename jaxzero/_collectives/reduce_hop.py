@@ -1,8 +1,7 @@
 """Sum over one mesh axis, by reduce-scatter or all-reduce, with or without a codec.
 
 With a codec (ZeRO++, qgZ, https://arxiv.org/abs/2306.10209): encode the shards of all receivers,
-exchange them all-to-all, then decode and sum in float32. Without one, use `lax.psum_scatter` or
-`lax.psum`.
+exchange them all-to-all, then decode and sum in float32. Without one: `psum_scatter`, or `psum`.
 
 SimiGrad compares the gradients of two half-batches, and needs the sum over the first half of the
 devices beside the sum over all (`CommSpec.halves`). Both are taken on the receiving device, from

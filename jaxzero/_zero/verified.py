@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from .._sharding import (
     path_name,
 )
 from .._verify import Problem, Runs, Update, Verification, VerifyReport, on_host
+from .._warnings import RowsMixedWarning
 from .batch_choice import BatchArgnums
 from .calls import gradient_options, prepare
 from .local_rounds import LocalRounds
@@ -130,7 +132,9 @@ class VerifiedTrees(ShardedTrees):
         )
         say = progress or (lambda _: None)
         verification = Verification(call.problem, runs, reference, codecs, say)
-        return verification.report(variations, float64)
+        with warnings.catch_warnings():  # the report says where rows are mixed
+            warnings.simplefilter("ignore", RowsMixedWarning)
+            return verification.report(variations, float64)
 
 
 def _check(

@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from jaxzero._collectives.comm_spec import CommSpec
+from jaxzero._collectives.comm_spec import CommSpec, ReduceSpec
 from jaxzero._collectives.reduce_hop import sum_full
-from jaxzero._collectives.reduce_spec import ReduceSpec
 from jaxzero._collectives.reductions import reduce_next_axis, start_reduction
 from jaxzero._sharding.layout import DimSharding
 

@@ -122,6 +122,7 @@ def test_aux_over_microbatches(weighted, config):
         loss,
         has_aux=True,
         weighted=weighted,
+        row_statistics="device",
         microbatches=3,
         aux_reduce={"mean": "mean", "rows": "sum", "stack": "stack", "key": "first"},
     )

@@ -72,7 +72,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     text = capsys.readouterr().out
-    assert "usage: jaxzero [-h] {train,report,plan,sample,inspect,convert,launch}" in text
+    assert "usage: jaxzero [-h] {train,report,plan,verify,sample,inspect,convert,launch}" in text
     assert "Fine-tune a text encoder to find code by its description." in text
 
 
@@ -82,7 +82,7 @@ def test_a_mistyped_command_and_the_version(capsys: pytest.CaptureFixture[str]):
         "Error: There is no command `jaxzero trian`. Do you mean `jaxzero train`?\n"
     )
     assert cli.main(["xyz"]) == 2
-    assert "There are train, report, plan, sample, inspect" in capsys.readouterr().err
+    assert "There are train, report, plan, verify, sample, inspect" in capsys.readouterr().err
     assert cli.main(["--version"]) == 0
     assert re.fullmatch(r"jaxzero \d+\.\d+\S*\n", capsys.readouterr().out)
 

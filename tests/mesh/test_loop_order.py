@@ -93,7 +93,10 @@ def _two_calls(zero: jz.Zero):
 
 PROGRAMS = {
     "two calls": (jz.zero3(), _two_calls),
-    "own collectives": (jz.zero3(), lambda zero: _step(zero, _own_collectives)),
+    "own collectives": (
+        jz.zero3(),
+        lambda zero: _step(zero, _own_collectives, row_statistics="device"),
+    ),
     "zeropp4": (jz.zeropp4(), _step),
 }
 MORE_PROGRAMS = {

@@ -211,7 +211,8 @@ def test_effects_and_collectives_inside_a_node():
         spread = jax.lax.pmax(jnp.max(rows["wanted"]), "local")  # of the node's micro-batch
         return jnp.sum(weights * errors) * jax.lax.stop_gradient(spread), jnp.sum(weights)
 
-    _, step, (params, batch), _ = _step("zero3", True, "2x2-auto", 4, loss)
+    meant = {"row_statistics": "device"}  # the maximum of a node
+    _, step, (params, batch), _ = _step("zero3", True, "2x2-auto", 4, loss, **meant)
     got, _ = step(params, batch)
     jax.effects_barrier()
     assert ran == {0: 2 * 4, 1: 2 * 2}
