@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
@@ -63,6 +63,7 @@ class LeafUpdate:
     new_layers: Callable[[Array, list[Array | None]], list[Array | None]]
 
 
+@runtime_checkable
 class Runner(Protocol):
     """The part of `BlockRunner` that a loop uses, for the block around it and for a tick.
 

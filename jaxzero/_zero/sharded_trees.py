@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import optax
 from jax.sharding import NamedSharding
@@ -299,13 +299,13 @@ class ShardedTrees:
     # Shared by the methods above, and with `LocalRounds`.
 
     @functools.cached_property
-    def _on_one_node(self) -> Self:
+    def _on_one_node(self) -> Any:
         """The same configuration, on the devices of one node: for programs of one node."""
         assert not isinstance(self._devices, NodeMesh)
         return type(self)(NodeMesh(self._devices), self.config)
 
     @property
-    def _here(self) -> Self:
+    def _here(self) -> Any:
         """This object, or `_on_one_node` while a program of one node is traced."""
         is_own = isinstance(self._devices, NodeMesh)
         return self._on_one_node if is_one_node() and not is_own else self
