@@ -292,7 +292,7 @@ def put(stack: Array, x: Array, index: Array) -> Array:
     return lax.dynamic_update_index_in_dim(stack, x, index, 0)
 
 
-def _known_after(number: Array, x: Array) -> Array:
+def _known_after(number: Array | int, x: Array) -> Array:
     """`number`, an integer, known only once the floats `x` are.
 
     XLA drops a barrier before it schedules, so the number is computed from an element: the bits of
@@ -300,7 +300,7 @@ def _known_after(number: Array, x: Array) -> Array:
     dropped, the barrier keeps this sum apart from other uses of `number`, such as the indices of
     writes. In one kernel with it, they would be late too.
     """
-    number, element = lax.optimization_barrier((number, x[(0,) * x.ndim]))
+    number, element = lax.optimization_barrier((jnp.asarray(number), x[(0,) * x.ndim]))
     element = jnp.abs(element.astype(jnp.float32))
     zero = jnp.minimum(lax.bitcast_convert_type(element, jnp.int32), 0)
     return number + zero.astype(number.dtype)

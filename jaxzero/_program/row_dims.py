@@ -55,7 +55,7 @@ def broadcast(rows: Rows, operation: Operation, states: Sequence[State]) -> list
         wider = {dim: (*x, (grown[dim], 0)) if dim in grown else x for dim, x in state.rows}
         index = None if state.index is None or state.index[0] in grown else state.index
         state = dataclasses.replace(
-            state, rows=as_rows(wider), noise_dims=state.noise_dims - grown.keys(), index=index
+            state, rows=as_rows(wider), noise_dims=state.noise_dims.difference(grown), index=index
         )
     return [state]
 

@@ -152,7 +152,7 @@ class CommSchedule:
     live_bytes: int | None = None
     loop_constant_bytes: int | None = None
     separate_ends: bool | None = None
-    deterministic: Literal["mesh"] | None = None
+    deterministic: str | None = None
 
     def __post_init__(self):
         if self.deterministic not in ("mesh", None):

@@ -314,7 +314,7 @@ def _divisors(size: int) -> list[int]:
     return [x for x in range(1, size + 1) if size % x == 0]
 
 
-def _is_near(x: np.ndarray, y: np.ndarray, size: float = 0.0) -> bool:
+def _is_near(x: Any, y: Any, size: Any = 0.0) -> bool:
     """Whether `x` agrees with `y` in half of the digits of `y`, relative to norms or `size`."""
     digits = float(jnp.finfo(y.dtype).eps) ** 0.5
     x, y = x.astype(_wide(x)).ravel(), y.astype(_wide(y)).ravel()

@@ -48,7 +48,7 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
     return device, f"{said}, on {device}."
 
 
-def free_bytes(device: Any) -> float:
+def free_bytes(device: Any) -> float | int:
     """Bytes that a device has left; infinite where that is not known."""
     if device.platform == "cpu":
         return _free_host_bytes()
@@ -58,7 +58,7 @@ def free_bytes(device: Any) -> float:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def _free_host_bytes() -> float:
+def _free_host_bytes() -> float | int:
     try:
         with open("/proc/meminfo") as file:
             sizes = dict(line.split(":") for line in file)
