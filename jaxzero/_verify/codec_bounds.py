@@ -42,7 +42,7 @@ def has_codecs(config: ZeroConfig) -> bool:
     )
 
 
-def weight_bound(leaf: LeafSpec, x: np.ndarray, comm: CommSpec) -> np.ndarray:
+def weight_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
     """By how much the elements of a weight may change on their way, `[*x.shape]` float32."""
     total = np.zeros(x.shape, np.float32)
     if (
@@ -66,9 +66,7 @@ def weight_bound(leaf: LeafSpec, x: np.ndarray, comm: CommSpec) -> np.ndarray:
     return total
 
 
-def gradient_bound(
-    leaf: LeafSpec, parts: np.ndarray, comm: CommSpec, config: ZeroConfig
-) -> np.ndarray:
+def gradient_bound(leaf: LeafSpec, parts: Any, comm: CommSpec, config: ZeroConfig) -> Any:
     """By how much the elements of a mean gradient may be off.
 
     Args:
@@ -98,14 +96,14 @@ def gradient_bound(
     return error
 
 
-def bounds_of(error: np.ndarray, result: np.ndarray) -> np.ndarray:
+def bounds_of(error: Any, result: Any) -> Any:
     """A bound for each element as bounds of the three measures of `samples.measured`."""
     result = np.where(np.isfinite(result), np.asarray(result, np.float64), 0)
     along = _DEVIATIONS * np.linalg.norm((error * result).ravel())
     return np.array([np.linalg.norm(error.ravel()), np.max(error, initial=0), along])
 
 
-def _bound(codec: Codec, leaf: LeafSpec, x: Any, num: int) -> np.ndarray:
+def _bound(codec: Codec, leaf: LeafSpec, x: Any, num: int) -> Any:
     """`error_bound` of the messages in which a leaf is sent, in the shape of the leaf."""
     x = np.asarray(x, np.float32)
     if leaf.layout is None:

@@ -283,7 +283,7 @@ def _split_dims(pair: _Pair, num: int) -> list[int] | None:
     return dims if all(whole[i] == num * part[i] for i in dims) else None
 
 
-def _is_row_aligned(whole: np.ndarray, parts: list[np.ndarray], dims: Sequence[int]) -> bool:
+def _is_row_aligned(whole: Any, parts: list[Any], dims: Sequence[int]) -> bool:
     """Whether each part has its own rows of `whole`, wherever a merged dim has its rows."""
     num = len(parts)
     for outers in itertools.product(*(_divisors(parts[0].shape[i]) for i in dims)):
@@ -294,9 +294,7 @@ def _is_row_aligned(whole: np.ndarray, parts: list[np.ndarray], dims: Sequence[i
     return False
 
 
-def _cut(
-    whole: np.ndarray, dims: Sequence[int], outers: Sequence[int], i: int, num: int
-) -> np.ndarray:
+def _cut(whole: Any, dims: Sequence[int], outers: Sequence[int], i: int, num: int) -> Any:
     """Part `i` of `num` of an array whose split dims are `[outer, num, rest]`."""
     for dim, outer in zip(dims, outers, strict=True):
         shape = whole.shape
@@ -324,5 +322,5 @@ def _is_near(x: Any, y: Any, size: Any = 0.0) -> bool:
     return bool(off <= digits * max(*finite, size))
 
 
-def _wide(x: np.ndarray) -> Any:
+def _wide(x: Any) -> Any:
     return np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64

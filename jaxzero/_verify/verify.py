@@ -140,7 +140,7 @@ class Verification:
             if kind != "aux" or self._is_comparable(i)
         }
 
-    def _check(self, name: str, kind: str, got: Any, want: Any, bounds: np.ndarray) -> Check:
+    def _check(self, name: str, kind: str, got: Any, want: Any, bounds: Any) -> Check:
         num = self.comm.num_devices * self.runs.microbatches
         return checked(name, kind, got, want, bounds, num)
 
