@@ -300,8 +300,7 @@ def _known_after(number: Array | int, x: Array) -> Array:
     dropped, the barrier keeps this sum apart from other uses of `number`, such as the indices of
     writes. In one kernel with it, they would be late too.
     """
-    number = jnp.asarray(number)
-    number, element = lax.optimization_barrier((number, x[(0,) * x.ndim]))
+    count, element = lax.optimization_barrier((jnp.asarray(number), x[(0,) * x.ndim]))
     element = jnp.abs(element.astype(jnp.float32))
     zero = jnp.minimum(lax.bitcast_convert_type(element, jnp.int32), 0)
-    return number + zero.astype(number.dtype)
+    return count + zero.astype(count.dtype)
