@@ -47,7 +47,8 @@ def train_step(model, opt_state, rngs, batch):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return losses.mean(), nnx.state(model, nnx.BatchStat)
 
-    (loss, batch_stats), grads = zero.value_and_grad(loss_fn, has_aux=True)(model, batch)
+    grad_fn = zero.value_and_grad(loss_fn, has_aux=True, row_statistics="device")  # of BatchNorm
+    (loss, batch_stats), grads = grad_fn(model, batch)
     params, grads = nnx.state(model, nnx.Param), nnx.state(grads, nnx.Param)
     updates, opt_state = tx.update(grads, opt_state, params)
     nnx.update(model, optax.apply_updates(params, updates), batch_stats)

@@ -45,9 +45,13 @@ EXACT = {
 }
 SHORT = {"range(100)": "range(10)", "step % 25 == 24": "step < 10"}
 PER_DEVICE = {
-    "flax_linen": {', axis_name=("node", "local")': ""},
+    "flax_linen": {
+        ', axis_name=("node", "local")': "",
+        "has_aux=True": 'has_aux=True, row_statistics="device"',
+    },
     "equinox": {
         '("batch", "node", "local")': '"batch"',
+        "has_aux=True": 'has_aux=True, row_statistics="device"',
         'aux_reduce="first"': 'aux_reduce=jax.tree.map(lambda x: "mean" if x.ndim else "first", '
         "state)",
     },
