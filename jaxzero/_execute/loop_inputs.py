@@ -122,7 +122,7 @@ class LoopInputs:
             self.uses,
             goes_on=any(x.continues == self.index for x in self.outer.plan.loops.values()),
             in_host=[x for x, stack in self.stacks.items() if in_host(stack.data)],
-            host_rows=tuple(i for i, x in enumerate(self.rows) if x is not None and in_host(x)),
+            host_rows=tuple(i for i, x in enumerate(self.rows) if _is_copied(x)),
             copies_wait=bool(self.updates) and wait,
         )
 
@@ -174,11 +174,20 @@ class LoopInputs:
     @functools.cached_property
     def device_rows(self) -> list[Any]:
         """The stacks that the program scans, in device memory; None for others."""
-        return [None if x is None or in_host(x) else x for x in self.rows]
+        return [None if _is_copied(x) else x for x in self.rows]
 
     def rows_at(self, number: Any) -> list[Any]:
         i = self.layer_index(number)
-        return [
-            None if x is None else lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
-            for x in self.device_rows
-        ]
+        return [None if x is None else at(x, i) for x in self.device_rows]
+
+
+def at(stack: Array, index: Array) -> Array:
+    """One element of a stack; zeros if it has none, as the body of an empty loop is traced too."""
+    if not len(stack):
+        return jnp.zeros(stack.shape[1:], stack.dtype)
+    return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+
+
+def _is_copied(row: Any) -> bool:
+    """Whether a stack that the program scans is copied from host memory, layer by layer."""
+    return row is not None and in_host(row) and len(row) > 0

@@ -28,7 +28,7 @@ from .ticks import Tick, put
 def start_loop(outer: Runner, index: int, tie: Bind) -> None:
     """Start the gathers of a loop's first iterations; the copies and messages pass `tie`."""
     loop = LoopRun(outer, index)
-    state = loop.first_state()
+    state = LoopState()
     for number in range(loop.pipeline.first_tick, 0):
         ticks = range(number, number + 1)
         listed = [x for x in loop.pipeline.first_gathers if loop.pipeline.has_iteration(x, ticks)]
@@ -44,24 +44,23 @@ def run_loop(outer: Runner, index: int) -> list[Any]:
 class LoopRun(LoopInputs):
     """One run of a loop, which is operation `index` of the block that `outer` runs."""
 
-    def first_state(self) -> LoopState:
-        """The state before the first tick, with the node slices of the step before."""
+    def _slices_before(self) -> dict[pipeline.Key, Array]:
+        """The stacks of node slices of the step before, of the weights whose slices are kept."""
         listed = self.pipeline.instructions
         keeps = (x for x in listed if isinstance(x, instructions.KeepSlices))
         kept = {weight for each in keeps for weight in each.weights}
         before = {x: self.stacks[x].kept for x in self.stacks if x in kept}
-        return LoopState(
-            stacks={
-                ("slices", x): slices.data
-                for x, slices in before.items()
-                if slices is not None and self.carries(("slices", x))
-            }
-        )
+        return {
+            ("slices", x): slices.data
+            for x, slices in before.items()
+            if slices is not None and self.carries(("slices", x))
+        }
 
     def run(self) -> list[Any]:
         """Run the loop; return its outputs, with None for views of weights and updated leaves."""
         loop, carry = self.loop, self.read_inputs()
-        state = self.outer.starts.pop(self.index, None) or self.first_state()
+        state = self.outer.starts.pop(self.index, None) or LoopState()
+        state.stacks |= self._slices_before()
         for weight, index, data in state.early:
             empty = functools.partial(jnp.zeros, (loop.length, *data.shape), data.dtype)
             stack = state.stacks.get(("slices", weight))
@@ -119,7 +118,6 @@ class LoopRun(LoopInputs):
         last = max((x.lag for x in self.pipeline.instructions), default=0)
         if not last and not self.is_cut and not self.plan.host_gradients:
             return {}
-        listed = [x for x in self.pipeline.instructions if 0 in self.pipeline.iterations(x)]
         keys: list[Any] = []
 
         def life() -> list[Any]:
@@ -127,8 +125,11 @@ class LoopRun(LoopInputs):
             current = state.copy()
             self._enter(current, range(1), {})
             for number in range(last + 1):
-                tick = Tick(self, current, number, range(number, number + 1), carry=carry)
-                tick.run([x for x in listed if x.lag == number or (not number and x.lag < 0)])
+                ticks = range(number, number + 1)
+                # In its own tick it also leaves what is made for those after it.
+                lags = range(number if number else self.pipeline.first_lag, number + 1)
+                tick = Tick(self, current, number, ticks, carry=carry)
+                tick.run([x for x in self.pipeline.in_ticks(ticks) if x.lag in lags])
                 found |= tick.collected
                 left = current.layers.get(number + 1, {})
                 found |= {(key, number + 1): x for key, x in left.items()}
@@ -179,6 +180,10 @@ class LoopRun(LoopInputs):
         self, state: LoopState, shapes: Mapping[Any, Any], key: pipeline.Key, lag: int
     ) -> Any:
         """The shape of an entry: that at the same lag, or at the nearest before it or after."""
+        if key[0] == "state":
+            leaf = self.updates[key[1]]
+            layers = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaf.stacks)
+            return [x if reads else None for x, reads in zip(layers, leaf.reads, strict=True)]
         others = [layer[key] for layer in state.layers.values() if key in layer]
         lags = [x for other, x in shapes if other == key]
         if not lags:
@@ -244,7 +249,7 @@ class LoopRun(LoopInputs):
         return carry, state, dict(zip(collected, outputs or [], strict=True))
 
     def _pass_on(self, state: LoopState) -> None:
-        """Hand what is in flight for iterations past the end to the loop that goes on with it."""
+        """Hand the gathers for iterations past the end to the loop that goes on with them."""
         for number, other in self.outer.plan.loops.items():
             if other.continues != self.index:
                 continue
@@ -255,7 +260,7 @@ class LoopRun(LoopInputs):
                 if x.view in same
             }
             layers = {
-                lag: {names.get(key, key): x for key, x in layer.items()}
+                lag: {names.get(k, k): x for k, x in layer.items() if k[0] in ("shards", "message")}
                 for lag, layer in state.layers.items()
                 if lag <= 0
             }

@@ -29,7 +29,7 @@ from .._collectives import EncodedShards, copy_to_device, copy_to_host
 from .._plan import instructions, pipeline
 from .._program import Value
 from .buckets import Bind
-from .loop_inputs import LoopInputs, LoopState
+from .loop_inputs import LoopInputs, LoopState, at
 from .mean_gradients import host_mean, mean_of_one_microbatch
 
 
@@ -134,8 +134,9 @@ class Tick:
     def _fetch_shards(self, each: instructions.FetchShards) -> None:
         stack = self.loop.stacks[each.weight]
         for number, leaf in self.loop.updates.items():
-            if leaf.stacks[0] is stack.data:  # the loop updates it: its layers are read as they are
-                stack = dataclasses.replace(stack, data=self.state.stacks["state", number][0])
+            stacks = self.state.stacks.get(("state", number))  # None before the loop
+            if stacks and leaf.stacks[0] is stack.data:  # the loop updates what it reads
+                stack = dataclasses.replace(stack, data=stacks[0])
         kept = None if stack.kept is None else stack.kept.data
         shards = _layer_of(stack, self._index(each, each.when), kept)
         layer = self.runner.layers[each.lag]
@@ -144,7 +145,7 @@ class Tick:
     def _take_slices(self, each: instructions.TakeSlices) -> None:
         index, layer = self.loop.layer_index(self._iteration(each)), self.runner.layers[each.lag]
         for weight in each.weights:
-            data = _at(self.state.stacks["slices", weight], index)
+            data = at(self.state.stacks["slices", weight], index)
             slices = dataclasses.replace(self.state.slices[weight], data=data)
             layer[pipeline.shards(weight)] = slices
 
@@ -152,7 +153,8 @@ class Tick:
         index = self.loop.layer_index(self._iteration(each))
         for weight in each.weights:
             slices = self.runner.layers[each.lag][pipeline.shards(weight)]
-            self.state.slices[weight] = slices
+            struct = jax.ShapeDtypeStruct(slices.data.shape, slices.data.dtype)
+            self.state.slices[weight] = slices.described(struct)
             key, data = ("slices", weight), slices.data
             if self.before_loop is not None:
                 self.state.early.append((weight, index, data))
@@ -163,13 +165,13 @@ class Tick:
             stack = self.state.stacks[key]
             if self.loop.stacks[weight].kept is not None:
                 # Past the end the last layer is sent again. It has the difference already.
-                data = self._if_it_exists(each, data, _at(stack, index))
+                data = self._if_it_exists(each, data, at(stack, index))
             self.state.stacks[key] = put(stack, data, index)
 
     # Rows and outputs of the program.
 
     def _fetch_row(self, each: instructions.FetchRow) -> None:
-        x = _at(self.loop.rows[each.stack], self.loop.layer_index(self._iteration(each)))
+        x = at(self.loop.rows[each.stack], self.loop.layer_index(self._iteration(each)))
         x = copy_to_device(x, "activations", "", windowed=True)
         self.runner.layers[each.lag][pipeline.row(each.stack)] = x
 
@@ -211,7 +213,7 @@ class Tick:
         leaf, index = self.loop.updates[each.output], self._index(each, each.when)
         stacks = self.state.stacks["state", each.output]
         self.runner.layers[each.lag][pipeline.state(each.output)] = [
-            copy_to_device(_at(stack, index), "update", f"{name}[i]", windowed=True)
+            copy_to_device(at(stack, index), "update", f"{name}[i]", windowed=True)
             if reads
             else None
             for stack, name, reads in zip(stacks, leaf.names, leaf.reads, strict=True)
@@ -280,11 +282,7 @@ def _is_copy(key: pipeline.Key) -> bool:
 
 def _layer_of(stack: EncodedShards, index: Array, kept: Array | None) -> EncodedShards:
     """One layer of a stack of shards, in the memory where the stack is."""
-    return stack.layer(_at(stack.data, index), None if kept is None else _at(kept, index))
-
-
-def _at(stack: Array, index: Array) -> Array:
-    return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+    return stack.layer(at(stack.data, index), None if kept is None else at(kept, index))
 
 
 def put(stack: Array, x: Array, index: Array) -> Array:

@@ -174,8 +174,9 @@ class _LoopEmitter:
         yield from self._used(outputs, age, range(early) if early < length else None)
         for i in updated:
             stop = early + 1 if early < length else length
+            stop = stop if length >= age or early == length else 0
             fetch = FetchState(at=end, lag=age - 1, output=i, when=self._fetches_after)
-            yield dataclasses.replace(fetch, iterations=range(stop if length >= age else 0))
+            yield dataclasses.replace(fetch, iterations=range(stop))
         if early == length:
             return
         last = range(length - 1, length)

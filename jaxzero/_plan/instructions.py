@@ -9,7 +9,7 @@ In a loop an instruction has a lag: in tick `t` it works on iteration `t - lag`.
 gathered two iterations ahead of its use has lag -2, a gradient that is reduced one iteration later
 lag 1. `pipeline` derives from the lags what a loop carries.
 
-A group is an index into the plan's `gather_groups` or `bucketing`. An axis is an index into the
+A group is an index into the plan's `gather_groups` or `reduce_groups`. An axis is an index into the
 mesh axes that a group is sent over, in order: for gathers `node`, then `local`; for reductions
 `local`, then `node`.
 """

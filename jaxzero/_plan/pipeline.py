@@ -103,7 +103,7 @@ class Pipeline:
     goes_on: bool
     kept: tuple[ShardedParam, ...]
 
-    @property
+    @functools.cached_property
     def first_gathers(self) -> tuple[Instruction, ...]:
         """What is done for the first iterations before the loop, in each tick; lags decide which.
 
@@ -119,12 +119,17 @@ class Pipeline:
             _touched(x, self.plan.body)[1][0]: x for x in self.instructions if isinstance(x, kinds)
         }
 
-    @property
+    @functools.cached_property
     def first_tick(self) -> int:
         """The tick in which the first gather, or copy for one, begins."""
         return min((x.lag for x in self.first_gathers), default=0)
 
-    @property
+    @functools.cached_property
+    def first_lag(self) -> int:
+        """The smallest lag: of gathers, of copies for them, or of copies of activations."""
+        return min(0, *(x.lag for x in self.instructions))
+
+    @functools.cached_property
     def last_tick(self) -> int:
         """The tick after the last one."""
         return self.length + max(0, *(x.lag for x in self.instructions))
@@ -159,7 +164,7 @@ class Pipeline:
 
     def carried(self, ticks: range) -> list[Entry]:
         """What a loop over some ticks carries: whatever one of its ticks finds or leaves."""
-        span = 1 + self.last_tick - self.length - self.first_tick
+        span = 1 + self.last_tick - self.length - self.first_lag
         # Far from both ends all ticks find the same.
         near = {*ticks[: span + 1], *ticks[-span:], ticks.stop}
         found: set[Entry] = set()
@@ -172,7 +177,7 @@ class Pipeline:
         """The values of earlier ticks that a tick, or a later one, reads."""
         latest = self.length - 1 - (self.first_tick if self.goes_on else 0)
         found = set()
-        for lag in range(self.first_tick + 1, self.last_tick - self.length + 1):
+        for lag in range(self.first_lag + 1, self.last_tick - self.length + 1):
             if 0 <= tick - lag <= latest:
                 found |= {
                     (key, lag) for key in self._events if self._outlives(key, tick - lag, lag)

@@ -31,10 +31,13 @@ _CONFIGS = {
 }
 
 
-def _plan_of(name: str, config: str) -> BlockPlan:
+def _plan_of(name: str, config: str, num_layers: int | None = None) -> BlockPlan:
     case = zoo.CASES[name]
     zero = jz.Zero(zoo.make_mesh("2x4-auto"), _CONFIGS[config])
-    trees = [zero.abstract(lambda tree=tree: tree) for tree in case.init(jax.random.key(0))]
+    trees = case.init(jax.random.key(0))
+    if num_layers is not None:
+        trees = jax.tree.map(lambda x: np.resize(x, (num_layers, *x.shape[1:])), trees)
+    trees = [zero.abstract(lambda tree=tree: tree) for tree in trees]
     batch = jax.tree.map(np.asarray, case.batch(jax.random.key(1), 24))
     return zero.plan(case.loss, *trees, batch, argnums=case.argnums, has_aux=case.has_aux).top
 
@@ -51,13 +54,16 @@ def test_every_reader_finds_what_it_reads(name, config):
         walk_loop(pipeline)
 
 
-@pytest.mark.parametrize("length", [2, 3, 7])
-def test_loops_of_any_length(length):
-    plan = _plan_of("scanned_layers_of_divisible_width", "two ahead")
-    loops = [loop for loop in pipelines(plan) if not loop.plan.updates and len(loop.cuts) == 2]
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("config", ["zero3", "zeropp", "two ahead", "none ahead"])
+def test_loops_of_any_length(config, length):
+    loops = list(pipelines(_plan_of("scanned_layers_of_divisible_width", config, length)))
+    assert all(loop.length == length for loop in loops)
     assert len(loops) >= 4
+    is_pipelined = length > 1 and config != "none ahead"
+    assert any(loop.plan.updates for loop in loops) == is_pipelined
     for loop in loops:
-        walk_loop(dataclasses.replace(loop, length=length, cuts=(0, length)))
+        walk_loop(loop)
 
 
 # These decide about memory and time only.

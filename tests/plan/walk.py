@@ -325,6 +325,7 @@ def pipelines(plan: BlockPlan) -> Iterator[Pipeline]:
     for loop, operation, uses, goes_on in _loops(plan):
         make = functools.partial(pipeline_of, loop, operation, uses, goes_on=goes_on)
         yield make()
+        yield make(host_rows=(0,))
         if not loop.is_pipelined or loop.continues is not None:
             continue
         layers, hops = [x.layer for x in uses.stacks], loop.body.num_hops
@@ -333,8 +334,7 @@ def pipelines(plan: BlockPlan) -> Iterator[Pipeline]:
             yield pipeline_of(
                 ahead, operation, uses, goes_on=goes_on, in_host=layers, host_rows=(0,)
             )
-        length = operation.length
-        if length > 2 * hops and not goes_on:
+        if operation.length > 2 * hops and not goes_on:
             cut = dataclasses.replace(loop, num_first=hops, num_last=hops)
             yield pipeline_of(cut, operation, uses)
         late = loop.body.deferred_values()

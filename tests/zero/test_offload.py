@@ -287,3 +287,77 @@ def test_activations_that_a_policy_offloads(mesh, offload, reverse):
             gradients(offloads)
         return
     assert_same(gradients(offloads), gradients(policies.save_only_these_names("h")))
+
+
+def _kept(params, tokens, policy, num_layers=LAYERS):
+    """Layers whose activations `policy` keeps."""
+
+    def step(h, weights):
+        return layer(checkpoint_name(h, "h"), weights), None
+
+    layers = jax.tree.map(lambda x: x[:num_layers], params["layers"])
+    step = jax.checkpoint(step, policy=policy)
+    return jnp.mean(jax.lax.scan(step, params["embed"][tokens], layers)[0] ** 2)
+
+
+def _kept_without_weights(params, tokens, policy):
+    step = jax.checkpoint(
+        lambda h, _: (jnp.tanh(checkpoint_name(h, "h") * 1.1), None), policy=policy
+    )
+    return jnp.mean(jax.lax.scan(step, params["embed"][tokens], None, length=LAYERS)[0] ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "schedule"),
+    [
+        (_kept, jz.CommSchedule(prefetch=0)),
+        (functools.partial(_kept, num_layers=1), jz.CommSchedule()),
+        (_kept_without_weights, jz.CommSchedule()),
+    ],
+    ids=["no prefetch", "one layer", "no weights"],
+)
+def test_activations_that_are_copied_before_any_gather(loss, schedule):
+    mesh = jz.make_mesh(2, devices=jax.devices()[:4])
+    config = dataclasses.replace(jz.zero3(), schedule=schedule)
+    policies = offload_only("h"), jax.checkpoint_policies.save_only_these_names("h")
+    assert_same(*(run(mesh, config, functools.partial(loss, policy=x)) for x in policies))
+
+
+def test_rows_in_host_memory_that_both_loops_read():
+    """Forward scans `rows` at the index at which backward scans activations."""
+
+    def loss(params, tokens, in_host):
+        h = params["embed"][tokens]
+        rows = jnp.stack([jnp.tanh(h * (i + 1)) for i in range(LAYERS)])
+        rows = jax.lax.stop_gradient(rows)
+        rows = jax.device_put(rows, jax.memory.Space.Host) if in_host else rows
+
+        def step(h, given):
+            row, weights = given
+            row = jax.device_put(row, jax.memory.Space.Device) if in_host else row
+            return layer(checkpoint_name(h + 0.1 * row, "h"), weights), None
+
+        names = jax.checkpoint_policies.save_only_these_names("h")
+        step = jax.checkpoint(step, policy=offload_only("h") if in_host else names)
+        return jnp.mean(jax.lax.scan(step, h, (rows, params["layers"]))[0] ** 2)
+
+    mesh = jz.make_mesh(2, devices=jax.devices()[:4])
+    assert_same(*(run(mesh, jz.zero3(), functools.partial(loss, in_host=x)) for x in (True, False)))
+
+
+@pytest.mark.parametrize("offload", [None, ALL], ids=["weights on the device", "all offloaded"])
+def test_an_empty_loop(offload):
+    """It is traced, so that its gradients, zeros, have shapes."""
+
+    def loss(params, tokens):
+        layers = jax.tree.map(lambda x: x[:0], params["layers"])
+        step = jax.checkpoint(
+            lambda h, weights: (layer(h, weights), None), policy=offload_only("h")
+        )
+        return jnp.mean(jax.lax.scan(step, params["embed"][tokens], layers)[0] ** 2)
+
+    def without(params, tokens):
+        return jnp.mean(params["embed"][tokens] ** 2)
+
+    mesh = jz.make_mesh(2, devices=jax.devices()[:4])
+    assert_same(*(run(mesh, config_of("zero3", offload), x) for x in (loss, without)))

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxzero as jz
+from tests.zero.offload_policy import offload_only
 
 # optax mixes dtypes and ranks, as JAX does by default.
 pytestmark = pytest.mark.standard_promotion
@@ -133,14 +135,34 @@ def test_bits_are_those_of_two_programs(mesh, preset, loss, name, changes):
     assert "pinned_host" in kinds
 
 
-def test_bits_with_fewer_layers_than_gradients_in_flight(monkeypatch):
-    """The last iteration then updates no layer, and the layers after it are the first ones."""
-    monkeypatch.setitem(globals(), "LAYERS", 2)
+def kept_in_host_memory(params, tokens):
+    """Backward reads activations, and its gathers do not go on from those of forward."""
+
+    def step(h, weights):
+        return layer(checkpoint_name(h, "h"), weights), None
+
+    step = jax.checkpoint(step, policy=offload_only("h"))
+    return jnp.mean(jax.lax.scan(step, params["embed"][tokens], params["layers"])[0] ** 2)
+
+
+def with_a_head(params, tokens):
+    """Backward's first gathers are under way before its loop begins."""
+    step = jax.checkpoint(lambda h, weights: (layer(h, weights), None))
+    h = jax.lax.scan(step, params["embed"][tokens], params["layers"])[0]
+    for _ in range(4):
+        h = jnp.tanh(h @ params["embed"].T) @ params["embed"]
+    return jnp.mean(h**2)
+
+
+@pytest.mark.parametrize("loss", [scanned, kept_in_host_memory, with_a_head])
+@pytest.mark.parametrize("num_layers", [2, 3, 4])
+def test_bits_with_about_as_many_layers_as_gradients_in_flight(monkeypatch, loss, num_layers):
+    """With two, the last iteration updates none, and the layers after it are the first ones."""
+    monkeypatch.setitem(globals(), "LAYERS", num_layers)
     zero, tx = zero_of("2x2"), OPTIMIZERS["adamw"]
-    assert updated_in_loop(zero, scanned, tx) == STACKS
+    assert updated_in_loop(zero, loss, tx) == STACKS
     (found, _), (expected, _) = (
-        train(zero, step, tx)
-        for step in (zero.value_and_update(scanned, tx), apart(zero, scanned, tx))
+        train(zero, step, tx) for step in (zero.value_and_update(loss, tx), apart(zero, loss, tx))
     )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
