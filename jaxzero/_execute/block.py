@@ -42,7 +42,7 @@ from .buckets import (
     tied,
     with_barrier,
 )
-from .loop_inputs import Layers, LeafUpdate, LoopState
+from .loop_inputs import ByLag, LeafUpdate, LoopState
 from .loops import run_loop, start_loop
 from .mean_gradients import host_mean
 from .ticks import Tick
@@ -71,7 +71,7 @@ def run_block(
         `accumulator_dtype`; that of an updated leaf is None.
     """
     runner = BlockRunner(plan, comm, updates)
-    here = runner.layers[0]
+    here = runner.by_lag[0]
     here.update({pipeline.shards(x): source for x, source in sources.items()})
     here.update(zip(plan.block.inputs, inputs, strict=True))
     runner.execute(instructions_of(plan))
@@ -83,7 +83,7 @@ class BlockRunner:
     """One run of a block, or of one tick of a loop whose body it is.
 
     Attributes:
-        layers: what there is, by the lag of the iteration that it belongs to: arrays of the
+        by_lag: what there is, by the lag of the iteration that it belongs to: arrays of the
             program by their `Value`, others by `_plan.pipeline.Key`. Outside of loops all lags are
             0.
         starts: the loops of this block whose first gathers have started.
@@ -95,23 +95,23 @@ class BlockRunner:
         plan: BlockPlan,
         comm: CommSpec,
         updates: Mapping[int, LeafUpdate],
-        layers: Layers | None = None,
+        by_lag: ByLag | None = None,
         tick: Tick | None = None,
     ):
         self.plan = plan
         self.comm = comm
         self.gradients = GradientBuckets(plan, comm)
         self.updates = updates
-        self.layers: Layers = collections.defaultdict(dict, layers or {})
+        self.by_lag: ByLag = collections.defaultdict(dict, by_lag or {})
         self.tick = tick
         self.starts: dict[int, LoopState] = {}
         self.updated: dict[int, list[Array]] = {}
         self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Any] = {}
         self._loop_tie: instructions.Tie | None = None  # of the loop that runs now
 
-    def inside(self, body: BlockPlan, layers: Layers, tick: Tick) -> BlockRunner:
+    def inside(self, body: BlockPlan, by_lag: ByLag, tick: Tick) -> BlockRunner:
         """Make a runner for a tick of a loop in this block."""
-        return BlockRunner(body, self.comm, {}, layers, tick)
+        return BlockRunner(body, self.comm, {}, by_lag, tick)
 
     def execute(self, listed: Iterable[instructions.Instruction]) -> None:
         """Execute instructions in their order."""
@@ -137,9 +137,9 @@ class BlockRunner:
 
     def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]:
         """Return `arrays`, available only once `value` is."""
-        if value is None or value not in self.layers[0] or not arrays:
+        if value is None or value not in self.by_lag[0] or not arrays:
             return arrays
-        return tied(arrays, self.layers[0][value])[0]
+        return tied(arrays, self.by_lag[0][value])[0]
 
     def tie_loop(self, carry: list[Any]) -> list[Any]:
         """Return the initial carry of the loop that runs now, behind the barrier of its tie."""
@@ -153,7 +153,7 @@ class BlockRunner:
         if tie is None or not arrays:
             return arrays
         self._execute(tie.before)
-        here = self.layers[0]
+        here = self.by_lag[0]
         operands: Any
         if tie.value is not None:
             operands = tied(arrays, here[tie.value])[0]
@@ -187,7 +187,7 @@ class BlockRunner:
         """A function that forces arrays to be computed before the next reader of `value`."""
 
         def bind(arrays: list[Any]) -> list[Any]:
-            here = self.layers[0]
+            here = self.by_lag[0]
             if value is None or value not in here or not arrays:
                 return arrays
             arrays, here[value] = tied(arrays, here[value])
@@ -198,7 +198,7 @@ class BlockRunner:
     # Weights.
 
     def _fetch(self, each: instructions.Fetch) -> None:
-        here = self.layers[0]
+        here = self.by_lag[0]
         sources = {x: here[pipeline.shards(x)] for x in self.plan.fetched(each.group)}
         sources = {x: source for x, source in sources.items() if in_host(source.data)}
         data = self._tie(each.tie, [x.data for x in sources.values()])
@@ -208,31 +208,31 @@ class BlockRunner:
         }
 
     def _encode(self, each: instructions.Encode) -> None:
-        layer, group = self.layers[each.lag], self.plan.gather_groups[each.group]
+        there, group = self.by_lag[each.lag], self.plan.gather_groups[each.group]
         sources = self._sources(each.group, each.lag)
         tie, pin = functools.partial(self._tie, each.tie), self._pin(each.pin)
-        fetched = layer.pop(("fetched", each.group), None)
+        fetched = there.pop(("fetched", each.group), None)
         buckets = encode_bucket(group, sources, self.comm, tie, pin, fetched)
-        layer[pipeline.message(each.group)] = buckets
+        there[pipeline.message(each.group)] = buckets
         kept = (x.weight for x in group.gathers if x.keeps)
-        layer.update({pipeline.shards(x): sources[x] for x in kept})
+        there.update({pipeline.shards(x): sources[x] for x in kept})
 
     def _send(self, each: instructions.Send) -> None:
-        layer, group = self.layers[each.lag], self.plan.gather_groups[each.group]
+        there, group = self.by_lag[each.lag], self.plan.gather_groups[each.group]
         key, num_left = pipeline.message(each.group), self.plan.num_hops - each.axis
-        buckets = with_barrier(layer[key], self._pin(each.pin))
-        layer[key] = gather_next_axis(group, buckets, self.comm, num_left)
+        buckets = with_barrier(there[key], self._pin(each.pin))
+        there[key] = gather_next_axis(group, buckets, self.comm, num_left)
 
     def _decode(self, each: instructions.Decode) -> None:
         group, key = self.plan.gather_groups[each.group], pipeline.message(each.group)
         sources = self._sources(each.group, 0)
-        weights = decode_bucket(group, self.layers[0][key], sources, self.comm)
+        weights = decode_bucket(group, self.by_lag[0][key], sources, self.comm)
         for gather, x in zip(group.gathers, weights, strict=True):
             self._full[gather.weight, gather.ops] = x
 
     def _sources(self, group: int, lag: int) -> GatherSources:
         weights = (x.weight for x in self.plan.gather_groups[group].gathers)
-        return {x: self.layers[lag][pipeline.shards(x)] for x in weights}
+        return {x: self.by_lag[lag][pipeline.shards(x)] for x in weights}
 
     def _drop(self, each: instructions.Drop) -> None:
         for key in each.weights:
@@ -246,7 +246,7 @@ class BlockRunner:
         if isinstance(atom, Constant):
             return atom.value
         if (view := self.plan.uses.views.get(atom)) is None:
-            return self.layers[lag][atom]
+            return self.by_lag[lag][atom]
         x, after = self._full_weight(view)
         for op in after:
             x = op.apply(x)
@@ -283,16 +283,16 @@ class BlockRunner:
         if isinstance(operation, Barrier):
             pairs = zip(operation.inputs, made, strict=True)
             made = [out for given, out in pairs if given not in self.plan.uses.views]
-        self.layers[0].update(zip(made, outputs, strict=True))
+        self.by_lag[0].update(zip(made, outputs, strict=True))
 
     def _run_on_shards(self, each: instructions.RunOnShards) -> None:
         """Run an operation that the plan moved after a reduction, on the reduced shards."""
         operation = self.plan.block.operations[each.operation]
-        layer, layout = self.layers[each.lag], self.plan.gradients.on_shards[each.operation]
+        there, layout = self.by_lag[each.lag], self.plan.gradients.on_shards[each.operation]
         op, source = operation.view(), operation.source
         if source is None:  # an addition
             terms = (self.read(atom, each.lag) for atom in operation.inputs)
-            layer[operation.outputs[0]] = jax.tree.map(_add, *terms)
+            there[operation.outputs[0]] = jax.tree.map(_add, *terms)
             return
         x = self.read(source, each.lag)
         if not isinstance(op, movable_ops.ConvertDtype):
@@ -300,11 +300,11 @@ class BlockRunner:
             assert op is not None
             run = functools.partial(movable_ops.apply_on_shard, (op,))
             x = jax.tree.map(lambda x: run(x, layout, source.shape), x)  # pyright: ignore
-        layer[operation.outputs[0]] = x
+        there[operation.outputs[0]] = x
 
     def _zeros(self, each: instructions.Zeros) -> None:
         spec = self.plan.gradients.reduces[each.value]
-        self.layers[0][each.value] = self.gradients.zeros(each.value, spec)
+        self.by_lag[0][each.value] = self.gradients.zeros(each.value, spec)
 
     def _delay(self, each: instructions.Delay) -> None:
         """Delay the constant that a scatter adds to, until just before the scatter runs.
@@ -312,50 +312,50 @@ class BlockRunner:
         The gradient of an embedding starts from zeros as large as the table. They depend on
         nothing, so without a barrier XLA makes them early and holds them until the scatter.
         """
-        here, maker = self.layers[0], self.plan.block.operations[each.constant]
+        here, maker = self.by_lag[0], self.plan.block.operations[each.constant]
         target = maker.outputs[0]
         constant = jnp.asarray(self.read(maker.inputs[0]), target.dtype)
         constant, here[each.value] = lax.optimization_barrier((constant, here[each.value]))
         here[target] = maker.bind([constant])[0]
 
     def _finish_loss(self, each: instructions.FinishLoss) -> None:
-        here = self.layers[0]
+        here = self.by_lag[0]
         (here[each.loss],) = self._pin(each.pin)([here[each.loss]])
 
     # Gradients.
 
     def _encode_gradients(self, each: instructions.EncodeGradients) -> None:
-        here, values = self.layers[0], self.plan.reduce_groups[each.group].values
+        here, values = self.by_lag[0], self.plan.reduce_groups[each.group].values
         made = self.gradients.encode(each.group, [here.pop(value) for value in values])
         here[pipeline.gradient(each.group)] = made
 
     def _reduce(self, each: instructions.Reduce) -> None:
-        layer, key = self.layers[each.lag], pipeline.gradient(each.group)
-        bucket = layer[key]
-        if each.tie is not None:
-            bucket, _ = tied(bucket, (self.layers[0][each.tie],))
-        layer[key] = self.gradients.reduce_next(each.group, each.axis, bucket)
+        there, key = self.by_lag[each.lag], pipeline.gradient(each.group)
+        bucket = there[key]
+        if each.after is not None:
+            bucket, _ = tied(bucket, (self.by_lag[0][each.after],))
+        there[key] = self.gradients.reduce_next(each.group, each.axis, bucket)
 
     def _pin_gradients(self, each: instructions.PinGradients) -> None:
-        layer, keys = self.layers[each.lag], [pipeline.gradient(i) for i in each.groups]
-        pinned = self._pin(each.pin)([layer[x] for x in keys])
-        layer.update(zip(keys, pinned, strict=True))
+        there, keys = self.by_lag[each.lag], [pipeline.gradient(i) for i in each.groups]
+        pinned = self._pin(each.pin)([there[x] for x in keys])
+        there.update(zip(keys, pinned, strict=True))
 
     def _hold(self, each: instructions.Hold) -> None:
         self._pin(each.pin)(self._tie(each.tie, [jnp.zeros(())]))
 
     def _finish(self, each: instructions.Finish) -> None:
-        layer = self.layers[each.lag]
-        done = self.gradients.finish(each.group, layer.pop(pipeline.gradient(each.group)))
-        layer.update({("reduced", value): x for value, x in done.items()})
+        there = self.by_lag[each.lag]
+        done = self.gradients.finish(each.group, there.pop(pipeline.gradient(each.group)))
+        there.update({("reduced", value): x for value, x in done.items()})
 
     def _store(self, each: instructions.Store) -> None:
-        layer = self.layers[each.lag]
-        x = layer.pop(("reduced", each.value))
+        there = self.by_lag[each.lag]
+        x = there.pop(("reduced", each.value))
         if each.value in self.plan.host_gradients:
             leaf = self.plan.host_gradients[each.value]
             x = host_mean(x, leaf.dtype, self.comm.divisor, leaf.path)
-        layer[each.value] = x
+        there[each.value] = x
 
     def output(self, i: int, lag: int) -> Any:
         """Output `i` of the block, reduced if it has to be and is not."""

@@ -18,8 +18,8 @@ from .._program import Loop, Value
 from .._xla_of_jax import PRODUCTS_MAY_BE_READ_TWICE
 from .buckets import GradientBuckets, on_shard
 
-Layer = dict[Any, Any]  # what there is of one iteration, by `Value` or by `pipeline.Key`
-Layers = dict[int, Layer]  # by lag
+# What there is of each iteration, by the lag of the tick: arrays by `Value` or by `pipeline.Key`.
+ByLag = dict[int, dict[Any, Any]]
 
 
 @dataclasses.dataclass
@@ -27,7 +27,7 @@ class LoopState:
     """What there is between two ticks.
 
     Attributes:
-        layers: of the iterations that are under way.
+        by_lag: of the iterations that are under way.
         stacks: carried arrays with one element for each iteration, by kind and number: node slices,
             outputs, and lists of the stacks of a leaf that is updated.
         slices: for each weight whose node slices are kept, one of them, for its codec and layout.
@@ -35,14 +35,14 @@ class LoopState:
             begins: until then slices of the step before are read, for which XLA would copy a stack.
     """
 
-    layers: Layers = dataclasses.field(default_factory=dict)
+    by_lag: ByLag = dataclasses.field(default_factory=dict)
     stacks: dict[pipeline.Key, Any] = dataclasses.field(default_factory=dict)
     slices: dict[ShardedParam, EncodedShards] = dataclasses.field(default_factory=dict)
     early: list[tuple[ShardedParam, Array, Array]] = dataclasses.field(default_factory=list)
 
     def copy(self) -> LoopState:
-        layers = {lag: {**layer} for lag, layer in self.layers.items()}
-        return LoopState(layers, {**self.stacks}, {**self.slices})
+        by_lag = {lag: {**there} for lag, there in self.by_lag.items()}
+        return LoopState(by_lag, {**self.stacks}, {**self.slices})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Runner(Protocol):
     plan: BlockPlan
     comm: CommSpec
     gradients: GradientBuckets
-    layers: Layers
+    by_lag: ByLag
     updates: Mapping[int, LeafUpdate]
     updated: dict[int, list[Array]]
     starts: dict[int, LoopState]
@@ -88,7 +88,7 @@ class Runner(Protocol):
 
     def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]: ...
 
-    def inside(self, body: BlockPlan, layers: Layers, tick: Any) -> Runner: ...
+    def inside(self, body: BlockPlan, by_lag: ByLag, tick: Any) -> Runner: ...
 
 
 class LoopInputs:
@@ -104,7 +104,7 @@ class LoopInputs:
         self.uses = outer.plan.uses.loops[index]
         stacks = {x.layer: self._stack(x) for x in self.uses.stacks}
         self.stacks: dict[ShardedParam, EncodedShards] = stacks
-        self.constants = {x: outer.layers[0][pipeline.shards(x)] for x in self.uses.constants}
+        self.constants = {x: outer.by_lag[0][pipeline.shards(x)] for x in self.uses.constants}
         self.updates: dict[int, LeafUpdate] = {
             number: outer.updates[leaf] for number, leaf in self.plan.updates.items()
         }
@@ -128,7 +128,7 @@ class LoopInputs:
 
     def _stack(self, stack: Stack) -> EncodedShards:
         """The shards of a stack of layers, after the operations of the stack's view."""
-        view, sources = stack.view, self.outer.layers[0]
+        view, sources = stack.view, self.outer.by_lag[0]
         key = pipeline.shards(view.weight)
         shards = sources[key]
         # A stack of vectors is stored as one message, of which no layer can be cut out.

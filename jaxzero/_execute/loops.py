@@ -21,7 +21,7 @@ from .._collectives import recording, repeated
 from .._mesh import empty_in_host
 from .._plan import instructions, pipeline
 from .buckets import Bind
-from .loop_inputs import Layers, LoopInputs, LoopState, Runner
+from .loop_inputs import ByLag, LoopInputs, LoopState, Runner
 from .ticks import Tick, put
 
 
@@ -131,7 +131,7 @@ class LoopRun(LoopInputs):
                 tick = Tick(self, current, number, ticks, carry=carry)
                 tick.run([x for x in self.pipeline.in_ticks(ticks) if x.lag in lags])
                 found |= tick.collected
-                left = current.layers.get(number + 1, {})
+                left = current.by_lag.get(number + 1, {})
                 found |= {(key, number + 1): x for key, x in left.items()}
             keys.extend(found)
             return list(found.values())
@@ -162,19 +162,19 @@ class LoopRun(LoopInputs):
         """
         entries, found = self.pipeline.carried(ticks), self.pipeline.found_by(ticks.start)
         for _, lag in entries:  # the tick below shares these with the state
-            state.layers.setdefault(lag, {})
+            state.by_lag.setdefault(lag, {})
         tie = functools.partial(self.outer.tie_to, self.plan.tie)
         first = Tick(self, state, ticks.start, ticks, before_loop=tie)
         for key, lag in entries:
-            layer = state.layers[lag]
-            if key in layer:
+            there = state.by_lag[lag]
+            if key in there:
                 continue
             copies = self.pipeline.copies.get(key)
             is_before = ticks.start < lag and key[0] == "state"
             if copies is not None and ((key, lag) in found or is_before):
                 first.do(dataclasses.replace(copies, lag=lag))
             elif shapes:
-                layer[key] = jax.tree.map(_zeros, self._shape_of(state, shapes, key, lag))
+                there[key] = jax.tree.map(_zeros, self._shape_of(state, shapes, key, lag))
 
     def _shape_of(
         self, state: LoopState, shapes: Mapping[Any, Any], key: pipeline.Key, lag: int
@@ -184,7 +184,7 @@ class LoopRun(LoopInputs):
             leaf = self.updates[key[1]]
             layers = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaf.stacks)
             return [x if reads else None for x, reads in zip(layers, leaf.reads, strict=True)]
-        others = [layer[key] for layer in state.layers.values() if key in layer]
+        others = [there[key] for there in state.by_lag.values() if key in there]
         lags = [x for other, x in shapes if other == key]
         if not lags:
             return others[0]
@@ -212,17 +212,17 @@ class LoopRun(LoopInputs):
                 number, given = hold((number, given))
                 given, rows = hold((given, self.rows_at(number)))
             values, stacks, carried = _split(given, len(entries), len(keys))
-            layers: Layers = {}
+            by_lag: ByLag = {}
             for (key, lag), x in zip(entries, values, strict=True):
-                layers.setdefault(lag, {})[key] = x
-            current = LoopState(layers, dict(zip(keys, stacks, strict=True)), state.slices)
+                by_lag.setdefault(lag, {})[key] = x
+            current = LoopState(by_lag, dict(zip(keys, stacks, strict=True)), state.slices)
             tick = Tick(self, current, number, ticks, carry=carried, rows=rows)
             tick.run(listed, entries)
             collected[:] = [x for x in tick.collected if not self.carries(x)]
             after = [
                 # Where nothing is sent any more, what was sent last stays in its place.
                 *(
-                    current.layers.get(lag, {}).get(key, x)
+                    current.by_lag.get(lag, {}).get(key, x)
                     for (key, lag), x in zip(entries, values, strict=True)
                 ),
                 *(current.stacks[key] for key in keys),
@@ -231,7 +231,7 @@ class LoopRun(LoopInputs):
             outputs = [tick.collected[x] for x in collected]
             return hold((after, outputs)) if self.is_cut else (after, outputs)
 
-        values = [state.layers[lag][key] for key, lag in entries]
+        values = [state.by_lag[lag][key] for key, lag in entries]
         before = [*values, *(state.stacks[key] for key in keys), *carry]
         traced, note = repeated(body, len(ticks))
         numbers = jnp.arange(ticks.start, ticks.stop)
@@ -241,11 +241,11 @@ class LoopRun(LoopInputs):
         after, outputs = self.loop.scan(traced, before, (numbers, rows), len(ticks))
         note()
         values, stacks, carry = _split(after, len(entries), len(keys))
-        layers, found = {}, self.pipeline.found_by(ticks.stop)
+        by_lag, found = {}, self.pipeline.found_by(ticks.stop)
         for (key, lag), x in zip(entries, values, strict=True):
             if (key, lag) in found:
-                layers.setdefault(lag, {})[key] = x
-        state = LoopState(layers, dict(zip(keys, stacks, strict=True)), state.slices)
+                by_lag.setdefault(lag, {})[key] = x
+        state = LoopState(by_lag, dict(zip(keys, stacks, strict=True)), state.slices)
         return carry, state, dict(zip(collected, outputs or [], strict=True))
 
     def _pass_on(self, state: LoopState) -> None:
@@ -259,12 +259,17 @@ class LoopRun(LoopInputs):
                 for x in self.uses.stacks
                 if x.view in same
             }
-            layers = {
-                lag: {names.get(k, k): x for k, x in layer.items() if k[0] in ("shards", "message")}
-                for lag, layer in state.layers.items()
-                if lag <= 0
-            }
-            self.outer.starts[number] = LoopState(layers)
+            self.outer.starts[number] = LoopState(
+                {
+                    lag: {
+                        names.get(k, k): x
+                        for k, x in there.items()
+                        if k[0] in ("shards", "message")
+                    }
+                    for lag, there in state.by_lag.items()
+                    if lag <= 0
+                }
+            )
 
     def _keep_slices(self, found: Mapping[pipeline.Key, Any], state: LoopState) -> None:
         """Let later gathers start from the stacks of node slices, in place of the shards."""
@@ -272,7 +277,7 @@ class LoopRun(LoopInputs):
             if ("slices", stack.layer) in found:
                 data = found["slices", stack.layer]
                 kept = state.slices[stack.layer].stack(data)
-                self.outer.layers[0][pipeline.shards(stack.view.weight)] = kept
+                self.outer.by_lag[0][pipeline.shards(stack.view.weight)] = kept
 
 
 def _split(x: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:

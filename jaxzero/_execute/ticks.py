@@ -69,7 +69,7 @@ class Tick:
         self.rows = rows
         self.before_loop = before_loop
         self.collected: dict[pipeline.Key, Any] = {}
-        self.runner = loop.outer.inside(loop.plan.body, state.layers, self)
+        self.runner = loop.outer.inside(loop.plan.body, state.by_lag, self)
         self._known: dict[Any, Array] = {}  # the number of the tick, known once a value is
 
     def run(
@@ -84,13 +84,13 @@ class Tick:
         after = self.loop.pipeline.found_by(self.number + 1) if entries is None else entries
         self._entries = list(after)
         self.runner.execute(listed)
-        num, layers = self.loop.loop.num_carry, self.runner.layers
+        num, by_lag = self.loop.loop.num_carry, self.runner.by_lag
         if any(isinstance(x, instructions.Begin) for x in listed):
-            self.carry = [layers[0][pipeline.output(i)] for i in range(num)]
-        self.state.layers = {}
+            self.carry = [by_lag[0][pipeline.output(i)] for i in range(num)]
+        self.state.by_lag = {}
         for key, lag in self._entries:
-            if key in layers.get(lag - 1, {}):
-                self.state.layers.setdefault(lag, {})[key] = layers[lag - 1][key]
+            if key in by_lag.get(lag - 1, {}):
+                self.state.by_lag.setdefault(lag, {})[key] = by_lag[lag - 1][key]
 
     def do(self, each: instructions.Instruction) -> None:
         """Execute an instruction of loops."""
@@ -99,7 +99,7 @@ class Tick:
     def _iteration(self, each: instructions.Instruction, when: Value | None = None) -> Any:
         """The iteration that an instruction works on; as an array, not known before `when` is."""
         number = self.number
-        if when is not None and when in self.runner.layers[0]:
+        if when is not None and when in self.runner.by_lag[0]:
             if when not in self._known:
                 self._known[when] = _known_after(number, self.runner.read(when))
             number = self._known[when]
@@ -122,14 +122,14 @@ class Tick:
     # Weights.
 
     def _take_shards(self, each: instructions.TakeShards) -> None:
-        index, layer = self.loop.layer_index(self._iteration(each)), self.runner.layers[each.lag]
+        index, there = self.loop.layer_index(self._iteration(each)), self.runner.by_lag[each.lag]
         for weight in each.weights:
             if weight in self.loop.constants:
-                layer[pipeline.shards(weight)] = self.loop.constants[weight]
+                there[pipeline.shards(weight)] = self.loop.constants[weight]
                 continue
             stack = self.loop.stacks[weight]
             kept = stack.kept and self.state.stacks.get(("slices", weight), stack.kept.data)
-            layer[pipeline.shards(weight)] = _layer_of(stack, index, kept)
+            there[pipeline.shards(weight)] = _layer_of(stack, index, kept)
 
     def _fetch_shards(self, each: instructions.FetchShards) -> None:
         stack = self.loop.stacks[each.weight]
@@ -139,20 +139,20 @@ class Tick:
                 stack = dataclasses.replace(stack, data=stacks[0])
         kept = None if stack.kept is None else stack.kept.data
         shards = _layer_of(stack, self._index(each, each.when), kept)
-        layer = self.runner.layers[each.lag]
-        layer[pipeline.shards(each.weight)] = shards.on_device(each.weight.name, windowed=True)
+        there = self.runner.by_lag[each.lag]
+        there[pipeline.shards(each.weight)] = shards.on_device(each.weight.name, windowed=True)
 
     def _take_slices(self, each: instructions.TakeSlices) -> None:
-        index, layer = self.loop.layer_index(self._iteration(each)), self.runner.layers[each.lag]
+        index, there = self.loop.layer_index(self._iteration(each)), self.runner.by_lag[each.lag]
         for weight in each.weights:
             data = at(self.state.stacks["slices", weight], index)
             slices = dataclasses.replace(self.state.slices[weight], data=data)
-            layer[pipeline.shards(weight)] = slices
+            there[pipeline.shards(weight)] = slices
 
     def _keep_slices(self, each: instructions.KeepSlices) -> None:
         index = self.loop.layer_index(self._iteration(each))
         for weight in each.weights:
-            slices = self.runner.layers[each.lag][pipeline.shards(weight)]
+            slices = self.runner.by_lag[each.lag][pipeline.shards(weight)]
             struct = jax.ShapeDtypeStruct(slices.data.shape, slices.data.dtype)
             self.state.slices[weight] = slices.described(struct)
             key, data = ("slices", weight), slices.data
@@ -173,10 +173,10 @@ class Tick:
     def _fetch_row(self, each: instructions.FetchRow) -> None:
         x = at(self.loop.rows[each.stack], self.loop.layer_index(self._iteration(each)))
         x = copy_to_device(x, "activations", "", windowed=True)
-        self.runner.layers[each.lag][pipeline.row(each.stack)] = x
+        self.runner.by_lag[each.lag][pipeline.row(each.stack)] = x
 
     def _begin(self, each: instructions.Begin) -> None:
-        here, rows = self.runner.layers[0], list(self.rows or self.loop.rows_at(self.number))
+        here, rows = self.runner.by_lag[0], list(self.rows or self.loop.rows_at(self.number))
         for i in each.rows:
             rows[i] = here[pipeline.row(i)]
         inputs = [*self.loop.inputs, *self.carry, *rows]
@@ -197,12 +197,12 @@ class Tick:
         elif number in plan.host_gradients:
             leaf = plan.host_gradients[number]
             x = host_mean(x, leaf.dtype, comm.divisor, f"{leaf.path}[i]")
-        self.runner.layers[each.lag][pipeline.output(number)] = x
+        self.runner.by_lag[each.lag][pipeline.output(number)] = x
 
     def _collect(self, each: instructions.Collect) -> None:
         # Before the first iteration this fills its place, which it overwrites.
         key = pipeline.output(each.output)
-        x = self.collected[key] = self.runner.layers[each.lag][key]
+        x = self.collected[key] = self.runner.by_lag[each.lag][key]
         if key in self.state.stacks:
             index, stack = self.loop.layer_index(self._iteration(each)), self.state.stacks[key]
             self.state.stacks[key] = jax.tree.map(lambda y, x: put(y, x, index), stack, x)
@@ -212,7 +212,7 @@ class Tick:
     def _fetch_state(self, each: instructions.FetchState) -> None:
         leaf, index = self.loop.updates[each.output], self._index(each, each.when)
         stacks = self.state.stacks["state", each.output]
-        self.runner.layers[each.lag][pipeline.state(each.output)] = [
+        self.runner.by_lag[each.lag][pipeline.state(each.output)] = [
             copy_to_device(at(stack, index), "update", f"{name}[i]", windowed=True)
             if reads
             else None
@@ -220,11 +220,11 @@ class Tick:
         ]
 
     def _update(self, each: instructions.Update) -> None:
-        leaf, layer = self.loop.updates[each.output], self.runner.layers[each.lag]
+        leaf, there = self.loop.updates[each.output], self.runner.by_lag[each.lag]
         index, stacks = self._index(each, each.when), [*self.state.stacks["state", each.output]]
-        before = layer[pipeline.state(each.output)]
+        before = there[pipeline.state(each.output)]
         # The bits of a mean that is stored: XLA may not merge factors of the mean and the update.
-        gradient = lax.optimization_barrier(layer[pipeline.output(each.output)])
+        gradient = lax.optimization_barrier(there[pipeline.output(each.output)])
         new = leaf.new_layers(gradient, before)
         for i, (x, old, name) in enumerate(zip(new, before, leaf.names, strict=True)):
             if x is None:
@@ -240,24 +240,24 @@ class Tick:
         """A stack is written in its place only if all layers are copied from it before."""
         del each
         keys = [("state", i) for i in self.loop.updates]
-        places = [(layer, x) for layer in self.runner.layers.values() for x in keys if x in layer]
-        held = [self.state.stacks[x] for x in keys], [layer[x] for layer, x in places]
-        stacks, layers = lax.optimization_barrier(held)
+        places = [(there, x) for there in self.runner.by_lag.values() for x in keys if x in there]
+        held = [self.state.stacks[x] for x in keys], [there[x] for there, x in places]
+        stacks, copies = lax.optimization_barrier(held)
         self.state.stacks.update(zip(keys, stacks, strict=True))
-        for (layer, x), value in zip(places, layers, strict=True):
-            layer[x] = value
+        for (there, x), value in zip(places, copies, strict=True):
+            there[x] = value
 
     def _join_copies(self, each: instructions.JoinCopies) -> None:
         del each
-        here, layers = self.runner.layers[0], self.runner.layers
+        here, by_lag = self.runner.by_lag[0], self.runner.by_lag
         outputs = [pipeline.output(i) for i in range(self.loop.loop.num_carry)]
-        places = [(layers[lag - 1], key) for key, lag in self._entries if _is_copy(key)]
-        places = [(layer, key) for layer, key in places if key in layer]
-        held = [here[x] for x in outputs], [layer[key] for layer, key in places]
+        places = [(by_lag[lag - 1], key) for key, lag in self._entries if _is_copy(key)]
+        places = [(there, key) for there, key in places if key in there]
+        held = [here[x] for x in outputs], [there[key] for there, key in places]
         carry, copies = lax.optimization_barrier(held)
         here.update(zip(outputs, carry, strict=True))
-        for (layer, key), x in zip(places, copies, strict=True):
-            layer[key] = x
+        for (there, key), x in zip(places, copies, strict=True):
+            there[key] = x
 
 
 _HANDLERS: dict[type[instructions.Instruction], Callable[[Tick, Any], None]] = {

@@ -242,7 +242,7 @@ class _Emitter:
         for i, (group, done) in enumerate(self._in_flight):
             if done < self._num_axes(group):
                 waits = tie if done else None
-                self.done.append(Reduce(at=self.at, group=group, axis=done, tie=waits))
+                self.done.append(Reduce(at=self.at, group=group, axis=done, after=waits))
                 self._in_flight[i] = group, done + 1
 
     def _reduce_early(self, pin: Value) -> None:

@@ -181,11 +181,11 @@ class EncodeGradients(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduce(Instruction):
-    """Reduce a group over one axis, and encode it for the next; not before `tie` exists."""
+    """Reduce a group over one axis, and encode it for the next; not before `after` exists."""
 
     group: int
     axis: int
-    tie: Value | None = None
+    after: Value | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

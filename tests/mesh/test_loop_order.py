@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
+from tests import zoo
 from tests.processes import ROOT
 
 from .loop_order import num_loops, side_by_side
@@ -118,6 +119,22 @@ def test_nothing_runs_beside_a_loop(name):
     text = jax.jit(make(zero)).lower(params, _batch()).compile().as_text()
     assert num_loops(text) >= 2
     assert side_by_side(text) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("preset", ["zero3", "zeropp"])
+@pytest.mark.parametrize("name", zoo.CASES)
+def test_nothing_runs_beside_a_loop_of_the_zoo(name, preset):
+    case = zoo.CASES[name]
+    zero = jz.Zero(zoo.make_mesh("2x4-auto"), zoo.PRESETS.get(preset, jz.zero3()))
+    trees, batch = zoo.arguments(case, "float32")
+    step = zero.value_and_grad(
+        case.loss, case.argnums, has_aux=case.has_aux, row_statistics="device"
+    )
+    lowered = jax.jit(step).lower(*map(zero.shard, trees), batch)
+    if "while" not in lowered.as_text() and "stablehlo.case" not in lowered.as_text():
+        pytest.skip("no loops")
+    assert side_by_side(lowered.compile().as_text()) == []
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Walk:
         for each in itertools.chain.from_iterable(x.parts for x in listed):
             tie = getattr(each, "tie", None)
             value = tie.value if isinstance(tie, kinds.Tie) else tie
-            for needed in (value, getattr(each, "pin", None)):
+            for needed in (value, getattr(each, "pin", None), getattr(each, "after", None)):
                 late = self.pipeline is not None and self.tick not in range(self.pipeline.length)
                 _check(needed is None or late or needed in self.known, f"{each} waits for nothing")
             getattr(self, f"_{type(each).__name__.lower()}", lambda _: None)(each)
