@@ -83,6 +83,11 @@ class _Emitter:
         self._copied: list[Value] = []  # gradients on their way to host memory
         self._tied_to: Value | None = None  # the value of the last tie
         self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Gather] = {}
+        # For each operation, the groups of weights for which something is done before it.
+        self._gathers_at: dict[int | None, list[int]] = {}
+        for i, group in enumerate(plan.gather_groups):
+            for at in {group.fetch, *group.issues, group.at}:
+                self._gathers_at.setdefault(at, []).append(i)
         groups = plan.reduce_groups
         self._group_of = {x: i for i, group in enumerate(groups) for x in group.values}
         self._unmade = {i: len(group.values) for i, group in enumerate(groups)}
@@ -130,12 +135,13 @@ class _Emitter:
     # Weights.
 
     def _gather(self) -> None:
-        groups = self.plan.gather_groups
-        for i, group in enumerate(groups):
+        numbers = self._gathers_at.get(self.at, ())
+        groups = [(i, self.plan.gather_groups[i]) for i in numbers]
+        for i, group in groups:
             if group.fetch == self.at:
                 tie = self._tie(group.fetch_tie) if self.plan.fetched(i) else None
                 self.done.append(Fetch(at=self.at, group=i, tie=tie))
-        for i, group in enumerate(groups):
+        for i, group in groups:
             for axis, issue in enumerate(group.issues):
                 if issue != self.at:
                     continue
@@ -152,7 +158,7 @@ class _Emitter:
                 fetches = any(stack.in_host for stack in self.plan.uses.loops[index].stacks)
                 tie = self._tie(loop.tie) if gathers or fetches else None
                 self.done.append(StartLoop(at=self.at, loop=index, tie=tie))
-        for i, group in enumerate(groups):
+        for i, group in groups:
             if group.at == self.at:
                 self.done.append(Decode(at=self.at, group=i))
                 self._full.update(((x.weight, x.ops), x) for x in group.gathers)

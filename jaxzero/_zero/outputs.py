@@ -305,8 +305,10 @@ def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpe
     """The leaves of the differentiated arguments, with their indices and reductions."""
     reductions = _reductions(call, options)
     for number, start, argument, plan in call.sharded():
-        for i, leaf in enumerate(plan.leaves):
-            if number not in options.argnums or not argument.trained[i]:
+        if number not in options.argnums:
+            continue
+        for i, (leaf, is_trained) in enumerate(zip(plan.leaves, argument.trained, strict=True)):
+            if not is_trained:
                 continue
             how = reductions[number][i]
             if how == "max" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
