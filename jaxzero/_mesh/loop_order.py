@@ -216,10 +216,13 @@ def _while(params: dict[str, Any], inputs: list[Any], token: Token) -> tuple[lis
 
 
 def _read(token: Token, arrays: Sequence[Any]) -> Token:
-    """The same token, which XLA takes to depend on `arrays`."""
+    """The same token, which XLA takes to depend on `arrays`.
+
+    It is no product: XLA may know that an array is zero, as a bucket before the first iteration.
+    """
     for x in arrays:
         if x.size and jnp.issubdtype(x.dtype, jnp.number):
-            token = token & (x[(0,) * x.ndim] != 0).astype(token.dtype)
+            token = jnp.minimum(token, (x[(0,) * x.ndim] != 0).astype(token.dtype))
     return token
 
 

@@ -121,9 +121,18 @@ def test_nothing_runs_beside_a_loop(name):
     assert side_by_side(text) == []
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("preset", ["zero3", "zeropp"])
-@pytest.mark.parametrize("name", zoo.CASES)
+# An unrolled loop reduces zeros, which XLA knows, in its first iteration.
+_UNROLLED = "scanned_with_unroll"
+
+
+@pytest.mark.parametrize("preset", ["zero3", pytest.param("zeropp", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        _UNROLLED,
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in zoo.CASES if x != _UNROLLED),
+    ],
+)
 def test_nothing_runs_beside_a_loop_of_the_zoo(name, preset):
     case = zoo.CASES[name]
     zero = jz.Zero(zoo.make_mesh("2x4-auto"), zoo.PRESETS.get(preset, jz.zero3()))
