@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from .._mesh import NODE
 from .._program import Block, Value
 from .._sharding import LeafSpec
 from .gradient_reductions import BlockGradients
@@ -25,6 +26,7 @@ class GatherGroup:
         Value | None, ...
     ]  # for each axis, the value that it waits for; see [Note: ties] in `ties`
     prefetched: bool = False  # in a loop: sent in earlier iterations
+    from_slices: bool = False  # its weights are gathered from node slices (hpZ)
     # Outside of loops, for shards in host memory: the operation before which they are copied to the
     # device, and the value that the copy waits for. None: they are copied when they are sent.
     fetch: int | None = None
@@ -130,6 +132,11 @@ class BlockPlan:
     def num_hops(self) -> int:
         """The number of axes that a weight is gathered over."""
         return len(self.gather_axes)
+
+    def hops(self, group: GatherGroup) -> list[int]:
+        """The axes that a group of weights is sent over; node slices are not sent over `node`."""
+        axes = enumerate(self.gather_axes)
+        return [i for i, axis in axes if not (group.from_slices and axis == NODE)]
 
     def fetched(self, number: int) -> list[ShardedParam]:
         """The weights of a group whose shards are copied from host memory, outside of loops.

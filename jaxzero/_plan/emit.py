@@ -151,7 +151,8 @@ class _Emitter:
                     tie = self._tie(group.ties[axis])
                     self.done.append(Encode(at=self.at, lag=lag, group=i, tie=tie, pin=pin))
                     pin = None
-                self.done.append(Send(at=self.at, lag=lag, group=i, axis=axis, pin=pin))
+                if axis in self.plan.hops(group):
+                    self.done.append(Send(at=self.at, lag=lag, group=i, axis=axis, pin=pin))
         for index, loop in self.plan.loops.items():
             if loop.issue == self.at and loop.is_pipelined and loop.continues is None:
                 gathers = any(group.prefetched for group in loop.body.gather_groups)

@@ -27,7 +27,7 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
             possible (a layer that two loops inside a loop scan, for example) gets no mark, and none
             that a loop gathers as a constant; `slices_kept_in_program` returns the marked ones.
     """
-    weights -= _loop_constants(plan.uses)
+    all_weights, weights = weights, weights - _loop_constants(plan.uses)
     first: dict[ShardedParam, int] = {}
     for group in plan.gather_groups:
         for gather in group.gathers:
@@ -47,7 +47,20 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
                 loops[index] = _keeping(loops[index], stack.layer)
     at_top = {*weights} - made_in.keys()
     gather_groups = tuple(_marked(group, at_top, first) for group in plan.gather_groups)
-    return _in_order(dataclasses.replace(plan, gather_groups=gather_groups, loops=loops))
+    marked = _in_order(dataclasses.replace(plan, gather_groups=gather_groups, loops=loops))
+    return _with_starts(marked) if all_weights else marked
+
+
+def _with_starts(plan: BlockPlan) -> BlockPlan:
+    """Mark the groups that start from node slices: all but those that make some."""
+    groups = (
+        dataclasses.replace(group, from_slices=not any(x.keeps for x in group.gathers))
+        for group in plan.gather_groups
+    )
+    loops = {
+        i: dataclasses.replace(loop, body=_with_starts(loop.body)) for i, loop in plan.loops.items()
+    }
+    return dataclasses.replace(plan, gather_groups=tuple(groups), loops=loops)
 
 
 def _in_order(plan: BlockPlan) -> BlockPlan:

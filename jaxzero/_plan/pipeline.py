@@ -237,8 +237,16 @@ def described(each: Instruction, body: BlockPlan) -> str:
     match each:
         case TakeShards(weights=weights):
             return f"take the shards {', '.join(x.name for x in weights)}"
+        case TakeSlices(weights=weights):
+            return f"take the node slices {', '.join(x.name for x in weights)}"
+        case KeepSlices(weights=weights):
+            return f"keep the node slices {', '.join(x.name for x in weights)}"
         case FetchShards(weight=weight):
             return f"copy the shard {weight.name} from host memory"
+        case FetchRow(stack=stack):
+            return f"copy a row of stack {stack} from host memory"
+        case FetchState(output=number):
+            return f"copy what the update with output {number} reads from host memory"
         case Encode(group=group):
             return f"encode weights {group}"
         case Send(group=group, axis=axis):

@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:
-        return tuple(steps_of(self.top, self.host_transfers, has_slices=bool(self.slice_bytes)))
+        return tuple(steps_of(self.top, self.host_transfers))
 
     def with_tangents(self, tangents: Plan) -> Plan:
         """This plan, with what a program of tangents sends among the transfers."""
@@ -85,9 +85,12 @@ class Plan:
     def loops(self) -> dict[str, Pipeline]:
         """The list of instructions of one turn of each loop, by the loop's name in `steps`.
 
-        Printed, each has its lag: in turn `t` it works on layer `t - lag`.
+        Printed, each has its lag: in turn `t` it works on layer `t - lag`. Where micro-batches
+        after the first have a program of their own (`later`), so have their loops.
         """
-        return dict(_pipelines(self.top, ()))
+        later = _pipelines(self.later, ()) if self.later else ()
+        named = {f"{name}, later micro-batches": pipeline for name, pipeline in later}
+        return dict(_pipelines(self.top, ())) | named
 
     @property
     def described_combined(self) -> tuple[str, ...]:
@@ -101,7 +104,7 @@ class Plan:
         lines = _lines(self.steps)
         if self.later is not None:
             lines.append("in each later micro-batch, which gathers from node slices (hpZ):")
-            lines += _lines(tuple(steps_of(self.later, (), has_slices=bool(self.slice_bytes))))
+            lines += _lines(tuple(steps_of(self.later, ())))
         lines += map(str, self.held_whole)
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")

@@ -124,16 +124,12 @@ class _Copies:
         self.updates = {(x.path, x.name, x.to): x for x in layers if x.purpose == "update"}
 
 
-def steps_of(
-    plan: BlockPlan, transfers: Sequence[HostTransfer], *, has_slices: bool
-) -> Iterator[PlanStep]:
+def steps_of(plan: BlockPlan, transfers: Sequence[HostTransfer]) -> Iterator[PlanStep]:
     """The steps of a program, in order.
 
     Args:
         plan: of the program.
         transfers: its copies from and to host memory.
-        has_slices: whether weights are gathered from node slices (hpZ), except by the gathers that
-            make these.
     """
     copies = _Copies(transfers)
 
@@ -143,7 +139,7 @@ def steps_of(
                 yield _copy(x, x.region, (), x.trips, start=at, needed=at, stop=at, windowed=False)
 
     yield from whole("device", 0)
-    yield from _BlockSteps(plan, instructions_of(plan), copies, has_slices).in_order()
+    yield from _BlockSteps(plan, instructions_of(plan), copies).in_order()
     yield from whole("host", len(plan.block.operations))
 
 
@@ -164,7 +160,6 @@ class _BlockSteps:
         plan: of the block.
         listed: its instructions.
         copies: the copies from and to host memory.
-        has_slices: see `steps_of`.
         path: the loops that the block is in.
         trips: how often it runs.
     """
@@ -172,7 +167,6 @@ class _BlockSteps:
     plan: BlockPlan
     listed: Sequence[Instruction]
     copies: _Copies
-    has_slices: bool
     path: tuple[int, ...] = ()
     trips: int = 1
 
@@ -229,8 +223,6 @@ class _BlockSteps:
     def _gathers(self, number: int) -> Iterator[PlanStep]:
         names, group = self._names, self.plan.gather_groups[number]
         hops = self._hops.get((Send, number), ())
-        if self.has_slices and not any(one.keeps for one in group.gathers):
-            hops = hops[-1:]
         for one in group.gathers:
             yield PlanStep(
                 region=region_name(self.path) or one.region,
@@ -313,7 +305,7 @@ class _BlockSteps:
         assert isinstance(loop, Loop)
         listed = pipeline_of(plan, loop, self.plan.uses.loops[index]).instructions
         path, trips = (*self.path, index), self.trips * loop.length
-        inside = _BlockSteps(plan.body, listed, self.copies, self.has_slices, path, trips)
+        inside = _BlockSteps(plan.body, listed, self.copies, path, trips)
         for stack in self.plan.uses.loops[index].stacks:
             if x := self.copies.layers.get((path, stack.layer.name, "device")):
                 yield inside._fetch_of_layer(x, plan, stack.layer)

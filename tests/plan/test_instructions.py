@@ -164,9 +164,11 @@ def _sent(plan: BlockPlan) -> Iterator[tuple[str, str]]:
             yield "reduce_scatter", plan.reduce_groups[each.group].axes[each.axis]
 
 
+@pytest.mark.parametrize("hpz", [None, jz.HpZ()], ids=["", "hpZ"])
 @pytest.mark.parametrize("schedule", ["one ahead", "units", "two ahead, small units"])
-def test_the_program_has_the_collectives_of_the_list_in_its_order(schedule):
+def test_the_program_has_the_collectives_of_the_list_in_its_order(schedule, hpz):
     zero = test_schedule._zero("zero3", test_schedule.SCHEDULES[schedule])
+    zero = jz.Zero(zero.mesh, dataclasses.replace(zero.config, hpz=hpz))
     params = zero.abstract(test_schedule._init, jax.random.key(0))
     tokens = np.zeros((16, 3), np.int32)
     plan = zero.plan(test_schedule._unrolled, params, tokens).top

@@ -191,7 +191,11 @@ class Walk:
         if self.pipeline is not None:
             for gather in self.plan.gather_groups[each.group].gathers:
                 self._read(each, ("shards", gather.weight))
-        self._write(each, ("message", each.group))
+        group = self.plan.gather_groups[each.group]
+        in_node = group.from_slices and not any(x.keeps for x in group.gathers)
+        self._write(
+            each, ("message", each.group), sum(x == "node" for x in self.plan.gather_axes) * in_node
+        )
 
     def _send(self, each: kinds.Send) -> None:
         done = self._read(each, ("message", each.group))
