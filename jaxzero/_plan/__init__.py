@@ -30,4 +30,3 @@ from .plan_step import ACTIONS as ACTIONS
 from .plan_step import PlanStep as PlanStep
 from .plan_step import region_name as region_name
 from .schedule import make_plan as make_plan
-from .ties import COSTLY as COSTLY

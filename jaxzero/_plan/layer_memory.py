@@ -18,12 +18,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Container, Sequence, Set
+from collections.abc import Container, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from .._program import Block, Loop, Value
+from .._program import Block, Loop, Value, is_costly
 from .block_plan import BlockPlan, ReduceGroup
 from .held_by_loops import WORK_PER_BYTE
 from .param_uses import BlockUses
@@ -63,16 +63,12 @@ class LayerMemory:
     Args:
         block: the body of a loop, or a program.
         uses: of weights in it.
-        costly: operations that collectives overlap with.
         gradients: values that are reduced, which nothing else may wait for.
     """
 
-    def __init__(
-        self, block: Block, uses: BlockUses, costly: Set[str], gradients: Container[Value]
-    ):
+    def __init__(self, block: Block, uses: BlockUses, gradients: Container[Value]):
         self._block = block
         self._uses = uses
-        self._costly = costly
         self._gradients = gradients
         self._work = work_done(block)
         end = len(block.operations)
@@ -143,7 +139,7 @@ class LayerMemory:
         """The first costly operation after the one at `last` in the layer."""
         operations = self._block.operations
         after = range(layer.start + last + 1, layer.stop)
-        return next((i for i in after if operations[i].name in self._costly), None)
+        return next((i for i in after if is_costly(operations[i])), None)
 
     def _ties_before(self, layer: range, at: int) -> list[tuple[int, Value]]:
         """The costly operations of a layer that operation `at` depends on, the last first.
@@ -159,7 +155,7 @@ class LayerMemory:
             made = [x for x in operation.outputs if x in needed]
             ties = [x for x in made if x.is_array and x not in self._uses.views]
             ties = [x for x in ties if x not in self._gradients]
-            if ties and operation.name in self._costly:
+            if ties and is_costly(operation):
                 found.append((index + 1, ties[0]))
             if made:
                 needed.update(x for x in operation.inputs if isinstance(x, Value))

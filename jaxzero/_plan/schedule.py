@@ -43,7 +43,7 @@ from .held_by_loops import limit_held, unchanged_inputs
 from .layer_memory import NO_PEAK, LayerMemory, Peak
 from .lifetimes import Gather, Live, find_gathers, find_passes
 from .param_uses import BlockUses, ShardedParam, View
-from .ties import COSTLY, find_ties, largest_input, start_of_backward
+from .ties import find_ties, largest_input, start_of_backward
 
 
 def make_plan(
@@ -108,7 +108,7 @@ def _plan_block(
     num_prefetched = _num_prefetched(groups, live, schedule) if repeats else 0
     peaks: dict[int, Peak] = {}
     if repeats or not in_loop:
-        memory = LayerMemory(block, uses, COSTLY, gradients.reduces)
+        memory = LayerMemory(block, uses, gradients.reduces)
         peaks = memory.find_peaks(reduces, None if in_loop else starts)
     gather_groups = []
     for number, gathers in enumerate(groups):
@@ -138,7 +138,7 @@ def _plan_block(
         zeros,
         _with_prologues(block, uses, loops, starts, ties, schedule.prefetch),
         last_forward=boundary,
-        loss_before=start_of_backward(block, uses, COSTLY, gradients, boundary),
+        loss_before=start_of_backward(block, uses, gradients, boundary),
         reduce_early=dict(x.reduce_before for x in peaks.values() if x.reduce_before),
     )
 

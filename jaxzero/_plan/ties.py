@@ -28,29 +28,9 @@ from __future__ import annotations
 import math
 from collections.abc import Set
 
-from .._program import Block, Value
+from .._program import Block, Value, is_costly
 from .gradient_reductions import BlockGradients
 from .param_uses import BlockUses
-
-# Operations that take long enough for a collective to overlap with them. XLA writes their results
-# to memory anyway, so a tie to them costs nothing.
-COSTLY = {
-    "dot_general",
-    "ragged_dot",
-    "conv_general_dilated",
-    "gather",
-    "scatter",
-    "scatter-add",
-    "scan",
-    "while",
-    "cond",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "shard_map",
-    "pallas_call",
-    "sort",
-    "fft",
-}
 
 
 def find_ties(
@@ -81,7 +61,7 @@ def find_ties(
         arrays = [x for x in operation.inputs if isinstance(x, Value) and x.is_array]
         ready = [x for x in arrays if x not in uses.views]
         ties.append(latest or (ready[0] if ready else None))
-        if operation.name in COSTLY:
+        if is_costly(operation):
             arrays = [x for x in operation.outputs if x.is_array]
             made = [x for x in arrays if x not in uses.views and x not in sent]
             latest = made[0] if made else latest
@@ -103,7 +83,6 @@ _INDEXING = {"gather", "scatter", "scatter-add"}
 def start_of_backward(
     block: Block,
     uses: BlockUses,
-    costly: Set[str],
     gradients: BlockGradients,
     boundary: int | None,
 ) -> tuple[int, Value] | None:
@@ -112,7 +91,6 @@ def start_of_backward(
     Args:
         block: the program.
         uses: the views of weights in it, which have no array of their own.
-        costly: names of operations that take long, and whose operands XLA writes to memory.
         gradients: those that are reduced are no cotangents: nothing reads them in full.
         boundary: index of the operation that makes the loss; None in a loop's body.
 
@@ -124,7 +102,7 @@ def start_of_backward(
     cotangents: set[Value] = set()
     for index, operation in enumerate(block.operations[boundary + 1 :], boundary + 1):
         read = [x for x in operation.inputs if isinstance(x, Value) and x in cotangents]
-        if read and operation.name in costly - _INDEXING:
+        if read and is_costly(operation) and operation.name not in _INDEXING:
             return index, max(read, key=lambda x: x.num_bytes)
         arrays = {x for x in operation.outputs if x.is_array}
         cotangents |= arrays - uses.views.keys() - gradients.reduces.keys()

@@ -28,6 +28,7 @@ from .operation_kinds import addends as addends
 from .operation_kinds import carried_sums as carried_sums
 from .operation_kinds import full_reduction as full_reduction
 from .operation_kinds import is_broadcast as is_broadcast
+from .operation_kinds import is_costly as is_costly
 from .operation_kinds import is_elementwise as is_elementwise
 from .operation_kinds import is_reshape as is_reshape
 from .operation_kinds import makes_zeros as makes_zeros

@@ -276,6 +276,16 @@ def exchanged_or_effect(operation: Operation) -> str | None:
     return None
 
 
+def is_matrix_product(equation: Any) -> bool:
+    """Whether it multiplies matrices: both factors have dims of their own, and one is summed."""
+    summed, batch = equation.params["dimension_numbers"]
+    shapes = [x.aval.shape for x in equation.invars]
+    sizes = [math.prod(shapes[0][i] for i in summed[0])]
+    for shape, dims in zip(shapes, zip(summed, batch, strict=True), strict=True):
+        sizes.append(math.prod(n for i, n in enumerate(shape) if i not in (*dims[0], *dims[1])))
+    return min(sizes) > 1
+
+
 def exchanges(operation: Operation) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The collectives in an operation: the name of each, and the mesh axes it is over."""
     for equation in equations_inside(operation.equation):

@@ -25,8 +25,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._mesh import equations_inside
 from . import movable_ops
-from .ir import ADDITIONS, Atom, Constant, Loop, Operation, Value, is_split, scope
+from .ir import (
+    ADDITIONS,
+    Atom,
+    Constant,
+    Loop,
+    Operation,
+    Value,
+    is_matrix_product,
+    is_split,
+    scope,
+)
 
 # A list of names, because JAX does not mark elementwise primitives. An input may also be a scalar.
 _ELEMENTWISE = {
@@ -47,12 +58,35 @@ _FULL_REDUCTIONS = {
     "reduce_or": "max",
     "reduce_and": "min",
 }
+_COSTLY = {
+    *("cond", "conv_general_dilated", "fft", "gather", "pallas_call", "ragged_dot", "scan"),
+    *("ragged_dot_general", "scatter", "scatter-add", "shard_map", "sort", "while"),
+}
 REDUCTIONS = {*("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")}
 
 
 def is_elementwise(operation: Operation) -> bool:
     """Whether each output element depends only on the input elements at its index."""
     return operation.name in _ELEMENTWISE
+
+
+def is_costly(operation: Operation) -> bool:
+    """Whether an operation takes long enough for a collective to overlap with it.
+
+    XLA writes the results of these to memory anyway, so a tie to them costs nothing. Products that
+    sum nothing, or of which one factor has no dims of its own, as in the state of Mamba, are none:
+    XLA computes them in one kernel with what is around. So it does functions with a derivative of
+    their own (`jax.custom_jvp`), if nothing in them is costly.
+    """
+    is_call = operation.name in ("custom_jvp_call", "custom_vjp_call")
+    inside = equations_inside(operation.equation) if is_call else (operation.equation,)
+    return any(map(_is_costly, inside))
+
+
+def _is_costly(equation: Any) -> bool:
+    if equation.primitive.name != "dot_general":
+        return equation.primitive.name in _COSTLY
+    return is_matrix_product(equation)
 
 
 def is_reshape(operation: Operation) -> bool:

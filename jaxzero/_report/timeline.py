@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .._plan import COSTLY, BlockPlan, GatherGroup, Plan, PlanStep, region_name
-from .._program import Loop, Value
+from .._plan import BlockPlan, GatherGroup, Plan, PlanStep, region_name
+from .._program import Loop, Value, is_costly
 
 COPIES = ("fetch", "offload")  # the actions that copy from or to host memory
 
@@ -189,7 +189,7 @@ def waits(plan: Plan) -> tuple[Wait, ...]:
 
 def _of_block(plan: BlockPlan, path: tuple[int, ...], trips: int) -> Iterator[Wait]:
     region = region_name(path)
-    costly = [operation.name in COSTLY for operation in plan.block.operations]
+    costly = [is_costly(operation) for operation in plan.block.operations]
     for group in plan.gather_groups:
         if not group.prefetched and not any(costly[group.issues[-1] : group.at]):
             yield _gather(group, region or group.gathers[0].region, trips)

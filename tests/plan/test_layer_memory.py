@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxzero as jz
-from jaxzero._plan import BlockPlan, schedule, ties
+from jaxzero._plan import BlockPlan, schedule
 from jaxzero._plan.layer_memory import NO_PEAK, LayerMemory, Peak
 
 LAYERS, WIDTH, ROWS = 4, 16, 8
@@ -57,7 +57,7 @@ def bodies(layer, shapes, monkeypatch) -> list[BlockPlan]:
 
 def memory_of(plan: BlockPlan, gradients: Container[Any] | None = None) -> LayerMemory:
     reduces = plan.gradients.reduces if gradients is None else gradients
-    return LayerMemory(plan.block, plan.uses, ties.COSTLY, reduces)
+    return LayerMemory(plan.block, plan.uses, reduces)
 
 
 def peak_of(plan: BlockPlan, needed: int = 0) -> Peak:

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from jaxzero._program import Loop, trace
+from jaxzero._program import Loop, is_costly, trace
 
 
 def test_a_checkpoint_inside_another_is_traced_through():
@@ -30,3 +31,31 @@ def test_a_checkpoint_inside_another_is_traced_through():
         names = {operation.name for operation in loop.body.operations}
         assert "eval_jaxpr" not in names and "closed_call" not in names
         assert sum(isinstance(operation, Loop) for operation in loop.body.operations) == num_inner
+
+
+@jax.custom_jvp
+def _with_product(x):
+    return jnp.tanh(x @ x)
+
+
+@_with_product.defjvp
+def _(primals, tangents):
+    return jax.jvp(lambda x: jnp.tanh(x @ x), primals, tangents)
+
+
+@pytest.mark.parametrize(
+    ("function", "costly"),
+    [
+        (lambda x, y: x @ y, True),
+        (lambda x, y: x @ y[0], False),  # summed with what is around
+        (lambda x, y: jnp.einsum("ij,ij->i", x, y), False),
+        (lambda x, y: jnp.einsum("bi,bj->bij", x, y), False),  # an outer product
+        (lambda x, y: jnp.einsum("bij,bkj->bik", x[None], y[None]), True),
+        (lambda x, y: jax.nn.silu(x) + y, False),
+        (lambda x, y: _with_product(x) + y, True),
+        (lambda x, y: x[jnp.argmax(y, 1)], True),
+    ],
+)
+def test_what_collectives_overlap_with_is_written_to_memory_anyway(function, costly):
+    block, _ = trace(function, *[jax.ShapeDtypeStruct((4, 4), jnp.float32)] * 2)
+    assert any(is_costly(x) for x in block.operations) == costly
