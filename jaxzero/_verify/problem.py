@@ -47,7 +47,8 @@ class Problem:
         """Names of the results: the loss, `aux` and the gradients."""
         return ["loss", *(f"aux {x}" for x in self.aux_names), *self.grad_names]
 
-    def _splits(self) -> list[int | None]:
+    @property
+    def row_dims(self) -> list[int | None]:
         """For each array the dim that is split over all devices by rows; None: it is not."""
         dims = [split_dim(spec) for spec in self.specs]
         pairs = zip(dims, self.specs, strict=True)
@@ -56,7 +57,7 @@ class Problem:
     def rows_per_device(self, mesh: AnyMesh) -> int:
         """The rows of a device; 0 if no array is split by rows."""
         num = mesh.shape[NODE] * mesh.shape[LOCAL]
-        pairs = zip(self.arrays, self._splits(), strict=True)
+        pairs = zip(self.arrays, self.row_dims, strict=True)
         return next((x.shape[dim] // num for x, dim in pairs if dim is not None), 0)
 
     def permuted(self, mesh: AnyMesh) -> list[Any]:
@@ -69,7 +70,7 @@ class Problem:
             order = np.arange(x.shape[dim]).reshape(num, -1).T.ravel()
             return jnp.take(x, order, axis=dim) if is_key(x) else np.take(x, order, axis=dim)
 
-        return [dealt(x, dim) for x, dim in zip(self.arrays, self._splits(), strict=True)]
+        return [dealt(x, dim) for x, dim in zip(self.arrays, self.row_dims, strict=True)]
 
     def loss_and_grads(self, arrays: Sequence[Any], *, divide: bool = True) -> list[Any]:
         """The loss, `aux` and the gradients, by `jax.value_and_grad`.

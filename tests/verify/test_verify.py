@@ -106,7 +106,7 @@ def test_errors(zero, params):
     def step(params, opt_state, batch):
         return params, opt_state, {}
 
-    with pytest.raises(NotImplementedError, match="a round of local steps is none"):
+    with pytest.raises(ValueError, match="local_steps=rounds.method"):
         zero.verify(zero.local_steps(step, every=1), params, BATCH)
 
 
