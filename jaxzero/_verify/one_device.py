@@ -38,7 +38,7 @@ class OneDevice:
         same = device.platform == platform
         self.product_eps = 0.0 if same else _PRODUCT_EPS.get(platform, 0.0)
         self.mesh = Mesh(np.array([[device]]), AXES)
-        self.device = device
+        self.device, self.platform = device, platform
         self.arrays = self._placed(problem.arrays)
         self.spread = None if spread is None else self._placed(spread)
         self._sampled: Callable | None = None

@@ -18,6 +18,7 @@ class Check:
     Attributes:
         name: `loss`, or the path of an `aux` leaf or parameter.
         kind: "loss", "aux", "gradient", "update", or one of these with codecs: "gradient, encoded";
+            with `halves` "half-batches";
             of a round "loss", "parameter", "optimizer state", "outer parameter" and "outer state".
         size: the norm of plain JAX's result.
         difference: the norm of the difference.
@@ -80,9 +81,9 @@ class VerifyReport:
         roundings: with `float64=True`, whose rounding the differences are.
         cause: where a check fails: "step" (plain JAX on each device's rows gives other values: an
             error of the step), "rows" (it gives the same: the loss depends on which rows share a
-            device), "keys" (devices draw the same random numbers), "codecs", "update", "room" (a
-            device has not the room to tell the first two apart); of a round "node" (steps that a
-            node takes by itself) and "exchange"; "" if all holds.
+            device), "keys" (devices draw the same random numbers), "codecs", "update", "halves",
+            "room" (a device has not the room to tell the first two apart); of a round "node" (steps
+            that a node takes by itself) and "exchange"; "" if all holds.
         first: the first operation whose value on a device's rows differs, with the user's line; of
             a round the nodes on which a result differs.
         notes: what was not compared, and why.
@@ -183,6 +184,7 @@ _CAUSES = {
     "node": "Steps that a node takes by itself differ: verify the loss without `local_steps`, "
     "which says where.",
     "exchange": "What each node computes by itself holds, and what the nodes exchange does not.",
+    "halves": "The gradients hold, and the inner products of those of the half-batches do not.",
     "update": "The gradients hold, and the update of the parameters does not.",
 }
 

@@ -75,7 +75,9 @@ class Round(Problem):
         anchors = [
             arrays[i].astype(accumulator_dtype(arrays[i].dtype)) for i in self.differentiated
         ]
-        deltas = [_difference(x[None], y.astype(x.dtype)) for x, y in zip(anchors, sent, strict=True)]
+        deltas = [
+            _difference(x[None], y.astype(x.dtype)) for x, y in zip(anchors, sent, strict=True)
+        ]
         off = [x + e.astype(x.dtype) * _signs(e.shape) for x, e in zip(deltas, errors, strict=True)]
         means = [jnp.mean(x, axis=0) for x in off]
         outer, tree = self.method.outer, self._tree(anchors)

@@ -43,6 +43,8 @@ class VerifiedTrees(ShardedTrees):
         weighted: bool = False,
         aux_reduce: Any = None,
         gradient_reduce: Any = None,
+        halves: bool = False,
+        shares: Sequence[int] | None = None,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
         **kwargs: Any,
@@ -104,14 +106,18 @@ class VerifiedTrees(ShardedTrees):
             A `VerifyReport`: `print` it, ask for `ok`, or call `raise_if_wrong` in a test.
 
         Raises:
-            NotImplementedError: `f` is a round of local steps, or `shares` or `halves` is given.
-            ValueError: no device has the room, or `reference` is none; `float64` is set and `f`
-                does not run in float64; or as `value_and_grad`.
+            NotImplementedError: with `local_steps` there is another sharded tree than the
+                parameters; or, with these or `halves`, state that gradients overwrite.
+            ValueError: `f` is a round; `local_steps` has several fragments, or sends nothing in
+                its first round; no device has the room, or `reference` is none; `float64` is set
+                and `f` does not run in float64; or as `value_and_grad`.
         """
-        _check(f, kwargs, tx, argnums, in_one_program)
+        more = bool(halves or shares)
+        _check(f, tx, argnums, in_one_program, more)
         given = args, kwargs
         if local_steps is not None:
-            check_round(self, local_steps, given, tx, argnums, in_specs, in_one_program)
+            is_plain = argnums == 0 and in_specs is None and not (in_one_program or more)
+            check_round(self, local_steps, given, tx is not None and is_plain)
             args = (args[0], *map(first_step, args[1:]))
             kwargs = first_step(kwargs)
         options: dict[str, Any] = dict(
@@ -121,6 +127,8 @@ class VerifiedTrees(ShardedTrees):
             weighted=weighted,
             aux_reduce=aux_reduce,
             gradient_reduce=gradient_reduce,
+            halves=halves,
+            shares=shares,
         )
         checked = gradient_options(self._devices, **options)
         transform, arrays = prepare(self, f, args, kwargs, checked, batch_argnums, in_specs)
@@ -136,7 +144,12 @@ class VerifiedTrees(ShardedTrees):
                     reference, codecs, float64, say
                 )
             runs = Runs(
-                step=call.step, mesh=self._devices, config=self.config, microbatches=microbatches
+                step=call.step,
+                extras=call.extras,
+                mesh=self._devices,
+                config=self.config,
+                comm=transform.comm,
+                microbatches=microbatches,
             )
             verification = Verification(call.problem, runs, reference, codecs, say)
             return verification.report(variations, float64)
@@ -144,31 +157,25 @@ class VerifiedTrees(ShardedTrees):
 
 def _check(
     f: Callable,
-    kwargs: dict[str, Any],
     tx: optax.GradientTransformation | None,
     argnums: int | Sequence[int],
     in_one_program: bool,
+    more: bool,
 ) -> None:
-    """Raise the errors of `verify` that concern its own arguments."""
+    """Raise the errors of `verify` that concern its own arguments; `more`: `halves` or `shares`."""
     if isinstance(f, LocalRounds):
         raise ValueError(
             "`verify` takes the loss and the optimizer of a round, which plain JAX can run, not a "
             "step that calls `zero`. Give `zero.verify(loss_fn, params, batches, tx=tx, "
             "local_steps=rounds.method)`, with the stacked batches of a round."
         )
-    for name in ("shares", "halves"):
-        if kwargs.get(name):
-            raise NotImplementedError(
-                f"`verify` does not know `{name}` yet. Leave it out: the rest of the step is "
-                "the same."
-            )
     if tx is not None and not isinstance(argnums, int):
         raise ValueError(
             f"`tx` updates the tree of one argument, and `argnums` is {argnums!r}. Give one "
             "position, or verify without `tx`."
         )
-    if in_one_program and (tx is None or argnums != 0):
+    if in_one_program and (tx is None or argnums != 0 or more):
         raise ValueError(
             "`in_one_program` verifies `value_and_update`, which updates the first argument. "
-            "Give `tx`, and leave out `argnums`."
+            "Give `tx`, and leave out `argnums`, `halves` and `shares`."
         )

@@ -20,10 +20,11 @@ from .._sharding import (
     is_array,
     path_name,
 )
+from .._simigrad import GradientHalves
 from .._verify import Problem, Update, on_host
 from .optimizer_state import TrueShapes, trained_tree
 from .outputs import Outputs, values_of
-from .rows import num_rows
+from .rows import counted_rows, num_rows
 from .transform import Transform
 from .user_function import split_aux, split_weight
 
@@ -77,8 +78,16 @@ class VerifiedCall:
             grad_names=[self._name(i, leaves[i].path) for i in grads],
             aux_names=[],
             aux_how=[],
+            counted=self._counted(num_rows(transform.call, arrays)),
         )
         self.rows = num_rows(transform.call, arrays)
+
+    def _counted(self, rows: int | None) -> Any:
+        """Which rows are computed, with `shares`."""
+        options = self.transform.options
+        if options.shares is None or rows is None:
+            return None
+        return counted_rows(rows, self.zero._devices, options.microbatches, options.shares)
 
     def _places(self) -> list[int]:
         """The places of the leaves that get gradients, in the order of arguments."""
@@ -115,7 +124,7 @@ class VerifiedCall:
 
     def step(
         self, arrays: Sequence[Any], microbatches: int, encoded: bool
-    ) -> tuple[list[Any], Update | None]:
+    ) -> tuple[list[Any], Any]:
         """Run the configured step: see `Runs.step`."""
         zero = self.zero if encoded else self.without_codecs
         args, kwargs = self._arguments(arrays)
@@ -130,10 +139,34 @@ class VerifiedCall:
         value, grads = made[:2]
         loss, aux = value if self.options["has_aux"] else (value, None)
         trees = [grads] if isinstance(number, int) else list(grads)
-        order = sorted(range(len(trees)), key=lambda i: self.transform.options.argnums[i])
-        full = [x for i in order for x in _floats(zero.unshard(trees[i]))]
+        full = [x for tree in self._in_order(trees) for x in _floats(zero.unshard(tree))]
         results = on_host([loss, *values_of(aux), *full])
-        return results, self._update(zero, args, kwargs, grads)
+        return results, (zero, args, kwargs, *made[1:])
+
+    def extras(self, made: Any) -> tuple[Update | None, list[Any] | None]:
+        """The update and the half-batches of a run of `step`: see `Runs.extras`."""
+        zero, args, kwargs, grads, *more = made
+        halves = self._halves(more[0]) if self.options["halves"] else None
+        return self._update(zero, args, kwargs, grads), halves
+
+    def _halves(self, made: GradientHalves) -> list[Any]:
+        """The inner products of half-batches, for all leaves the first, and so on; the share."""
+        *products, share = made
+        found = []
+        for each in products:
+            trees = [each] if isinstance(self.options["argnums"], int) else each
+            found += [x for tree in self._in_order(trees) for x in jax.tree.leaves(tree)]
+        if len(found) != len(products) * len(self.problem.grad_names):
+            raise NotImplementedError(
+                "`verify` cannot compare `halves` with state that gradients overwrite (fp8 "
+                "layers), which has no gradients. Leave out `halves`."
+            )
+        return on_host([*found, share])
+
+    def _in_order(self, trees: Sequence[Any]) -> list[Any]:
+        """Trees for `argnums`, in the order of arguments."""
+        numbers = self.transform.options.argnums
+        return [trees[i] for i in sorted(range(len(trees)), key=lambda i: numbers[i])]
 
     @functools.cached_property
     def without_codecs(self) -> Any:
@@ -144,6 +177,7 @@ class VerifiedCall:
         if config == self.zero.config:
             return self.zero
         zero = type(self.zero)(self.zero._devices, config)
+        zero._programs = self.zero._programs  # many are the same
         for argument in self.transform.call.arguments:
             if argument.plan is not None:
                 zero._plans.add(argument.plan)
@@ -173,7 +207,7 @@ class VerifiedCall:
         tx, params = self.tx, args[self.options["argnums"]]
         state = zero.init_optimizer(tx, params)
         if self.in_one_program:
-            left_out = ("argnums", "microbatches", "weighted")
+            left_out = ("argnums", "microbatches", "weighted", "halves", "shares")
             options = {name: x for name, x in self.options.items() if name not in left_out}
             step = zero.value_and_update(self.f, tx, **options)
             _, updated, _ = step(params, state, *args[1:], **kwargs)

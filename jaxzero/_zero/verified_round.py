@@ -37,20 +37,24 @@ def check_round(
     zero: ShardedTrees,
     method: LocalSteps,
     given: tuple[Sequence[Any], dict[str, Any]],
-    tx: Any,
-    argnums: Any,
-    in_specs: Any,
-    in_one_program: bool,
+    is_plain: bool,
 ) -> None:
-    """Raise an error unless `verify` can compare the first round of `method`."""
+    """Raise an error unless `verify` can compare the first round of `method`.
+
+    Args:
+        zero: the mesh and the config.
+        method: how nodes exchange.
+        given: the arguments of the loss, stacked, and its keyword arguments.
+        is_plain: whether there is an optimizer, and no option that rounds do not take.
+    """
     args, kwargs = given
     local_method(method, {})
     check_local_steps(zero._devices, zero.config)
-    if tx is None or argnums != 0 or in_specs is not None or in_one_program:
+    if not is_plain:
         raise ValueError(
             "`verify` with `local_steps` takes `tx`, the optimizer of the steps, and "
-            "differentiates the first argument: leave out `argnums`, `in_specs` and "
-            "`in_one_program`."
+            "differentiates the first argument: leave out `argnums`, `in_specs`, `halves`, "
+            "`shares` and `in_one_program`."
         )
     if any(zero.find_plan(x) for x in (*args[1:], *kwargs.values())):
         raise NotImplementedError(
