@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from .._mesh import AXES, LOCAL, NODE, AnyMesh, map_devices, microbatch_index, physical
 from .._sharding import split_dim
-from .problem import Problem, on_host
+from .problem import Problem, is_key, on_host
 from .roundings import moved
 from .samples import NUM_SAMPLES, Samples, measured
 
@@ -42,7 +42,7 @@ class EachDevice:
         if problem.counted is not None:
             self.is_counted = problem.counted.reshape(num, microbatches, -1)[:, :, 0]
         self.arrays = [
-            jax.device_put(x, jax.sharding.NamedSharding(physical(mesh), spec))
+            _placed(x, jax.sharding.NamedSharding(physical(mesh), spec))
             for x, spec in zip(problem.arrays, problem.specs, strict=True)
         ]
 
@@ -115,6 +115,14 @@ class EachDevice:
             ]
         rows = [[measured(x, y) for x, y in zip(each, results, strict=True)] for each in drawn]
         return Samples(np.array(rows, np.float64))
+
+
+def _placed(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    """The array on all devices; random keys by their data, which other processes have too."""
+    if is_key(x):
+        data = jax.device_put(on_host(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.device_put(x, sharding)
 
 
 def _wide(dtype: Any) -> Any:

@@ -243,6 +243,9 @@ def _floats(tree: Any) -> list[Any]:
 
 
 def fetched(x: Any) -> Any:
-    """An array on the host; a random key as it is."""
-    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return x if is_key else on_host(x)
+    """An array on the host; random keys of this process as they are."""
+    if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return on_host(x)
+    if x.is_fully_addressable:
+        return x
+    return jax.random.wrap_key_data(on_host(x), impl=jax.random.key_impl(x))
