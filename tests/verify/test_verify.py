@@ -12,8 +12,10 @@ from jax import lax
 import jaxzero as jz
 from jaxzero._collectives import comm_spec
 from jaxzero._execute import mean_gradients
+from jaxzero._verify import each_device, one_device
 from jaxzero._verify.roundings import moved
 from jaxzero._verify.samples import NUM_SAMPLES, QUANTILE
+from jaxzero._zero import verified_call
 
 
 def _normal(*shape, seed=0):
@@ -205,6 +207,44 @@ def test_errors(zero, params):
 
     with pytest.raises(ValueError, match="local_steps=rounds.method"):
         zero.verify(zero.local_steps(step, every=1), params, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_random", "num_steps", "num_samples"),
+    [(None, False, 3, 1), (_ENCODED, False, 4, 2), (_ENCODED, True, 4, 3)],
+)
+def test_what_it_costs(config, is_random, num_steps, num_samples, monkeypatch):
+    steps, samples, parts, compiled = [], [], [], []
+
+    def count(owner, name, found, of=lambda x: x):
+        function = getattr(owner, name)
+
+        def counted(self, *args, **kwargs):
+            found.append(of(self))
+            return function(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(verified_call.VerifiedCall, "step", steps)
+    count(one_device.OneDevice, "samples", samples)
+    count(each_device.EachDevice, "_parts", parts)
+    count(jax.stages.Lowered, "compile", compiled, of=lambda x: x.as_text())
+
+    def loss(params, batch, key=None):
+        x = batch["x"]
+        if key is not None:
+            x = jnp.where(jax.random.bernoulli(jz.fold_in_device(key), 0.5, x.shape), x, 0)
+        return _loss(params, batch | {"x": x})
+
+    zero = jz.Zero(jz.make_mesh(nodes=2), config)
+    params = zero.shard({"w": _normal(8, 4)})
+    compiled.clear()
+    keys = [jax.random.key(0)] if is_random else []
+    zero.verify(loss, params, BATCH, *keys, tx=optax.sgd(0.1)).raise_if_wrong()
+    assert (len(steps), len(samples)) == (num_steps, num_samples)
+    assert len(parts) == (config is not None) + is_random  # traced once for each of its programs
+    programs = [x for x in compiled if x.count("\n") > 6]  # not those that compute nothing
+    assert len(programs) == len(set(programs)) >= 3
 
 
 def test_a_function_that_is_float32_only(zero, params):
