@@ -9,7 +9,7 @@ from typing import Any
 import optax
 
 from .._local_steps import LocalSteps
-from .._verify import Runs, Verification, VerifyReport
+from .._verify import Verification, VerifyReport
 from .._warnings import RowsMixedWarning
 from .batch_choice import BatchArgnums
 from .calls import gradient_options, prepare
@@ -144,15 +144,7 @@ class VerifiedTrees(ShardedTrees):
                 return VerifiedRound(call, batches, local_steps).report(
                     reference, codecs, float64, say
                 )
-            runs = Runs(
-                step=call.step,
-                extras=call.extras,
-                mesh=self._devices,
-                config=self.config,
-                comm=transform.comm,
-                microbatches=microbatches,
-            )
-            verification = Verification(call.problem, runs, reference, codecs, say)
+            verification = Verification(call.problem, call.runs, reference, codecs, say)
             return verification.report(variations, float64)
 
 

@@ -21,7 +21,7 @@ from .._sharding import (
     path_name,
 )
 from .._simigrad import GradientHalves
-from .._verify import Problem, Update, on_host
+from .._verify import Problem, Runs, Update, on_host
 from .optimizer_state import TrueShapes, trained_tree
 from .outputs import Outputs, values_of
 from .rows import counted_rows, num_rows
@@ -121,6 +121,18 @@ class VerifiedCall:
         ]
         self.problem.aux_how[:] = outputs.how
         return value, weight, leaves
+
+    @property
+    def runs(self) -> Runs:
+        """The configured step."""
+        return Runs(
+            step=self.step,
+            extras=self.extras,
+            mesh=self.zero._devices,
+            config=self.zero.config,
+            comm=self.transform.comm,
+            microbatches=self.transform.options.microbatches,
+        )
 
     def step(
         self, arrays: Sequence[Any], microbatches: int, encoded: bool

@@ -134,6 +134,7 @@ class VerifiedRound:
         trained = [arrays[i] for i in of_step.differentiated]
         errors = [np.zeros((nodes, *x.shape), np.float32) for x in trained]
         tx = self.call.tx
+        assert tx is not None
         return Round(
             **{**fields, "arrays": [*arrays, *errors]},
             method=dataclasses.replace(self.method, codec=None),
