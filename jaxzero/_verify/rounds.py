@@ -33,8 +33,9 @@ _OF_NODES = (LOSS, OWN, STATE, NEXT)  # `[nodes, ...]`
 class Round(Problem):
     """One round of local steps, from one state that all nodes share.
 
-    `arrays` are the parameters, the batches of all steps, `[every, ...]`, and for each parameter by
-    how much its pseudo-gradients are off, `[nodes, ...]`; other fields are those of one step.
+    `arrays` are the parameters, the batches of all steps, `[every, ...]`, and with a codec, for
+    each parameter, by how much its pseudo-gradients are off, `[nodes, ...]`. Other fields are those
+    of one step.
 
     Attributes:
         method: how the nodes exchange what they have learned; in one fragment, without a codec.
@@ -78,8 +79,11 @@ class Round(Problem):
         deltas = [
             _difference(x[None], y.astype(x.dtype)) for x, y in zip(anchors, sent, strict=True)
         ]
-        off = [x + e.astype(x.dtype) * _signs(e.shape) for x, e in zip(deltas, errors, strict=True)]
-        means = [jnp.mean(x, axis=0) for x in off]
+        received = deltas
+        if errors:
+            pairs = zip(deltas, errors, strict=True)
+            received = [x + (e * _signs(e.shape)).astype(x.dtype) for x, e in pairs]
+        means = [jnp.mean(x, axis=0) for x in received]
         outer, tree = self.method.outer, self._tree(anchors)
         updates, outer_state = outer.update(self._tree(means), outer.init(tree), tree)
         new = jax.tree.leaves(optax.apply_updates(tree, updates))

@@ -131,7 +131,7 @@ class VerifiedRound:
             next(stacked) if leaf is None else x
             for x, leaf in zip(of_step.arrays, of_step.leaves, strict=True)
         ]
-        trained = [arrays[i] for i in of_step.differentiated]
+        trained = [arrays[i] for i in of_step.differentiated] if self.method.codec else []
         errors = [np.zeros((nodes, *x.shape), np.float32) for x in trained]
         tx = self.call.tx
         assert tx is not None
