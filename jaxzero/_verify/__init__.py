@@ -1,12 +1,21 @@
 """Whether a step computes what plain JAX on one device would, under bounds that are derived.
 
-In: a `Problem`, one call of a loss with full arrays, and `Runs` of the configured step. Out: a
-`VerifyReport`. `_zero` makes both for `Zero.verify`.
+In: a `Problem`, one call of a loss with full arrays, and `Runs` of the configured step; or a
+`Round` of local steps and `RoundRuns`. Out: a `VerifyReport`. `_zero` makes both for `Zero.verify`.
 """
 
 from .problem import Problem as Problem
 from .problem import on_host as on_host
 from .report import VerifyReport as VerifyReport
+from .rounds import LOSS as LOSS
+from .rounds import NEXT as NEXT
+from .rounds import OUTER as OUTER
+from .rounds import OUTER_STATE as OUTER_STATE
+from .rounds import OWN as OWN
+from .rounds import STATE as STATE
+from .rounds import Round as Round
+from .rounds import RoundRuns as RoundRuns
+from .rounds import RoundVerification as RoundVerification
 from .update import Update as Update
 from .verify import Runs as Runs
 from .verify import Verification as Verification

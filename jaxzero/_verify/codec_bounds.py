@@ -103,7 +103,13 @@ def bounds_of(error: Any, result: Any) -> Any:
     return np.array([np.linalg.norm(error.ravel()), np.max(error, initial=0), along])
 
 
-def _bound(codec: Codec, leaf: LeafSpec, x: Any, num: int) -> Any:
+def bound_of_shards(codec: Codec, leaf: LeafSpec, x: Any) -> Any:
+    """`error_bound` of a leaf of which each device encodes its shard as one message; float32."""
+    num = leaf.layout.num_shards if leaf.layout else 1
+    return _bound(codec, leaf, x, num, num_lead=0).astype(np.float32)
+
+
+def _bound(codec: Codec, leaf: LeafSpec, x: Any, num: int, num_lead: int | None = None) -> Any:
     """`error_bound` of the messages in which a leaf is sent, in the shape of the leaf."""
     x = np.asarray(x, np.float32)
     if leaf.layout is None:
@@ -113,7 +119,7 @@ def _bound(codec: Codec, leaf: LeafSpec, x: Any, num: int) -> Any:
     widths[dim] = (0, -x.shape[dim] % num)
     padded = np.pad(x, widths)
     pieces = np.stack(np.split(padded, num, axis=dim))  # [num, *piece]
-    lead = leaf.num_lead
+    lead = leaf.num_lead if num_lead is None else num_lead
     rows = pieces.reshape(*pieces.shape[: 1 + lead], -1)
     bound = codec.error_bound(rows).reshape(pieces.shape)
     joined = np.concatenate(list(bound), axis=dim)

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .._mesh import AXES, AnyMesh, map_devices, microbatch_index, physical
+from .._mesh import AXES, LOCAL, NODE, AnyMesh, map_devices, microbatch_index, physical
 from .._sharding import split_dim
-from .problem import Problem, on_host
+from .problem import Problem, is_key, on_host
 from .roundings import moved
 from .samples import NUM_SAMPLES, Samples, measured
 
@@ -30,12 +30,19 @@ class EachDevice:
         problem: the call.
         mesh: the devices, each of which holds all parameters here.
         microbatches: into how many parts the rows of a device are cut.
+
+    Attributes:
+        is_counted: which of these parts are in the means, `[devices, microbatches]`.
     """
 
     def __init__(self, problem: Problem, mesh: AnyMesh, microbatches: int):
         self.problem, self.mesh, self.microbatches = problem, mesh, microbatches
+        num = mesh.shape[NODE] * mesh.shape[LOCAL]
+        self.is_counted = np.ones((num, microbatches), bool)
+        if problem.counted is not None:
+            self.is_counted = problem.counted.reshape(num, microbatches, -1)[:, :, 0]
         self.arrays = [
-            jax.device_put(x, jax.sharding.NamedSharding(physical(mesh), spec))
+            _placed(x, jax.sharding.NamedSharding(physical(mesh), spec))
             for x, spec in zip(problem.arrays, problem.specs, strict=True)
         ]
 
@@ -66,6 +73,7 @@ class EachDevice:
         size = x.shape[dim] // self.microbatches
         return lax.slice_in_dim(x, k * size, (k + 1) * size, axis=dim)
 
+    @functools.cached_property
     def parts(self) -> list[Any]:
         """The sums or means of each device and micro-batch, `[devices, microbatches, ...]`.
 
@@ -76,6 +84,7 @@ class EachDevice:
 
     def combined(self, parts: Sequence[Any]) -> list[Any]:
         """The loss, `aux` and gradients of all devices, from `parts`."""
+        parts = [x[self.is_counted][None] for x in parts]
         names = self.problem.names
         num_aux = len(self.problem.aux_how)
         is_weighted = len(parts) > len(names)
@@ -106,6 +115,14 @@ class EachDevice:
             ]
         rows = [[measured(x, y) for x, y in zip(each, results, strict=True)] for each in drawn]
         return Samples(np.array(rows, np.float64))
+
+
+def _placed(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    """The array on all devices; random keys by their data, which other processes have too."""
+    if is_key(x):
+        data = jax.device_put(on_host(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.device_put(x, sharding)
 
 
 def _wide(dtype: Any) -> Any:

@@ -9,6 +9,7 @@ it), and both programs are run operation by operation. Each value of a part shou
 
 The first value in program order that is none of these is where rows of different parts meet.
 Values are equal here if they agree in half of their digits: by less, roundings may differ.
+On several processes each computes the values of all devices by itself, on one of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from .._mesh import AXES, LOCAL, NODE, AnyMesh, map_devices
+from .._mesh import AXES, LOCAL, NODE, AnyMesh, SimulatedMesh, map_devices
 from .._program import Block, Constant, Loop, Operation, Value, exchanged_or_effect, trace
 from .._sharding import split_dim
 from .problem import Problem, is_key, on_host
@@ -44,8 +45,6 @@ def first_difference(
         microbatches: of a device.
         wanted: places of the results that differ, in `problem.names`.
     """
-    if jax.process_count() > 1:
-        return "Which operation is the first is found in runs of one process only."
     num_forward = 1 + len(problem.aux_how)
     only_forward = all(i < num_forward for i in wanted)
 
@@ -65,8 +64,6 @@ def first_difference(
 
 def shared_draw(problem: Problem, mesh: AnyMesh) -> str:
     """The line where every device draws the same random numbers for its rows; "" if none does."""
-    if jax.process_count() > 1:
-        return ""
 
     def results(arrays: Sequence[Any]) -> list[Any]:
         value, weight, aux = problem.function(arrays)
@@ -103,17 +100,17 @@ class _Lockstep:
         results: Callable,
         judged: bool = True,
     ):
-        self.mesh, self.judged, self.shared = mesh, judged, ""
+        self.mesh, self.judged, self.shared = _on_this_process(mesh), judged, ""
         self.num = mesh.shape[NODE] * mesh.shape[LOCAL]
-        self.one = Mesh(np.array([[jax.local_devices()[0]]]), AXES)
+        self.one = _on_this_process(Mesh(np.array([[jax.local_devices()[0]]]), AXES))
         arrays = [x if is_key(x) else jnp.asarray(x) for x in problem.arrays]
         self.whole = _traced(results, self.one, arrays)
         parts = _parts(problem, arrays, self.num)
-        self.part = _traced(results, mesh, parts[0])
+        self.part = _traced(results, self.mesh, parts[0])
         if microbatches > 1 and not any(map(_is_collective, self.part.operations)):
             self.num *= microbatches
             parts = _parts(problem, arrays, self.num)
-            self.part = _traced(results, mesh, parts[0])
+            self.part = _traced(results, self.mesh, parts[0])
         self.arrays = [
             _Pair(x, list(each)) for x, each in zip(arrays, zip(*parts, strict=True), strict=True)
         ]
@@ -225,6 +222,18 @@ class _Lockstep:
             f"The first operation that differs is `{operation.name}` at {operation.where}{where}: "
             f"its value on a device's rows {off}.{of}"
         )
+
+
+def _on_this_process(mesh: AnyMesh) -> AnyMesh:
+    """The mesh, or one of simulated devices of this process for a mesh of several processes.
+
+    Every process has all rows, and each looks by itself: if they exchanged the values of an
+    operation, one that found the place would leave the others waiting.
+    """
+    if jax.process_count() == 1:
+        return mesh
+    sizes = tuple(mesh.shape[axis] for axis in mesh.axis_names)
+    return SimulatedMesh(tuple(mesh.axis_names), sizes, jax.local_devices()[0])
 
 
 def _traced(results: Callable, mesh: AnyMesh, arrays: Sequence[Any]) -> Block:

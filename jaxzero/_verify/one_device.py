@@ -38,11 +38,18 @@ class OneDevice:
         same = device.platform == platform
         self.product_eps = 0.0 if same else _PRODUCT_EPS.get(platform, 0.0)
         self.mesh = Mesh(np.array([[device]]), AXES)
-        self.device = device
-        self.arrays = [jax.device_put(x, device) for x in problem.arrays]
-        self.spread = None if spread is None else [jax.device_put(x, device) for x in spread]
+        self.device, self.platform = device, platform
+        self.arrays = self._placed(problem.arrays)
+        self.spread = None if spread is None else self._placed(spread)
         self._sampled: Callable | None = None
         self.program = jax.jit(self._mapped(problem.loss_and_grads)).lower(self.arrays).compile()
+
+    def _placed(self, arrays: Sequence[Any]) -> list[Any]:
+        return [jax.device_put(x, self.device) for x in arrays]
+
+    def set_spread(self, spread: Sequence[Any]) -> None:
+        """Replace `spread` by another, of the same shapes and dtypes."""
+        self.spread = self._placed(spread)
 
     def _mapped(self, function: Callable, num: int = 1) -> Callable:
         everywhere = PartitionSpec()

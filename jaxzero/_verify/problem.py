@@ -31,6 +31,7 @@ class Problem:
         grad_names: their names.
         aux_names: those of the arrays in `aux`.
         aux_how: how each is combined over devices.
+        counted: with `shares`, which rows are computed, `[rows]`; None: all.
     """
 
     function: Callable[[Sequence[Any]], tuple[Any, Any, list[Any]]]
@@ -41,13 +42,15 @@ class Problem:
     grad_names: list[str]
     aux_names: list[str]
     aux_how: list[str]
+    counted: Any = None
 
     @property
     def names(self) -> list[str]:
         """Names of the results: the loss, `aux` and the gradients."""
         return ["loss", *(f"aux {x}" for x in self.aux_names), *self.grad_names]
 
-    def _splits(self) -> list[int | None]:
+    @property
+    def row_dims(self) -> list[int | None]:
         """For each array the dim that is split over all devices by rows; None: it is not."""
         dims = [split_dim(spec) for spec in self.specs]
         pairs = zip(dims, self.specs, strict=True)
@@ -56,20 +59,36 @@ class Problem:
     def rows_per_device(self, mesh: AnyMesh) -> int:
         """The rows of a device; 0 if no array is split by rows."""
         num = mesh.shape[NODE] * mesh.shape[LOCAL]
-        pairs = zip(self.arrays, self._splits(), strict=True)
+        pairs = zip(self.arrays, self.row_dims, strict=True)
         return next((x.shape[dim] // num for x, dim in pairs if dim is not None), 0)
 
     def permuted(self, mesh: AnyMesh) -> list[Any]:
-        """The arrays with their rows dealt out to devices one by one."""
+        """The arrays with their rows dealt out to devices one by one.
+
+        Where only some rows are computed, these are moved by one row.
+        """
         num = mesh.shape[NODE] * mesh.shape[LOCAL]
+        order = np.arange(num * self.rows_per_device(mesh))
+        if self.counted is None:
+            order = order.reshape(num, -1).T.ravel()
+        else:
+            order[self.counted] = np.roll(order[self.counted], 1)
+        return self.with_rows(order)
 
-        def dealt(x: Any, dim: int | None) -> Any:
-            if dim is None:
-                return x
-            order = np.arange(x.shape[dim]).reshape(num, -1).T.ravel()
-            return jnp.take(x, order, axis=dim) if is_key(x) else np.take(x, order, axis=dim)
+    def with_rows(self, numbers: Any) -> list[Any]:
+        """The arrays with the rows of these numbers."""
+        return [
+            x if dim is None else _taken(x, numbers, dim)
+            for x, dim in zip(self.arrays, self.row_dims, strict=True)
+        ]
 
-        return [dealt(x, dim) for x, dim in zip(self.arrays, self._splits(), strict=True)]
+    @property
+    def of_counted(self) -> Problem:
+        """The problem with the rows alone that are computed."""
+        if self.counted is None:
+            return self
+        arrays = self.with_rows(np.flatnonzero(self.counted))
+        return dataclasses.replace(self, arrays=arrays, counted=None)
 
     def loss_and_grads(self, arrays: Sequence[Any], *, divide: bool = True) -> list[Any]:
         """The loss, `aux` and the gradients, by `jax.value_and_grad`.
@@ -90,6 +109,10 @@ class Problem:
         (_, (value, weight, aux)), grads = jax.value_and_grad(loss, has_aux=True)(trained)
         scalars = [value] if divide or weight is None else [value, weight]
         return [*scalars, *aux, *grads]
+
+
+def _taken(x: Any, numbers: Any, dim: int) -> Any:
+    return jnp.take(x, numbers, axis=dim) if is_key(x) else np.take(x, numbers, axis=dim)
 
 
 def is_key(x: Any) -> bool:

@@ -17,7 +17,9 @@ class Check:
 
     Attributes:
         name: `loss`, or the path of an `aux` leaf or parameter.
-        kind: "loss", "aux", "gradient", "update", or one of these with codecs: "gradient, encoded".
+        kind: "loss", "aux", "gradient", "update", or one of these with codecs: "gradient, encoded";
+            with `halves` "half-batches";
+            of a round "loss", "parameter", "optimizer state", "outer parameter" and "outer state".
         size: the norm of plain JAX's result.
         difference: the norm of the difference.
         bound: what it may be, from roundings, dtypes and codecs.
@@ -79,11 +81,14 @@ class VerifyReport:
         roundings: with `float64=True`, whose rounding the differences are.
         cause: where a check fails: "step" (plain JAX on each device's rows gives other values: an
             error of the step), "rows" (it gives the same: the loss depends on which rows share a
-            device), "keys" (devices draw the same random numbers), "codecs", "update", "room" (a
-            device has not the room to tell the first two apart); "" if all holds.
-        first: the first operation whose value on a device's rows differs, with the user's line.
+            device), "keys" (devices draw the same random numbers), "codecs", "update", "halves",
+            "room" (a device has not the room to tell the first two apart); of a round "node" (steps
+            that a node takes by itself) and "exchange"; "" if all holds.
+        first: the first operation whose value on a device's rows differs, with the user's line; of
+            a round the nodes on which a result differs.
         notes: what was not compared, and why.
         memory: what plain JAX needed, and where it ran.
+        is_round: whether this is about a round of local steps.
     """
 
     checks: tuple[Check, ...]
@@ -93,6 +98,7 @@ class VerifyReport:
     first: str = ""
     notes: tuple[str, ...] = ()
     memory: str = ""
+    is_round: bool = False
 
     @property
     def ok(self) -> bool:
@@ -115,7 +121,8 @@ class VerifyReport:
         if self.ok:
             worst = max((check.ratio for check in self.checks), default=0.0)
             return (
-                f"The step computes what one device would: {len(self.checks)} results within "
+                f"The {'round' if self.is_round else 'step'} computes what one device would: "
+                f"{len(self.checks)} results within "
                 f"their bounds, the nearest at {worst:.0%} of its bound."
             )
         wrong = ", ".join(
@@ -174,6 +181,10 @@ _CAUSES = {
     "codecs": "Without codecs all holds; with them a result is further off than their errors.",
     "room": "No device has the room for plain JAX on its rows, which would tell an error of the "
     "step from a loss that is no mean of rows.",
+    "node": "Steps that a node takes by itself differ: verify the loss without `local_steps`, "
+    "which says where.",
+    "exchange": "What each node computes by itself holds, and what the nodes exchange does not.",
+    "halves": "The gradients hold, and the inner products of those of the half-batches do not.",
     "update": "The gradients hold, and the update of the parameters does not.",
 }
 

@@ -14,6 +14,7 @@ from .._mesh import AnyMesh, physical
 from .._sharding import ZeroConfig
 from .codec_bounds import bounds_of, gradient_bound, has_codecs, weight_bound
 from .each_device import EachDevice
+from .half_batches import HalfBatches
 from .locate import first_difference, shared_draw
 from .one_device import OneDevice
 from .problem import Problem
@@ -29,15 +30,20 @@ class Runs:
 
     Attributes:
         step: of the full arrays of the arguments, the number of micro-batches, and whether codecs
-            are used; returns the loss, `aux` and gradients, on the host, and the update or None.
+            are used; returns the loss, `aux` and gradients, on the host, and what `extras` takes.
+        extras: of a run of the step: the update, or None without an optimizer; and, with `halves`,
+            the inner products of the gradients of the half-batches.
         mesh: the mesh.
         config: the configuration.
+        comm: how the step communicates.
         microbatches: as configured.
     """
 
-    step: Callable[[Sequence[Any], int, bool], tuple[list[Any], Update | None]]
+    step: Callable[[Sequence[Any], int, bool], tuple[list[Any], Any]]
+    extras: Callable[[Any], tuple[Update | None, list[Any] | None]]
     mesh: AnyMesh
     config: ZeroConfig
+    comm: CommSpec
     microbatches: int
 
     @property
@@ -61,14 +67,14 @@ class Verification:
     ):
         self.problem, self.runs = problem, runs
         self.encoded = codecs and has_codecs(runs.config)
-        self.comm = CommSpec.of(runs.mesh, runs.config)
+        self.comm, counted = runs.comm, problem.of_counted
         device, said = choose_device(problem, runs.mesh, reference)
         say(said)
         platform = physical(runs.mesh).devices.flat[0].platform
         spread = self._spread() if self.encoded else None
-        self.one = OneDevice(problem, device, platform, spread)
+        self.one = OneDevice(counted, device, platform, spread)
         if reference is None and not self.one.fits and device.platform != "cpu":
-            self.one = OneDevice(problem, named_device("cpu"), platform, spread)
+            self.one = OneDevice(counted, named_device("cpu"), platform, spread)
         self.memory = self.one.described()
         say(self.memory)
         self.want = self.one.run()
@@ -79,7 +85,7 @@ class Verification:
         self._each: EachDevice | None = None
 
     def _spread(self) -> list[Any]:
-        trained = zip(self.problem.arrays, self.problem.leaves, strict=True)
+        trained = zip(self.problem.of_counted.arrays, self.problem.leaves, strict=True)
         return [
             np.zeros(np.shape(x), np.float32)
             if leaf is None
@@ -89,7 +95,8 @@ class Verification:
 
     def report(self, variations: bool, float64: bool) -> VerifyReport:
         """Run everything, and say what holds."""
-        got, update = self.runs.step(self.problem.arrays, self.runs.microbatches, False)
+        got, made = self.runs.step(self.problem.arrays, self.runs.microbatches, False)
+        update, halves = self.runs.extras(made)
         checks: dict[Any, Check] = dict(self._compare(got, self.want, self.allowed))
         wrong = [i for i, check in checks.items() if not check.ok]
         cause, first = "", ""
@@ -99,7 +106,7 @@ class Verification:
         if not cause and (wrong or self.is_random) and not self._has_room():
             cause = "room" if wrong else ""
         elif not cause and (wrong or self.is_random):
-            of_each = self.each.combined(self.each.parts())
+            of_each = self.each.combined(self.each.parts)
             with_each = self._compare(got, of_each, self.each.samples(of_each))
             if not all(check.ok for check in with_each.values()):
                 cause, checks = "step", dict(with_each)
@@ -112,6 +119,7 @@ class Verification:
                 }
         found = list(checks.values())
         for name, others in (
+            ("halves", self._check_halves(halves)),
             ("update", self._check_update(update)),
             ("codecs", self._check_codecs()),
         ):
@@ -171,6 +179,19 @@ class Verification:
             self._each = EachDevice(self.problem, self.runs.mesh, self.runs.microbatches)
         return self._each
 
+    def _check_halves(self, got: list[Any] | None) -> list[Check]:
+        """The inner products of the gradients of the half-batches."""
+        if got is None:
+            return []
+        problem = HalfBatches.of(self.problem, self.comm)
+        one = OneDevice(problem, self.one.device, self.one.platform)
+        want = one.run()
+        samples = one.samples(want, self.is_random, False)
+        return [
+            self._check(name, "half-batches", x, y, samples.bounds(i))
+            for i, (name, x, y) in enumerate(zip(problem.names, got, want, strict=True))
+        ]
+
     def _check_update(self, update: Update | None) -> list[Check]:
         if update is None:
             return []
@@ -191,12 +212,12 @@ class Verification:
             )
         got, _ = self.runs.step(self.problem.arrays, self.runs.microbatches, True)
         samples = self.one.samples(self.want, self.is_random, True)
-        parts = self.each.parts()
+        parts, is_counted = self.each.parts, self.each.is_counted
         base = self.each.combined(parts)
         first = len(parts) - len(self.problem.grad_names)
-        scale = 1.0
+        scale = is_counted.size / np.sum(is_counted)
         if first > 1 + len(self.problem.aux_how):  # sums, to be divided by the weight
-            scale = parts[0].size / np.sum(np.asarray(parts[1], np.float64))
+            scale = is_counted.size / np.sum(np.asarray(parts[1], np.float64)[is_counted])
         found = []
         for i, (name, kind, x, y) in enumerate(self._pairs(got, self.want)):
             if kind == "aux" and not self._is_comparable(i):
@@ -207,6 +228,7 @@ class Verification:
                 leaf = self.problem.leaves[self.problem.differentiated[place]]
                 assert leaf is not None
                 parts_of_leaf = np.asarray(parts[first + place], np.float64) * scale
+                parts_of_leaf[~is_counted] = 0
                 error = gradient_bound(leaf, parts_of_leaf, self.comm, self.runs.config)
                 bounds = bounds + bounds_of(error, base[i])
             found.append(self._check(name, f"{kind}, encoded", x, y, bounds))
@@ -217,6 +239,8 @@ class Verification:
         num = self.runs.microbatches
         rows = self.problem.rows_per_device(self.runs.mesh)
         other = 1 if num > 1 else next((k for k in (2, 3, 5) if rows % k == 0 and rows), None)
+        if self.problem.counted is not None:
+            other = None  # their number says which rows are computed
         if other is not None:
             changed, _ = self.runs.step(self.problem.arrays, other, False)
             found.append(

@@ -1,4 +1,4 @@
-"""One of several processes that verify two losses together; prints the verdicts as JSON."""
+"""One of several processes that verify losses and a round together; prints the verdicts as JSON."""
 
 import json
 import sys
@@ -34,8 +34,28 @@ def main() -> None:
     def wrong(params, batch):
         return jnp.sqrt(right(params, batch))
 
-    reports = [zero.verify(loss, params, batch, tx=optax.sgd(0.1)) for loss in (right, wrong)]
-    print(json.dumps([[x.ok, x.cause, x.checks[0].difference] for x in reports]))
+    def centred(params, batch):
+        y = batch["y"] - jax.lax.pmean(batch["y"].mean(), "local")
+        return right(params, batch | {"y": y})
+
+    def same_dropout(params, batch, key):
+        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return right(params, batch | {"x": jnp.where(kept, batch["x"], 0)})
+
+    reports = [
+        zero.verify(right, params, batch, tx=optax.sgd(0.1)),
+        zero.verify(wrong, params, batch, variations=False),
+        zero.verify(centred, params, batch, variations=False),
+        zero.verify(same_dropout, params, batch, jax.random.key(0), variations=False),
+        zero.verify(
+            right,
+            params,
+            jax.tree.map(lambda x: x[None], batch),
+            tx=optax.sgd(0.1),
+            local_steps=jz.diloco(every=1),
+        ),
+    ]
+    print(json.dumps([[x.ok, x.cause, x.first, x.checks[0].difference] for x in reports]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,289 @@
+"""A round of local steps by plain JAX and optax: each node in turn on one device, then the mean."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from .._collectives import accumulator_dtype
+from .._local_steps import LocalSteps
+from .._mesh import AnyMesh, physical
+from .._sharding import LeafSpec, path_name
+from .codec_bounds import bound_of_shards
+from .one_device import OneDevice
+from .problem import Problem
+from .reference_device import choose_device, named_device
+from .report import Check, Rounding, VerifyReport
+from .samples import Samples, checked, measured
+
+LOSS, OWN, STATE = "loss", "own parameter", "optimizer state"
+OUTER, OUTER_STATE, NEXT = "outer parameter", "outer state", "parameter"
+_DELTA = "pseudo-gradient"
+_OF_NODES = (LOSS, OWN, STATE, NEXT)  # `[nodes, ...]`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Round(Problem):
+    """One round of local steps, from one state that all nodes share.
+
+    `arrays` are the parameters, the batches of all steps, `[every, ...]`, and with a codec, for
+    each parameter, by how much its pseudo-gradients are off, `[nodes, ...]`. Other fields are those
+    of one step.
+
+    Attributes:
+        method: how the nodes exchange what they have learned; in one fragment, without a codec.
+        nodes: the number of nodes.
+        tx: the optimizer of the steps.
+        treedef: of the tree that optimizers see, with a leaf for each of `differentiated`.
+    """
+
+    method: LocalSteps
+    nodes: int
+    tx: optax.GradientTransformation
+    treedef: Any
+
+    @property
+    def kinds(self) -> list[tuple[str, str]]:
+        """For each result its kind and name."""
+        like = [self.arrays[i] for i in self.differentiated]
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
+        of_tx, of_outer = (
+            [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+            for tree in (
+                jax.eval_shape(tx.init, self._tree(structs)) for tx in (self.tx, self.method.outer)
+            )
+        )
+        names = {LOSS: ["loss"], OWN: self.grad_names, STATE: of_tx, OUTER: self.grad_names}
+        names |= {OUTER_STATE: of_outer, NEXT: self.grad_names, _DELTA: self.grad_names}
+        return [(kind, name) for kind, found in names.items() for name in found]
+
+    def _tree(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def loss_and_grads(self, arrays: Sequence[Any], *, divide: bool = True) -> list[Any]:
+        """The results of the round, in the order of `kinds`."""
+        arrays, errors = arrays[: len(self.leaves)], arrays[len(self.leaves) :]
+        rows = dict(self._rows_of_nodes(arrays))
+        mine = {-1: jnp.arange(self.nodes), **rows}  # so that there is something to map over
+        sent, own, state, losses = lax.map(lambda rows: self._on_node(arrays, rows), mine)
+        anchors = [
+            arrays[i].astype(accumulator_dtype(arrays[i].dtype)) for i in self.differentiated
+        ]
+        deltas = [
+            _difference(x[None], y.astype(x.dtype)) for x, y in zip(anchors, sent, strict=True)
+        ]
+        received = deltas
+        if errors:
+            pairs = zip(deltas, errors, strict=True)
+            received = [x + (e * _signs(e.shape)).astype(x.dtype) for x, e in pairs]
+        means = [jnp.mean(x, axis=0) for x in received]
+        outer, tree = self.method.outer, self._tree(anchors)
+        updates, outer_state = outer.update(self._tree(means), outer.init(tree), tree)
+        new = jax.tree.leaves(optax.apply_updates(tree, updates))
+        following = [
+            self._merged(x, y, z[None]).astype(x.dtype)
+            for x, y, z in zip(own, sent, new, strict=True)
+        ]
+        of_outer = [*new, *map(jnp.asarray, jax.tree.leaves(outer_state))]
+        return [losses, *own, *jax.tree.leaves(state), *of_outer, *following, *deltas]
+
+    def _rows_of_nodes(self, arrays: Sequence[Any]) -> list[tuple[int, Any]]:
+        """The place of each array with rows, and its rows by node: `[nodes, every, ...]`."""
+        found = []
+        for i, dim in enumerate(self.row_dims):
+            if dim is not None:
+                x, at = arrays[i], dim + 1
+                size = x.shape[at] // self.nodes
+                split = x.reshape(*x.shape[:at], self.nodes, size, *x.shape[at + 1 :])
+                found.append((i, jnp.moveaxis(split, at, 0)))
+        return found
+
+    def _on_node(self, arrays: Sequence[Any], rows: dict[int, Any]) -> tuple[Any, ...]:
+        """A node's parameters where it sends and at the end, its optimizer's state, and losses."""
+        stacked = {i: x for i, x in enumerate(arrays) if self.leaves[i] is None}
+        stacked |= {i: x for i, x in rows.items() if i >= 0}
+
+        def step(carry: Any, batch: dict[int, Any]) -> Any:
+            params, state = carry
+            merged = [batch.get(i, x) for i, x in enumerate(arrays)]
+            for i, x in zip(self.differentiated, params, strict=True):
+                merged[i] = x
+            loss, *rest = Problem.loss_and_grads(self, merged)
+            tree, grads = self._tree(params), self._tree(rest[-len(params) :])
+            updates, state = self.tx.update(grads, state, tree)
+            return (jax.tree.leaves(optax.apply_updates(tree, updates)), state), loss
+
+        params = [arrays[i] for i in self.differentiated]
+        carry = params, jax.tree.map(jnp.asarray, self.tx.init(self._tree(params)))
+        before = self.method.every - self.method.delay
+        carry, losses = lax.scan(step, carry, {i: x[:before] for i, x in stacked.items()})
+        sent = carry[0]
+        if self.method.delay:
+            carry, last = lax.scan(step, carry, {i: x[before:] for i, x in stacked.items()})
+            losses = jnp.concatenate([losses, last])
+        return sent, *carry, losses
+
+    def _merged(self, own: Any, sent: Any, outer: Any) -> Any:
+        """The next parameters of each node, `[nodes, ...]`."""
+        own, sent = own.astype(outer.dtype), sent.astype(outer.dtype)
+        if self.method.mixing is None:
+            return outer + _difference(own, sent)
+        mixing = jnp.asarray(self.method.mixing, outer.dtype)
+        return mixing * own + (1 - mixing) * outer
+
+
+def _difference(x: Any, y: Any) -> Any:
+    """`x - y`, and 0 where both are the same infinity."""
+    return jnp.where(x == y, 0, x - y)
+
+
+def _signs(shape: tuple[int, ...]) -> Any:
+    """Plus and minus one, evenly mixed: a codec's errors have no common sign."""
+    bits = lax.iota(jnp.uint32, int(np.prod(shape))) * jnp.uint32(2654435761)
+    return (1 - 2 * (bits >> 31).astype(jnp.float32)).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundRuns:
+    """A configured round, in the forms in which it is run.
+
+    Attributes:
+        run: of the method, and whether the parameters are also returned that each node has before
+            it gets those of others (`OWN`); returns the results by kind, on the host.
+        codecs: of `method`, how each parameter's pseudo-gradient is sent.
+        leaves: the layout of each parameter on the devices of a node, in which it is sent.
+        method: as configured.
+        mesh: of all nodes.
+    """
+
+    run: Callable[[LocalSteps, bool], dict[str, list[Any]]]
+    codecs: list[Any]
+    leaves: list[LeafSpec]
+    method: LocalSteps
+    mesh: AnyMesh
+
+
+class RoundVerification:
+    """Compares a configured round with `Round`; see `Zero.verify`."""
+
+    def __init__(
+        self,
+        problem: Round,
+        runs: RoundRuns,
+        reference: Any,
+        codecs: bool,
+        say: Callable[[str], None],
+    ):
+        self.runs, self.kinds = runs, problem.kinds
+        self.encoded = codecs and any(x is not None for x in runs.codecs)
+        device, said = choose_device(problem, runs.mesh, reference)
+        say(said)
+        platform = physical(runs.mesh).devices.flat[0].platform
+        spread = [np.zeros(np.shape(x), np.float32) for x in problem.arrays]
+        spread = spread if self.encoded else None
+        self.one = OneDevice(problem, device, platform, spread)
+        if reference is None and not self.one.fits and device.platform != "cpu":
+            self.one = OneDevice(problem, named_device("cpu"), platform, spread)
+        self.memory = self.one.described()
+        say(self.memory)
+        self.want = self.one.run()
+        self.is_random = self.one.is_random
+        self.samples = self.one.samples(self.want, self.is_random, False)
+
+    def report(self, float64: bool, notes: Sequence[str]) -> VerifyReport:
+        """Run the round, and say what holds."""
+        plain = dataclasses.replace(self.runs.method, codec=None)
+        got = self.runs.run(plain, False)
+        checks, cause = self._compare(got, self.samples), ""
+        first = self._nodes(got, checks)
+        if not all(x.ok for x in checks):
+            every = self.runs.run(plain, True)
+            own = {kind: every[kind] for kind in (LOSS, STATE, OWN)}
+            steps = self._compare(own, self.samples)
+            cause = "exchange" if all(x.ok for x in steps) else "node"
+        if self.encoded and not cause:
+            of_codecs = self._check_codecs()
+            cause = "" if all(x.ok for x in of_codecs) else "codecs"
+            checks += of_codecs
+        return VerifyReport(
+            checks=tuple(sorted(checks, key=lambda check: -check.ratio)),
+            roundings=tuple(self._roundings(got)) if float64 else (),
+            cause=cause,
+            first=first,
+            notes=tuple(notes),
+            memory=self.memory,
+            is_round=True,
+        )
+
+    def _pairs(self, got: dict[str, list[Any]]) -> list[tuple[int, Any]]:
+        """For each result that there is its place among `kinds`, and its value."""
+        remaining = {kind: iter(values) for kind, values in got.items()}
+        places = [i for i, (kind, _) in enumerate(self.kinds) if kind in got]
+        return [(i, next(remaining[self.kinds[i][0]])) for i in places]
+
+    def _compare(self, got: dict[str, list[Any]], samples: Samples, kind: str = "") -> list[Check]:
+        num = self.runs.mesh.size
+        return [
+            checked(
+                self.kinds[i][1],
+                self.kinds[i][0] + kind,
+                x,
+                self.want[i],
+                samples.bounds(i),
+                num,
+            )
+            for i, x in self._pairs(got)
+        ]
+
+    def _check_codecs(self) -> list[Check]:
+        """The round with its codec: pseudo-gradients are off by `Codec.error_bound` at most."""
+        got = self.runs.run(self.runs.method, False)
+        deltas = self.want[-len(self.runs.leaves) :]  # the last results of `Round`
+        triples = zip(self.runs.codecs, self.runs.leaves, deltas, strict=True)
+        errors = [
+            np.zeros_like(x)
+            if codec is None
+            else np.stack([bound_of_shards(codec, leaf, each) for each in x])
+            for codec, leaf, x in triples
+        ]
+        self.one.set_spread([*self._still(), *errors])
+        samples = self.one.samples(self.want, self.is_random, True)
+        sent = {kind: got[kind] for kind in (OUTER, OUTER_STATE, NEXT)}
+        return self._compare(sent, samples, ", encoded")
+
+    def _still(self) -> list[Any]:
+        """No spread for parameters and batches, which no codec changes."""
+        arrays = self.one.problem.arrays[: len(self.one.problem.leaves)]
+        return [np.zeros(np.shape(x), np.float32) for x in arrays]
+
+    def _nodes(self, got: dict[str, list[Any]], checks: Sequence[Check]) -> str:
+        """On which nodes the result differs that is furthest beyond its bound."""
+        pairs = zip(checks, self._pairs(got), strict=True)
+        wrong = [(x, i, y) for x, (i, y) in pairs if not x.ok and self.kinds[i][0] in _OF_NODES]
+        if not wrong:
+            return ""
+        worst, i, value = max(wrong, key=lambda each: each[0].ratio)
+        off = [measured(x, y)[0] for x, y in zip(value, self.want[i], strict=True)]
+        numbers = [
+            str(node) for node, x in enumerate(off) if not x <= worst.bound / len(off) ** 0.5
+        ]
+        of = f"node{'s' if len(numbers) > 1 else ''} {', '.join(numbers)} of {len(off)}"
+        return f"The {worst.kind} `{worst.name}` differs on {of}." if numbers else ""
+
+    def _roundings(self, got: dict[str, list[Any]]) -> list[Rounding]:
+        exact = self.one.in_float64()
+        return [
+            Rounding(
+                name=f"{self.kinds[i][0]} {self.kinds[i][1]}",
+                of_step=float(measured(np.asarray(x), exact[i])[0]),
+                of_reference=float(measured(np.asarray(self.want[i]), exact[i])[0]),
+            )
+            for i, x in self._pairs(got)
+        ]
