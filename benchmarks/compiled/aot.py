@@ -101,7 +101,7 @@ OPTION_SETS: dict[OptionSet, dict[str, Any]] = {
     "early, joined to 128 MiB": _EARLY | _joined(128),
     "early, pipelined, joined to 128 MiB": _EARLY | _PIPELINED | _joined(128),
     "early, pipelined, joined to 512 MiB": _EARLY | _PIPELINED | _joined(512),
-    "early, O1": _EARLY | {"optimization_level": "O1"},
+    "early, O1": _EARLY | {"optimization_level": 1 if IS_BEFORE_0_11 else "O1"},
 }
 LINKS = (400e9, 50e9, 12.5e9)  # bytes a second that enter a node
 _CODE = ("jaxzero", "benchmarks/shared")  # what a row depends on, of `--resume`
