@@ -104,3 +104,8 @@ def test_programs_with_a_current_row_are_left_out(monkeypatch):
     assert not aot._has_row(program | {"option_set": "xla"})
     rows[0]["versions"] = {"jaxlib": "0.1"}
     assert not aot._has_row(program)
+
+
+def test_options_that_are_no_set_are_refused():
+    with pytest.raises(ValueError, match=r"must be of 'xla', .*; got \['fast'\]"):
+        aot.main(options=["xla", "fast"])
