@@ -62,14 +62,15 @@ def comparisons(rows: Iterable[Mapping[str, Any]]) -> list[Comparison]:
     """Of the newest row of each program, variant and set of options, in the order of `_MODELS`.
 
     Args:
-        rows: `results` of rows of `aot`. Those without a set of options, with a schedule that is
-            not the default, with predicted durations or with micro-batches are left out.
+        rows: `results` of rows of `aot`. Those without a set of options or a predicted step, with a
+            schedule that is not the default, with predicted durations or with micro-batches are
+            left out.
     """
     default = json.loads(json.dumps(dataclasses.asdict(jz.CommSchedule())))
     newest: dict[tuple, dict[tuple[str, str], Mapping[str, Any]]] = {}
     for row in rows:
         plain = row.get("schedule") in (None, default) and row.get("microbatches") == 1
-        if plain and "option_set" in row and not row["durations"]:
+        if plain and {"option_set", "predicted"} <= row.keys() and not row["durations"]:
             program = tuple(row[name] for name in _PROGRAM)
             newest.setdefault(program, {})[row["variant"], row["option_set"]] = row
     order = list(_MODELS)

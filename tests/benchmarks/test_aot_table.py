@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 
@@ -54,6 +55,7 @@ def test_the_newest_row_counts_and_other_settings_do_not():
         row("zero3", "jaxzero", faster, schedule=SCHEDULE | {"prefetch": 0}),
         row("gspmd", steps=faster),
         {name: value for name, value in row(steps=faster).items() if name != "option_set"},
+        {name: value for name, value in row().items() if name != "predicted"},
     ]
     (compared,) = aot_table.comparisons([*ROWS, *others, slower])
     assert compared.gspmd["12.5 GB/s"].seconds == 2.5
@@ -109,3 +111,31 @@ def test_programs_with_a_current_row_are_left_out(monkeypatch):
 def test_options_that_are_no_set_are_refused():
     with pytest.raises(ValueError, match=r"must be of 'xla', .*; got \['fast'\]"):
         aot.main(options=["xla", "fast"])
+
+
+LOOP = """HloModule m, is_scheduled=true
+
+%body (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%sum
+}
+
+%more (x: f32[8]) -> pred[] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %z = f32[8]{0} while(%x), condition=%more, body=%body
+}
+"""
+
+
+def test_a_rival_whose_loops_have_no_trip_count_has_a_row_that_says_so():
+    memory = types.SimpleNamespace(
+        temp_size_in_bytes=1, argument_size_in_bytes=1, output_size_in_bytes=1
+    )
+    compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
+    read = aot._figures_if_priced(compiled, LOOP, 8)
+    assert "no known trip count" in read["not_priced"] and "predicted" not in read
