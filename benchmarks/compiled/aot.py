@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import tyro
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -190,7 +189,7 @@ def _has_row(program: dict[str, Any]) -> bool:
     wanted = json.loads(json.dumps(program)).items()
     return any(
         wanted <= row["results"].items()
-        and row["versions"]["jaxlib"] == jaxlib.__version__
+        and row["versions"]["jax"] == jax.__version__
         and is_current(row, *_CODE)
         for row in read_rows("aot")
     )
