@@ -3,18 +3,22 @@
     python -m benchmarks.compiled.aot                          # Llama-7B, 2 x 8 H200, all variants
     python -m benchmarks.compiled.aot --model 7b-unrolled --variants gspmd zero3
     python -m benchmarks.compiled.aot --variants zeropp --batch 128 --microbatches 8
-    python -m benchmarks.compiled.aot --model tiny
+    python -m benchmarks.compiled.aot --model tiny --resume
+    python -m benchmarks.compiled.aot_table                    # the table and the plot of all rows
 
 Needs jaxzero[aot]. The same model is compiled ahead of time with GSPMD, once as a user would
-first write it and once with sharding constraints on the activations, and with jaxzero. Nothing is
-run. The time of a step is predicted by a cost model over the scheduled program with assumed rates
-(`jaxzero._hlo.Rates`), for comparisons only.
+first write it and once with sharding constraints on the activations, and with jaxzero. The program
+with constraints is compiled with each set of XLA options in `OPTION_SETS`; on each link its best
+set is what jaxzero is compared with (`aot_table`). Nothing is run. The time of a step is predicted
+by a cost model over the scheduled program with assumed rates (`jaxzero._hlo.Rates`), for
+comparisons only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +33,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxzero as jz
 from benchmarks.shared import _gspmd, _linen_llama, _llama
 from benchmarks.shared._llama import LlamaSize
-from benchmarks.shared._rows import append_row
+from benchmarks.shared._rows import append_row, is_current, read_rows
 from jaxzero._hlo import Rates, parse, timeline
+from jaxzero._xla_of_jax import IS_BEFORE_0_11
 
 from ._h200 import h200_mesh
 
@@ -54,7 +59,40 @@ SIZES: dict[Model, LlamaSize] = {
     "tiny-unrolled": dataclasses.replace(_TINY, unrolled=True),
 }
 _FORMS = {"plain": _llama, "linen": _linen_llama}
-_SLOW = 12.5e9  # bytes a second that enter a node, beside the default
+LINKS = (400e9, 50e9, 12.5e9)  # bytes a second that enter a node
+_CODE = ("jaxzero", "benchmarks/shared")  # what a row depends on, of `--resume`
+
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_OURS = jz.compiler_options("cuda")
+# Ours without what fits our messages only: several collectives under way, each from when its
+# operands exist.
+_EARLY = {name: value for name, value in _OURS.items() if "combine_threshold" not in name}
+# A loop sends during an iteration what the next one needs, or the last one made.
+_PIPELINED: dict[str, Any] = (
+    {f"xla_gpu_enable_pipelined_{kind}": True for kind in _KINDS}
+    if IS_BEFORE_0_11
+    else {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in _KINDS}
+)
+_DOUBLE_BUFFERED = {"xla_gpu_enable_while_loop_double_buffering": True}
+
+
+def _joined(mib: int) -> dict[str, int]:
+    """Collectives of one kind are joined up to a size; by default XLA joins them up to 30 MiB."""
+    return {f"xla_gpu_{kind}_combine_threshold_bytes": mib * 2**20 for kind in _KINDS}
+
+
+OPTION_SETS: dict[str, dict[str, Any]] = {
+    "xla": {},
+    "joined to 128 MiB": _joined(128),
+    "pipelined, double-buffered": _PIPELINED | _DOUBLE_BUFFERED,
+    "jaxzero": _OURS,
+    "early": _EARLY,
+    "early, joined to 128 MiB": _EARLY | _joined(128),
+    "early, pipelined": _EARLY | _PIPELINED,
+    "early, double-buffered": _EARLY | _DOUBLE_BUFFERED,
+    "early, pipelined, double-buffered": _EARLY | _PIPELINED | _DOUBLE_BUFFERED,
+    "early, pipelined, joined to 128 MiB": _EARLY | _PIPELINED | _joined(128),
+}
 
 
 def main(
@@ -65,13 +103,14 @@ def main(
     batch: int = 32,
     tokens: int = 2048,
     schedule: jz.CommSchedule = jz.CommSchedule(),  # noqa: B008
-    options: bool = True,
+    options: Sequence[str] = (),
     durations: bool = False,
     form: Literal["plain", "linen"] = "plain",
     microbatches: int = 1,
+    resume: bool = False,
     keep_hlo: Path | None = None,
 ) -> None:
-    """Compile, read, and append a row for each variant.
+    """Compile, read, and append a row for each variant and set of XLA options.
 
     Args:
         model: which.
@@ -81,13 +120,23 @@ def main(
         batch: sequences of a step, over all devices.
         tokens: of each sequence.
         schedule: of jaxzero's variants.
-        options: compile with `jz.compiler_options("cuda")`; GSPMD without, unless none.
+        options: names in `OPTION_SETS` to compile each variant with. If empty, all of them for
+            `gspmd-by-hand`, XLA's defaults for `gspmd`, jaxzero's for its own variants.
         durations: compile twice, the second time with predicted durations (`jz.compile_for`) at
             50 GB/s into a node. Times to compile are of both.
         form: how the model is written: as `_llama`, or in Flax Linen (scanned and dense only).
         microbatches: that the rows of a device are cut into (jaxzero's variants only).
+        resume: leave out programs that have a row of the same code and version of JAX.
         keep_hlo: a folder for the compiled programs.
+
+    Raises:
+        ValueError: a name in `options` is not known.
     """
+    if unknown := [name for name in options if name not in OPTION_SETS]:
+        raise ValueError(
+            f"`options` must be of {', '.join(map(repr, OPTION_SETS))}; got {unknown}. "
+            "Leave it out, or add a set to `OPTION_SETS`."
+        )
     mesh = h200_mesh(nodes, local)
     cluster = jz.Cluster(nodes=nodes, local=local, device="h200") if durations else None
     size = SIZES[model]
@@ -95,28 +144,56 @@ def main(
     run = dict(nodes=nodes, local=local, batch=batch, tokens=tokens, microbatches=microbatches)
     for variant in variants:
         ours = not variant.startswith("gspmd")
-        chosen = jz.compiler_options("cuda") if options and ours else {}
+        step = {
+            "model": model,
+            "form": form,
+            "variant": variant,
+            **run,
+            "schedule": dataclasses.asdict(schedule) if ours else None,
+            "durations": durations,
+        }
+        programs = [step | {"option_set": name} for name in options or _default_sets(variant)]
+        missing = [each for each in programs if not (resume and _has_row(each))]
+        if not missing:
+            continue
         args = variant, size, mesh, struct, schedule, form, microbatches
-        lower = functools.partial(lowered_step, *args)
-        compiled, seconds = _timed(lower, chosen, cluster)
-        text = compiled.as_text()
-        if keep_hlo is not None:
-            _keep(keep_hlo / f"{model}_{variant}.hlo", text)
-        append_row(
-            "aot",
-            {
-                "model": model,
-                "form": form,
-                "variant": variant,
-                **run,
-                "parameters": _llama.num_parameters(size),
-                "schedule": dataclasses.asdict(schedule) if ours else None,
-                "compiler_options": chosen,
-                "durations": durations,
-                **figures(compiled, text, local),
-                **seconds,
-            },
-        )
+        lowered, lower_seconds = _timed("lower", lambda args=args: lowered_step(*args))
+        for program in missing:
+            chosen = OPTION_SETS[program["option_set"]]
+            compiled, compile_seconds = _timed(
+                "compile", functools.partial(_compiled, lowered, chosen, cluster)
+            )
+            text = compiled.as_text()
+            if keep_hlo is not None:
+                _keep(keep_hlo / f"{model}_{variant}_{program['option_set']}.hlo", text)
+            append_row(
+                "aot",
+                {
+                    **program,
+                    "parameters": _llama.num_parameters(size),
+                    "compiler_options": chosen,
+                    **(figures if ours else _figures_if_priced)(compiled, text, local),
+                    **lower_seconds,
+                    **compile_seconds,
+                },
+            )
+
+
+def _default_sets(variant: Variant) -> Sequence[str]:
+    if variant == "gspmd-by-hand":
+        return tuple(OPTION_SETS)
+    return ("xla",) if variant == "gspmd" else ("jaxzero",)
+
+
+def _has_row(program: dict[str, Any]) -> bool:
+    """Whether the program was compiled by the same code and version of JAX."""
+    wanted = json.loads(json.dumps(program)).items()
+    return any(
+        wanted <= row["results"].items()
+        and row["versions"]["jax"] == jax.__version__
+        and is_current(row, *_CODE)
+        for row in read_rows("aot")
+    )
 
 
 def _keep(path: Path, text: str) -> None:
@@ -124,21 +201,13 @@ def _keep(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _timed(
-    lower: Callable[[], Any], options: dict[str, Any], cluster: jz.Cluster | None
-) -> tuple[Any, dict[str, float]]:
-    """The compiled program, and how long it took to lower and compile."""
-    times = [(time.perf_counter(), _user_seconds())]
-    lowered = lower()
-    times.append((time.perf_counter(), _user_seconds()))
-    compiled = _compiled(lowered, options, cluster)
-    times.append((time.perf_counter(), _user_seconds()))
-    (start, user_start), (between, user_between), (end, user_end) = times
-    return compiled, {
-        "lower_seconds": round(between - start, 2),
-        "compile_seconds": round(end - between, 2),
-        "lower_user_seconds": round(user_between - user_start, 2),
-        "compile_user_seconds": round(user_end - user_between, 2),
+def _timed(name: str, function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """What the function returns, and the seconds that it took, all and of this process."""
+    start, user_start = time.perf_counter(), _user_seconds()
+    result = function()
+    return result, {
+        f"{name}_seconds": round(time.perf_counter() - start, 2),
+        f"{name}_user_seconds": round(_user_seconds() - user_start, 2),
     }
 
 
@@ -200,17 +269,17 @@ def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     rates = Rates(num_local=local)
     program = parse(text)
-    fast = timeline(program, rates)
-    slow = timeline(program, dataclasses.replace(rates, node=_SLOW))
+    lines = {node: timeline(program, dataclasses.replace(rates, node=node)) for node in LINKS}
+    line = lines[rates.node]  # what is counted, and not predicted, is the same on all links
     return {
         "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 3),
         "argument_gib": round(memory.argument_size_in_bytes / 2**30, 3),
         "output_gib": round(memory.output_size_in_bytes / 2**30, 3),
-        "launches": sum(fast.launches.values()),
-        "launches_by_collective": dict(fast.launches),
-        "received_gib_per_device": round(fast.received_bytes / 2**30, 3),
-        "gib_into_a_node": round(fast.node_bytes / 2**30, 3),
-        "asynchronous_share": round(fast.asynchronous_share, 4),
+        "launches": sum(line.launches.values()),
+        "launches_by_collective": dict(line.launches),
+        "received_gib_per_device": round(line.received_bytes / 2**30, 3),
+        "gib_into_a_node": round(line.node_bytes / 2**30, 3),
+        "asynchronous_share": round(line.asynchronous_share, 4),
         "predicted": {
             f"{node / 1e9:g} GB/s between nodes": {
                 "step_seconds": round(line.seconds, 4),
@@ -219,9 +288,17 @@ def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
                 "exposed_seconds": round(line.exposed_seconds, 4),
                 "hidden_share": round(line.hidden_share, 4),
             }
-            for node, line in ((rates.node, fast), (_SLOW, slow))
+            for node, line in lines.items()
         },
     }
+
+
+def _figures_if_priced(compiled: Any, text: str, local: int) -> dict[str, Any]:
+    """Or why not: XLA leaves some pipelined loops without the trip count that a walk needs."""
+    try:
+        return figures(compiled, text, local)
+    except ValueError as error:
+        return {"not_priced": str(error)[:100]}
 
 
 if __name__ == "__main__":
