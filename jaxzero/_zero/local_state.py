@@ -131,9 +131,13 @@ class Layouts:
         numbers = tuple(i for i, is_trained in enumerate(trained) if is_trained)
         leaves = tuple(_exchanged_leaf(inner.leaves[i], mesh, config) for i in numbers)
 
+        # Optimizers see arrays only: no functions of an `eqx.Module`.
+        nothing = tuple(None if x is None else Static(None) for x in inner.statics)
+        of_arrays_only = dataclasses.replace(inner, statics=nothing)
+
         def tree_of(numbers: Sequence[int], arrays: Sequence[Any]) -> Any:
             values = dict(zip(numbers, arrays, strict=True))
-            return inner.whole([values.get(i) for i in range(len(inner.leaves))])
+            return of_arrays_only.whole([values.get(i) for i in range(len(inner.leaves))])
 
         as_tree = functools.partial(tree_of, numbers)
         exchange = _exchange(method, leaves, as_tree, mesh, config)
