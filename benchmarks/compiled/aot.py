@@ -40,7 +40,16 @@ from jaxzero._xla_of_jax import IS_BEFORE_0_11
 from ._h200 import h200_mesh
 
 Model = Literal[
-    "7b", "7b-unrolled", "1b", "1b-unrolled", "moe", "70b", "70b-unrolled", "tiny", "tiny-unrolled"
+    "7b",
+    "7b-unrolled",
+    "1b",
+    "1b-unrolled",
+    "moe",
+    "mamba",
+    "70b",
+    "70b-unrolled",
+    "tiny",
+    "tiny-unrolled",
 ]
 Variant = Literal["gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"]
 
@@ -53,6 +62,7 @@ SIZES: dict[Model, LlamaSize] = {
     "1b": _TINY_LLAMA,
     "1b-unrolled": dataclasses.replace(_TINY_LLAMA, unrolled=True),
     "moe": LlamaSize(layers=16, width=2048, hidden=4096, heads=16, kv_heads=4, experts=8),
+    "mamba": LlamaSize(layers=64, width=2560, hidden=5120, vocabulary=50280, state=16),
     "70b": _LARGE,
     "70b-unrolled": dataclasses.replace(_LARGE, unrolled=True),
     "tiny": _TINY,

@@ -28,6 +28,7 @@ _MODELS = {
     "1b": "Llama-1.1B, scanned",
     "1b-unrolled": "Llama-1.1B, unrolled",
     "moe": "3.5B, 8 experts, scanned",
+    "mamba": "Mamba-2.8B, scanned",
     "70b": "Llama-70B, scanned",
     "70b-unrolled": "Llama-70B, unrolled",
 }

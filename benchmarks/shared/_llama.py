@@ -1,4 +1,4 @@
-"""A Llama-like decoder, layers scanned or unrolled, for programs that are only compiled."""
+"""A decoder like Llama or Mamba, scanned or unrolled, for programs that are only compiled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 Params = Any
+_FILTER = 4  # numbers that the convolution of Mamba sees, of each channel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,35 @@ class LlamaSize:
     kv_heads: int | None = None  # fewer, each for several heads; None: as many
     vocabulary: int = 32000
     experts: int = 0  # of a mixture of experts, two for each token; 0: a dense MLP
+    state: int = 0  # numbers of state for each of `hidden`: layers of Mamba; 0: layers of Llama
     unrolled: bool = False
 
 
 def init(size: LlamaSize, key: Array) -> Params:
     """Parameters in float32; of unrolled layers a list."""
+    shapes = _mamba_shapes(size) if size.state else _llama_shapes(size)
+    width = size.width
+
+    def layer(key: Array) -> Params:
+        keys = jax.random.split(key, len(shapes))
+        weights = {
+            name: jax.random.normal(k, shape) * shape[-2] ** -0.5
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+        norms = ("norm1",) if size.state else ("norm1", "norm2")
+        return weights | {name: jnp.ones(width) for name in norms}
+
+    first, second, third = jax.random.split(key, 3)
+    keys = jax.random.split(third, size.layers)
+    return {
+        "embedding": jax.random.normal(first, (size.vocabulary, width)) * 0.02,
+        "layers": [layer(k) for k in keys] if size.unrolled else jax.vmap(layer)(keys),
+        "norm": jnp.ones(width),
+        "head": jax.random.normal(second, (width, size.vocabulary)) * width**-0.5,
+    }
+
+
+def _llama_shapes(size: LlamaSize) -> dict[str, tuple[int, ...]]:
     width, hidden = size.width, size.hidden
     grouped = width * (size.kv_heads or size.heads) // size.heads
     experts = (size.experts,) if size.experts else ()
@@ -43,22 +68,20 @@ def init(size: LlamaSize, key: Array) -> Params:
     }
     if experts:
         shapes["router"] = (width, size.experts)
+    return shapes
 
-    def layer(key: Array) -> Params:
-        keys = jax.random.split(key, len(shapes))
-        weights = {
-            name: jax.random.normal(k, shape) * shape[-2] ** -0.5
-            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
-        return {**weights, "norm1": jnp.ones(width), "norm2": jnp.ones(width)}
 
-    first, second, third = jax.random.split(key, 3)
-    keys = jax.random.split(third, size.layers)
+def _mamba_shapes(size: LlamaSize) -> dict[str, tuple[int, ...]]:
+    width, hidden, rank = size.width, size.hidden, size.width // 16
     return {
-        "embedding": jax.random.normal(first, (size.vocabulary, width)) * 0.02,
-        "layers": [layer(k) for k in keys] if size.unrolled else jax.vmap(layer)(keys),
-        "norm": jnp.ones(width),
-        "head": jax.random.normal(second, (width, size.vocabulary)) * width**-0.5,
+        "in": (width, 2 * hidden),
+        "filter": (_FILTER, hidden),
+        "step_in": (hidden, rank),
+        "step_out": (rank, hidden),
+        "state": (hidden, 2 * size.state),
+        "decay": (size.state, hidden),
+        "skip": (1, hidden),
+        "out": (hidden, width),
     }
 
 
@@ -88,6 +111,8 @@ def loss(
 
     @jax.checkpoint
     def layer(x, weights):
+        if size.state:
+            return constrain(_state_space(x, weights)), None
         return constrain(mlp(_attention(x, weights, size), weights)), None
 
     if size.unrolled:
@@ -137,3 +162,24 @@ def _experts(x: Array, weights: Params) -> Array:
     shares = jnp.moveaxis(chosen, -1, 0)
     stacks = (weights["gate"], weights["up"], weights["down"], shares)
     return jax.lax.scan(expert, x, stacks)[0]
+
+
+def _state_space(x: Array, weights: Params) -> Array:
+    """A layer of Mamba (https://arxiv.org/abs/2312.00752, algorithm 2), scanned in parallel."""
+    inside, gate = jnp.split(_norm(x, weights["norm1"]) @ weights["in"], 2, axis=-1)
+    padded = jnp.pad(inside, ((0, 0), (_FILTER - 1, 0), (0, 0)))
+    taps = (padded[:, i : i + x.shape[1]] * weights["filter"][i] for i in range(_FILTER))
+    inside = jax.nn.silu(sum(taps, start=jnp.zeros_like(inside)))
+    step = (inside @ weights["step_in"] @ weights["step_out"]).astype(jnp.float32)
+    step = jax.nn.softplus(step)[:, :, None]
+    read, write = jnp.split((inside @ weights["state"]).astype(jnp.float32), 2, axis=-1)
+    kept = jnp.exp(-step * jnp.exp(weights["decay"].astype(jnp.float32)))  # [b, t, state, hidden]
+    written = step * inside[:, :, None].astype(jnp.float32) * write[..., None]
+
+    def then(first, second):
+        return first[0] * second[0], first[1] * second[0] + second[1]
+
+    _, states = jax.lax.associative_scan(then, (kept, written), axis=1)
+    made = jnp.einsum("btsh,bts->bth", states, read).astype(x.dtype)
+    made = (made + inside * weights["skip"]) * jax.nn.silu(gate)
+    return x + made @ weights["out"]
