@@ -211,7 +211,11 @@ def test_errors(zero, params):
 
 @pytest.mark.parametrize(
     ("config", "is_random", "num_steps", "num_samples"),
-    [(None, False, 3, 1), (_ENCODED, False, 4, 2), (_ENCODED, True, 4, 3)],
+    [
+        (None, False, 3, 1),
+        (_ENCODED, False, 4, 2),
+        pytest.param(_ENCODED, True, 4, 3, marks=pytest.mark.ci),
+    ],
 )
 def test_what_it_costs(config, is_random, num_steps, num_samples, monkeypatch):
     steps, samples, parts, compiled = [], [], [], []

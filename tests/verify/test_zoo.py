@@ -1,6 +1,7 @@
 """`Zero.verify` calls nothing wrong that is right: every model of the zoo, under each preset."""
 
 import dataclasses
+import itertools
 
 import jax
 import optax
@@ -17,9 +18,9 @@ _PRESETS = {"zero3": jz.zero3(), "zeropp": _ENCODED}
 
 
 def _cases():
-    rotation = zoo.preset_rotation(tuple(_PRESETS))
+    rotation, num = zoo.preset_rotation(tuple(_PRESETS)), itertools.count()
     for name, preset, mesh, always in rotation:
-        marks = () if always else (pytest.mark.exhaustive,)
+        marks = () if always and next(num) % 3 == 0 else (pytest.mark.exhaustive,)
         yield pytest.param(name, preset, mesh, id=f"{name}-{preset}-{mesh}", marks=marks)
 
 

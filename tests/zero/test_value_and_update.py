@@ -154,8 +154,22 @@ def with_a_head(params, tokens):
     return jnp.mean(h**2)
 
 
-@pytest.mark.parametrize("loss", [scanned, kept_in_host_memory, with_a_head])
-@pytest.mark.parametrize("num_layers", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("loss", "num_layers"),
+    [
+        (scanned, 2),
+        (scanned, 3),
+        (kept_in_host_memory, 2),
+        (with_a_head, 3),
+        *(
+            pytest.param(loss, num_layers, marks=pytest.mark.exhaustive)
+            for loss, num_layers in (
+                *((kept_in_host_memory, 3), (with_a_head, 2)),
+                *((loss, 4) for loss in (scanned, kept_in_host_memory, with_a_head)),
+            )
+        ),
+    ],
+)
 def test_bits_with_about_as_many_layers_as_gradients_in_flight(monkeypatch, loss, num_layers):
     """With two, the last iteration updates none, and the layers after it are the first ones."""
     monkeypatch.setitem(globals(), "LAYERS", num_layers)
