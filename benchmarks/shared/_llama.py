@@ -79,7 +79,7 @@ def _mamba_shapes(size: LlamaSize) -> dict[str, tuple[int, ...]]:
         "step_in": (hidden, rank),
         "step_out": (rank, hidden),
         "state": (hidden, 2 * size.state),
-        "decay": (size.state, hidden),
+        "decay": (hidden, size.state),
         "skip": (1, hidden),
         "out": (hidden, width),
     }
@@ -171,15 +171,15 @@ def _state_space(x: Array, weights: Params) -> Array:
     taps = (padded[:, i : i + x.shape[1]] * weights["filter"][i] for i in range(_FILTER))
     inside = jax.nn.silu(sum(taps, start=jnp.zeros_like(inside)))
     step = (inside @ weights["step_in"] @ weights["step_out"]).astype(jnp.float32)
-    step = jax.nn.softplus(step)[:, :, None]
+    step = jax.nn.softplus(step)[..., None]
     read, write = jnp.split((inside @ weights["state"]).astype(jnp.float32), 2, axis=-1)
-    kept = jnp.exp(-step * jnp.exp(weights["decay"].astype(jnp.float32)))  # [b, t, state, hidden]
-    written = step * inside[:, :, None].astype(jnp.float32) * write[..., None]
+    kept = jnp.exp(-step * jnp.exp(weights["decay"].astype(jnp.float32)))  # [b, t, hidden, state]
+    written = step * inside[..., None].astype(jnp.float32) * write[:, :, None]
 
     def then(first, second):
         return first[0] * second[0], first[1] * second[0] + second[1]
 
     _, states = jax.lax.associative_scan(then, (kept, written), axis=1)
-    made = jnp.einsum("btsh,bts->bth", states, read).astype(x.dtype)
+    made = jnp.einsum("bths,bts->bth", states, read).astype(x.dtype)
     made = (made + inside * weights["skip"]) * jax.nn.silu(gate)
     return x + made @ weights["out"]
