@@ -181,7 +181,7 @@ class LoopInputs:
         return [None if x is None else at(x, i) for x in self.device_rows]
 
 
-def at(stack: Array, index: Array) -> Array:
+def at(stack: Any, index: Array) -> Array:
     """One element of a stack; zeros if it has none, as the body of an empty loop is traced too."""
     if not len(stack):
         return jnp.zeros(stack.shape[1:], stack.dtype)

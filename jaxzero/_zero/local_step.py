@@ -73,7 +73,7 @@ def node_specs(specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
     return [PartitionSpec(None, NODE) if spec == _STACKED else PartitionSpec() for spec in specs]
 
 
-def local_method(method: LocalSteps | None, options: Mapping[str, Any]) -> LocalSteps:
+def local_method(method: Any, options: Mapping[str, Any]) -> LocalSteps:
     """`method` with these fields replaced; with None, a new one.
 
     Raises:

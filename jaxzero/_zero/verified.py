@@ -8,7 +8,6 @@ from typing import Any
 
 import optax
 
-from .._local_steps import LocalSteps
 from .._verify import Verification, VerifyReport
 from .._warnings import RowsMixedWarning
 from .batch_choice import BatchArgnums
@@ -35,7 +34,7 @@ class VerifiedTrees(ShardedTrees):
         variations: bool = True,
         codecs: bool = True,
         in_one_program: bool = False,
-        local_steps: LocalSteps | None = None,
+        local_steps: Any = None,
         progress: Callable[[str], None] | None = None,
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,

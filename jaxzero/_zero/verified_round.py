@@ -35,7 +35,7 @@ from .verified_call import VerifiedCall, fetched
 
 def check_round(
     zero: ShardedTrees,
-    method: LocalSteps,
+    method: Any,
     given: tuple[Sequence[Any], dict[str, Any]],
     is_plain: bool,
 ) -> None:
