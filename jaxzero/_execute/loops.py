@@ -126,7 +126,7 @@ class LoopRun(LoopInputs):
             self._enter(current, range(1), {})
             for number in range(last + 1):
                 ticks = range(number, number + 1)
-                # In its own tick it also leaves what is made for those after it.
+                # In tick 0 also what is gathered or copied ahead, for the shapes of later entries.
                 lags = range(number if number else self.pipeline.first_lag, number + 1)
                 tick = Tick(self, current, number, ticks, carry=carry)
                 tick.run([x for x in self.pipeline.in_ticks(ticks) if x.lag in lags])
@@ -249,7 +249,7 @@ class LoopRun(LoopInputs):
         return carry, state, dict(zip(collected, outputs or [], strict=True))
 
     def _pass_on(self, state: LoopState) -> None:
-        """Hand the gathers for iterations past the end to the loop that goes on with them."""
+        """Pass the gathers in flight at the end to the backward loop that continues with them."""
         for number, other in self.outer.plan.loops.items():
             if other.continues != self.index:
                 continue

@@ -158,7 +158,8 @@ class _Order:
     def _wait(self, arrays: list[Any]) -> list[Any]:
         """The same arrays, which XLA takes to depend on the token.
 
-        An array of known zeros or ones, which is a message too, must not be what it has to choose.
+        XLA drops a choice between equal constants. So the other choice is none of the constants
+        that are sent, which are zeros and ones.
         """
         if self.token is None:
             return arrays
@@ -221,7 +222,8 @@ def _while(params: dict[str, Any], inputs: list[Any], token: Token) -> tuple[lis
 def _read(token: Token, arrays: Sequence[Any]) -> Token:
     """The same token, which XLA takes to depend on `arrays`.
 
-    It is no product: XLA may know that an array is zero, as a bucket before the first iteration.
+    By `minimum`, not by `&`: an array may be a known zero, such as a bucket of gradients before the
+    first iteration, and XLA would then know the result.
     """
     for x in arrays:
         if x.size and jnp.issubdtype(x.dtype, jnp.number):

@@ -172,9 +172,9 @@ class _LoopEmitter:
         updated = [i for i in outputs if i in self.plan.updates]
         early = max(0, length - age) if self.plan.updates_last_apart and age > 1 else length
         yield from self._used(outputs, age, range(early) if early < length else None)
+        stop = early + 1 if length >= age else 0
+        stop = length if early == length else stop
         for i in updated:
-            stop = early + 1 if early < length else length
-            stop = stop if length >= age or early == length else 0
             fetch = FetchState(at=end, lag=age - 1, output=i, when=self._fetches_after)
             yield dataclasses.replace(fetch, iterations=range(stop))
         if early == length:

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from .._collectives import readable_bytes
-from .._mesh import AXES, map_devices
+from .._mesh import AXES, AnyMesh, map_devices, physical
 from .problem import Problem, on_host
-from .reference_device import free_bytes
+from .reference_device import choose_device, free_bytes, named_device
 from .roundings import draws_numbers, moved, shifted
 from .samples import NUM_SAMPLES, Samples, measured
 
@@ -43,6 +43,30 @@ class OneDevice:
         self.spread = None if spread is None else self._placed(spread)
         self._sampled: Callable | None = None
         self.program = jax.jit(self._mapped(problem.loss_and_grads)).lower(self.arrays).compile()
+
+    @classmethod
+    def chosen(
+        cls,
+        problem: Problem,
+        given: Problem,
+        mesh: AnyMesh,
+        reference: Any,
+        spread: Sequence[Any] | None,
+        say: Callable[[str], None],
+    ) -> OneDevice:
+        """Plain JAX on the device that `choose_device` finds for the rows of `given`.
+
+        If no `reference` is asked for, and the compiled program does not fit there, it is on the
+        host's CPU. `say` is told what has to fit.
+        """
+        device, said = choose_device(given, mesh, reference)
+        say(said)
+        platform = physical(mesh).devices.flat[0].platform
+        one = cls(problem, device, platform, spread)
+        if reference is None and not one.fits and device.platform != "cpu":
+            one = cls(problem, named_device("cpu"), platform, spread)
+        say(one.described())
+        return one
 
     def _placed(self, arrays: Sequence[Any]) -> list[Any]:
         return [jax.device_put(x, self.device) for x in arrays]

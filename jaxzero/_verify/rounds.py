@@ -14,12 +14,11 @@ from jax import lax
 
 from .._collectives import accumulator_dtype
 from .._local_steps import LocalSteps
-from .._mesh import AnyMesh, physical
+from .._mesh import AnyMesh
 from .._sharding import LeafSpec, path_name
 from .codec_bounds import bound_of_shards
 from .one_device import OneDevice
 from .problem import Problem
-from .reference_device import choose_device, named_device
 from .report import Check, Rounding, VerifyReport
 from .samples import Samples, checked, measured
 
@@ -144,6 +143,11 @@ def _difference(x: Any, y: Any) -> Any:
     return jnp.where(x == y, 0, x - y)
 
 
+def _still(arrays: Sequence[Any]) -> list[Any]:
+    """The spread of arrays that no codec changes: none."""
+    return [np.zeros(np.shape(x), np.float32) for x in arrays]
+
+
 def _signs(shape: tuple[int, ...]) -> Any:
     """Plus and minus one, evenly mixed: a codec's errors have no common sign."""
     bits = lax.iota(jnp.uint32, int(np.prod(shape))) * jnp.uint32(2654435761)
@@ -183,16 +187,9 @@ class RoundVerification:
     ):
         self.runs, self.kinds = runs, problem.kinds
         self.encoded = codecs and any(x is not None for x in runs.codecs)
-        device, said = choose_device(problem, runs.mesh, reference)
-        say(said)
-        platform = physical(runs.mesh).devices.flat[0].platform
-        spread = [np.zeros(np.shape(x), np.float32) for x in problem.arrays]
-        spread = spread if self.encoded else None
-        self.one = OneDevice(problem, device, platform, spread)
-        if reference is None and not self.one.fits and device.platform != "cpu":
-            self.one = OneDevice(problem, named_device("cpu"), platform, spread)
+        spread = _still(problem.arrays) if self.encoded else None
+        self.one = OneDevice.chosen(problem, problem, runs.mesh, reference, spread, say)
         self.memory = self.one.described()
-        say(self.memory)
         self.want = self.one.run()
         self.is_random = self.one.is_random
         self.samples = self.one.samples(self.want, self.is_random, False)
@@ -253,15 +250,11 @@ class RoundVerification:
             else np.stack([bound_of_shards(codec, leaf, each) for each in x])
             for codec, leaf, x in triples
         ]
-        self.one.set_spread([*self._still(), *errors])
+        given = self.one.problem.arrays[: len(self.one.problem.leaves)]
+        self.one.set_spread([*_still(given), *errors])
         samples = self.one.samples(self.want, self.is_random, True)
         sent = {kind: got[kind] for kind in (OUTER, OUTER_STATE, NEXT)}
         return self._compare(sent, samples, ", encoded")
-
-    def _still(self) -> list[Any]:
-        """No spread for parameters and batches, which no codec changes."""
-        arrays = self.one.problem.arrays[: len(self.one.problem.leaves)]
-        return [np.zeros(np.shape(x), np.float32) for x in arrays]
 
     def _nodes(self, got: dict[str, list[Any]], checks: Sequence[Check]) -> str:
         """On which nodes the result differs that is furthest beyond its bound."""

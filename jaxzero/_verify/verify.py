@@ -18,7 +18,7 @@ from .half_batches import HalfBatches
 from .locate import first_difference, shared_draw
 from .one_device import OneDevice
 from .problem import Problem
-from .reference_device import choose_device, free_bytes, least_bytes, named_device
+from .reference_device import free_bytes, least_bytes
 from .report import Check, Rounding, Variation, VerifyReport
 from .samples import Samples, checked, measured
 from .update import Update, check_update
@@ -68,15 +68,9 @@ class Verification:
         self.problem, self.runs = problem, runs
         self.encoded = codecs and has_codecs(runs.config)
         self.comm, counted = runs.comm, problem.of_counted
-        device, said = choose_device(problem, runs.mesh, reference)
-        say(said)
-        platform = physical(runs.mesh).devices.flat[0].platform
         spread = self._spread() if self.encoded else None
-        self.one = OneDevice(counted, device, platform, spread)
-        if reference is None and not self.one.fits and device.platform != "cpu":
-            self.one = OneDevice(counted, named_device("cpu"), platform, spread)
+        self.one = OneDevice.chosen(counted, problem, runs.mesh, reference, spread, say)
         self.memory = self.one.described()
-        say(self.memory)
         self.want = self.one.run()
         self.samples = self.one.samples(self.want, False, False)
         self.is_random = self.one.is_random

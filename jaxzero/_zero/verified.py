@@ -21,9 +21,6 @@ from .verified_round import VerifiedRound, check_round, first_step
 class VerifiedTrees(ShardedTrees):
     """The part of `Zero` that verifies steps; see `Zero` for the arguments."""
 
-    value_and_grad: Callable
-    value_and_update: Callable
-
     def verify(
         self,
         f: Callable,

@@ -66,6 +66,7 @@ class VerifiedCall:
             specs += [PartitionSpec()] * len(full) if argument.plan else argument.specs
             leaves += argument.plan.leaves if argument.plan else [None] * len(full)
         self.sizes = [len(x) for x in arrays]
+        self.rows = num_rows(transform.call, arrays)
         grads = [
             i for i in self._places() if jax.numpy.issubdtype(whole[i].dtype, jax.numpy.inexact)
         ]
@@ -78,16 +79,15 @@ class VerifiedCall:
             grad_names=[self._name(i, leaves[i].path) for i in grads],
             aux_names=[],
             aux_how=[],
-            counted=self._counted(num_rows(transform.call, arrays)),
+            counted=self._counted(),
         )
-        self.rows = num_rows(transform.call, arrays)
 
-    def _counted(self, rows: int | None) -> Any:
+    def _counted(self) -> Any:
         """Which rows are computed, with `shares`."""
         options = self.transform.options
-        if options.shares is None or rows is None:
+        if options.shares is None or self.rows is None:
             return None
-        return counted_rows(rows, self.zero._devices, options.microbatches, options.shares)
+        return counted_rows(self.rows, self.zero._devices, options.microbatches, options.shares)
 
     def _places(self) -> list[int]:
         """The places of the leaves that get gradients, in the order of arguments."""

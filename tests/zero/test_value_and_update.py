@@ -136,7 +136,7 @@ def test_bits_are_those_of_two_programs(mesh, preset, loss, name, changes):
 
 
 def kept_in_host_memory(params, tokens):
-    """Backward reads activations, and its gathers do not go on from those of forward."""
+    """Backward reads offloaded activations, and starts its first gathers by itself."""
 
     def step(h, weights):
         return layer(checkpoint_name(h, "h"), weights), None
