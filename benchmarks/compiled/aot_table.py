@@ -60,7 +60,7 @@ class Comparison:
 
 
 def comparisons(rows: Iterable[Mapping[str, Any]]) -> list[Comparison]:
-    """Of the newest row of each program, variant and set of options, in the order of `_MODELS`.
+    """Compare the newest rows of each program with the best GSPMD, in the order of `_MODELS`.
 
     Args:
         rows: `results` of rows of `aot`. Those without a set of options or a predicted step, with a

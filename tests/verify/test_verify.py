@@ -119,7 +119,7 @@ def test_shares(loss, config):
     batch = {"x": _normal(36, 8), "y": _normal(36, 4, seed=1)}
     options = dict(microbatches=2, shares=(2, 1))
     padded, _ = jz.pad_batch(batch, zero, **options)
-    # What is computed for rows that do not count would spoil every sum.
+    # Rows that are not counted are NaN: if one were read, every sum would be NaN.
     padded = {name: np.where(_is_padding(padded), np.nan, x) for name, x in padded.items()}
     report = zero.verify(
         loss, zero.shard({"w": _normal(8, 4)}), padded, weighted=loss is _weighted, **options
