@@ -26,6 +26,7 @@ from .operation_kinds import CarriedSum as CarriedSum
 from .operation_kinds import Fork as Fork
 from .operation_kinds import addends as addends
 from .operation_kinds import carried_sums as carried_sums
+from .operation_kinds import dtype_of as dtype_of
 from .operation_kinds import full_reduction as full_reduction
 from .operation_kinds import is_broadcast as is_broadcast
 from .operation_kinds import is_costly as is_costly

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from .._codecs import Codec
-from .._mesh import AXES, AnyMesh, axes_of_dims
+from .._mesh import AXES, STAGE, AnyMesh, axes_of_dims
 from .config import ZeroConfig
 
 _LONG = 256  # a dim of at least this size is taken for features: large models have fewer layers
@@ -159,13 +159,14 @@ class LeafSpec:
         """The `PartitionSpec` of the global array, split over `axes`.
 
         With `manual_only`, the spec omits the user's own mesh axes (`other_axes`). The specs of
-        a `shard_map` that is manual over `node` and `local` may name only these two axes.
+        a `shard_map` may name only the axes that it is manual over: `stage`, `node` and `local`.
         """
         if self.codec is not None:
             return PartitionSpec(*[None] * self.num_lead, axes or None)
         entries: list[Any] = [None] * len(self.shape)
-        if not manual_only:
-            entries[: len(self.other_axes)] = self.other_axes
+        entries[: len(self.other_axes)] = [
+            None if manual_only and entry != STAGE else entry for entry in self.other_axes
+        ]
         if self.layout and axes:
             others = axes_of_dims(PartitionSpec(*entries))[self.layout.dim]
             entries[self.layout.dim] = (*axes, *others)
@@ -207,7 +208,8 @@ def layout_of_leaf(
     num_shards = config.num_shards(mesh)
     if num_shards == 1:
         return None
-    return next(iter(layouts_by_preference(shape, num_shards, busy)), None)
+    layouts = layouts_by_preference(shape, num_shards, busy)
+    return next((x for x in layouts if STAGE not in names[x.dim]), None)
 
 
 def pad(x: Shaped[Array, ...], layout: DimSharding) -> Shaped[Array, ...]:

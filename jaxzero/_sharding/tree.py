@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec, check_is_value
-from .._mesh import HOST, AnyMesh, memory_kind_of
+from .._mesh import HOST, STAGE, AnyMesh, memory_kind_of
 from .config import Offload, Role, ZeroConfig
 from .layout import LeafSpec, axes_of, in_memory, layout_of_leaf
 from .modules import overwritten_leaves, trained_leaves
+from .stages import stage_split
 from .stored_array import (
     StoredArray,
     array_leaves,
@@ -135,6 +136,8 @@ def plan_tree(
     paths, leaves, treedef = flatten(tree)
     _check_arrays(tree, paths, leaves)
     others = _spread_specs(specs, tree, len(leaves), config)
+    if config.stages is not None:
+        others = _split_over_stages(paths, leaves, others, mesh, config)
     planned = []
     states = overwritten_leaves(tree)
     for path, leaf, other, is_state in zip(paths, leaves, others, states, strict=True):
@@ -233,6 +236,26 @@ def _jax_dtype(dtype: Any) -> Any:
     """The dtype that JAX converts to: without x64, 32 bits in place of 64."""
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _split_over_stages(
+    paths: Sequence[Any],
+    leaves: Sequence[Any],
+    others: Sequence[PartitionSpec],
+    mesh: AnyMesh,
+    config: ZeroConfig,
+) -> list[PartitionSpec]:
+    """The split of each leaf over stages, with the one over the user's axes, of which none may."""
+    if any(axes_of(other) for other in others):
+        raise ValueError("`specs` cannot be had with `stages` of the config. Leave out one of them.")
+    assert config.stages is not None
+    num_stages, num_shards = mesh.shape[STAGE], config.num_shards(mesh)
+    return [
+        stage_split(path_name(path), tuple(leaf.shape), config.stages, num_stages, num_shards)
+        if is_array(leaf)
+        else PartitionSpec()
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
 
 
 def _spread_specs(specs: Any, tree: Any, num: int, config: ZeroConfig) -> list[PartitionSpec]:

@@ -14,7 +14,17 @@ from jax.sharding import NamedSharding
 from .._codecs import Codec
 from .._collectives import CommSpec, check_tree
 from .._execute import WireState, first_state
-from .._mesh import AXES, AnyMesh, NodeMesh, check_mesh, gloo_workaround, is_one_node, physical
+from .._mesh import (
+    AXES,
+    STAGE,
+    AnyMesh,
+    NodeMesh,
+    check_mesh,
+    gloo_workaround,
+    is_one_node,
+    physical,
+    with_stages,
+)
 from .._plan import Plan
 from .._report import Report, make_report
 from .._sharding import (
@@ -46,6 +56,7 @@ class ShardedTrees:
 
     def __init__(self, mesh: AnyMesh, config: ZeroConfig | None = None):
         self.config = checked_config(mesh, config)
+        mesh = mesh if self.config.stages is None else with_stages(mesh)
         self.mesh = physical(mesh)
         self._devices = mesh
         self._programs = Programs(self.mesh)
@@ -388,6 +399,11 @@ def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
     if not isinstance(config, ZeroConfig):
         raise ValueError(
             f"`config` must be a `jz.ZeroConfig`, such as `jz.zero3()`; got {config!r}."
+        )
+    if config.stages is None and mesh.shape.get(STAGE, 1) > 1:
+        raise ValueError(
+            "`mesh` has stages, and `config` divides no layers between them. Leave out `stages` of "
+            "`jz.make_mesh`, or take a config such as `jz.pipeline(microbatches=16)`."
         )
     if config.offload is not None:
         check_platform(mesh)

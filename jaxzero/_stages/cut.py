@@ -1,0 +1,229 @@
+"""Cut a program of loss and gradients at its layer loops.
+
+The program of one micro-batch has a loop that scans the stacks of the layers' weights, forward, and
+one that makes their gradients, backward. A stage runs a part of the iterations of both. What lies
+around them belongs to the first or to the last stage:
+
+    before the forward loop            embeddings: the first stage
+    between the loops                  head and loss: the last stage
+    after the backward loop            gradients of the embeddings: the first stage
+
+What the loops read that does not come from either of them, such as positions and masks, is computed
+on every stage. `outer_gradients` divides the gradients of weights outside of the layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from .._program import (
+    Atom,
+    Barrier,
+    Block,
+    Loop,
+    Operation,
+    Value,
+    movable_ops,
+    scan_indexed_stacks,
+    sink_into_loops,
+)
+
+_OF_EACH_ELEMENT = (movable_ops.ConvertDtype, movable_ops.Scale, movable_ops.Elementwise)
+
+
+@dataclasses.dataclass(frozen=True)
+class StackGradient:
+    """A stack's gradient: the output of the backward loop that stacks it, and what is done to it.
+
+    Attributes:
+        output: its index among the loop's outputs; None if the gradient is zero.
+        ops: operations on each element after the loop, in order.
+    """
+
+    output: int | None
+    ops: tuple[movable_ops.Op, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerCut:
+    """A program, cut at its layer loops.
+
+    Attributes:
+        block: the program.
+        forward: the loop that scans the stacks.
+        backward: the loop that makes their gradients; None if there are none.
+        stacks: the inputs of the program that are stacks of layers.
+        stack_gradients: by index of the program's output, those that are gradients of stacks.
+        from_forward: all values that depend on the forward loop.
+        from_backward: all values that depend on the backward loop.
+        saved: the stacked outputs of the forward loop that the backward loop scans.
+        collected: those that something else reads, such as a loss of each layer.
+        travelling: values, made after the forward loop, that all layers of the backward loop read.
+    """
+
+    block: Block
+    forward: Loop
+    backward: Loop | None
+    stacks: frozenset[Value]
+    stack_gradients: Mapping[int, StackGradient]
+    from_forward: frozenset[Value]
+    from_backward: frozenset[Value]
+    saved: tuple[int, ...]
+    collected: tuple[int, ...]
+    travelling: tuple[Value, ...]
+
+
+def cut_at_layers(
+    block: Block,
+    stacks: Mapping[Value, str],
+    gradients: Mapping[int, Value],
+) -> LayerCut:
+    """Find the layer loops of a program, and what passes between its parts.
+
+    Args:
+        block: the program of one micro-batch.
+        stacks: its inputs that are stacks of layers, with their paths.
+        gradients: its outputs that are gradients of stacks, by index.
+
+    Raises:
+        NotImplementedError: the program is not one forward and one backward loop over the layers.
+            The error names the line and what to do.
+    """
+    weights = list(stacks)
+    block = scan_indexed_stacks(block, weights)
+    block = sink_into_loops(block, weights, list(gradients))
+    stack_gradients = {k: _stack_gradient(block, k, stacks[gradients[k]]) for k in gradients}
+    backward = _backward(block, stack_gradients)
+    forward = _forward(block, backward, stacks)
+    from_forward = dependents(block, forward.outputs)
+    from_backward = dependents(block, backward.outputs) if backward else set()
+    return LayerCut(
+        block,
+        forward,
+        backward,
+        frozenset(stacks),
+        {k: x for k, (_, x) in stack_gradients.items()},
+        frozenset(from_forward),
+        frozenset(from_backward),
+        *_passed(block, forward, backward, from_forward, stacks),
+    )
+
+
+def dependents(block: Block, roots: Iterable[Value]) -> set[Value]:
+    """The roots, and all values of the block that are computed from one of them."""
+    found = set(roots)
+    for operation in block.operations:
+        if not found.isdisjoint(operation.inputs):
+            found.update(operation.outputs)
+    return found
+
+
+def _stack_gradient(block: Block, k: int, path: str) -> tuple[Loop | None, StackGradient]:
+    """The loop that makes the gradient of a stack, and how."""
+    value, ops = block.outputs[k], []
+    while isinstance(value, Value) and value in block.makers:
+        maker = block.makers[value]
+        if isinstance(maker, Loop):
+            position = maker.outputs.index(value)
+            if position < maker.num_carry:
+                break
+            return maker, StackGradient(position, tuple(reversed(ops)))
+        if isinstance(maker, Barrier):
+            value = maker.inputs[maker.outputs.index(value)]
+            continue
+        if maker.name == "broadcast_in_dim" and not maker.values:
+            return None, StackGradient(None)
+        op = maker.view()
+        if not isinstance(op, _OF_EACH_ELEMENT) or maker.source is None:
+            break
+        ops.append(op)
+        value = maker.source
+    where = f" at {block.makers[value].where}" if value in block.makers else ""
+    raise NotImplementedError(
+        f"The gradient of the stack `{path}` is not made by one loop over the layers{where}, so "
+        "its layers cannot be on different nodes. Scan each stack of `layers` once, in one loop, "
+        "and read it nowhere else; or leave out `stages`."
+    )
+
+
+def _backward(
+    block: Block, gradients: Mapping[int, tuple[Loop | None, StackGradient]]
+) -> Loop | None:
+    loops = {loop for loop, _ in gradients.values() if loop is not None}
+    if len(loops) > 1:
+        lines = ", ".join(sorted({loop.where for loop in loops}))
+        raise NotImplementedError(
+            f"The gradients of the layers are made by {len(loops)} loops ({lines}). Stages need one "
+            "loop over all layers: put them into one stack that one `jax.lax.scan` scans, or leave "
+            "the others out of `layers`."
+        )
+    return next(iter(loops), None)
+
+
+def _forward(block: Block, backward: Loop | None, stacks: Mapping[Value, str]) -> Loop:
+    """The loop that scans the stacks; all of them are read by the two loops alone."""
+    found: dict[Loop, None] = {}
+    for operation in block.operations:
+        read = [x for x in operation.values if x in stacks]
+        if not read or operation is backward:
+            continue
+        scans = isinstance(operation, Loop) and not set(operation.inputs[: operation.first_stack]) & {
+            *read
+        }
+        if not isinstance(operation, Loop) or not scans:
+            raise NotImplementedError(
+                f"`{operation.name}` at {operation.where} reads the stack `{stacks[read[0]]}` of "
+                "all layers, which lie on different nodes. Compute it in the loop over the layers, "
+                "or leave out `stages`."
+            )
+        found[operation] = None
+    if len(found) != 1:
+        lines = ", ".join(loop.where for loop in found) or "none"
+        raise NotImplementedError(
+            f"Stages need one forward loop over the layers, `jax.lax.scan`; the program has "
+            f"{len(found)} ({lines}). Put all layers into one stack, use `jax.checkpoint` on the "
+            "body of the loop and not around it, or leave out `stages`."
+        )
+    (forward,) = found
+    if backward is not None and backward.length != forward.length:
+        raise NotImplementedError(
+            f"The loop at {forward.where} runs {forward.length} layers and its derivative "
+            f"{backward.length}. Leave out `stages`."
+        )
+    return forward
+
+
+def _passed(
+    block: Block,
+    forward: Loop,
+    backward: Loop | None,
+    from_forward: Collection[Value],
+    stacks: Collection[Value],
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Value, ...]]:
+    """The stacked outputs of `forward` that are saved, and collected; and what travels."""
+    stacked = forward.outputs[forward.num_carry :]
+    others = [x for x in block.operations if x is not forward and x is not backward]
+    read = {x for operation in others for x in operation.values} | {*block.outputs}
+    saved: list[int] = []
+    travelling: dict[Value, None] = {}
+    if backward is not None:
+        first = backward.first_stack
+        in_layers = [x for x in backward.inputs[first:] if isinstance(x, Value)]
+        constants = [x for x in backward.inputs[: backward.num_constants] if isinstance(x, Value)]
+        saved = [i for i, x in enumerate(stacked) if x in in_layers]
+        for x in dict.fromkeys([*constants, *in_layers]):
+            if x not in from_forward or x in stacks:
+                continue
+            if x not in stacked:
+                travelling[x] = None
+            elif x in constants:
+                raise NotImplementedError(
+                    f"The loop over the layers at {forward.where} keeps something of all layers "
+                    "that each layer of backward reads. Leave out `stages`."
+                )
+    collected = tuple(i for i, x in enumerate(stacked) if x in read)
+    return tuple(saved), collected, tuple(travelling)
+
+

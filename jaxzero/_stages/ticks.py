@@ -1,0 +1,451 @@
+"""One forward and one backward (1F1B): the micro-batches of a step on all stages, in one program.
+
+In tick `t`, stage `s` of `S` runs forward of micro-batch `t - s`, then backward of micro-batch
+`t - 2 (S - 1) + s`. The first `S - 1` ticks have only the forward part, the last `S - 1` only the
+backward part, so `m` micro-batches take the time of `m + S - 1` forwards and as many backwards, as
+in 1F1B. A message takes a tick, since all stages run the same program: at most `2 S - 1`
+micro-batches are in flight, whose saved activations lie in a ring of as many slots.
+
+[Note: messages beside layers] XLA starts a `ppermute` of a loop after the layer loop that it should
+overlap with. So a message is cut into as many parts as a stage has layers. One part is sent in each
+iteration, and a barrier makes its receipt wait for the layer: activations travel to the next stage
+beside backward, cotangents to the stage before beside forward.
+
+A part of a tick that has no micro-batch works on another one. Nothing of it is kept: gradients are
+masked before they are reduced, outputs where they are stored.
+
+References:
+    PipeDream (https://arxiv.org/abs/1806.03377) and DAPPLE (https://arxiv.org/abs/2007.01045), 1F1B.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._collectives import accumulator_dtype
+from .._mesh import STAGE
+from .._program import Atom, Block, Loop, Value, dtype_of, movable_ops, shape_of
+from .cut import LayerCut
+from .evaluation import Evaluation, Sums, run_block
+
+# Arrays of fewer bytes are sent at once: a part of them would take longer to launch than to send.
+_DIVIDED_BYTES = 2**16
+
+
+
+
+class State(NamedTuple):
+    """What a stage passes from tick to tick.
+
+    Attributes:
+        activations: the message from the stage before: the forward loop's carry, and its stacked
+            outputs that the head reads, of all layers.
+        cotangents: a message to the stage before: the backward loop's carry, and what all of its
+            layers read.
+        saved: `[2 S - 1, layers, ...]`, for each output that forward saves for backward.
+        outputs: `[microbatches, ...]`, for each output of the program that is no gradient; those of
+            the last stage hold.
+    """
+
+    activations: list[Any]
+    cotangents: list[Any]
+    saved: list[Array]
+    outputs: list[Array]
+
+
+class Pipeline:
+    """The program of one stage.
+
+    Args:
+        cut: the program of one micro-batch.
+        weights: for each of its inputs that is the same in all micro-batches, the array: this
+            stage's layers of the stacks, and the others in full.
+        rows: for its other inputs, arrays `[microbatches, ...]`.
+        outer: its outputs that are gradients of weights outside of the layers.
+        microbatches: how many.
+    """
+
+    def __init__(
+        self,
+        cut: LayerCut,
+        weights: Mapping[Value, Any],
+        rows: Mapping[Value, Array],
+        outer: Sequence[int],
+        microbatches: int,
+    ):
+        self.cut = cut
+        self.weights = weights
+        self.rows = rows
+        self.microbatches = microbatches
+        self.num_stages = lax.axis_size(STAGE)
+        self.stage = lax.axis_index(STAGE)
+        self.num_layers = cut.forward.length // self.num_stages
+        outputs = cut.block.outputs
+        gradients = {*cut.stack_gradients, *outer}
+        self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
+        self.outer = {k: outputs[k] for k in outer}
+        self.sums = Sums(cut.block, cut.from_backward)
+
+    def run(self) -> list[Any]:
+        """Run all ticks.
+
+        Returns:
+            For each output of the program, in order: of a gradient the sum over micro-batches, for
+            a stack of this stage's layers, for others this stage's part; of others their values
+            `[microbatches, ...]`, equal on all stages.
+        """
+        num, fill = self.microbatches, self.num_stages - 1
+        state, _ = self._ticks(self._start(), range(fill), forward=True)
+        if self.cut.backward is None:
+            state, _ = self._ticks(state, range(fill, fill + num), forward=True, head=True)
+            found: dict[int, Any] = {}
+        else:
+            steady, drain = range(fill, fill + num), range(fill + num, 2 * fill + num)
+            state, sums = self._ticks(state, steady, forward=True, head=True, backward=True)
+            state, last = self._ticks(state, drain, backward=True)
+            sums = jax.tree.map(jnp.add, sums, last) if last else sums
+            found = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
+        found |= zip(self.others, map(self._of_last_stage, state.outputs), strict=True)
+        return [found[k] for k in range(len(self.cut.block.outputs))]
+
+    def _start(self) -> State:
+        slots = 2 * self.num_stages - 1
+        return State(
+            [_zeros(x) for x in self._activations],
+            [_zeros(x) for x in self._cotangents],
+            [_zeros(_stacked(self.cut, i), slots, layers=self.num_layers) for i in self.cut.saved],
+            [_zeros(x, self.microbatches) for x in self.others.values()],
+        )
+
+    @property
+    def _activations(self) -> list[Value]:
+        """What a stage sends to the next one: values that the forward loop returns."""
+        carry = self.cut.forward.outputs[: self.cut.forward.num_carry]
+        return [*carry, *(_stacked(self.cut, i) for i in self.cut.collected)]
+
+    @property
+    def _cotangents(self) -> list[Atom]:
+        """What a stage receives from the next one; the last stage computes it."""
+        loop = self.cut.backward
+        if loop is None:
+            return []
+        return [*loop.inputs[loop.num_constants : loop.first_stack], *self.cut.travelling]
+
+    def _ticks(self, state: State, ticks: range, **parts: bool) -> tuple[State, list[Any]]:
+        """Run some ticks of the same parts; also return the sums of their gradients.
+
+        The sums start from zero here, so that each loop is seen to add up gradients.
+        """
+        if not ticks:
+            return state, []
+        sums = self._no_sums() if parts.get("backward") else []
+
+        def tick(carry: Any, number: Array) -> tuple[Any, None]:
+            state, sums = carry
+            state, gradients = self._tick(state, number, **parts)
+            sums = [
+                functools.reduce(jnp.add, [y.astype(x.dtype) for y in terms], x)
+                for x, terms in zip(sums, gradients, strict=True)
+            ]
+            return (state, sums), None
+
+        (state, sums), _ = lax.scan(tick, (state, sums), jnp.arange(ticks.start, ticks.stop))
+        return state, sums
+
+    def _no_sums(self) -> list[Array]:
+        """Zeros for the sums of gradients of a stage: of its layers, and of the other weights."""
+        stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
+        shapes = [(self.num_layers, *shape_of(x)[1:]) for x in stacks]
+        shapes += [shape_of(x) for x in self.outer.values()]
+        dtypes = [accumulator_dtype(dtype_of(x)) for x in (*stacks, *self.outer.values())]
+        return list(map(jnp.zeros, shapes, dtypes))
+
+    def _tick(
+        self,
+        state: State,
+        number: Array,
+        forward: bool = False,
+        head: bool = False,
+        backward: bool = False,
+    ) -> tuple[State, list[list[Array]]]:
+        """Run one tick; also return the terms of the gradients, in the order of `_no_sums`."""
+        activations, cotangents, saved, outputs = state
+        first, gradients = number - self.stage, []
+        if not forward:
+            cotangents = _sent(cotangents, -1)
+        else:
+            beside = _Message(cotangents, -1) if backward else None
+            micro = self._micro(first)
+            activations, rows, received = self._forward(micro, activations, beside)
+            cotangents = received if backward else cotangents
+            saved = [
+                _put(x, row, first % len(x)) for x, row in zip(saved, rows, strict=True)
+            ]
+        micro = self._micro(first - 2 * (self.num_stages - 1 - self.stage) if backward else first)
+        rest: list[list[Array]] = [[] for _ in self.outer]
+        if head:
+            cotangents, rest, made = self._head(micro, activations, cotangents)
+            outputs = [_put(x, y, micro.index) for x, y in zip(outputs, made, strict=True)]
+        if not backward:
+            return State(_sent(activations, 1), cotangents, saved, outputs), []
+        rows = [x[micro.index % len(x)] for x in saved]
+        beside = _Message(activations, 1) if forward else None
+        cotangents, stacks, outer, received = self._backward(micro, cotangents, rows, beside)
+        activations = received if forward else activations
+        outer = [[*x, *y] for x, y in zip(outer, rest, strict=True)]
+        return State(activations, cotangents, saved, outputs), [*stacks, *outer]
+
+    def _micro(self, number: Array) -> _Micro:
+        """Micro-batch `number`; the nearest one if there is none."""
+        index = jnp.clip(number, 0, self.microbatches - 1)
+        values = {x: rows[index] for x, rows in self.rows.items()}
+        loops = self.cut.forward, self.cut.backward
+        return _Micro(index, index == number, self.weights | values, loops)
+
+    def _forward(
+        self, micro: _Micro, activations: list[Any], beside: _Message | None
+    ) -> tuple[list[Any], list[Array], list[Any]]:
+        """Run this stage's layers forward.
+
+        Returns:
+            The message to the next stage; what is saved for backward, `[layers, ...]`; and what
+            was received beside.
+        """
+        cut, loop = self.cut, self.cut.forward
+        num = loop.num_carry
+        values = Evaluation(cut.block, micro.given, micro.loops)
+        inside = values(loop.inputs[: loop.num_constants])
+        stacks = self._layers(loop, values, {})
+
+        def embedded() -> list[Any]:
+            here = Evaluation(cut.block, values.known, micro.loops)
+            start = here(loop.inputs[loop.num_constants : loop.first_stack])
+            return [*start, *map(_zeros, self._activations[num:])]
+
+        activations = self._where(self.stage == 0, embedded, activations, self._activations)
+
+        def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
+            outputs = run_block(loop.body, [*inside, *carry, *layers])
+            return outputs[:num], outputs[num:]
+
+        carry, stacked, received = self._scan(loop, layer, activations[:num], stacks, beside)
+        collected = [
+            lax.dynamic_update_slice_in_dim(x, stacked[i], self.stage * self.num_layers, 0)
+            for x, i in zip(activations[num:], cut.collected, strict=True)
+        ]
+        return [*carry, *collected], [stacked[i] for i in cut.saved], received
+
+    def _head(
+        self, micro: _Micro, activations: list[Any], cotangents: list[Any]
+    ) -> tuple[list[Any], list[list[Array]], list[Any]]:
+        """On the last stage, compute what lies between the loops.
+
+        Returns:
+            The cotangents that the backward loop begins with; for each gradient of the other
+            weights the term that does not depend on that loop, in a list that is empty if there is
+            none; and the program's outputs that are no gradients.
+        """
+        known = micro.given | dict(zip(self._activations, activations, strict=True))
+        has_rest = [x for x in self.outer.values() if self.sums.has_rest(x)]
+        others = [*self.others.values()]
+
+        def made() -> list[Any]:
+            values = Evaluation(self.cut.block, known, micro.loops)
+            return [*values([*self._cotangents, *others]), *self.sums.rest(has_rest, values)]
+
+        like = [*self._cotangents, *others, *has_rest]
+        without = [*cotangents, *map(_zeros, [*others, *has_rest])]
+        found = iter(self._where(self.stage == self.num_stages - 1, made, without, like))
+        cotangents = [next(found) for _ in self._cotangents]
+        outputs = [next(found) for _ in others]
+        terms = [[next(found)] if x in has_rest else [] for x in self.outer.values()]
+        return cotangents, terms, outputs
+
+    def _backward(
+        self, micro: _Micro, cotangents: list[Any], saved: list[Array], beside: _Message | None
+    ) -> tuple[list[Any], list[list[Array]], list[list[Array]], list[Any]]:
+        """Run this stage's layers backward.
+
+        Returns:
+            The message to the stage before; the terms of the gradients of this stage's layers, and
+            of the other weights; and what was received beside.
+        """
+        cut, loop = self.cut, self.cut.backward
+        assert loop is not None
+        num = loop.num_carry
+        travelling = dict(zip(cut.travelling, cotangents[num:], strict=True))
+        values = Evaluation(cut.block, micro.given | travelling, micro.loops)
+        inside = values(loop.inputs[: loop.num_constants])
+        rows = {_stacked(cut, i): x for i, x in zip(cut.saved, saved, strict=True)}
+        stacks = self._layers(loop, values, rows)
+        positions = [x.output for x in cut.stack_gradients.values() if x.output is not None]
+        masked = {_made(loop.body, i): micro.masked for i in positions}
+
+        def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
+            outputs = run_block(loop.body, [*inside, *carry, *layers], masked)
+            return outputs[:num], outputs[num:]
+
+        carry, stacked, received = self._scan(loop, layer, cotangents[:num], stacks, beside)
+        of_stacks = [
+            [] if x.output is None else [movable_ops.apply_all(x.ops, stacked[x.output - num])]
+            for x in cut.stack_gradients.values()
+        ]
+        known = values.known | dict(zip(loop.outputs, carry, strict=False))
+        from_layers = [x for x in self.outer.values() if self.sums.has_layers(x)]
+
+        def made() -> list[Any]:
+            here = Evaluation(cut.block, known, micro.loops)
+            return self.sums.of_layers(from_layers, here)
+
+        here = (self.stage == 0) & micro.exists
+        terms = iter(self._where(here, made, [*map(_zeros, from_layers)], from_layers))
+        outer = [[next(terms)] if x in from_layers else [] for x in self.outer.values()]
+        return [*carry, *cotangents[num:]], of_stacks, outer, received
+
+    def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> list[Any]:
+        """What a layer loop scans, for this stage's layers; `rows` are known for them alone."""
+        stacks = []
+        for x in loop.inputs[loop.first_stack :]:
+            if isinstance(x, Value) and (x in self.cut.stacks or x in rows):
+                stacks.append(rows[x] if x in rows else self.weights[x])
+                continue
+            start = self.stage * self.num_layers
+            whole = jnp.asarray(values([x])[0])
+            stacks.append(lax.dynamic_slice_in_dim(whole, start, self.num_layers))
+        return stacks
+
+    def _where(
+        self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
+    ) -> list[Any]:
+        """What `made()` returns, on devices where the condition holds; elsewhere `others`."""
+
+        def typed(arrays: list[Any]) -> list[Any]:
+            return [_typed(x, each) for x, each in zip(arrays, like, strict=True)]
+
+        return lax.cond(condition, lambda: typed(made()), lambda: typed(others))
+
+    def _scan(
+        self,
+        loop: Loop,
+        layer: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]],
+        carry: list[Any],
+        stacks: list[Any],
+        beside: _Message | None,
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Scan this stage's layers, and send a message beside them; also return the one received.
+
+        See [Note: messages beside layers].
+        """
+        num = self.num_layers
+        if beside is None:
+            carry, stacked = loop.scan(layer, carry, stacks, num)
+            return carry, stacked, []
+        divided = [_is_divided(x, num) for x in beside.arrays]
+        at_once = [None if d else x for x, d in zip(beside.arrays, divided, strict=True)]
+        at_once = _sent(at_once, beside.shift)
+        parts = [_divided(x, num) for x, d in zip(beside.arrays, divided, strict=True) if d]
+
+        def with_part(carry: list[Any], given: Any) -> tuple[list[Any], Any]:
+            layers, parts = given
+            parts = _sent(parts, beside.shift)
+            carry, stacked = layer(carry, layers)
+            carry, parts = lax.optimization_barrier((carry, parts))
+            return carry, (stacked, parts)
+
+        carry, (stacked, parts) = loop.scan(with_part, carry, (stacks, parts), num)
+        parts = iter(parts)
+        received = [
+            x if x is not None else _joined(next(parts), old)
+            for x, old in zip(at_once, beside.arrays, strict=True)
+        ]
+        return carry, stacked, received
+
+    def _of_last_stage(self, x: Array) -> Array:
+        """The last stage's array, on all stages."""
+        x = jnp.where(self.stage == self.num_stages - 1, x, jnp.zeros_like(x))
+        return lax.psum(x.astype(jnp.int32) if x.dtype == bool else x, STAGE).astype(x.dtype)
+
+
+class _Micro(NamedTuple):
+    """A micro-batch of a tick.
+
+    Attributes:
+        index: its number, or of the nearest one if there is none.
+        exists: whether there is one.
+        given: the values of the program's inputs.
+        loops: the layer loops.
+    """
+
+    index: Array
+    exists: Array
+    given: dict[Value, Any]
+    loops: tuple[Loop | None, ...]
+
+    def masked(self, x: Array) -> Array:
+        """Zeros if there is no micro-batch."""
+        return lax.select_n(self.exists, jnp.zeros_like(x), x)
+
+
+class _Message(NamedTuple):
+    """Arrays that are sent to the stage `shift` further."""
+
+    arrays: list[Any]
+    shift: int
+
+
+def _sent(arrays: list[Any], shift: int) -> list[Any]:
+    """Arrays (or None) of the stage `shift` before; zeros on the stages at the end."""
+    num = lax.axis_size(STAGE)
+    pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
+    return [None if x is None else lax.ppermute(x, STAGE, pairs) for x in arrays]
+
+
+def _is_divided(x: Array, num: int) -> bool:
+    return num > 1 and x.size * x.dtype.itemsize >= _DIVIDED_BYTES
+
+
+def _divided(x: Array, num: int) -> Array:
+    """An array in `num` equal parts, on a new leading dim, padded if it must be."""
+    if x.shape[0] % num == 0:
+        return x.reshape(num, x.shape[0] // num, *x.shape[1:])
+    flat = x.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % num)).reshape(num, -1)
+
+
+def _joined(parts: Array, like: Array) -> Array:
+    """The array that `_divided` has divided."""
+    return parts.reshape(-1)[: like.size].reshape(like.shape)
+
+
+def _stacked(cut: LayerCut, i: int) -> Value:
+    """Stacked output `i` of the forward loop."""
+    return cut.forward.outputs[cut.forward.num_carry + i]
+
+
+def _made(body: Block, output: int) -> Any:
+    """The value that an output is made of by operations that only move, scale or round."""
+    value = body.outputs[output]
+    while value in body.makers and body.makers[value].view() is not None:
+        value = body.makers[value].source
+    return value
+
+
+def _typed(x: Any, like: Atom) -> Any:
+    return lax.convert_element_type(x, dtype_of(like))
+
+
+def _put(x: Array, row: Array, index: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, row.astype(x.dtype), index, 0)
+
+
+def _zeros(like: Any, *lead: int, layers: int | None = None) -> Array:
+    """Zeros of an atom's dtype and shape, behind other dims; of `layers` layers of a stack."""
+    shape = shape_of(like) if layers is None else (layers, *shape_of(like)[1:])
+    return jnp.zeros((*lead, *shape), dtype_of(like))

@@ -1,0 +1,141 @@
+"""One stage's step: its layers and this stage's slices of what is not a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from .._collectives import CommSpec, all_gather, all_reduce, labelled, reduce_scatter
+from .._execute import (
+    LeafUpdate,
+    LocalWireState,
+    Parameters,
+    Result,
+    run_on_device,
+    split_microbatches,
+)
+from .._mesh import STAGE, axes_of_dims
+from .._sharding import LeafSpec, Stages, ZeroConfig, split_dim
+from .._stages import Staged
+from .arguments import Options
+
+
+def on_stages(options: Options, config: ZeroConfig) -> Options:
+    """The options of a call, with the micro-batches that the config of stages asks for.
+
+    Raises:
+        NotImplementedError: an option does not work with stages.
+    """
+    if config.stages is None:
+        return options
+    for refused, name, instead in (
+        (options.halves, "halves", "give `jz.simigrad` several micro-batches' gradients apart"),
+        (options.shares is not None, "shares", "leave it out: all stages run all micro-batches"),
+        (options.gradient_reduce is not None, "gradient_reduce", "leave out `stages`"),
+    ):
+        if refused:
+            raise NotImplementedError(f"`{name}` does not work with `stages`: {instead}.")
+    if options.microbatches > 1 or not options.has_gradients:
+        return options
+    return dataclasses.replace(options, microbatches=config.stages.microbatches)
+
+
+def check_no_tangents(config: ZeroConfig) -> None:
+    """Raise `NotImplementedError` for tangents of a step of stages."""
+    if config.stages is not None:
+        raise NotImplementedError(
+            "`jax.jvp` of a step with `stages` is not possible. Take a config without stages, such "
+            "as `jz.zero3()`, for derivatives of gradients."
+        )
+
+
+def run_on_stage(
+    flat: Any,
+    parameters: Parameters,
+    stored: Sequence[Array],
+    wire_state: LocalWireState,
+    inputs: Sequence[Array],
+    specs: Sequence[Any],
+    microbatches: int,
+    comm: CommSpec,
+    updates: Mapping[int, LeafUpdate] | None = None,
+    share_of_loss: Array | float | None = None,
+    *,
+    stages: Stages,
+) -> Result:
+    """Run one step on one device of a stage; arguments are those of `run_on_device`."""
+    assert share_of_loss is None
+    leaves = parameters.leaves
+    is_stack = [stages.has(leaf.path) for leaf in leaves]
+    whole = [
+        x if layers else _gathered(x, leaf)
+        for x, leaf, layers in zip(stored, leaves, is_stack, strict=True)
+    ]
+    rows = [split_dim(spec) is not None for spec in specs]
+    given = [
+        split_microbatches(x, spec, microbatches) if has_rows else x
+        for x, spec, has_rows in zip(inputs, specs, rows, strict=True)
+    ]
+    staged = Staged(
+        flat,
+        [leaf.path if layers else None for leaf, layers in zip(leaves, is_stack, strict=True)],
+        parameters.differentiated,
+        rows,
+        microbatches,
+    )
+    on_stage = [
+        _on_stage(leaf, x, layers) for leaf, x, layers in zip(leaves, stored, is_stack, strict=True)
+    ]
+    result = run_on_device(
+        staged,
+        dataclasses.replace(parameters, leaves=tuple(on_stage)),
+        whole,
+        wire_state,
+        given,
+        [PartitionSpec()] * len(given),
+        1,
+        comm,
+        updates,
+    )
+    assert staged.block is not None and staged.program is not None
+    gradients = [
+        x if is_stack[i] or x is None else _scattered(x, leaves[i])
+        for i, x in zip(parameters.differentiated, result.gradients, strict=True)
+    ]
+    return dataclasses.replace(
+        result,
+        gradients=gradients,
+        others=[x[0] for x in result.others],
+        program=staged.program,
+        block=staged.block,
+    )
+
+
+def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:
+    """A leaf as the program of a stage sees it: of a stack its layers, else all of it."""
+    shape = (stored.shape[0], *leaf.shape[1:]) if layers else leaf.shape
+    return dataclasses.replace(leaf, shape=shape, other_axes=PartitionSpec())
+
+
+def _stage_dim(leaf: LeafSpec) -> int | None:
+    """The dim that a leaf is split on over stages."""
+    dims = enumerate(axes_of_dims(leaf.other_axes))
+    return next((dim for dim, axes in dims if STAGE in axes), None)
+
+
+def _gathered(x: Array, leaf: LeafSpec) -> Array:
+    """This device's shard of a leaf that is no layer, of all stages."""
+    dim = _stage_dim(leaf)
+    with labelled("weights", leaf.path):
+        return x if dim is None else all_gather(x, STAGE, dim)
+
+
+def _scattered(x: Array, leaf: LeafSpec) -> Array:
+    """The sum over stages of a gradient's shard, split over them as the leaf is."""
+    dim = _stage_dim(leaf)
+    with labelled("gradients", leaf.path):
+        return all_reduce(x, STAGE) if dim is None else reduce_scatter(x, STAGE, dim)
