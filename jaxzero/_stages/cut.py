@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 from .._program import (
     Atom,
@@ -25,25 +24,34 @@ from .._program import (
     Loop,
     Operation,
     Value,
+    makes_zeros,
     movable_ops,
     scan_indexed_stacks,
     sink_into_loops,
 )
 
-_OF_EACH_ELEMENT = (movable_ops.ConvertDtype, movable_ops.Scale, movable_ops.Elementwise)
 
 
 @dataclasses.dataclass(frozen=True)
-class StackGradient:
-    """A stack's gradient: the output of the backward loop that stacks it, and what is done to it.
+class LayersOf:
+    """A stack that is made of another one, layer by layer.
 
     Attributes:
-        output: its index among the loop's outputs; None if the gradient is zero.
-        ops: operations on each element after the loop, in order.
+        source: an input of the program, or an output of the backward loop; None for zeros.
+        ops: operations on one layer, in order.
     """
 
-    output: int | None
+    source: Value | None
     ops: tuple[movable_ops.Op, ...] = ()
+
+    def then(self, op: movable_ops.Op) -> LayersOf:
+        return LayersOf(self.source, (*self.ops, op))
+
+    def of(self, x: Array) -> Array:
+        """The stack, of some layers `x` of the source."""
+        for op in self.ops:
+            x = op.of_stack(len(x)).apply(x)
+        return x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +62,8 @@ class LayerCut:
         block: the program.
         forward: the loop that scans the stacks.
         backward: the loop that makes their gradients; None if there are none.
-        stacks: the inputs of the program that are stacks of layers.
+        stacks: the stacks of layers: inputs of the program, and what is made of one by operations
+            that only move, scale or round.
         stack_gradients: by index of the program's output, those that are gradients of stacks.
         from_forward: all values that depend on the forward loop.
         from_backward: all values that depend on the backward loop.
@@ -66,8 +75,8 @@ class LayerCut:
     block: Block
     forward: Loop
     backward: Loop | None
-    stacks: frozenset[Value]
-    stack_gradients: Mapping[int, StackGradient]
+    stacks: Mapping[Value, LayersOf]
+    stack_gradients: Mapping[int, LayersOf]
     from_forward: frozenset[Value]
     from_backward: frozenset[Value]
     saved: tuple[int, ...]
@@ -94,20 +103,21 @@ def cut_at_layers(
     weights = list(stacks)
     block = scan_indexed_stacks(block, weights)
     block = sink_into_loops(block, weights, list(gradients))
-    stack_gradients = {k: _stack_gradient(block, k, stacks[gradients[k]]) for k in gradients}
-    backward = _backward(block, stack_gradients)
-    forward = _forward(block, backward, stacks)
+    found = {k: _stack_gradient(block, k, stacks[gradients[k]]) for k in gradients}
+    backward = _backward(block, found.values())
+    views = _views(block, weights)
+    forward = _forward(block, backward, {x: stacks[views[x].source] for x in views}, views)
     from_forward = dependents(block, forward.outputs)
     from_backward = dependents(block, backward.outputs) if backward else set()
     return LayerCut(
         block,
         forward,
         backward,
-        frozenset(stacks),
-        {k: x for k, (_, x) in stack_gradients.items()},
+        views,
+        found,
         frozenset(from_forward),
         frozenset(from_backward),
-        *_passed(block, forward, backward, from_forward, stacks),
+        *_passed(block, forward, backward, from_forward),
     )
 
 
@@ -120,23 +130,38 @@ def dependents(block: Block, roots: Iterable[Value]) -> set[Value]:
     return found
 
 
-def _stack_gradient(block: Block, k: int, path: str) -> tuple[Loop | None, StackGradient]:
-    """The loop that makes the gradient of a stack, and how."""
+def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
+    """All stacks of a program: inputs, and what is made of one layer by layer."""
+    found = {x: LayersOf(x) for x in stacks}
+    for operation in block.operations:
+        if isinstance(operation, Barrier):
+            for x, out in zip(operation.inputs, operation.outputs, strict=True):
+                if x in found:
+                    found[out] = found[x]
+        elif (op := _of_layer(operation)) is not None and operation.source in found:
+            found[operation.outputs[0]] = found[operation.source].then(op)
+    return found
+
+
+def _of_layer(operation: Operation) -> movable_ops.Op | None:
+    """The operation on one layer of a stack, if it only moves, scales or rounds."""
+    op, source = operation.view(), operation.source
+    return None if op is None or source is None else op.of_slice(source.shape)
+
+
+def _stack_gradient(block: Block, k: int, path: str) -> LayersOf:
+    """The output of a loop that the gradient of a stack is made of."""
     value, ops = block.outputs[k], []
     while isinstance(value, Value) and value in block.makers:
         maker = block.makers[value]
-        if isinstance(maker, Loop):
-            position = maker.outputs.index(value)
-            if position < maker.num_carry:
-                break
-            return maker, StackGradient(position, tuple(reversed(ops)))
+        if isinstance(maker, Loop) and value in maker.outputs[maker.num_carry :]:
+            return LayersOf(value, tuple(reversed(ops)))
         if isinstance(maker, Barrier):
             value = maker.inputs[maker.outputs.index(value)]
             continue
-        if maker.name == "broadcast_in_dim" and not maker.values:
-            return None, StackGradient(None)
-        op = maker.view()
-        if not isinstance(op, _OF_EACH_ELEMENT) or maker.source is None:
+        if makes_zeros(maker):
+            return LayersOf(None)
+        if (op := _of_layer(maker)) is None:
             break
         ops.append(op)
         value = maker.source
@@ -148,10 +173,9 @@ def _stack_gradient(block: Block, k: int, path: str) -> tuple[Loop | None, Stack
     )
 
 
-def _backward(
-    block: Block, gradients: Mapping[int, tuple[Loop | None, StackGradient]]
-) -> Loop | None:
-    loops = {loop for loop, _ in gradients.values() if loop is not None}
+def _backward(block: Block, gradients: Iterable[LayersOf]) -> Loop | None:
+    makers = {block.makers[x.source] for x in gradients if x.source is not None}
+    loops = [x for x in makers if isinstance(x, Loop)]
     if len(loops) > 1:
         lines = ", ".join(sorted({loop.where for loop in loops}))
         raise NotImplementedError(
@@ -159,22 +183,26 @@ def _backward(
             "loop over all layers: put them into one stack that one `jax.lax.scan` scans, or leave "
             "the others out of `layers`."
         )
-    return next(iter(loops), None)
+    return loops[0] if loops else None
 
 
-def _forward(block: Block, backward: Loop | None, stacks: Mapping[Value, str]) -> Loop:
+def _forward(
+    block: Block,
+    backward: Loop | None,
+    paths: Mapping[Value, str],
+    stacks: Mapping[Value, LayersOf],
+) -> Loop:
     """The loop that scans the stacks; all of them are read by the two loops alone."""
     found: dict[Loop, None] = {}
     for operation in block.operations:
         read = [x for x in operation.values if x in stacks]
-        if not read or operation is backward:
+        if not read or operation is backward or stacks.keys() >= {*operation.outputs}:
             continue
-        scans = isinstance(operation, Loop) and not set(operation.inputs[: operation.first_stack]) & {
-            *read
-        }
-        if not isinstance(operation, Loop) or not scans:
+        if not isinstance(operation, Loop) or not {*read}.isdisjoint(
+            operation.inputs[: operation.first_stack]
+        ):
             raise NotImplementedError(
-                f"`{operation.name}` at {operation.where} reads the stack `{stacks[read[0]]}` of "
+                f"`{operation.name}` at {operation.where} reads the stack `{paths[read[0]]}` of "
                 "all layers, which lie on different nodes. Compute it in the loop over the layers, "
                 "or leave out `stages`."
             )
@@ -200,7 +228,6 @@ def _passed(
     forward: Loop,
     backward: Loop | None,
     from_forward: Collection[Value],
-    stacks: Collection[Value],
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Value, ...]]:
     """The stacked outputs of `forward` that are saved, and collected; and what travels."""
     stacked = forward.outputs[forward.num_carry :]
@@ -214,7 +241,7 @@ def _passed(
         constants = [x for x in backward.inputs[: backward.num_constants] if isinstance(x, Value)]
         saved = [i for i, x in enumerate(stacked) if x in in_layers]
         for x in dict.fromkeys([*constants, *in_layers]):
-            if x not in from_forward or x in stacks:
+            if x not in from_forward:
                 continue
             if x not in stacked:
                 travelling[x] = None

@@ -31,7 +31,7 @@ from jaxtyping import Array
 
 from .._collectives import accumulator_dtype
 from .._mesh import STAGE
-from .._program import Atom, Block, Loop, Value, dtype_of, movable_ops, shape_of
+from .._program import Atom, Block, Loop, Value, dtype_of, shape_of
 from .cut import LayerCut
 from .evaluation import Evaluation, Sums, run_block
 
@@ -285,27 +285,27 @@ class Pipeline:
         inside = values(loop.inputs[: loop.num_constants])
         rows = {_stacked(cut, i): x for i, x in zip(cut.saved, saved, strict=True)}
         stacks = self._layers(loop, values, rows)
-        positions = [x.output for x in cut.stack_gradients.values() if x.output is not None]
-        masked = {_made(loop.body, i): micro.masked for i in positions}
+        made_of = [x.source for x in cut.stack_gradients.values() if x.source is not None]
+        masked = {_made(loop.body, loop.outputs.index(x)): micro.masked for x in made_of}
 
         def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
             outputs = run_block(loop.body, [*inside, *carry, *layers], masked)
             return outputs[:num], outputs[num:]
 
         carry, stacked, received = self._scan(loop, layer, cotangents[:num], stacks, beside)
+        made = dict(zip(loop.outputs, [*carry, *stacked], strict=True))
         of_stacks = [
-            [] if x.output is None else [movable_ops.apply_all(x.ops, stacked[x.output - num])]
-            for x in cut.stack_gradients.values()
+            [] if x.source is None else [x.of(made[x.source])] for x in cut.stack_gradients.values()
         ]
-        known = values.known | dict(zip(loop.outputs, carry, strict=False))
+        known = values.known | dict(zip(loop.outputs[:num], carry, strict=True))
         from_layers = [x for x in self.outer.values() if self.sums.has_layers(x)]
 
-        def made() -> list[Any]:
+        def outer_terms() -> list[Any]:
             here = Evaluation(cut.block, known, micro.loops)
             return self.sums.of_layers(from_layers, here)
 
         here = (self.stage == 0) & micro.exists
-        terms = iter(self._where(here, made, [*map(_zeros, from_layers)], from_layers))
+        terms = iter(self._where(here, outer_terms, [*map(_zeros, from_layers)], from_layers))
         outer = [[next(terms)] if x in from_layers else [] for x in self.outer.values()]
         return [*carry, *cotangents[num:]], of_stacks, outer, received
 
@@ -313,8 +313,11 @@ class Pipeline:
         """What a layer loop scans, for this stage's layers; `rows` are known for them alone."""
         stacks = []
         for x in loop.inputs[loop.first_stack :]:
-            if isinstance(x, Value) and (x in self.cut.stacks or x in rows):
-                stacks.append(rows[x] if x in rows else self.weights[x])
+            if isinstance(x, Value) and x in rows:
+                stacks.append(rows[x])
+                continue
+            if isinstance(x, Value) and (stack := self.cut.stacks.get(x)):
+                stacks.append(stack.of(self.weights[stack.source]))
                 continue
             start = self.stage * self.num_layers
             whole = jnp.asarray(values([x])[0])
