@@ -15,13 +15,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from .._program import ADDITIONS, Atom, Block, Constant, Loop, Operation, Value, makes_zeros
+import jax.numpy as jnp
 
-# Operations that are linear in one input, whatever the others are.
+from .._program import (
+    ADDITIONS,
+    Atom,
+    Block,
+    Constant,
+    Loop,
+    Operation,
+    Value,
+    dtype_of,
+    makes_zeros,
+)
+
+# Operations that are linear in one input, whatever the others are; and if the others are zeros.
 _LINEAR = {
     *("conv_general_dilated", "cumsum", "div", "dot_general", "dynamic_slice", "gather", "mul"),
     *("psum", "reduce_sum", "reduce_window_sum"),
 }
+_LINEAR_BESIDE_ZEROS = {"dynamic_update_slice", "scatter-add", "select_n"}
 _SUMS = {*ADDITIONS, "sub"}
 
 
@@ -128,7 +141,7 @@ class Sums:
             rest = not self._has_rest.isdisjoint(read)
             if operation.name in _SUMS:
                 rest |= any(not self._is_known_zero(x) for x in operation.inputs if x not in tainted)
-            elif rest and not (len(read) == 1 and _is_linear(operation)):
+            elif rest and not (len(read) == 1 and self._is_linear(operation, read[0])):
                 raise NotImplementedError(
                     f"`{operation.name}` at {operation.where} mixes gradients of the first and of "
                     "the last stage. Leave out `stages`."
@@ -178,14 +191,20 @@ class Sums:
             parts.update(zip(operation.outputs, run_operation(operation, inputs), strict=True))
         return [read(x) for x in atoms]
 
+    def _is_linear(self, operation: Operation, source: Value) -> bool:
+        if operation.name in _LINEAR or operation.view() is not None:
+            return True
+        floats = [
+            x
+            for x in operation.inputs
+            if x is not source and jnp.issubdtype(dtype_of(x), jnp.inexact)
+        ]
+        return operation.name in _LINEAR_BESIDE_ZEROS and all(map(self._is_known_zero, floats))
+
     def _is_known_zero(self, atom: Atom) -> bool:
         if isinstance(atom, Constant):
             return atom.is_zero
         return atom in self.block.makers and makes_zeros(self.block.makers[atom])
-
-
-def _is_linear(operation: Operation) -> bool:
-    return operation.name in _LINEAR or operation.view() is not None
 
 
 def _sum(name: str, left: Any, right: Any) -> Any:

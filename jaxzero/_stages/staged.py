@@ -37,6 +37,11 @@ class Staged:
         is_rows: Sequence[bool],
         microbatches: int,
     ):
+        if not any(paths):
+            raise ValueError(
+                "No leaf of the parameters is a stack of layers. Give `jz.Stages` the path of the "
+                'stacks as `layers`, such as "params.layers".'
+            )
         self.flat = flat
         self.paths = paths
         self.differentiated = differentiated
