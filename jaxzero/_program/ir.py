@@ -312,6 +312,12 @@ def is_mutable(x: Any) -> bool:
     return isinstance(x, jax.Ref) or (is_traced(x) and is_ref(jax.typeof(x)))
 
 
+def at_line_of(operation: Operation) -> contextlib.AbstractContextManager:
+    """Let what is traced in this context come from the line that an operation comes from."""
+    equation = operation.caller or operation.equation
+    return source_info_util.user_context(equation.source_info.traceback)
+
+
 def _frames(equation: Any) -> list[tuple[str, int]]:
     traceback = equation.source_info.traceback
     return [(x.file_name, x.line_num) for x in traceback.frames] if traceback else []

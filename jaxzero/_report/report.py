@@ -212,7 +212,7 @@ def _without_unit(size: str, total: str) -> str:
 def _sent(traffic: Traffic | None) -> list[str]:
     if traffic is None:
         return ["Into a node", _NO_PLAN]
-    purposes = ("weights", "gradients", "tangents", "other")
+    purposes = ("weights", "gradients", "activations", "tangents", "other")
     if traffic.node_bytes:
         label, total = "Into a node", traffic.node_bytes
         amounts = [traffic.node_bytes_for(purpose) for purpose in purposes]
@@ -222,9 +222,10 @@ def _sent(traffic: Traffic | None) -> list[str]:
             traffic.amount(lambda t, purpose=purpose: t.purpose == purpose).device_bytes
             for purpose in purposes
         ]
-    weights, gradients, tangents, other = map(readable_bytes, amounts)
+    weights, gradients, activations, tangents, other = map(readable_bytes, amounts)
     text = f"{readable_bytes(total)} per step: {weights} weights, {gradients} gradients"
-    text += f", {tangents} tangents" if amounts[2] else ""
+    text += f", {activations} activations" if amounts[2] else ""
+    text += f", {tangents} tangents" if amounts[3] else ""
     return [label, f"{text}, {other} other", text]
 
 

@@ -25,6 +25,7 @@ from .._program import (
     Loop,
     Operation,
     Value,
+    at_line_of,
     dtype_of,
     makes_zeros,
 )
@@ -89,14 +90,16 @@ def _needed(block: Block, atoms: Iterable[Atom], known: Collection[Value]) -> li
 def run_operation(operation: Operation, inputs: Sequence[Any]) -> list[Any]:
     """Run an operation; a loop by the operations of its body."""
     if not isinstance(operation, Loop):
-        return operation.bind(inputs)
+        with at_line_of(operation):
+            return operation.bind(inputs)
     num, first = operation.num_constants, operation.first_stack
 
     def body(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
         outputs = run_block(operation.body, [*inputs[:num], *carry, *layers])
         return outputs[: operation.num_carry], outputs[operation.num_carry :]
 
-    carry, stacks = operation.scan(body, list(inputs[num:first]), list(inputs[first:]))
+    with at_line_of(operation):
+        carry, stacks = operation.scan(body, list(inputs[num:first]), list(inputs[first:]))
     return [*carry, *stacks]
 
 

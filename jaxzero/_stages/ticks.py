@@ -29,9 +29,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import accumulator_dtype
+from .._collectives import accumulator_dtype, all_reduce, labelled, permute, repeated
 from .._mesh import STAGE
-from .._program import Atom, Block, Loop, Value, dtype_of, shape_of
+from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
 from .evaluation import Evaluation, Sums, run_block
 
@@ -101,6 +101,10 @@ class Pipeline:
             a stack of this stage's layers, for others this stage's part; of others their values
             `[microbatches, ...]`, equal on all stages.
         """
+        with at_line_of(self.cut.forward):
+            return self._run()
+
+    def _run(self) -> list[Any]:
         num, fill = self.microbatches, self.num_stages - 1
         state, _ = self._ticks(self._start(), range(fill), forward=True)
         if self.cut.backward is None:
@@ -156,7 +160,10 @@ class Pipeline:
             ]
             return (state, sums), None
 
-        (state, sums), _ = lax.scan(tick, (state, sums), jnp.arange(ticks.start, ticks.stop))
+        traced, note = repeated(tick, len(ticks))
+        numbers = jnp.arange(ticks.start, ticks.stop)
+        (state, sums), _ = lax.scan(traced, (state, sums), numbers)
+        note()
         return state, sums
 
     def _no_sums(self) -> list[Array]:
@@ -362,7 +369,9 @@ class Pipeline:
             carry, parts = lax.optimization_barrier((carry, parts))
             return carry, (stacked, parts)
 
-        carry, (stacked, parts) = loop.scan(with_part, carry, (stacks, parts), num)
+        traced, note = repeated(with_part, num)
+        carry, (stacked, parts) = loop.scan(traced, carry, (stacks, parts), num)
+        note()
         parts = iter(parts)
         received = [
             x if x is not None else _joined(next(parts), old)
@@ -373,7 +382,8 @@ class Pipeline:
     def _of_last_stage(self, x: Array) -> Array:
         """The last stage's array, on all stages."""
         x = jnp.where(self.stage == self.num_stages - 1, x, jnp.zeros_like(x))
-        return lax.psum(x.astype(jnp.int32) if x.dtype == bool else x, STAGE).astype(x.dtype)
+        with labelled("other"):
+            return all_reduce(x.astype(jnp.int32) if x.dtype == bool else x, STAGE).astype(x.dtype)
 
 
 class _Micro(NamedTuple):
@@ -407,7 +417,8 @@ def _sent(arrays: list[Any], shift: int) -> list[Any]:
     """Arrays (or None) of the stage `shift` before; zeros on the stages at the end."""
     num = lax.axis_size(STAGE)
     pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
-    return [None if x is None else lax.ppermute(x, STAGE, pairs) for x in arrays]
+    with labelled("activations"):
+        return [None if x is None else permute(x, STAGE, pairs) for x in arrays]
 
 
 def _is_divided(x: Array, num: int) -> bool:
