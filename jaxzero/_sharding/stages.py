@@ -1,4 +1,4 @@
-"""Pipeline stages: which arrays are stacks of layers, and how other arrays are split over stages."""
+"""Pipeline stages: which arrays are stacks of layers, and how others are split over stages."""
 
 from __future__ import annotations
 

@@ -247,7 +247,9 @@ def _split_over_stages(
 ) -> list[PartitionSpec]:
     """The split of each leaf over stages, with the one over the user's axes, of which none may."""
     if any(axes_of(other) for other in others):
-        raise ValueError("`specs` cannot be had with `stages` of the config. Leave out one of them.")
+        raise ValueError(
+            "`specs` cannot be had with `stages` of the config. Leave out one of them."
+        )
     assert config.stages is not None
     num_stages, num_shards = mesh.shape[STAGE], config.num_shards(mesh)
     return [

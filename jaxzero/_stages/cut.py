@@ -15,10 +15,9 @@ on every stage. `outer_gradients` divides the gradients of weights outside of th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from .._program import (
-    Atom,
     Barrier,
     Block,
     Loop,
@@ -29,7 +28,6 @@ from .._program import (
     scan_indexed_stacks,
     sink_into_loops,
 )
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +177,9 @@ def _backward(block: Block, gradients: Iterable[LayersOf]) -> Loop | None:
     if len(loops) > 1:
         lines = ", ".join(sorted({loop.where for loop in loops}))
         raise NotImplementedError(
-            f"The gradients of the layers are made by {len(loops)} loops ({lines}). Stages need one "
-            "loop over all layers: put them into one stack that one `jax.lax.scan` scans, or leave "
-            "the others out of `layers`."
+            f"The gradients of the layers are made by {len(loops)} loops ({lines}). Stages need "
+            "one loop over all layers: put them into one stack that one `jax.lax.scan` scans, or "
+            "leave the others out of `layers`."
         )
     return loops[0] if loops else None
 
@@ -196,7 +194,8 @@ def _forward(
     found: dict[Loop, None] = {}
     for operation in block.operations:
         read = [x for x in operation.values if x in stacks]
-        if not read or operation is backward or stacks.keys() >= {*operation.outputs}:
+        is_view = isinstance(operation, Barrier) or stacks.keys() >= {*operation.outputs}
+        if not read or operation is backward or is_view:
             continue
         if not isinstance(operation, Loop) or not {*read}.isdisjoint(
             operation.inputs[: operation.first_stack]
@@ -252,5 +251,3 @@ def _passed(
                 )
     collected = tuple(i for i, x in enumerate(stacked) if x in read)
     return tuple(saved), collected, tuple(travelling)
-
-

@@ -143,7 +143,9 @@ class Sums:
                 continue
             rest = not self._has_rest.isdisjoint(read)
             if operation.name in _SUMS:
-                rest |= any(not self._is_known_zero(x) for x in operation.inputs if x not in tainted)
+                rest |= any(
+                    not self._is_known_zero(x) for x in operation.inputs if x not in tainted
+                )
             elif rest and not (len(read) == 1 and self._is_linear(operation, read[0])):
                 raise NotImplementedError(
                     f"`{operation.name}` at {operation.where} mixes gradients of the first and of "

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
 from .._mesh import STAGE, microbatch_index
 from .._program import Block, OpenProgram, trace

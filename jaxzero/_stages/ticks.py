@@ -15,7 +15,8 @@ A part of a tick that has no micro-batch works on another one. Nothing of it is 
 masked before they are reduced, outputs where they are stored.
 
 References:
-    PipeDream (https://arxiv.org/abs/1806.03377) and DAPPLE (https://arxiv.org/abs/2007.01045), 1F1B.
+    PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
+    DAPPLE (https://arxiv.org/abs/2007.01045).
 """
 
 from __future__ import annotations
@@ -37,8 +38,6 @@ from .evaluation import Evaluation, Sums, run_block
 
 # Arrays of fewer bytes are sent at once: a part of them would take longer to launch than to send.
 _DIVIDED_BYTES = 2**16
-
-
 
 
 class State(NamedTuple):
@@ -161,7 +160,7 @@ class Pipeline:
             return (state, sums), None
 
         traced, note = repeated(tick, len(ticks))
-        numbers = jnp.arange(ticks.start, ticks.stop)
+        numbers = jnp.arange(ticks.start, ticks.stop, dtype=jnp.int32)
         (state, sums), _ = lax.scan(traced, (state, sums), numbers)
         note()
         return state, sums
@@ -184,7 +183,7 @@ class Pipeline:
     ) -> tuple[State, list[list[Array]]]:
         """Run one tick; also return the terms of the gradients, in the order of `_no_sums`."""
         activations, cotangents, saved, outputs = state
-        first, gradients = number - self.stage, []
+        first = number - self.stage
         if not forward:
             cotangents = _sent(cotangents, -1)
         else:
@@ -192,9 +191,7 @@ class Pipeline:
             micro = self._micro(first)
             activations, rows, received = self._forward(micro, activations, beside)
             cotangents = received if backward else cotangents
-            saved = [
-                _put(x, row, first % len(x)) for x, row in zip(saved, rows, strict=True)
-            ]
+            saved = [_put(x, row, first % len(x)) for x, row in zip(saved, rows, strict=True)]
         micro = self._micro(first - 2 * (self.num_stages - 1 - self.stage) if backward else first)
         rest: list[list[Array]] = [[] for _ in self.outer]
         if head:
