@@ -291,8 +291,11 @@ class BlockRunner:
         there, layout = self.by_lag[each.lag], self.plan.gradients.on_shards[each.operation]
         op, source = operation.view(), operation.source
         if source is None:  # an addition
-            terms = (self.read(atom, each.lag) for atom in operation.inputs)
-            there[operation.outputs[0]] = jax.tree.map(_add, *terms)
+            sums = self.plan.gradients.sums if each.operation in self.plan.added else ()
+            terms = (self.read(atom, each.lag) for atom in operation.inputs if atom not in sums)
+            there[operation.outputs[0]] = functools.reduce(
+                functools.partial(jax.tree.map, _add), terms
+            )
             return
         x = self.read(source, each.lag)
         if not isinstance(op, movable_ops.ConvertDtype):

@@ -67,6 +67,8 @@ class LoopRun(LoopInputs):
             stack = empty() if stack is None else stack
             state.stacks["slices", weight] = put(stack, data, index)
         state.stacks |= {("state", i): list(x.stacks) for i, x in self.updates.items()}
+        sums = {i: self.outer.read(x) for i, x in self.plan.sums.items()}
+        state.stacks |= {pipeline.output(i): x for i, x in sums.items()}
         shapes = self._shapes(carry, state)
         self._add_stacks(state, shapes)
         stacked: dict[pipeline.Key, Any] = {}  # what the loop over the ticks itself stacks
@@ -97,13 +99,14 @@ class LoopRun(LoopInputs):
     def carries(self, key: pipeline.Key) -> bool:
         """Whether a stack is carried, and filled in its place, so that `lax.scan` stacks nothing.
 
-        It is if it is filled after the iteration, if it is read, and if it lies in host memory:
-        JAX 0.10 writes a stack there in the wrong order where the loop is reversed.
+        It is if it is filled after the iteration, if it is read or added to, and if it lies in host
+        memory: JAX 0.10 writes a stack there in the wrong order where the loop is reversed.
         """
         kind, i = key
         if kind == "slices":
             return self.is_cut or i in self.pipeline.kept
-        return self.is_cut or i in self._collected_late or i in self.plan.host_gradients
+        late = self._collected_late | self.plan.sums.keys()
+        return self.is_cut or i in late or i in self.plan.host_gradients
 
     @functools.cached_property
     def _collected_late(self) -> set[int]:

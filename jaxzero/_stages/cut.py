@@ -128,6 +128,28 @@ def dependents(block: Block, roots: Iterable[Value]) -> set[Value]:
     return found
 
 
+def dtypes_read(block: Block, value: Value) -> set[Any]:
+    """The narrower float dtypes that a value is rounded to by all that reads it.
+
+    None is among them if something reads it as it is, or in a way that is not known.
+    """
+    found = {None} if value in block.outputs else set()
+    for operation in block.operations:
+        for i, x in enumerate(operation.inputs):
+            if x is not value:
+                continue
+            op = operation.view()
+            if isinstance(op, movable_ops.ConvertDtype) and op.narrows:
+                found.add(operation.outputs[0].dtype)
+            elif isinstance(operation, Barrier):
+                found |= dtypes_read(block, operation.outputs[i])
+            elif isinstance(operation, Loop) and i < operation.num_constants:
+                found |= dtypes_read(operation.body, operation.body.inputs[i])
+            else:
+                found.add(None)
+    return found
+
+
 def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
     """All stacks of a program: inputs, and what is made of one layer by layer."""
     found = {x: LayersOf(x) for x in stacks}

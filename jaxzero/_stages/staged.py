@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from .._mesh import STAGE, microbatch_index
-from .._program import Block, OpenProgram, trace
-from .cut import cut_at_layers
+from .._mesh import microbatch_index
+from .._program import trace
+from .cut import cut_at_layers, dtypes_read
 from .ticks import Pipeline
 
 
@@ -22,15 +21,23 @@ class Staged:
     Args:
         flat: `(parameters, inputs) -> (loss, weight, gradients, others)` for one micro-batch. The
             first three are None, None and [] in a forward-only program.
+        parameters: of all layers.
+        inputs: those with rows as `[microbatches, ...]`; only shapes and dtypes are read.
         paths: for each parameter that is a stack of layers its path; None for the others.
         differentiated: the parameters that `gradients` are of, by index.
         is_rows: for each input whether it has another value in each micro-batch.
         microbatches: how many micro-batches there are.
+
+    Attributes:
+        block: the program of one micro-batch, as it was traced.
+        program: likewise, with the arrays that it closes over.
     """
 
     def __init__(
         self,
         flat: Callable[[list[Any], list[Any]], Any],
+        parameters: Sequence[jax.ShapeDtypeStruct],
+        inputs: Sequence[Any],
         paths: Sequence[str | None],
         differentiated: Sequence[int],
         is_rows: Sequence[bool],
@@ -41,14 +48,35 @@ class Staged:
                 "No leaf of the parameters is a stack of layers. Give `jz.Stages` the path of the "
                 'stacks as `layers`, such as "params.layers".'
             )
-        self.flat = flat
         self.paths = paths
-        self.differentiated = differentiated
         self.is_rows = is_rows
         self.microbatches = microbatches
-        # Set by a call: the program of one micro-batch, as it was traced.
-        self.block: Block | None = None
-        self.program: OpenProgram | None = None
+        self._numbers = [jnp.arange(microbatches)] if microbatches > 1 else []
+
+        def function(*arrays: Any) -> Any:
+            index, arrays = (arrays[0], arrays[1:]) if microbatches > 1 else (None, arrays)
+            with microbatch_index(index):
+                return flat([*arrays[: len(parameters)]], [*arrays[len(parameters) :]])
+
+        pairs = zip(inputs, is_rows, strict=True)
+        one = [jax.eval_shape(lambda x: x[0], x) if rows else x for x, rows in pairs]
+        numbers = (x[0] for x in self._numbers)
+        self.block, self.program = trace(function, *numbers, *parameters, *one)
+        self._parameters = self.block.inputs[len(self._numbers) :][: len(parameters)]
+        stacks = zip(self._parameters, paths, strict=True)
+        first = len(jax.tree.leaves(self.program.shapes[:2]))
+        gradients = dict(enumerate(differentiated, first))
+        of_stacks = {k: self._parameters[i] for k, i in gradients.items() if paths[i]}
+        self._outer = [k for k in gradients if k not in of_stacks]
+        self._cut = cut_at_layers(self.block, {x: path for x, path in stacks if path}, of_stacks)
+
+    def dtype_read(self, i: int) -> Any:
+        """The dtype that a parameter is read in: a narrower one, if all that reads it rounds it."""
+        value = self._parameters[i]
+        found = dtypes_read(self._cut.block, value)
+        if len(found) == 1 and None not in found:
+            return found.pop()
+        return value.dtype
 
     def __call__(self, parameters: list[Any], inputs: list[Any]) -> Any:
         """Run all micro-batches.
@@ -62,35 +90,13 @@ class Staged:
             weights; gradients likewise, of this stage's layers and this stage's part of the others;
             and other outputs as `[microbatches, ...]`.
         """
-        num, num_stages = self.microbatches, lax.axis_size(STAGE)
-
-        def whole(x: Any, path: str | None) -> jax.ShapeDtypeStruct:
-            shape = (num_stages * x.shape[0], *x.shape[1:]) if path else x.shape
-            return jax.ShapeDtypeStruct(shape, x.dtype)
-
-        def function(*arrays: Any) -> Any:
-            index, arrays = (arrays[0], arrays[1:]) if num > 1 else (None, arrays)
-            with microbatch_index(index):
-                return self.flat([*arrays[: len(parameters)]], [*arrays[len(parameters) :]])
-
-        numbers = [jnp.arange(num)] if num > 1 else []
-        pairs = zip(inputs, self.is_rows, strict=True)
-        one = [jax.eval_shape(lambda x: x[0], x) if rows else x for x, rows in pairs]
-        full = [whole(x, path) for x, path in zip(parameters, self.paths, strict=True)]
-        block, program = trace(function, *(x[0] for x in numbers), *full, *one)
-        self.block, self.program = block, program
-        values = block.inputs[len(numbers) :]
-        weights = dict(zip(values[: len(parameters)], parameters, strict=True))
-        stacks = {x: path for x, path in zip(weights, self.paths, strict=True) if path}
-        rows = dict(zip(block.inputs, numbers, strict=False))
-        for x, array, has_rows in zip(values[len(parameters) :], inputs, self.is_rows, strict=True):
+        weights = dict(zip(self._parameters, parameters, strict=True))
+        rows = dict(zip(self.block.inputs, self._numbers, strict=False))
+        values = self.block.inputs[len(self._numbers) + len(parameters) :]
+        for x, array, has_rows in zip(values, inputs, self.is_rows, strict=True):
             (rows if has_rows else weights)[x] = array
-        first = len(jax.tree.leaves(program.shapes[:2]))
-        gradients = dict(enumerate(self.differentiated, first))
-        of_stacks = {k: values[i] for k, i in gradients.items() if self.paths[i]}
-        cut = cut_at_layers(block, stacks, of_stacks)
-        outer = [k for k in gradients if k not in of_stacks]
-        outputs = Pipeline(cut, weights, rows, outer, num).run()
+        outputs = Pipeline(self._cut, weights, rows, self._outer, self.microbatches).run()
+        program = self.program
         return self._combined(jax.tree.unflatten(program.treedef, outputs), program.shapes)
 
     def _combined(self, outputs: Any, shapes: Any) -> Any:

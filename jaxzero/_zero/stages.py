@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
@@ -71,10 +72,6 @@ def run_on_stage(
     assert share_of_loss is None
     leaves = parameters.leaves
     is_stack = [stages.has(leaf.path) for leaf in leaves]
-    whole = [
-        x if layers else _gathered(x, leaf)
-        for x, leaf, layers in zip(stored, leaves, is_stack, strict=True)
-    ]
     rows = [split_dim(spec) is not None for spec in specs]
     given = [
         split_microbatches(x, spec, microbatches) if has_rows else x
@@ -82,11 +79,17 @@ def run_on_stage(
     ]
     staged = Staged(
         flat,
+        [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
+        given,
         [leaf.path if layers else None for leaf, layers in zip(leaves, is_stack, strict=True)],
         parameters.differentiated,
         rows,
         microbatches,
     )
+    whole = [
+        x if layers else _gathered(x, leaf, staged.dtype_read(i))
+        for i, (x, leaf, layers) in enumerate(zip(stored, leaves, is_stack, strict=True))
+    ]
     on_stage = [
         _on_stage(leaf, x, layers) for leaf, x, layers in zip(leaves, stored, is_stack, strict=True)
     ]
@@ -101,7 +104,6 @@ def run_on_stage(
         comm,
         updates,
     )
-    assert staged.block is not None and staged.program is not None
     gradients = [
         x if is_stack[i] or x is None else _scattered(x, leaves[i])
         for i, x in zip(parameters.differentiated, result.gradients, strict=True)
@@ -127,11 +129,13 @@ def _stage_dim(leaf: LeafSpec) -> int | None:
     return next((dim for dim, axes in dims if STAGE in axes), None)
 
 
-def _gathered(x: Array, leaf: LeafSpec) -> Array:
-    """This device's shard of a leaf that is no layer, of all stages."""
+def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
+    """This device's shard of a leaf that is no layer, of all stages, rounded to `dtype`."""
     dim = _stage_dim(leaf)
+    if dim is None:
+        return x
     with labelled("weights", leaf.path):
-        return x if dim is None else all_gather(x, STAGE, dim)
+        return all_gather(x.astype(dtype), STAGE, dim).astype(x.dtype)
 
 
 def _scattered(x: Array, leaf: LeafSpec) -> Array:
