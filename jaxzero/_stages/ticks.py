@@ -6,11 +6,6 @@ backward part, so `m` micro-batches take the time of `m + S - 1` forwards and as
 in 1F1B. A message takes a tick, since all stages run the same program: at most `2 S - 1`
 micro-batches are in flight, whose saved activations lie in a ring of as many slots.
 
-[Note: messages beside layers] XLA starts a `ppermute` of a loop after the layer loop that it should
-overlap with. So a message is cut into as many parts as a stage has layers. One part is sent in each
-iteration, and a barrier makes its receipt wait for the layer: activations travel to the next stage
-beside backward, cotangents to the stage before beside forward.
-
 A part of a tick that has no micro-batch works on another one. Nothing of it is kept: gradients are
 masked before they are reduced, outputs where they are stored.
 
@@ -30,14 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._collectives import accumulator_dtype, all_reduce, labelled, permute, repeated
+from .._collectives import accumulator_dtype, all_reduce, labelled, repeated
 from .._mesh import STAGE
 from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
 from .evaluation import Evaluation, Sums, run_block
-
-# Arrays of fewer bytes are sent at once: a part of them would take longer to launch than to send.
-_DIVIDED_BYTES = 2**16
+from .messages import Message, scan_beside, sent
 
 
 class State(NamedTuple):
@@ -185,9 +178,9 @@ class Pipeline:
         activations, cotangents, saved, outputs = state
         first = number - self.stage
         if not forward:
-            cotangents = _sent(cotangents, -1)
+            cotangents = sent(Message(cotangents, -1))
         else:
-            beside = _Message(cotangents, -1) if backward else None
+            beside = Message(cotangents, -1) if backward else None
             micro = self._micro(first)
             activations, rows, received = self._forward(micro, activations, beside)
             cotangents = received if backward else cotangents
@@ -198,9 +191,9 @@ class Pipeline:
             cotangents, rest, made = self._head(micro, activations, cotangents)
             outputs = [_put(x, y, micro.index) for x, y in zip(outputs, made, strict=True)]
         if not backward:
-            return State(_sent(activations, 1), cotangents, saved, outputs), []
+            return State(sent(Message(activations, 1)), cotangents, saved, outputs), []
         rows = [x[micro.index % len(x)] for x in saved]
-        beside = _Message(activations, 1) if forward else None
+        beside = Message(activations, 1) if forward else None
         cotangents, stacks, outer, received = self._backward(micro, cotangents, rows, beside)
         activations = received if forward else activations
         outer = [[*x, *y] for x, y in zip(outer, rest, strict=True)]
@@ -214,7 +207,7 @@ class Pipeline:
         return _Micro(index, index == number, self.weights | values, loops)
 
     def _forward(
-        self, micro: _Micro, activations: list[Any], beside: _Message | None
+        self, micro: _Micro, activations: list[Any], beside: Message | None
     ) -> tuple[list[Any], list[Array], list[Any]]:
         """Run this stage's layers forward.
 
@@ -239,7 +232,9 @@ class Pipeline:
             outputs = run_block(loop.body, [*inside, *carry, *layers])
             return outputs[:num], outputs[num:]
 
-        carry, stacked, received = self._scan(loop, layer, activations[:num], stacks, beside)
+        carry, stacked, received = scan_beside(
+            loop, layer, activations[:num], stacks, self.num_layers, beside
+        )
         collected = [
             lax.dynamic_update_slice_in_dim(x, stacked[i], self.stage * self.num_layers, 0)
             for x, i in zip(activations[num:], cut.collected, strict=True)
@@ -273,7 +268,7 @@ class Pipeline:
         return cotangents, terms, outputs
 
     def _backward(
-        self, micro: _Micro, cotangents: list[Any], saved: list[Array], beside: _Message | None
+        self, micro: _Micro, cotangents: list[Any], saved: list[Array], beside: Message | None
     ) -> tuple[list[Any], list[list[Array]], list[list[Array]], list[Any]]:
         """Run this stage's layers backward.
 
@@ -296,7 +291,9 @@ class Pipeline:
             outputs = run_block(loop.body, [*inside, *carry, *layers], masked)
             return outputs[:num], outputs[num:]
 
-        carry, stacked, received = self._scan(loop, layer, cotangents[:num], stacks, beside)
+        carry, stacked, received = scan_beside(
+            loop, layer, cotangents[:num], stacks, self.num_layers, beside
+        )
         made = dict(zip(loop.outputs, [*carry, *stacked], strict=True))
         of_stacks = [
             [] if x.source is None else [x.of(made[x.source])] for x in cut.stack_gradients.values()
@@ -338,44 +335,6 @@ class Pipeline:
 
         return lax.cond(condition, lambda: typed(made()), lambda: typed(others))
 
-    def _scan(
-        self,
-        loop: Loop,
-        layer: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]],
-        carry: list[Any],
-        stacks: list[Any],
-        beside: _Message | None,
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Scan this stage's layers, and send a message beside them; also return the one received.
-
-        See [Note: messages beside layers].
-        """
-        num = self.num_layers
-        if beside is None:
-            carry, stacked = loop.scan(layer, carry, stacks, num)
-            return carry, stacked, []
-        divided = [_is_divided(x, num) for x in beside.arrays]
-        at_once = [None if d else x for x, d in zip(beside.arrays, divided, strict=True)]
-        at_once = _sent(at_once, beside.shift)
-        parts = [_divided(x, num) for x, d in zip(beside.arrays, divided, strict=True) if d]
-
-        def with_part(carry: list[Any], given: Any) -> tuple[list[Any], Any]:
-            layers, parts = given
-            parts = _sent(parts, beside.shift)
-            carry, stacked = layer(carry, layers)
-            carry, parts = lax.optimization_barrier((carry, parts))
-            return carry, (stacked, parts)
-
-        traced, note = repeated(with_part, num)
-        carry, (stacked, parts) = loop.scan(traced, carry, (stacks, parts), num)
-        note()
-        parts = iter(parts)
-        received = [
-            x if x is not None else _joined(next(parts), old)
-            for x, old in zip(at_once, beside.arrays, strict=True)
-        ]
-        return carry, stacked, received
-
     def _of_last_stage(self, x: Array) -> Array:
         """The last stage's array, on all stages."""
         x = jnp.where(self.stage == self.num_stages - 1, x, jnp.zeros_like(x))
@@ -401,38 +360,6 @@ class _Micro(NamedTuple):
     def masked(self, x: Array) -> Array:
         """Zeros if there is no micro-batch."""
         return lax.select_n(self.exists, jnp.zeros_like(x), x)
-
-
-class _Message(NamedTuple):
-    """Arrays that are sent to the stage `shift` further."""
-
-    arrays: list[Any]
-    shift: int
-
-
-def _sent(arrays: list[Any], shift: int) -> list[Any]:
-    """Arrays (or None) of the stage `shift` before; zeros on the stages at the end."""
-    num = lax.axis_size(STAGE)
-    pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
-    with labelled("activations"):
-        return [None if x is None else permute(x, STAGE, pairs) for x in arrays]
-
-
-def _is_divided(x: Array, num: int) -> bool:
-    return num > 1 and x.size * x.dtype.itemsize >= _DIVIDED_BYTES
-
-
-def _divided(x: Array, num: int) -> Array:
-    """An array in `num` equal parts, on a new leading dim, padded if it must be."""
-    if x.shape[0] % num == 0:
-        return x.reshape(num, x.shape[0] // num, *x.shape[1:])
-    flat = x.reshape(-1)
-    return jnp.pad(flat, (0, -flat.size % num)).reshape(num, -1)
-
-
-def _joined(parts: Array, like: Array) -> Array:
-    """The array that `_divided` has divided."""
-    return parts.reshape(-1)[: like.size].reshape(like.shape)
 
 
 def _stacked(cut: LayerCut, i: int) -> Value:
