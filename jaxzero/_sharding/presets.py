@@ -8,9 +8,18 @@ from .hops import HpZ, PerAxis, WeightDelta
 from .stages import Stages
 
 
-def zero3(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
-    """Split parameters, gradients and optimizer state over all devices (ZeRO-3, FSDP)."""
-    return ZeroConfig(weights=weights, gradients=gradients)
+def zero3(
+    *,
+    weights: PerAxis = PerAxis(),  # noqa: B008
+    gradients: PerAxis = PerAxis(),  # noqa: B008
+    hpz: HpZ | None = None,
+) -> ZeroConfig:
+    """Split parameters, gradients and optimizer state over all devices (ZeRO-3, FSDP).
+
+    With `hpz=jz.HpZ(codec=None)` a device keeps the slice of its node for the step, in the dtype
+    that the program reads it in: a third fewer bytes between nodes, and exact.
+    """
+    return ZeroConfig(weights=weights, gradients=gradients, hpz=hpz)
 
 
 def zeropp() -> ZeroConfig:

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from .._program import (
+    Atom,
     Barrier,
     Block,
     Loop,
@@ -80,6 +81,24 @@ class LayerCut:
     saved: tuple[int, ...]
     collected: tuple[int, ...]
     travelling: tuple[Value, ...]
+
+    def stacked(self, i: int) -> Value:
+        """Stacked output `i` of the forward loop."""
+        return self.forward.outputs[self.forward.num_carry + i]
+
+    @property
+    def activations(self) -> list[Value]:
+        """What a stage sends to the next one: values that the forward loop returns."""
+        carry = self.forward.outputs[: self.forward.num_carry]
+        return [*carry, *map(self.stacked, self.collected)]
+
+    @property
+    def cotangents(self) -> list[Atom]:
+        """What a stage receives from the next one; the last stage computes it."""
+        loop = self.backward
+        if loop is None:
+            return []
+        return [*loop.inputs[loop.num_constants : loop.first_stack], *self.travelling]
 
 
 def cut_at_layers(

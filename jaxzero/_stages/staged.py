@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from .._mesh import microbatch_index
-from .._program import trace
+from .._mesh import STAGE, microbatch_index
+from .._program import dtype_of, shape_of, trace
 from .cut import cut_at_layers, dtypes_read
 from .ticks import Pipeline
 
@@ -77,6 +78,22 @@ class Staged:
         if len(found) == 1 and None not in found:
             return found.pop()
         return value.dtype
+
+    @property
+    def described(self) -> tuple[str, ...]:
+        """Lines for a plan: the stages, what is idle, and what is sent between them."""
+        num, microbatches, cut = lax.axis_size(STAGE), self.microbatches, self._cut
+        ticks = microbatches + num - 1
+        first = (
+            f"{num} stages of {cut.forward.length // num} layers, {microbatches} micro-batches: "
+            f"{num - 1}/{ticks} of the time idle"
+        )
+        sent = ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in cut.activations)
+        lines = [first, f"to the next stage, in each micro-batch: {sent}"]
+        if cut.cotangents:
+            sent = ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in cut.cotangents)
+            lines.append(f"to the stage before: {sent}")
+        return tuple(lines)
 
     def __call__(self, parameters: list[Any], inputs: list[Any]) -> Any:
         """Run all micro-batches.

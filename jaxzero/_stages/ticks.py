@@ -114,25 +114,11 @@ class Pipeline:
     def _start(self) -> State:
         slots = 2 * self.num_stages - 1
         return State(
-            [_zeros(x) for x in self._activations],
-            [_zeros(x) for x in self._cotangents],
-            [_zeros(_stacked(self.cut, i), slots, layers=self.num_layers) for i in self.cut.saved],
+            [_zeros(x) for x in self.cut.activations],
+            [_zeros(x) for x in self.cut.cotangents],
+            [_zeros(self.cut.stacked(i), slots, layers=self.num_layers) for i in self.cut.saved],
             [_zeros(x, self.microbatches) for x in self.others.values()],
         )
-
-    @property
-    def _activations(self) -> list[Value]:
-        """What a stage sends to the next one: values that the forward loop returns."""
-        carry = self.cut.forward.outputs[: self.cut.forward.num_carry]
-        return [*carry, *(_stacked(self.cut, i) for i in self.cut.collected)]
-
-    @property
-    def _cotangents(self) -> list[Atom]:
-        """What a stage receives from the next one; the last stage computes it."""
-        loop = self.cut.backward
-        if loop is None:
-            return []
-        return [*loop.inputs[loop.num_constants : loop.first_stack], *self.cut.travelling]
 
     def _ticks(self, state: State, ticks: range, **parts: bool) -> tuple[State, list[Any]]:
         """Run some ticks of the same parts; also return the sums of their gradients.
@@ -224,9 +210,9 @@ class Pipeline:
         def embedded() -> list[Any]:
             here = Evaluation(cut.block, values.known, micro.loops)
             start = here(loop.inputs[loop.num_constants : loop.first_stack])
-            return [*start, *map(_zeros, self._activations[num:])]
+            return [*start, *map(_zeros, self.cut.activations[num:])]
 
-        activations = self._where(self.stage == 0, embedded, activations, self._activations)
+        activations = self._where(self.stage == 0, embedded, activations, self.cut.activations)
 
         def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
             outputs = run_block(loop.body, [*inside, *carry, *layers])
@@ -251,18 +237,18 @@ class Pipeline:
             weights the term that does not depend on that loop, in a list that is empty if there is
             none; and the program's outputs that are no gradients.
         """
-        known = micro.given | dict(zip(self._activations, activations, strict=True))
+        known = micro.given | dict(zip(self.cut.activations, activations, strict=True))
         has_rest = [x for x in self.outer.values() if self.sums.has_rest(x)]
         others = [*self.others.values()]
 
         def made() -> list[Any]:
             values = Evaluation(self.cut.block, known, micro.loops)
-            return [*values([*self._cotangents, *others]), *self.sums.rest(has_rest, values)]
+            return [*values([*self.cut.cotangents, *others]), *self.sums.rest(has_rest, values)]
 
-        like = [*self._cotangents, *others, *has_rest]
+        like = [*self.cut.cotangents, *others, *has_rest]
         without = [*cotangents, *map(_zeros, [*others, *has_rest])]
         found = iter(self._where(self.stage == self.num_stages - 1, made, without, like))
-        cotangents = [next(found) for _ in self._cotangents]
+        cotangents = [next(found) for _ in self.cut.cotangents]
         outputs = [next(found) for _ in others]
         terms = [[next(found)] if x in has_rest else [] for x in self.outer.values()]
         return cotangents, terms, outputs
@@ -282,7 +268,7 @@ class Pipeline:
         travelling = dict(zip(cut.travelling, cotangents[num:], strict=True))
         values = Evaluation(cut.block, micro.given | travelling, micro.loops)
         inside = values(loop.inputs[: loop.num_constants])
-        rows = {_stacked(cut, i): x for i, x in zip(cut.saved, saved, strict=True)}
+        rows = {cut.stacked(i): x for i, x in zip(cut.saved, saved, strict=True)}
         stacks = self._layers(loop, values, rows)
         made_of = [x.source for x in cut.stack_gradients.values() if x.source is not None]
         masked = {_made(loop.body, loop.outputs.index(x)): micro.masked for x in made_of}
@@ -360,11 +346,6 @@ class _Micro(NamedTuple):
     def masked(self, x: Array) -> Array:
         """Zeros if there is no micro-batch."""
         return lax.select_n(self.exists, jnp.zeros_like(x), x)
-
-
-def _stacked(cut: LayerCut, i: int) -> Value:
-    """Stacked output `i` of the forward loop."""
-    return cut.forward.outputs[cut.forward.num_carry + i]
 
 
 def _made(body: Block, output: int) -> Any:

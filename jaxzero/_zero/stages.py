@@ -112,6 +112,7 @@ def run_on_stage(
         result,
         gradients=gradients,
         others=[x[0] for x in result.others],
+        plan=dataclasses.replace(result.plan, stages=staged.described),
         program=staged.program,
         block=staged.block,
     )
