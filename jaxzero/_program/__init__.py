@@ -21,6 +21,7 @@ from .ir import Value as Value
 from .ir import at_line_of as at_line_of
 from .ir import exchanged_or_effect as exchanged_or_effect
 from .ir import exchanges as exchanges
+from .ir import has_host_effect as has_host_effect
 from .ir import is_mutable as is_mutable
 from .operation_kinds import Branch as Branch
 from .operation_kinds import CarriedSum as CarriedSum

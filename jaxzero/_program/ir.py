@@ -270,10 +270,18 @@ def exchanged_or_effect(operation: Operation) -> str | None:
     `axis_index` is none: it tells a device where it is, and sends nothing.
     """
     for equation in equations_inside(operation.equation):
-        has_effects = any("Named" not in type(effect).__name__ for effect in equation.effects)
-        if has_effects or _exchanged_axes(equation):
+        if _has_effects(equation) or _exchanged_axes(equation):
             return equation.primitive.name
     return None
+
+
+def has_host_effect(operation: Operation) -> bool:
+    """Whether an operation has an effect on the host, such as a print."""
+    return _has_effects(operation.equation)
+
+
+def _has_effects(equation: Any) -> bool:
+    return any("Named" not in type(effect).__name__ for effect in equation.effects)
 
 
 def is_matrix_product(equation: Any) -> bool:

@@ -24,6 +24,8 @@ from .._program import (
     Loop,
     Operation,
     Value,
+    exchanges,
+    has_host_effect,
     makes_zeros,
     movable_ops,
     scan_indexed_stacks,
@@ -82,6 +84,21 @@ class LayerCut:
     collected: tuple[int, ...]
     travelling: tuple[Value, ...]
 
+    def effects(self, part: str) -> list[Operation]:
+        """Operations outside of the layers that only have an effect on the host, such as prints.
+
+        Args:
+            part: "start", which the first stage runs, "head", the last one, or "end", the first.
+        """
+        found = []
+        for operation in self.block.operations:
+            if not operation.outputs and has_host_effect(operation):
+                is_end = not self.from_backward.isdisjoint(operation.inputs)
+                is_head = not self.from_forward.isdisjoint(operation.inputs)
+                if part == ("end" if is_end else "head" if is_head else "start"):
+                    found.append(operation)
+        return found
+
     def stacked(self, i: int) -> Value:
         """Stacked output `i` of the forward loop."""
         return self.forward.outputs[self.forward.num_carry + i]
@@ -124,6 +141,7 @@ def cut_at_layers(
     backward = _backward(block, found.values())
     views = _views(block, weights)
     forward = _forward(block, backward, {x: stacks[views[x].source] for x in views}, views)
+    _check_exchanges(block, forward, backward)
     from_forward = dependents(block, forward.outputs)
     from_backward = dependents(block, backward.outputs) if backward else set()
     return LayerCut(
@@ -223,6 +241,17 @@ def _backward(block: Block, gradients: Iterable[LayersOf]) -> Loop | None:
             "leave the others out of `layers`."
         )
     return loops[0] if loops else None
+
+
+def _check_exchanges(block: Block, *loops: Loop | None) -> None:
+    """Raise `NotImplementedError` for a collective for which devices of all stages are needed."""
+    for operation in block.operations:
+        if operation not in loops and any(name == "ppermute" for name, _ in exchanges(operation)):
+            raise NotImplementedError(
+                f"`ppermute` at {operation.where} is outside of the layers, where only one stage "
+                "would take part, and XLA lets all devices wait for each other. Use `all_gather` "
+                "or `all_to_all`, or leave out `stages`."
+            )
 
 
 def _forward(

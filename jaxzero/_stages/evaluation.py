@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
 
 from .._program import (
     ADDITIONS,
@@ -27,6 +29,7 @@ from .._program import (
     Value,
     at_line_of,
     dtype_of,
+    has_host_effect,
     makes_zeros,
 )
 
@@ -66,11 +69,17 @@ class Evaluation:
                 raise NotImplementedError(
                     f"Results of the loop over the layers at {operation.where} are needed on a "
                     "stage that does not have them, for the gradient of a weight outside of the "
-                    "layers or an output. Leave out `stages`."
+                    "layers or an output. If the loop scans a weight that `layers` of `jz.Stages` "
+                    "does not name, name it too; otherwise leave out `stages`."
                 )
             made = run_operation(operation, [self.read(x) for x in operation.inputs])
             self.known.update(zip(operation.outputs, made, strict=True))
         return [self.read(x) for x in atoms]
+
+    def run(self, operations: Sequence[Operation], exists: Array) -> None:
+        """Run operations for their effects on the host, where `exists` is true."""
+        for operation in operations:
+            run_operation(operation, self(operation.inputs), exists)
 
     def read(self, atom: Atom) -> Any:
         return self.known[atom] if isinstance(atom, Value) else atom.value
@@ -87,15 +96,22 @@ def _needed(block: Block, atoms: Iterable[Atom], known: Collection[Value]) -> li
     return found[::-1]
 
 
-def run_operation(operation: Operation, inputs: Sequence[Any]) -> list[Any]:
-    """Run an operation; a loop by the operations of its body."""
+def run_operation(
+    operation: Operation, inputs: Sequence[Any], exists: Array | None = None
+) -> list[Any]:
+    """Run an operation; a loop by the operations of its body.
+
+    Effects on the host happen only where `exists` is true.
+    """
     if not isinstance(operation, Loop):
         with at_line_of(operation):
-            return operation.bind(inputs)
+            if exists is None or operation.outputs or not has_host_effect(operation):
+                return operation.bind(inputs)
+            return lax.cond(exists, lambda: operation.bind(inputs), lambda: [])
     num, first = operation.num_constants, operation.first_stack
 
     def body(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
-        outputs = run_block(operation.body, [*inputs[:num], *carry, *layers])
+        outputs = run_block(operation.body, [*inputs[:num], *carry, *layers], exists=exists)
         return outputs[: operation.num_carry], outputs[operation.num_carry :]
 
     with at_line_of(operation):
@@ -104,16 +120,26 @@ def run_operation(operation: Operation, inputs: Sequence[Any]) -> list[Any]:
 
 
 def run_block(
-    block: Block, inputs: Sequence[Any], changed: Mapping[Value, Callable[[Any], Any]] | None = None
+    block: Block,
+    inputs: Sequence[Any],
+    changed: Mapping[Value, Callable[[Any], Any]] | None = None,
+    exists: Array | None = None,
 ) -> list[Any]:
-    """Run all operations of a block; `changed` says what becomes of some of its values."""
+    """Run all operations of a block.
+
+    Args:
+        block: the block.
+        inputs: of the block.
+        changed: what becomes of some of its values.
+        exists: whether it is about a micro-batch; otherwise it has no effects on the host.
+    """
     known = dict(zip(block.inputs, inputs, strict=True))
 
     def read(atom: Atom) -> Any:
         return atom.value if isinstance(atom, Constant) else known[atom]
 
     for operation in block.operations:
-        made = run_operation(operation, [read(x) for x in operation.inputs])
+        made = run_operation(operation, [read(x) for x in operation.inputs], exists)
         known.update(zip(operation.outputs, made, strict=True))
         for x in operation.outputs if changed else ():
             if x in changed:

@@ -209,13 +209,14 @@ class Pipeline:
 
         def embedded() -> list[Any]:
             here = Evaluation(cut.block, values.known, micro.loops)
+            here.run(cut.effects("start"), micro.exists)
             start = here(loop.inputs[loop.num_constants : loop.first_stack])
             return [*start, *map(_zeros, self.cut.activations[num:])]
 
         activations = self._where(self.stage == 0, embedded, activations, self.cut.activations)
 
         def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = run_block(loop.body, [*inside, *carry, *layers])
+            outputs = run_block(loop.body, [*inside, *carry, *layers], exists=micro.exists)
             return outputs[:num], outputs[num:]
 
         carry, stacked, received = scan_beside(
@@ -243,6 +244,7 @@ class Pipeline:
 
         def made() -> list[Any]:
             values = Evaluation(self.cut.block, known, micro.loops)
+            values.run(self.cut.effects("head"), micro.exists)
             return [*values([*self.cut.cotangents, *others]), *self.sums.rest(has_rest, values)]
 
         like = [*self.cut.cotangents, *others, *has_rest]
@@ -274,7 +276,7 @@ class Pipeline:
         masked = {_made(loop.body, loop.outputs.index(x)): micro.masked for x in made_of}
 
         def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = run_block(loop.body, [*inside, *carry, *layers], masked)
+            outputs = run_block(loop.body, [*inside, *carry, *layers], masked, micro.exists)
             return outputs[:num], outputs[num:]
 
         carry, stacked, received = scan_beside(
@@ -289,6 +291,7 @@ class Pipeline:
 
         def outer_terms() -> list[Any]:
             here = Evaluation(cut.block, known, micro.loops)
+            here.run(cut.effects("end"), micro.exists)
             return self.sums.of_layers(from_layers, here)
 
         here = (self.stage == 0) & micro.exists

@@ -66,6 +66,15 @@ def test_stages_and_microbatches(nodes, num_devices, microbatches):
     _check(zero, models.LOSSES["skip, tied"])
 
 
+def test_weights_gathered_in_every_tick():
+    """Gathers and reductions in loops over ticks, and in branches that one stage takes."""
+    config = dataclasses.replace(
+        jz.pipeline(4), schedule=jz.CommSchedule(loop_constant_bytes=0, prefetch=1)
+    )
+    zero = jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]), config)
+    _check(zero, models.LOSSES["skip, tied"])
+
+
 def test_aux_of_every_layer():
     zero = _zero(4, 4, 4)
     _check(zero, models.loss_of_each_layer, has_aux=True)
@@ -105,6 +114,47 @@ def test_microbatches_of_the_call_come_first():
         for z in (zero, plain)
     ]
     np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_layers_pass_keys_on():
+    def loss(params, batch, key):
+        def body(carry, w):
+            x, key = carry
+            key, here = jax.random.split(key)
+            noise = 1 + 0.1 * jax.random.normal(here, (1, 1, models.WIDTH))
+            return (models.layer(x, w) * noise, key), None
+
+        start = params["embed"][batch["ids"]], key
+        (x, _), _ = lax.scan(body, start, params["layers"])
+        return models.cross_entropy(x, params["head"], batch)
+
+    zero, params, key = _zero(4, 4, 2), models.params(), jax.random.key(2)
+    with pytest.warns(jz.RowsMixedWarning, match="equal on all devices"):
+        got, grads = zero.value_and_grad(loss)(zero.shard(params), models.batch(), key)
+    want, want_grads = jax.jit(jax.value_and_grad(loss))(params, models.batch(), key)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    _assert_close(zero.unshard(grads), want_grads, 1e-5)  # of float32
+
+
+def test_prints_happen_once_for_each_microbatch(capfd):
+    def loss(params, batch):
+        def body(x, w):
+            jax.debug.print("layer {}", w["scale"])
+            return models.layer(x, w), None
+
+        start = params["embed"][batch["ids"]]
+        jax.debug.print("start {}", start[0, 0, 0])
+        x, _ = lax.scan(body, start, params["layers"])
+        value = models.cross_entropy(x, params["head"], batch)
+        jax.debug.print("loss {}", value)
+        return value
+
+    zero = _zero(2, 2, 4)
+    jax.block_until_ready(zero.value_and_grad(loss)(zero.shard(models.params()), models.batch()))
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    counts = [printed.count(x) for x in ("start", "layer", "loss")]
+    assert counts == [4, 4 * models.LAYERS, 4]
 
 
 def test_weighted_and_narrow():
@@ -290,9 +340,15 @@ def _norm_of_layers(params, batch):
     return models.LOSSES["untied"](params, batch) + lax.stop_gradient(norm)
 
 
+def _permutes(params, batch):
+    everyone = lax.ppermute(params["head"], "local", [(0, 1), (1, 0)])
+    return models.LOSSES["untied"](params | {"head": everyone}, batch)
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
+        (_permutes, "`ppermute` .* outside of the layers"),
         (_two_loops, "loops"),
         (_loop_in_remat, "one forward loop over the layers"),
         (_unrolled, "is not made by one loop over the layers"),
@@ -323,6 +379,9 @@ def test_refused_arguments():
     sharded = zero.shard(params)
     with pytest.raises(NotImplementedError, match="`halves` does not work with `stages`"):
         zero.value_and_grad(models.LOSSES["tied"], halves=True)(sharded, batch)
+    with pytest.raises(NotImplementedError, match="`layers` of `jz.Stages` does not name"):
+        other = jz.Zero(zero.mesh, jz.pipeline(2, layers=("layers.up", "layers.down")))
+        other.value_and_grad(models.LOSSES["tied"])(other.shard(params), batch)
     with pytest.raises(ValueError, match="is a stack of layers"):
         other = jz.Zero(zero.mesh, jz.pipeline(2, layers="blocks"))
         other.value_and_grad(models.LOSSES["tied"])(other.shard(params), batch)
