@@ -20,7 +20,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -104,9 +103,9 @@ class Pipeline:
             found: dict[int, Any] = {}
         else:
             steady, drain = range(fill, fill + num), range(fill + num, 2 * fill + num)
-            state, sums = self._ticks(state, steady, forward=True, head=True, backward=True)
-            state, last = self._ticks(state, drain, backward=True)
-            sums = jax.tree.map(jnp.add, sums, last) if last else sums
+            parts = {"forward": True, "head": True, "backward": True}
+            state, sums = self._ticks(state, steady, self._no_sums(), **parts)
+            state, sums = self._ticks(state, drain, sums, backward=True)
             found = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
         found |= zip(self.others, map(self._of_last_stage, state.outputs), strict=True)
         return [found[k] for k in range(len(self.cut.block.outputs))]
@@ -120,29 +119,50 @@ class Pipeline:
             [_zeros(x, self.microbatches) for x in self.others.values()],
         )
 
-    def _ticks(self, state: State, ticks: range, **parts: bool) -> tuple[State, list[Any]]:
-        """Run some ticks of the same parts; also return the sums of their gradients.
+    def _ticks(
+        self, state: State, ticks: range, sums: Sequence[Any] = (), **parts: bool
+    ) -> tuple[State, list[Any]]:
+        """Run some ticks of the same parts.
 
-        The sums start from zero here, so that each loop is seen to add up gradients.
+        Args:
+            state: before them.
+            ticks: their numbers.
+            sums: of gradients so far, in the order of `_no_sums`.
+            parts: of each tick; see `_tick`.
+
+        Returns:
+            State and sums after them. A loop carries only those sums that it adds to, so that they
+            are seen to be sums.
         """
         if not ticks:
-            return state, []
-        sums = self._no_sums() if parts.get("backward") else []
+            return state, [*sums]
+        grow = [bool(sums) and self._has_terms(i, **parts) for i in range(len(sums))]
 
         def tick(carry: Any, number: Array) -> tuple[Any, None]:
             state, sums = carry
             state, gradients = self._tick(state, number, **parts)
+            terms = [x for x, grows in zip(gradients, grow, strict=True) if grows]
             sums = [
-                functools.reduce(jnp.add, [y.astype(x.dtype) for y in terms], x)
-                for x, terms in zip(sums, gradients, strict=True)
+                functools.reduce(jnp.add, [y.astype(x.dtype) for y in added], x)
+                for x, added in zip(sums, terms, strict=True)
             ]
             return (state, sums), None
 
+        carried = [x for x, grows in zip(sums, grow, strict=True) if grows]
         traced, note = repeated(tick, len(ticks))
         numbers = jnp.arange(ticks.start, ticks.stop, dtype=jnp.int32)
-        (state, sums), _ = lax.scan(traced, (state, sums), numbers)
+        (state, carried), _ = lax.scan(traced, (state, carried), numbers)
         note()
-        return state, sums
+        left = iter(carried)
+        return state, [next(left) if grows else x for x, grows in zip(sums, grow, strict=True)]
+
+    def _has_terms(self, i: int, head: bool = False, **_: bool) -> bool:
+        """Whether a tick adds to sum `i`; without a head, not what only the head reads."""
+        stacks = list(self.cut.stack_gradients.values())
+        if i < len(stacks):
+            return stacks[i].source is not None
+        gradient = [*self.outer.values()][i - len(stacks)]
+        return self.sums.has_layers(gradient) or (head and self.sums.has_rest(gradient))
 
     def _no_sums(self) -> list[Array]:
         """Zeros for the sums of gradients of a stage: of its layers, and of the other weights."""
