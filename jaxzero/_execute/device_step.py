@@ -91,6 +91,7 @@ def run_on_device(
     comm: CommSpec,
     updates: Mapping[int, LeafUpdate] | None = None,
     share_of_loss: Array | float | None = None,
+    share_of_gradients: float | None = None,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
 
@@ -108,6 +109,7 @@ def run_on_device(
         share_of_loss: what `flat` multiplies the loss by before it differentiates it, so that the
             sum over devices and micro-batches is the mean; given to it as one more input. None: it
             differentiates the loss itself.
+        share_of_gradients: what `flat` has multiplied the gradients by, and not the loss.
     """
     updates = updates or {}
     comm = _with_loop_limit(comm)
@@ -121,6 +123,7 @@ def run_on_device(
         check_exchanges(block)
     shapes = traced.shapes
     share, not_derived = _share(share_of_loss, block, shapes, parameters)
+    share = share if share_of_gradients is None else share_of_gradients
     comm = _with_divisor(comm, share)
     program = plan_program(
         block, shapes, parameters, wire_state, microbatches, comm, updates, not_derived

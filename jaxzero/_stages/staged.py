@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ class Staged:
         differentiated: the parameters that `gradients` are of, by index.
         is_rows: for each input whether it has another value in each micro-batch.
         microbatches: how many micro-batches there are.
+        share: without weights of examples, what gradients are multiplied by.
 
     Attributes:
         block: the program of one micro-batch, as it was traced.
@@ -43,6 +43,7 @@ class Staged:
         differentiated: Sequence[int],
         is_rows: Sequence[bool],
         microbatches: int,
+        share: float,
     ):
         if not any(paths):
             raise ValueError(
@@ -52,6 +53,7 @@ class Staged:
         self.paths = paths
         self.is_rows = is_rows
         self.microbatches = microbatches
+        self.share = share
         self._numbers = [jnp.arange(microbatches)] if microbatches > 1 else []
 
         def function(*arrays: Any) -> Any:
@@ -80,6 +82,11 @@ class Staged:
         return value.dtype
 
     @property
+    def is_weighted(self) -> bool:
+        """Whether examples have weights."""
+        return self.program.shapes[1] is not None
+
+    @property
     def described(self) -> tuple[str, ...]:
         """Lines for a plan: the stages, what is idle, and what is sent between them."""
         num, microbatches, cut = lax.axis_size(STAGE), self.microbatches, self._cut
@@ -104,15 +111,22 @@ class Staged:
 
         Returns:
             The loss: its mean over micro-batches, or its sum if there is a weight; the sum of the
-            weights; gradients likewise, of this stage's layers and this stage's part of the others;
-            and other outputs as `[microbatches, ...]`.
+            weights; the sums of gradients, times `share` if there is none, of this stage's layers
+            and this stage's part of the others; and other outputs as `[microbatches, ...]`.
         """
         weights = dict(zip(self._parameters, parameters, strict=True))
         rows = dict(zip(self.block.inputs, self._numbers, strict=False))
         values = self.block.inputs[len(self._numbers) + len(parameters) :]
         for x, array, has_rows in zip(values, inputs, self.is_rows, strict=True):
             (rows if has_rows else weights)[x] = array
-        outputs = Pipeline(self._cut, weights, rows, self._outer, self.microbatches).run()
+        outputs = Pipeline(
+            self._cut,
+            weights,
+            rows,
+            self._outer,
+            self.microbatches,
+            self.share if not self.is_weighted else 1.0,
+        ).run()
         program = self.program
         return self._combined(jax.tree.unflatten(program.treedef, outputs), program.shapes)
 
@@ -120,10 +134,7 @@ class Staged:
         loss, weight, gradients, others = outputs
         if loss is None:
             return loss, weight, gradients, others
-        factor = 1 if weight is not None else 1 / self.microbatches
-        gradients = [
-            (x * factor).astype(like.dtype) for x, like in zip(gradients, shapes[2], strict=True)
-        ]
-        total = functools.partial(jnp.sum, axis=0)
-        loss = (total(loss) * factor).astype(loss.dtype)
-        return loss, None if weight is None else total(weight), gradients, others
+        gradients = [x.astype(like.dtype) for x, like in zip(gradients, shapes[2], strict=True)]
+        if weight is None:
+            return jnp.mean(loss, axis=0), None, gradients, others
+        return jnp.sum(loss, axis=0), jnp.sum(weight, axis=0), gradients, others

@@ -28,7 +28,7 @@ from .._collectives import accumulator_dtype, all_reduce, labelled, repeated
 from .._mesh import STAGE
 from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
-from .evaluation import Evaluation, Sums, run_block
+from .evaluation import Evaluation, Sums, run_block, run_operation
 from .messages import Message, scan_beside, sent
 
 
@@ -61,6 +61,7 @@ class Pipeline:
         rows: for its other inputs, arrays `[microbatches, ...]`.
         outer: its outputs that are gradients of weights outside of the layers.
         microbatches: how many.
+        share: what gradients are multiplied by before they are added up.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class Pipeline:
         rows: Mapping[Value, Array],
         outer: Sequence[int],
         microbatches: int,
+        share: float,
     ):
         self.cut = cut
-        self.weights = weights
+        self.weights = dict(weights)
         self.rows = rows
         self.microbatches = microbatches
+        self.share = share
         self.num_stages = lax.axis_size(STAGE)
         self.stage = lax.axis_index(STAGE)
         self.num_layers = cut.forward.length // self.num_stages
@@ -83,6 +86,12 @@ class Pipeline:
         self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
         self.outer = {k: outputs[k] for k in outer}
         self.sums = Sums(cut.block, cut.from_backward)
+        for operation in cut.block.operations:
+            # Casts of weights, once: loops that hold a weight then hold what is read of it.
+            known = operation.source in self.weights and operation.source not in cut.stacks
+            if known and operation.view() is not None:
+                made = run_operation(operation, [self._constant(x) for x in operation.inputs])
+                self.weights.update(zip(operation.outputs, made, strict=True))
 
     def run(self) -> list[Any]:
         """Run all ticks.
@@ -109,6 +118,9 @@ class Pipeline:
             found = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
         found |= zip(self.others, map(self._of_last_stage, state.outputs), strict=True)
         return [found[k] for k in range(len(self.cut.block.outputs))]
+
+    def _constant(self, atom: Atom) -> Any:
+        return self.weights[atom] if isinstance(atom, Value) else atom.value
 
     def _start(self) -> State:
         slots = 2 * self.num_stages - 1
@@ -272,7 +284,7 @@ class Pipeline:
         found = iter(self._where(self.stage == self.num_stages - 1, made, without, like))
         cotangents = [next(found) for _ in self.cut.cotangents]
         outputs = [next(found) for _ in others]
-        terms = [[next(found)] if x in has_rest else [] for x in self.outer.values()]
+        terms = [[self._shared(next(found))] if x in has_rest else [] for x in self.outer.values()]
         return cotangents, terms, outputs
 
     def _backward(
@@ -297,6 +309,8 @@ class Pipeline:
 
         def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
             outputs = run_block(loop.body, [*inside, *carry, *layers], masked, micro.exists)
+            for i in map(loop.outputs.index, made_of):
+                outputs[i] = self._shared(outputs[i])
             return outputs[:num], outputs[num:]
 
         carry, stacked, received = scan_beside(
@@ -316,7 +330,9 @@ class Pipeline:
 
         here = (self.stage == 0) & micro.exists
         terms = iter(self._where(here, outer_terms, [*map(_zeros, from_layers)], from_layers))
-        outer = [[next(terms)] if x in from_layers else [] for x in self.outer.values()]
+        outer = [
+            [self._shared(next(terms))] if x in from_layers else [] for x in self.outer.values()
+        ]
         return [*carry, *cotangents[num:]], of_stacks, outer, received
 
     def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> list[Any]:
@@ -343,6 +359,10 @@ class Pipeline:
             return [_typed(x, each) for x, each in zip(arrays, like, strict=True)]
 
         return lax.cond(condition, lambda: typed(made()), lambda: typed(others))
+
+    def _shared(self, x: Array) -> Array:
+        """A gradient's share in the mean, in the dtype of sums."""
+        return x.astype(accumulator_dtype(x.dtype)) * self.share
 
     def _of_last_stage(self, x: Array) -> Array:
         """The last stage's array, on all stages."""

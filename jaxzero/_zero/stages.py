@@ -85,6 +85,7 @@ def run_on_stage(
         parameters.differentiated,
         rows,
         microbatches,
+        1 / comm.num_runs(microbatches),
     )
     whole = [
         x if layers else _gathered(x, leaf, staged.dtype_read(i))
@@ -103,6 +104,7 @@ def run_on_stage(
         1,
         comm,
         updates,
+        share_of_gradients=None if staged.is_weighted else 1 / comm.num_devices,
     )
     gradients = [
         x if is_stack[i] or x is None else _scattered(x, leaves[i])
