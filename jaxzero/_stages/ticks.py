@@ -29,6 +29,7 @@ from .._mesh import STAGE
 from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
 from .evaluation import Evaluation, Sums, run_block
+from .layers import Layers, StageLayers, passing_padding
 from .messages import Message, scan_beside, sent
 
 
@@ -77,7 +78,7 @@ class Pipeline:
         self.microbatches = microbatches
         self.num_stages = lax.axis_size(STAGE)
         self.stage = lax.axis_index(STAGE)
-        self.num_layers = cut.forward.length // self.num_stages
+        self.layers = StageLayers(cut.forward.length, self.num_stages, self.stage)
         outputs = cut.block.outputs
         gradients = {*cut.stack_gradients, *outer}
         self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
@@ -115,7 +116,7 @@ class Pipeline:
         return State(
             [_zeros(x) for x in self.cut.activations],
             [_zeros(x) for x in self.cut.cotangents],
-            [_zeros(self.cut.stacked(i), slots, layers=self.num_layers) for i in self.cut.saved],
+            [_zeros(self.cut.stacked(i), slots, layers=self.layers.num) for i in self.cut.saved],
             [_zeros(x, self.microbatches) for x in self.others.values()],
         )
 
@@ -167,7 +168,7 @@ class Pipeline:
     def _no_sums(self) -> list[Array]:
         """Zeros for the sums of gradients of a stage: of its layers, and of the other weights."""
         stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
-        shapes = [(self.num_layers, *shape_of(x)[1:]) for x in stacks]
+        shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
         shapes += [shape_of(x) for x in self.outer.values()]
         dtypes = [accumulator_dtype(dtype_of(x)) for x in (*stacks, *self.outer.values())]
         return list(map(jnp.zeros, shapes, dtypes))
@@ -235,15 +236,17 @@ class Pipeline:
 
         activations = self._where(self.stage == 0, embedded, activations, self.cut.activations)
 
-        def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = run_block(loop.body, [*inside, *carry, *layers], exists=micro.exists)
+        def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
+            stacks, is_layer = layers
+            exists = micro.runs(is_layer)
+            outputs = run_block(loop.body, [*inside, *carry, *stacks], exists=exists)
             return outputs[:num], outputs[num:]
 
         carry, stacked, received = scan_beside(
-            loop, layer, activations[:num], stacks, self.num_layers, beside
+            loop, passing_padding(layer), activations[:num], stacks, self.layers.num, beside
         )
         collected = [
-            lax.dynamic_update_slice_in_dim(x, stacked[i], self.stage * self.num_layers, 0)
+            self.layers.put(x, stacked[i])
             for x, i in zip(activations[num:], cut.collected, strict=True)
         ]
         return [*carry, *collected], [stacked[i] for i in cut.saved], received
@@ -293,14 +296,17 @@ class Pipeline:
         rows = {cut.stacked(i): x for i, x in zip(cut.saved, saved, strict=True)}
         stacks = self._layers(loop, values, rows)
         made_of = [x.source for x in cut.stack_gradients.values() if x.source is not None]
-        masked = {_made(loop.body, loop.outputs.index(x)): micro.masked for x in made_of}
+        final = [_made(loop.body, loop.outputs.index(x)) for x in made_of]
 
-        def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = run_block(loop.body, [*inside, *carry, *layers], masked, micro.exists)
+        def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
+            stacks, is_layer = layers
+            exists = micro.runs(is_layer)
+            masked = dict.fromkeys(final, functools.partial(_masked, exists))
+            outputs = run_block(loop.body, [*inside, *carry, *stacks], masked, exists)
             return outputs[:num], outputs[num:]
 
         carry, stacked, received = scan_beside(
-            loop, layer, cotangents[:num], stacks, self.num_layers, beside
+            loop, passing_padding(layer), cotangents[:num], stacks, self.layers.num, beside
         )
         made = dict(zip(loop.outputs, [*carry, *stacked], strict=True))
         of_stacks = [
@@ -319,7 +325,7 @@ class Pipeline:
         outer = [[next(terms)] if x in from_layers else [] for x in self.outer.values()]
         return [*carry, *cotangents[num:]], of_stacks, outer, received
 
-    def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> list[Any]:
+    def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
         """What a layer loop scans, for this stage's layers; `rows` are known for them alone."""
         stacks = []
         for x in loop.inputs[loop.first_stack :]:
@@ -329,10 +335,8 @@ class Pipeline:
             if isinstance(x, Value) and (stack := self.cut.stacks.get(x)):
                 stacks.append(stack.of(self.weights[stack.source]))
                 continue
-            start = self.stage * self.num_layers
-            whole = jnp.asarray(values([x])[0])
-            stacks.append(lax.dynamic_slice_in_dim(whole, start, self.num_layers))
-        return stacks
+            stacks.append(self.layers.of(jnp.asarray(values([x])[0])))
+        return stacks, self.layers.exist()
 
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
@@ -366,9 +370,13 @@ class _Micro(NamedTuple):
     given: dict[Value, Any]
     loops: tuple[Loop | None, ...]
 
-    def masked(self, x: Array) -> Array:
-        """Zeros if there is no micro-batch."""
-        return lax.select_n(self.exists, jnp.zeros_like(x), x)
+    def runs(self, is_layer: Array | None) -> Array:
+        """Whether there is a micro-batch, and a layer that is no padding (None: it is none)."""
+        return self.exists if is_layer is None else self.exists & is_layer
+
+
+def _masked(exists: Array, x: Array) -> Array:
+    return lax.select_n(exists, jnp.zeros_like(x), x)
 
 
 def _made(body: Block, output: int) -> Any:
