@@ -29,7 +29,7 @@ from .._mesh import STAGE
 from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
 from .evaluation import Evaluation, Sums, run_block
-from .layers import Layers, StageLayers, passing_padding
+from .layers import Layer, Layers, StageLayers, passing_padding
 from .messages import Message, scan_beside, sent
 
 
@@ -226,7 +226,7 @@ class Pipeline:
         num = loop.num_carry
         values = Evaluation(cut.block, micro.given, micro.loops)
         inside = values(loop.inputs[: loop.num_constants])
-        stacks = self._layers(loop, values, {})
+        layers = self._layers(loop, values, {})
 
         def embedded() -> list[Any]:
             here = Evaluation(cut.block, values.known, micro.loops)
@@ -242,9 +242,7 @@ class Pipeline:
             outputs = run_block(loop.body, [*inside, *carry, *stacks], exists=exists)
             return outputs[:num], outputs[num:]
 
-        carry, stacked, received = scan_beside(
-            loop, passing_padding(layer), activations[:num], stacks, self.layers.num, beside
-        )
+        carry, stacked, received = self._scan(loop, layer, activations[:num], layers, beside)
         collected = [
             self.layers.put(x, stacked[i])
             for x, i in zip(activations[num:], cut.collected, strict=True)
@@ -294,7 +292,7 @@ class Pipeline:
         values = Evaluation(cut.block, micro.given | travelling, micro.loops)
         inside = values(loop.inputs[: loop.num_constants])
         rows = {cut.stacked(i): x for i, x in zip(cut.saved, saved, strict=True)}
-        stacks = self._layers(loop, values, rows)
+        layers = self._layers(loop, values, rows)
         made_of = [x.source for x in cut.stack_gradients.values() if x.source is not None]
         final = [_made(loop.body, loop.outputs.index(x)) for x in made_of]
 
@@ -305,9 +303,7 @@ class Pipeline:
             outputs = run_block(loop.body, [*inside, *carry, *stacks], masked, exists)
             return outputs[:num], outputs[num:]
 
-        carry, stacked, received = scan_beside(
-            loop, passing_padding(layer), cotangents[:num], stacks, self.layers.num, beside
-        )
+        carry, stacked, received = self._scan(loop, layer, cotangents[:num], layers, beside)
         made = dict(zip(loop.outputs, [*carry, *stacked], strict=True))
         of_stacks = [
             [] if x.source is None else [x.of(made[x.source])] for x in cut.stack_gradients.values()
@@ -324,6 +320,12 @@ class Pipeline:
         terms = iter(self._where(here, outer_terms, [*map(_zeros, from_layers)], from_layers))
         outer = [[next(terms)] if x in from_layers else [] for x in self.outer.values()]
         return [*carry, *cotangents[num:]], of_stacks, outer, received
+
+    def _scan(
+        self, loop: Loop, layer: Layer, carry: list[Any], layers: Layers, beside: Message | None
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """`scan_beside`, of this stage's layers."""
+        return scan_beside(loop, passing_padding(layer), carry, layers, self.layers.num, beside)
 
     def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
         """What a layer loop scans, for this stage's layers; `rows` are known for them alone."""
