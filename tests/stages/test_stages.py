@@ -254,25 +254,29 @@ def test_an_nnx_model():
     _assert_close(jax.tree.leaves(zero.unshard(grads)), jax.tree.leaves(want_grads), 1e-5)
 
 
-def test_training_goes_on_with_other_stages():
+def test_training_goes_on_with_other_stages(tmp_path):
     """Parameters and optimizer state have their true shapes, whatever the stages are."""
     tx, loss, batch = optax.adamw(1e-2), models.LOSSES["tied"], models.batch()
     params = models.params()
     state = tx.init(params)
-    stored = [np.asarray(x) for x in jax.tree.leaves((params, state))]
-    for zero in (_zero(2, 4), _zero(3, 6), _zero(4, 8, 4), jz.Zero(jz.make_mesh(2))):
-        tree = jax.tree.unflatten(jax.tree.structure((params, state)), stored)
-        p, s = zero.shard(tree[0]), zero.shard(tree[1])
-        _, grads = zero.value_and_grad(loss)(p, batch)
-        with jax.numpy_dtype_promotion("standard"):  # for optax
-            p, s = zero.apply_gradients(tx, grads, s, p)
-        stored = [np.asarray(x) for x in jax.tree.leaves((zero.unshard(p), zero.unshard(s)))]
+    zeros = _zero(2, 4), _zero(3, 6), _zero(4, 8, 4), jz.Zero(jz.make_mesh(2))
+    for step, zero in enumerate(zeros):
+        p = zero.shard(params)
+        tree = {"params": p, "state": zero.init_optimizer(tx, p)}
+        with jz.Checkpoints(tmp_path, zero) as checkpoints:
+            if step:
+                tree = checkpoints.restore(tree)[1]
+            _, grads = zero.value_and_grad(loss)(tree["params"], batch)
+            with jax.numpy_dtype_promotion("standard"):  # for optax
+                p, s = zero.apply_gradients(tx, grads, tree["state"], tree["params"])
+            checkpoints.save(step, {"params": p, "state": s})
         grads = jax.jit(jax.grad(loss))(params, batch)
         with jax.numpy_dtype_promotion("standard"):
             updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
+    found = zero.unshard(p), zero.unshard(s)
     # Adam divides by the root of small second moments, which magnifies roundings of gradients.
-    for x, y in zip(stored, jax.tree.leaves((params, state)), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, (found, (params, state))), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
 
 
@@ -299,6 +303,16 @@ def test_checkpoints_have_the_true_shapes(tmp_path):
         moments = zero.unshard(restored["opt_state"])
         shapes = [np.shape(x) for x in jax.tree.leaves(moments)]
         assert shapes == [np.shape(x) for x in jax.tree.leaves(tx.init(params))]
+
+
+def test_an_optimizer_that_counts_layers_is_told():
+    zero = _zero(3, 6)
+    params = zero.shard({"layers": {"w": np.ones((4, 8, 8), np.float32)}})
+    tx = optax.stateless(lambda updates, _: jax.tree.map(lambda x: x - jnp.mean(x), updates))
+    with pytest.warns(UserWarning, match="`layers.w` the first, and this optimizer would not"):
+        zero.init_optimizer(tx, params)
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match="stored padded"):
+        zero.init_optimizer(optax.adafactor(1e-2, min_dim_size_to_factor=4), params)
 
 
 def test_each_device_has_its_stage():
