@@ -8,7 +8,7 @@ from collections.abc import Callable
 from .._collectives import readable_bytes
 from .._mesh import AXES
 from .._plan import ACTIONS, Plan
-from .data import ReportData, Traffic
+from .data import ReportData, Row, Traffic
 from .text_table import TextTable, merge_layers, ranges, summarized
 from .timeline import Span, spans, waits
 
