@@ -237,16 +237,13 @@ class Pipeline:
         activations = self._where(self.stage == 0, embedded, activations, self.cut.activations)
 
         def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
-            stacks, is_layer = layers
-            exists = micro.runs(is_layer)
+            stacks, exists = layers[0], micro.runs(layers[1])
             outputs = run_block(loop.body, [*inside, *carry, *stacks], exists=exists)
             return outputs[:num], outputs[num:]
 
         carry, stacked, received = self._scan(loop, layer, activations[:num], layers, beside)
-        collected = [
-            self.layers.put(x, stacked[i])
-            for x, i in zip(activations[num:], cut.collected, strict=True)
-        ]
+        pairs = zip(activations[num:], cut.collected, strict=True)
+        collected = [self.layers.put(x, stacked[i]) for x, i in pairs]
         return [*carry, *collected], [stacked[i] for i in cut.saved], received
 
     def _head(
@@ -297,8 +294,7 @@ class Pipeline:
         final = [_made(loop.body, loop.outputs.index(x)) for x in made_of]
 
         def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
-            stacks, is_layer = layers
-            exists = micro.runs(is_layer)
+            stacks, exists = layers[0], micro.runs(layers[1])
             masked = dict.fromkeys(final, functools.partial(_masked, exists))
             outputs = run_block(loop.body, [*inside, *carry, *stacks], masked, exists)
             return outputs[:num], outputs[num:]

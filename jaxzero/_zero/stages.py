@@ -90,9 +90,7 @@ def run_on_stage(
         x if layers else _gathered(x, leaf, staged.dtype_read(i))
         for i, (x, leaf, layers) in enumerate(zip(stored, leaves, is_stack, strict=True))
     ]
-    on_stage = [
-        _on_stage(leaf, x, layers) for leaf, x, layers in zip(leaves, stored, is_stack, strict=True)
-    ]
+    on_stage = map(_on_stage, leaves, stored, is_stack)
     result = run_on_device(
         staged,
         dataclasses.replace(parameters, leaves=tuple(on_stage)),
