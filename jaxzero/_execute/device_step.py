@@ -48,7 +48,7 @@ from .._program import (
     trace,
     values_made_of,
 )
-from .._sharding import split_dim, unpad
+from .._sharding import split_dim
 from .._simigrad import GradientHalves
 from .block import run_block
 from .gather_sources import gather_source, kept_slice, next_slice
@@ -162,7 +162,7 @@ def run_on_device(
 def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array | None]:
     """The weights that stage 1 or 2 leaves unsharded, which the program gets in full."""
     return [
-        None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
+        None if parameters.weight_layout(i) else leaf.unpad(x)
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
     ]
 

@@ -34,6 +34,7 @@ class Row:
     total_bytes: int  # of the true shape
     device_bytes: int  # in the memory of one device, padding included; 0 if offloaded
     host_bytes: int = 0  # in host memory, for one device, padding included
+    padding_layers: int = 0  # number of layers that pipeline stages pad a stack by
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,10 @@ from .hops import check_integer
 class Stages:
     """Divide the layers of a model between nodes, as the stages of a pipeline.
 
-    All layers are in stacks `[layers, ...]` that one `jax.lax.scan` runs through. Each stage has as
-    many of them. A step runs forward and backward of one micro-batch after the other (1F1B).
+    All layers are in stacks `[layers, ...]` that one `jax.lax.scan` runs through. A stage has
+    `ceil(layers / stages)` of them; where the stages do not divide the layers, the last stages have
+    fewer, possibly none, and stacks are stored padded with zeros. A step runs forward and backward
+    of one micro-batch after the other (1F1B).
 
     Attributes:
         microbatches: the number of micro-batches of a step, where `value_and_grad` is not given
@@ -57,8 +59,8 @@ def stage_split(
 ) -> PartitionSpec:
     """How a leaf is split over stages: a stack by its layers, another leaf by a dim of its own.
 
-    The devices of a stage split it further, along another dim. A leaf without two dims that divide
-    evenly is replicated over stages.
+    The devices of a stage split it further, along another dim. Another leaf without two dims that
+    divide evenly is replicated over stages.
 
     Args:
         path: of the leaf.
@@ -68,14 +70,14 @@ def stage_split(
         num_shards: into how many shards the devices of a stage split a leaf.
 
     Raises:
-        ValueError: a stack's layers cannot be divided evenly.
+        ValueError: a stack has fewer layers than there are stages.
     """
     if stages.has(path):
-        if not shape or shape[0] % num_stages:
+        if not shape or shape[0] < num_stages:
             raise ValueError(
-                f"The stack `{path}` {list(shape)} must have a multiple of {num_stages} layers in "
-                f"dim 0, one part for each stage. Change `layers` of `jz.Stages`, "
-                f"{stages.layers!r}, or the number of stages of the mesh."
+                f"The stack `{path}` {list(shape)} must have at least {num_stages} layers in dim "
+                f"0, as there are as many stages. Change `layers` of `jz.Stages`, "
+                f"{stages.layers!r}, or take a mesh with fewer stages."
             )
         return PartitionSpec(STAGE)
     evenly = [dim for dim, size in enumerate(shape) if size and size % num_stages == 0]

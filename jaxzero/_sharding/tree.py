@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._codecs import Codec, check_is_value
 from .._mesh import HOST, STAGE, AnyMesh, memory_kind_of
 from .config import Offload, Role, ZeroConfig
-from .layout import LeafSpec, axes_of, in_memory, layout_of_leaf
+from .layout import LeafSpec, axes_of, in_memory, layout_of_leaf, split_over_stages
 from .modules import overwritten_leaves, trained_leaves
 from .stages import stage_split
 from .stored_array import (
@@ -149,7 +149,9 @@ def plan_tree(
             continue
         # State that its gradient overwrites is small, read in full and never encoded: replicated.
         layout = None if is_state else layout_of_leaf(leaf, mesh, config, other)
-        new = LeafSpec(name, tuple(leaf.shape), _jax_dtype(leaf.dtype), layout, other)
+        shape = tuple(leaf.shape)
+        stages = split_over_stages(shape, other, mesh)
+        new = LeafSpec(name, shape, _jax_dtype(leaf.dtype), layout, other, stages=stages)
         if codec is not None and layout and not other and _is_large_float(new, config):
             new = dataclasses.replace(new, codec=codec)
         planned.append(new)
@@ -212,7 +214,9 @@ def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> LeafSpec:
 
 
 def without_layout(leaf: LeafSpec) -> LeafSpec:
-    """The leaf without a layout, which means replicated on every device."""
+    """The leaf without a layout, replicated on every device; over stages if these pad it."""
+    if leaf.stages is not None and leaf.stages.is_padded:
+        leaf = dataclasses.replace(leaf, stages=None, other_axes=PartitionSpec())
     return dataclasses.replace(leaf, layout=None)
 
 

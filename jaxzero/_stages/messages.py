@@ -8,7 +8,6 @@ beside backward, cotangents to the stage before beside forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,12 +17,10 @@ from jaxtyping import Array
 from .._collectives import labelled, permute, repeated
 from .._mesh import STAGE
 from .._program import Loop
+from .layers import Layer, Layers
 
 # Arrays of fewer bytes are sent at once: a part of them would take longer to launch than to send.
 _DIVIDED_BYTES = 2**16
-
-# An iteration: of the carry, and of one layer of each stack; returns the same.
-Layer = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
 class Message(NamedTuple):
@@ -42,7 +39,7 @@ def sent(message: Message) -> list[Any]:
 
 
 def scan_beside(
-    loop: Loop, layer: Layer, carry: list[Any], stacks: list[Any], num: int, beside: Message | None
+    loop: Loop, layer: Layer, carry: list[Any], layers: Layers, num: int, beside: Message | None
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Scan layers, and send a message beside them (see [Note: messages beside layers]).
 
@@ -50,7 +47,7 @@ def scan_beside(
         loop: gives direction and unrolling.
         layer: runs one layer.
         carry: before the first.
-        stacks: `[num, ...]`.
+        layers: what is scanned, `[num, ...]`.
         num: how many layers there are.
         beside: the message; None: nothing is sent.
 
@@ -58,7 +55,7 @@ def scan_beside(
         The carry after the last layer, what the layers stack, and what was received.
     """
     if beside is None:
-        carry, stacked = loop.scan(layer, carry, stacks, num)
+        carry, stacked = loop.scan(layer, carry, layers, num)
         return carry, stacked, []
     arrays, shift = beside
     divided = [_is_divided(x, num) for x in arrays]
@@ -74,7 +71,7 @@ def scan_beside(
         return carry, (stacked, parts)
 
     traced, note = repeated(with_part, num)
-    carry, (stacked, parts) = loop.scan(traced, carry, (stacks, parts), num)
+    carry, (stacked, parts) = loop.scan(traced, carry, (layers, parts), num)
     note()
     parts = iter(parts)
     received = [

@@ -92,7 +92,8 @@ class Staged:
         num, microbatches, cut = lax.axis_size(STAGE), self.microbatches, self._cut
         ticks = microbatches + num - 1
         first = (
-            f"{num} stages of {cut.forward.length // num} layers, {microbatches} micro-batches: "
+            f"{num} stages of {'at most ' if cut.forward.length % num else ''}"
+            f"{-(-cut.forward.length // num)} layers, {microbatches} micro-batches: "
             f"{num - 1}/{ticks} of the time idle"
         )
         sent = ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in cut.activations)
@@ -106,7 +107,8 @@ class Staged:
         """Run all micro-batches.
 
         Args:
-            parameters: this stage's layers of the stacks, and the other parameters in full.
+            parameters: this stage's layers of the stacks, the last of them zeros where the stage
+                has fewer; and the other parameters in full.
             inputs: those with rows as `[microbatches, ...]`.
 
         Returns:

@@ -29,6 +29,7 @@ from .._mesh import STAGE
 from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
 from .evaluation import Evaluation, Sums, run_block, run_operation
+from .layers import Layer, Layers, StageLayers, passing_padding
 from .messages import Message, scan_beside, sent
 
 
@@ -80,7 +81,7 @@ class Pipeline:
         self.share = share
         self.num_stages = lax.axis_size(STAGE)
         self.stage = lax.axis_index(STAGE)
-        self.num_layers = cut.forward.length // self.num_stages
+        self.layers = StageLayers(cut.forward.length, self.num_stages, self.stage)
         outputs = cut.block.outputs
         gradients = {*cut.stack_gradients, *outer}
         self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
@@ -127,7 +128,7 @@ class Pipeline:
         return State(
             [_zeros(x) for x in self.cut.activations],
             [_zeros(x) for x in self.cut.cotangents],
-            [_zeros(self.cut.stacked(i), slots, layers=self.num_layers) for i in self.cut.saved],
+            [_zeros(self.cut.stacked(i), slots, layers=self.layers.num) for i in self.cut.saved],
             [_zeros(x, self.microbatches) for x in self.others.values()],
         )
 
@@ -179,7 +180,7 @@ class Pipeline:
     def _no_sums(self) -> list[Array]:
         """Zeros for the sums of gradients of a stage: of its layers, and of the other weights."""
         stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
-        shapes = [(self.num_layers, *shape_of(x)[1:]) for x in stacks]
+        shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
         shapes += [shape_of(x) for x in self.outer.values()]
         dtypes = [accumulator_dtype(dtype_of(x)) for x in (*stacks, *self.outer.values())]
         return list(map(jnp.zeros, shapes, dtypes))
@@ -237,7 +238,7 @@ class Pipeline:
         num = loop.num_carry
         values = Evaluation(cut.block, micro.given, micro.loops)
         inside = values(loop.inputs[: loop.num_constants])
-        stacks = self._layers(loop, values, {})
+        layers = self._layers(loop, values, {})
 
         def embedded() -> list[Any]:
             here = Evaluation(cut.block, values.known, micro.loops)
@@ -247,17 +248,14 @@ class Pipeline:
 
         activations = self._where(self.stage == 0, embedded, activations, self.cut.activations)
 
-        def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = run_block(loop.body, [*inside, *carry, *layers], exists=micro.exists)
+        def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
+            stacks, exists = layers[0], micro.runs(layers[1])
+            outputs = run_block(loop.body, [*inside, *carry, *stacks], exists=exists)
             return outputs[:num], outputs[num:]
 
-        carry, stacked, received = scan_beside(
-            loop, layer, activations[:num], stacks, self.num_layers, beside
-        )
-        collected = [
-            lax.dynamic_update_slice_in_dim(x, stacked[i], self.stage * self.num_layers, 0)
-            for x, i in zip(activations[num:], cut.collected, strict=True)
-        ]
+        carry, stacked, received = self._scan(loop, layer, activations[:num], layers, beside)
+        pairs = zip(activations[num:], cut.collected, strict=True)
+        collected = [self.layers.put(x, stacked[i]) for x, i in pairs]
         return [*carry, *collected], [stacked[i] for i in cut.saved], received
 
     def _head(
@@ -303,19 +301,19 @@ class Pipeline:
         values = Evaluation(cut.block, micro.given | travelling, micro.loops)
         inside = values(loop.inputs[: loop.num_constants])
         rows = {cut.stacked(i): x for i, x in zip(cut.saved, saved, strict=True)}
-        stacks = self._layers(loop, values, rows)
+        layers = self._layers(loop, values, rows)
         made_of = [x.source for x in cut.stack_gradients.values() if x.source is not None]
-        masked = {_made(loop.body, loop.outputs.index(x)): micro.masked for x in made_of}
+        final = [_made(loop.body, loop.outputs.index(x)) for x in made_of]
 
-        def layer(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = run_block(loop.body, [*inside, *carry, *layers], masked, micro.exists)
+        def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
+            stacks, exists = layers[0], micro.runs(layers[1])
+            masked = dict.fromkeys(final, functools.partial(_masked, exists))
+            outputs = run_block(loop.body, [*inside, *carry, *stacks], masked, exists)
             for i in map(loop.outputs.index, made_of):
                 outputs[i] = self._shared(outputs[i])
             return outputs[:num], outputs[num:]
 
-        carry, stacked, received = scan_beside(
-            loop, layer, cotangents[:num], stacks, self.num_layers, beside
-        )
+        carry, stacked, received = self._scan(loop, layer, cotangents[:num], layers, beside)
         made = dict(zip(loop.outputs, [*carry, *stacked], strict=True))
         of_stacks = [
             [] if x.source is None else [x.of(made[x.source])] for x in cut.stack_gradients.values()
@@ -335,7 +333,13 @@ class Pipeline:
         ]
         return [*carry, *cotangents[num:]], of_stacks, outer, received
 
-    def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> list[Any]:
+    def _scan(
+        self, loop: Loop, layer: Layer, carry: list[Any], layers: Layers, beside: Message | None
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """`scan_beside`, of this stage's layers."""
+        return scan_beside(loop, passing_padding(layer), carry, layers, self.layers.num, beside)
+
+    def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
         """What a layer loop scans, for this stage's layers; `rows` are known for them alone."""
         stacks = []
         for x in loop.inputs[loop.first_stack :]:
@@ -345,10 +349,8 @@ class Pipeline:
             if isinstance(x, Value) and (stack := self.cut.stacks.get(x)):
                 stacks.append(stack.of(self.weights[stack.source]))
                 continue
-            start = self.stage * self.num_layers
-            whole = jnp.asarray(values([x])[0])
-            stacks.append(lax.dynamic_slice_in_dim(whole, start, self.num_layers))
-        return stacks
+            stacks.append(self.layers.of(jnp.asarray(values([x])[0])))
+        return stacks, self.layers.exist()
 
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
@@ -386,9 +388,13 @@ class _Micro(NamedTuple):
     given: dict[Value, Any]
     loops: tuple[Loop | None, ...]
 
-    def masked(self, x: Array) -> Array:
-        """Zeros if there is no micro-batch."""
-        return lax.select_n(self.exists, jnp.zeros_like(x), x)
+    def runs(self, is_layer: Array | None) -> Array:
+        """Whether there is a micro-batch, and a layer that is no padding (None: it is none)."""
+        return self.exists if is_layer is None else self.exists & is_layer
+
+
+def _masked(exists: Array, x: Array) -> Array:
+    return lax.select_n(exists, jnp.zeros_like(x), x)
 
 
 def _made(body: Block, output: int) -> Any:

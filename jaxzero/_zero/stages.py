@@ -19,7 +19,7 @@ from .._execute import (
     run_on_device,
     split_microbatches,
 )
-from .._mesh import STAGE, axes_of_dims
+from .._mesh import STAGE
 from .._sharding import LeafSpec, Stages, ZeroConfig, split_dim
 from .._stages import Staged
 from .arguments import Options
@@ -91,9 +91,7 @@ def run_on_stage(
         x if layers else _gathered(x, leaf, staged.dtype_read(i))
         for i, (x, leaf, layers) in enumerate(zip(stored, leaves, is_stack, strict=True))
     ]
-    on_stage = [
-        _on_stage(leaf, x, layers) for leaf, x, layers in zip(leaves, stored, is_stack, strict=True)
-    ]
+    on_stage = map(_on_stage, leaves, stored, is_stack)
     result = run_on_device(
         staged,
         dataclasses.replace(parameters, leaves=tuple(on_stage)),
@@ -123,26 +121,20 @@ def run_on_stage(
 def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:
     """A leaf as the program of a stage sees it: of a stack its layers, else all of it."""
     shape = (stored.shape[0], *leaf.shape[1:]) if layers else leaf.shape
-    return dataclasses.replace(leaf, shape=shape, other_axes=PartitionSpec())
-
-
-def _stage_dim(leaf: LeafSpec) -> int | None:
-    """The dim that a leaf is split on over stages."""
-    dims = enumerate(axes_of_dims(leaf.other_axes))
-    return next((dim for dim, axes in dims if STAGE in axes), None)
+    return dataclasses.replace(leaf, shape=shape, other_axes=PartitionSpec(), stages=None)
 
 
 def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
     """This device's shard of a leaf that is no layer, of all stages, rounded to `dtype`."""
-    dim = _stage_dim(leaf)
-    if dim is None:
+    if leaf.stages is None:
         return x
     with labelled("weights", leaf.path):
-        return all_gather(x.astype(dtype), STAGE, dim).astype(x.dtype)
+        return all_gather(x.astype(dtype), STAGE, leaf.stages.dim).astype(x.dtype)
 
 
 def _scattered(x: Array, leaf: LeafSpec) -> Array:
     """The sum over stages of a gradient's shard, split over them as the leaf is."""
-    dim = _stage_dim(leaf)
     with labelled("gradients", leaf.path):
-        return all_reduce(x, STAGE) if dim is None else reduce_scatter(x, STAGE, dim)
+        if leaf.stages is None:
+            return all_reduce(x, STAGE)
+        return reduce_scatter(x, STAGE, leaf.stages.dim)

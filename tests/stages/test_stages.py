@@ -56,6 +56,7 @@ def test_a_step_is_that_of_one_device(name):
     [
         (4, 4, 1),
         (4, 8, 4),
+        (3, 6, 2),  # 2, 2 and no layers
         pytest.param(4, 4, 4, marks=pytest.mark.exhaustive),
         pytest.param(2, 8, 1, marks=pytest.mark.exhaustive),
         pytest.param(1, 4, 4, marks=pytest.mark.exhaustive),
@@ -75,8 +76,9 @@ def test_weights_gathered_in_every_tick():
     _check(zero, models.LOSSES["skip, tied"])
 
 
-def test_aux_of_every_layer():
-    zero = _zero(4, 4, 4)
+@pytest.mark.parametrize(("nodes", "num_devices"), [(4, 4), (3, 6)])
+def test_aux_of_every_layer(nodes, num_devices):
+    zero = _zero(nodes, num_devices, 4)
     _check(zero, models.loss_of_each_layer, has_aux=True)
 
 
@@ -219,25 +221,29 @@ def test_an_nnx_model():
     _assert_close(jax.tree.leaves(zero.unshard(grads)), jax.tree.leaves(want_grads), 1e-5)
 
 
-def test_training_goes_on_with_other_stages():
+def test_training_goes_on_with_other_stages(tmp_path):
     """Parameters and optimizer state have their true shapes, whatever the stages are."""
     tx, loss, batch = optax.adamw(1e-2), models.LOSSES["tied"], models.batch()
     params = models.params()
     state = tx.init(params)
-    stored = [np.asarray(x) for x in jax.tree.leaves((params, state))]
-    for zero in (_zero(2, 4), _zero(4, 8, 4), jz.Zero(jz.make_mesh(2))):
-        tree = jax.tree.unflatten(jax.tree.structure((params, state)), stored)
-        p, s = zero.shard(tree[0]), zero.shard(tree[1])
-        _, grads = zero.value_and_grad(loss)(p, batch)
-        with jax.numpy_dtype_promotion("standard"):  # for optax
-            p, s = zero.apply_gradients(tx, grads, s, p)
-        stored = [np.asarray(x) for x in jax.tree.leaves((zero.unshard(p), zero.unshard(s)))]
+    zeros = _zero(2, 4), _zero(3, 6), _zero(4, 8, 4), jz.Zero(jz.make_mesh(2))
+    for step, zero in enumerate(zeros):
+        p = zero.shard(params)
+        tree = {"params": p, "state": zero.init_optimizer(tx, p)}
+        with jz.Checkpoints(tmp_path, zero) as checkpoints:
+            if step:
+                tree = checkpoints.restore(tree)[1]
+            _, grads = zero.value_and_grad(loss)(tree["params"], batch)
+            with jax.numpy_dtype_promotion("standard"):  # for optax
+                p, s = zero.apply_gradients(tx, grads, tree["state"], tree["params"])
+            checkpoints.save(step, {"params": p, "state": s})
         grads = jax.jit(jax.grad(loss))(params, batch)
         with jax.numpy_dtype_promotion("standard"):
             updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
+    found = zero.unshard(p), zero.unshard(s)
     # Adam divides by the root of small second moments, which magnifies roundings of gradients.
-    for x, y in zip(stored, jax.tree.leaves((params, state)), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, (found, (params, state))), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
 
 
@@ -309,8 +315,9 @@ def test_plan_and_report_name_the_messages_and_the_users_lines():
     assert "ticks.py" not in str(plan)
 
 
-def test_verify_finds_a_step_of_stages_right():
-    zero = _zero()
+@pytest.mark.parametrize(("nodes", "num_devices"), [(2, 4), (3, 6)])
+def test_verify_finds_a_step_of_stages_right(nodes, num_devices):
+    zero = _zero(nodes, num_devices)
     report = zero.verify(models.LOSSES["tied"], zero.shard(models.params()), models.batch())
     assert report.ok
 
@@ -363,8 +370,8 @@ def test_refused_programs(loss, message):
 
 def test_refused_arguments():
     params, batch = models.params(), models.batch()
-    with pytest.raises(ValueError, match=r"`layers.down` .* multiple of 2 layers"):
-        _zero().shard(jax.tree.map(lambda x: x[:3], params))
+    with pytest.raises(ValueError, match=r"`layers.down` .* at least 2 layers"):
+        _zero().shard(jax.tree.map(lambda x: x[:1], params))
     with pytest.raises(ValueError, match="`stages` must divide the number of nodes"):
         jz.make_mesh(4, stages=3)
     with pytest.raises(ValueError, match="`mesh` has stages"):
