@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -31,25 +31,7 @@ from .cut import LayerCut
 from .evaluation import Evaluation, Sums, run_block, run_operation
 from .layers import Layer, Layers, StageLayers, passing_padding
 from .messages import Message, scan_beside, sent
-
-
-class State(NamedTuple):
-    """What a stage passes from tick to tick.
-
-    Attributes:
-        activations: the message from the stage before: the forward loop's carry, and its stacked
-            outputs that the head reads, of all layers.
-        cotangents: a message to the stage before: the backward loop's carry, and what all of its
-            layers read.
-        saved: `[2 S - 1, layers, ...]`, for each output that forward saves for backward.
-        outputs: `[microbatches, ...]`, for each output of the program that is no gradient; those of
-            the last stage hold.
-    """
-
-    activations: list[Any]
-    cotangents: list[Any]
-    saved: list[Array]
-    outputs: list[Array]
+from .state import MicroBatch, State, masked
 
 
 class Pipeline:
@@ -218,15 +200,15 @@ class Pipeline:
         outer = [[*x, *y] for x, y in zip(outer, rest, strict=True)]
         return State(activations, cotangents, saved, outputs), [*stacks, *outer]
 
-    def _micro(self, number: Array) -> _Micro:
+    def _micro(self, number: Array) -> MicroBatch:
         """Micro-batch `number`; the nearest one if there is none."""
         index = jnp.clip(number, 0, self.microbatches - 1)
         values = {x: rows[index] for x, rows in self.rows.items()}
         loops = self.cut.forward, self.cut.backward
-        return _Micro(index, index == number, self.weights | values, loops)
+        return MicroBatch(index, index == number, self.weights | values, loops)
 
     def _forward(
-        self, micro: _Micro, activations: list[Any], beside: Message | None
+        self, micro: MicroBatch, activations: list[Any], beside: Message | None
     ) -> tuple[list[Any], list[Array], list[Any]]:
         """Run this stage's layers forward.
 
@@ -259,7 +241,7 @@ class Pipeline:
         return [*carry, *collected], [stacked[i] for i in cut.saved], received
 
     def _head(
-        self, micro: _Micro, activations: list[Any], cotangents: list[Any]
+        self, micro: MicroBatch, activations: list[Any], cotangents: list[Any]
     ) -> tuple[list[Any], list[list[Array]], list[Any]]:
         """On the last stage, compute what lies between the loops.
 
@@ -286,7 +268,7 @@ class Pipeline:
         return cotangents, terms, outputs
 
     def _backward(
-        self, micro: _Micro, cotangents: list[Any], saved: list[Array], beside: Message | None
+        self, micro: MicroBatch, cotangents: list[Any], saved: list[Array], beside: Message | None
     ) -> tuple[list[Any], list[list[Array]], list[list[Array]], list[Any]]:
         """Run this stage's layers backward.
 
@@ -307,8 +289,8 @@ class Pipeline:
 
         def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
             stacks, exists = layers[0], micro.runs(layers[1])
-            masked = dict.fromkeys(final, functools.partial(_masked, exists))
-            outputs = run_block(loop.body, [*inside, *carry, *stacks], masked, exists)
+            changed = dict.fromkeys(final, functools.partial(masked, exists))
+            outputs = run_block(loop.body, [*inside, *carry, *stacks], changed, exists)
             for i in map(loop.outputs.index, made_of):
                 outputs[i] = self._shared(outputs[i])
             return outputs[:num], outputs[num:]
@@ -371,30 +353,6 @@ class Pipeline:
         x = jnp.where(self.stage == self.num_stages - 1, x, jnp.zeros_like(x))
         with labelled("other"):
             return all_reduce(x.astype(jnp.int32) if x.dtype == bool else x, STAGE).astype(x.dtype)
-
-
-class _Micro(NamedTuple):
-    """A micro-batch of a tick.
-
-    Attributes:
-        index: its number, or of the nearest one if there is none.
-        exists: whether there is one.
-        given: the values of the program's inputs.
-        loops: the layer loops.
-    """
-
-    index: Array
-    exists: Array
-    given: dict[Value, Any]
-    loops: tuple[Loop | None, ...]
-
-    def runs(self, is_layer: Array | None) -> Array:
-        """Whether there is a micro-batch, and a layer that is no padding (None: it is none)."""
-        return self.exists if is_layer is None else self.exists & is_layer
-
-
-def _masked(exists: Array, x: Array) -> Array:
-    return lax.select_n(exists, jnp.zeros_like(x), x)
 
 
 def _made(body: Block, output: int) -> Any:

@@ -104,13 +104,10 @@ def run_on_stage(
         updates,
         share_of_gradients=None if staged.is_weighted else 1 / comm.num_devices,
     )
-    gradients = [
-        x if is_stack[i] or x is None else _scattered(x, leaves[i])
-        for i, x in zip(parameters.differentiated, result.gradients, strict=True)
-    ]
+    gradients = zip(parameters.differentiated, result.gradients, strict=True)
     return dataclasses.replace(
         result,
-        gradients=gradients,
+        gradients=[x if is_stack[i] else _scattered(x, leaves[i]) for i, x in gradients],
         others=[x[0] for x in result.others],
         plan=dataclasses.replace(result.plan, stages=staged.described),
         program=staged.program,
@@ -132,8 +129,10 @@ def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
         return all_gather(x.astype(dtype), STAGE, leaf.stages.dim).astype(x.dtype)
 
 
-def _scattered(x: Array, leaf: LeafSpec) -> Array:
+def _scattered(x: Array | None, leaf: LeafSpec) -> Array | None:
     """The sum over stages of a gradient's shard, split over them as the leaf is."""
+    if x is None:
+        return None
     with labelled("gradients", leaf.path):
         if leaf.stages is None:
             return all_reduce(x, STAGE)
