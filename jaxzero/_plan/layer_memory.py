@@ -64,13 +64,16 @@ class LayerMemory:
         block: the body of a loop, or a program.
         uses: of weights in it.
         gradients: values that are reduced, which nothing else may wait for.
+
+    Attributes:
+        work: for each operation, the multiplications up to its end.
     """
 
     def __init__(self, block: Block, uses: BlockUses, gradients: Container[Value]):
-        self._block = block
+        self.block = block
         self._uses = uses
         self._gradients = gradients
-        self._work = work_done(block)
+        self.work = work_done(block)
         end = len(block.operations)
         self._reads = {
             value: i
@@ -91,7 +94,7 @@ class LayerMemory:
             starts: the first operation of each layer of a program; None: the block is the body of
                 a loop, and so one layer.
         """
-        operations = self._block.operations
+        operations = self.block.operations
         if starts is None:
             deferred = [group for group in reduces if group.deferred]
             needed = _LOOP_WORK_PER_BYTE * _num_bytes(deferred)
@@ -117,8 +120,8 @@ class LayerMemory:
         held = self.held_bytes(layer)
         if not held.any():
             return NO_PEAK
-        work = self._work[layer.start : layer.stop]
-        work = work - (self._work[layer.start - 1] if layer.start else 0)
+        work = self.work[layer.start : layer.stop]
+        work = work - (self.work[layer.start - 1] if layer.start else 0)
         at = int(held.argmax())
         high = itertools.takewhile(lambda i: held[i] > _HIGH * held[at], range(at, len(held)))
         after = self._costly_after(layer, max(high))
@@ -137,7 +140,7 @@ class LayerMemory:
 
     def _costly_after(self, layer: range, last: int) -> int | None:
         """The first costly operation after the one at `last` in the layer."""
-        operations = self._block.operations
+        operations = self.block.operations
         after = range(layer.start + last + 1, layer.stop)
         return next((i for i in after if is_costly(operations[i])), None)
 
@@ -148,7 +151,7 @@ class LayerMemory:
             For each, the index of the operation after it, and its output.
         """
         found = []
-        operations = self._block.operations
+        operations = self.block.operations
         needed = {x for x in operations[at].inputs if isinstance(x, Value)}
         for index in range(at - 1, layer.start - 1, -1):
             operation = operations[index]
@@ -161,12 +164,15 @@ class LayerMemory:
                 needed.update(x for x in operation.inputs if isinstance(x, Value))
         return found
 
-    def held_bytes(self, layer: range) -> np.ndarray:
-        """For each operation of a layer, the bytes of arrays made in it that exist meanwhile."""
+    def held_bytes(self, layer: range, others: Container[Value] = ()) -> np.ndarray:
+        """For each operation of a layer, the bytes of arrays made in it that exist meanwhile.
+
+        Weights do not count, nor do `others`.
+        """
         change = np.zeros(len(layer) + 1, np.int64)
         for i in layer:
-            for value in self._block.operations[i].outputs:
-                if value.is_array and value not in self._uses.views:
+            for value in self.block.operations[i].outputs:
+                if value.is_array and value not in self._uses.views and value not in others:
                     stop = min(self._reads.get(value, i) + 1, layer.stop)
                     change[i - layer.start] += value.num_bytes
                     change[stop - layer.start] -= value.num_bytes
