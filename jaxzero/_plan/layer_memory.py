@@ -64,16 +64,13 @@ class LayerMemory:
         block: the body of a loop, or a program.
         uses: of weights in it.
         gradients: values that are reduced, which nothing else may wait for.
-
-    Attributes:
-        work: for each operation, the multiplications up to its end.
     """
 
     def __init__(self, block: Block, uses: BlockUses, gradients: Container[Value]):
-        self.block = block
+        self._block = block
         self._uses = uses
         self._gradients = gradients
-        self.work = work_done(block)
+        self._work = work_done(block)
         end = len(block.operations)
         self._reads = {
             value: i
@@ -94,7 +91,7 @@ class LayerMemory:
             starts: the first operation of each layer of a program; None: the block is the body of
                 a loop, and so one layer.
         """
-        operations = self.block.operations
+        operations = self._block.operations
         if starts is None:
             deferred = [group for group in reduces if group.deferred]
             needed = _LOOP_WORK_PER_BYTE * _num_bytes(deferred)
@@ -120,8 +117,8 @@ class LayerMemory:
         held = self.held_bytes(layer)
         if not held.any():
             return NO_PEAK
-        work = self.work[layer.start : layer.stop]
-        work = work - (self.work[layer.start - 1] if layer.start else 0)
+        work = self._work[layer.start : layer.stop]
+        work = work - (self._work[layer.start - 1] if layer.start else 0)
         at = int(held.argmax())
         high = itertools.takewhile(lambda i: held[i] > _HIGH * held[at], range(at, len(held)))
         after = self._costly_after(layer, max(high))
@@ -140,7 +137,7 @@ class LayerMemory:
 
     def _costly_after(self, layer: range, last: int) -> int | None:
         """The first costly operation after the one at `last` in the layer."""
-        operations = self.block.operations
+        operations = self._block.operations
         after = range(layer.start + last + 1, layer.stop)
         return next((i for i in after if is_costly(operations[i])), None)
 
@@ -151,7 +148,7 @@ class LayerMemory:
             For each, the index of the operation after it, and its output.
         """
         found = []
-        operations = self.block.operations
+        operations = self._block.operations
         needed = {x for x in operations[at].inputs if isinstance(x, Value)}
         for index in range(at - 1, layer.start - 1, -1):
             operation = operations[index]
@@ -171,7 +168,7 @@ class LayerMemory:
         """
         change = np.zeros(len(layer) + 1, np.int64)
         for i in layer:
-            for value in self.block.operations[i].outputs:
+            for value in self._block.operations[i].outputs:
                 if value.is_array and value not in self._uses.views and value not in others:
                     stop = min(self._reads.get(value, i) + 1, layer.stop)
                     change[i - layer.start] += value.num_bytes

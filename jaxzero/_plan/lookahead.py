@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .._mesh import NODE
+from .._program import Block
 from .block_plan import ReduceGroup
 from .gradient_reductions import BlockGradients
 from .held_by_loops import WORK_PER_BYTE
@@ -128,13 +129,14 @@ class Room:
     exist only briefly.
 
     Args:
-        memory: of the program.
+        block: the program.
+        memory: of it.
         live: the weights that are in use or on their way.
         gradients: of the program.
     """
 
-    def __init__(self, memory: LayerMemory, live: Live, gradients: BlockGradients):
-        operations = memory.block.operations
+    def __init__(self, block: Block, memory: LayerMemory, live: Live, gradients: BlockGradients):
+        operations = block.operations
         on_shards = (x for i in gradients.on_shards for x in operations[i].outputs)
         held = memory.held_bytes(range(len(operations)), {*gradients.reduces, *on_shards})
         held = np.append(held, 0) + live.num_bytes

@@ -108,23 +108,20 @@ def _plan_block(
     ties = find_ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
     num_prefetched = _num_prefetched(groups, live, schedule) if repeats else 0
-    peaks: dict[int, Peak] = {}
-    memory = LayerMemory(block, uses, gradients.reduces)
-    if repeats or not in_loop:
-        peaks = memory.find_peaks(reduces, None if in_loop else starts)
+    memory, layers = LayerMemory(block, uses, gradients.reduces), None if in_loop else starts
+    peaks = memory.find_peaks(reduces, layers) if repeats or not in_loop else {}
     every = [_issues(gathers, starts, live, schedule, len(gather_axes)) for gathers in groups]
     if boundary is not None and schedule.prefetch and not schedule.is_bounded:
         wanted = latest_issues(groups, reduces, starts, work_done(block), gather_axes)
-        room = Room(memory, live, gradients)
+        room = Room(block, memory, live, gradients)
         every = issued_early(groups, every, wanted, starts, boundary, room)
     gather_groups = []
     for number, (gathers, issues) in enumerate(zip(groups, every, strict=True)):
         is_prefetched = number < num_prefetched
         if is_prefetched:  # sent for a later layer, beside the last groups of this one
             at = groups[len(groups) - num_prefetched + number][0].at
-            issues = (at,) * (len(gather_axes) - 1) + (
-                max(at, peaks.get(0, NO_PEAK).gather_after or 0),
-            )
+            last = max(at, peaks.get(0, NO_PEAK).gather_after or 0)
+            issues = (*[at] * (len(gather_axes) - 1), last)
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
         if not in_loop:
             issues = _around_peaks(issues, gathers[0].at, peaks)
