@@ -195,7 +195,7 @@ MODELS: dict[ModelName, Model] = {
         init=functools.partial(init_unet, UNet()),
         loss=functools.partial(unet_loss, UNet()),
         batch=_noisy,
-        rows=256,
+        rows=512,
         size=64,
         rows_of="{rows} images of {size} x {size}",
     ),

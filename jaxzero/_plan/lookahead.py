@@ -34,6 +34,9 @@ from .lifetimes import Gather, Live
 # between nodes of 8 at 50 GB/s; and while a message is launched.
 _WORK_INSIDE, _WORK_BETWEEN = 4 * WORK_PER_BYTE, 16 * WORK_PER_BYTE
 _WORK_TO_LAUNCH = 3_500_000_000
+# Only products are counted. Norms and activations may take as long, so groups are sent early enough
+# for a device that computes at either speed.
+_SLOWDOWNS = (1, 2)
 
 
 def latest_issues(
@@ -41,6 +44,7 @@ def latest_issues(
     reduces: Sequence[ReduceGroup],
     starts: Sequence[int],
     work: np.ndarray,
+    boundary: int,
     axes: Sequence[str],
 ) -> dict[int, tuple[int, ...]]:
     """Find when groups must be sent over each axis so that they arrive as early as they can.
@@ -50,6 +54,7 @@ def latest_issues(
         reduces: of gradients.
         starts: the operations where groups are first used, or where loops begin, in order.
         work: for each operation, the multiplications up to its end.
+        boundary: the last operation of forward, in which nothing is sent for backward.
         axes: that weights are gathered over, in order.
 
     Returns:
@@ -66,26 +71,32 @@ def latest_issues(
         num_bytes = sum(value.num_bytes for value in reduce.values)
         after = min(bisect.bisect_right(starts, reduce.at) + 1, len(starts))
         others[after] += num_bytes * rates.sum() + len(axes) * _WORK_TO_LAUNCH
-    needed = [int(work[start - 1]) if start else 0 for start in starts]
-    used = _times_of_use(needed, costs.sum(1), others)
-    issues, arrived = {}, used[-1] if used else 0
-    for i in reversed(range(len(starts))):
-        arrived = min(arrived, used[i])
-        if costs[i].any():
-            left = np.cumsum(costs[i][::-1])[::-1]  # of the group's way, from each axis on
-            first = arrived - left
-            issues[starts[i]] = tuple(
-                starts[max(bisect.bisect_right(used, time) - 1, 0)] for time in first.tolist()
-            )
-            arrived = int(first[0])
-        arrived -= int(others[i])
+    backward = bisect.bisect_right(starts, boundary)
+    issues: dict[int, tuple[int, ...]] = {}
+    for slow in _SLOWDOWNS:
+        needed = [slow * int(work[start - 1]) if start else 0 for start in starts]
+        used = _times_of_use(needed, costs.sum(1), others, backward)
+        arrived = used[-1] if used else 0
+        for i in reversed(range(len(starts))):
+            arrived = min(arrived, used[i])
+            if costs[i].any():
+                left = np.cumsum(costs[i][::-1])[::-1]  # of the group's way, from each axis on
+                sent = [bisect.bisect_right(used, time) - 1 for time in (arrived - left).tolist()]
+                found = tuple(starts[max(x, 0)] for x in sent)
+                issues[starts[i]] = tuple(map(min, issues.get(starts[i], found), found))
+                arrived -= int(left[0])
+            arrived -= int(others[i])
     return issues
 
 
-def _times_of_use(needed: Sequence[int], costs: np.ndarray, others: np.ndarray) -> list[int]:
-    """When each group is used, if the link never rests, in multiplications."""
+def _times_of_use(
+    needed: Sequence[int], costs: np.ndarray, others: np.ndarray, backward: int
+) -> list[int]:
+    """When each group is used, in multiplications, if the link rests only before backward."""
     used, link = [], 0
     for i, (done, more) in enumerate(itertools.pairwise((0, *needed))):
+        if i == backward and used:
+            link = max(link, used[-1])
         link += int(costs[i] + others[i])
         computed = (used[-1] if used else 0) + more - done
         used.append(max(computed, link) if costs[i] else computed)

@@ -112,7 +112,7 @@ def _plan_block(
     peaks = memory.find_peaks(reduces, layers) if repeats or not in_loop else {}
     every = [_issues(gathers, starts, live, schedule, len(gather_axes)) for gathers in groups]
     if boundary is not None and schedule.prefetch and not schedule.is_bounded:
-        wanted = latest_issues(groups, reduces, starts, work_done(block), gather_axes)
+        wanted = latest_issues(groups, reduces, starts, work_done(block), boundary, gather_axes)
         room = Room(block, memory, live, gradients)
         every = issued_early(groups, every, wanted, starts, boundary, room)
     gather_groups = []
