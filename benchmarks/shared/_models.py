@@ -204,7 +204,7 @@ MODELS: dict[ModelName, Model] = {
         init=functools.partial(init_resnet, ResNet()),
         loss=functools.partial(resnet_loss, ResNet()),
         batch=_labelled,
-        rows=512,
+        rows=1024,
         size=224,
         rows_of="{rows} images of {size} x {size}",
     ),
