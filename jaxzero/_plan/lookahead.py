@@ -125,7 +125,12 @@ def issued_early(
     found = []
     for group, latest in zip(groups, issues, strict=True):
         first = backward if group[0].at > boundary else 0
-        early = [min(x, max(y, first)) for x, y in zip(latest, wanted[group[0].at], strict=True)]
+        early: list[int] = []
+        for x, y in zip(latest, wanted[group[0].at], strict=True):
+            early.append(min(x, max(y, first)))
+            # Over an axis it is sent once it has arrived over the one before, for which the device
+            # would wait if both were sent at once.
+            first = starts[min(bisect.bisect_right(starts, early[-1]), len(starts) - 1)]
         if early[-1] < latest[-1]:
             free = room.take(group, early[-1], latest[-1])
             early[-1] = min(latest[-1], starts[bisect.bisect_left(starts, free)])
