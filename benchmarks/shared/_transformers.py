@@ -48,11 +48,12 @@ class _Layer(nn.Module):
 
 def _scanned(layers: int, **settings: Any) -> nn.Module:
     """A stack of layers, rematerialised, in a loop."""
+    memory: Any = nn.broadcast  # the same for all
     stack = nn.scan(
         nn.remat(_Layer, prevent_cse=False),
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        in_axes=nn.broadcast,
+        in_axes=memory,
         length=layers,
     )
     return stack(**settings)
