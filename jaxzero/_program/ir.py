@@ -133,12 +133,16 @@ class Operation:
 
     @property
     def products(self) -> int:
-        """The number of multiplications of a matrix product; 0 for other operations."""
-        if self.name != "dot_general":
+        """The multiplications of a matrix product or a convolution; 0 for other operations."""
+        if self.name not in ("dot_general", "conv_general_dilated"):
             return 0
-        (contracted, _), _ = self.equation.params["dimension_numbers"]
-        left = self.equation.invars[0].aval.shape
-        return math.prod(self.outputs[0].shape) * math.prod(left[dim] for dim in contracted)
+        left, right = (x.aval.shape for x in self.equation.invars)
+        numbers, made = self.equation.params["dimension_numbers"], math.prod(self.outputs[0].shape)
+        if self.name == "conv_general_dilated":
+            channels = right[numbers.rhs_spec[0]]
+            return made * math.prod(right) // max(channels, 1)
+        (contracted, _), _ = numbers
+        return made * math.prod(left[dim] for dim in contracted)
 
     @property
     def where(self) -> str:
