@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable
 
 from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
-from .block_plan import BlockPlan
+from .block_plan import BlockPlan, GatherGroup
 from .instructions import (
     Decode,
     Delay,
@@ -142,6 +142,9 @@ class _Emitter:
                 tie = self._tie(group.fetch_tie) if self.plan.fetched(i) else None
                 self.done.append(Fetch(at=self.at, group=i, tie=tie))
         for i, group in groups:
+            if group.prefetched and group.at == self.at:  # sent ahead once this one is decoded
+                self._decode(i, group)
+        for i, group in groups:
             for axis, issue in enumerate(group.issues):
                 if issue != self.at:
                     continue
@@ -160,9 +163,12 @@ class _Emitter:
                 tie = self._tie(loop.tie) if gathers or fetches else None
                 self.done.append(StartLoop(at=self.at, loop=index, tie=tie))
         for i, group in groups:
-            if group.at == self.at:
-                self.done.append(Decode(at=self.at, group=i))
-                self._full.update(((x.weight, x.ops), x) for x in group.gathers)
+            if not group.prefetched and group.at == self.at:
+                self._decode(i, group)
+
+    def _decode(self, number: int, group: GatherGroup) -> None:
+        self.done.append(Decode(at=self.at, group=number))
+        self._full.update(((x.weight, x.ops), x) for x in group.gathers)
 
     def _drop(self) -> None:
         dead = tuple(key for key, gather in self._full.items() if gather.until == self.at)
@@ -211,8 +217,13 @@ class _Emitter:
         self._unmade[group] -= 1
         if self._unmade[group]:
             return
+        is_deferred = self.plan.reduce_groups[group].deferred
+        early = any(isinstance(x, Reduce) and x.group == group for x in self.done)
+        if self._in_pipeline and is_deferred and not early and self._num_axes(group):
+            # The message of the iteration before is sent: this one is written in its place.
+            self.done.append(Reduce(at=self.at, lag=1, group=group, axis=0))
         self.done.append(EncodeGradients(at=self.at, group=group))
-        if self.plan.reduce_groups[group].deferred:
+        if is_deferred:
             return
         if self.plan.overlaps:
             self._in_flight.append((group, 0))
