@@ -329,10 +329,8 @@ class BlockRunner:
 
     def _encode_gradients(self, each: instructions.EncodeGradients) -> None:
         here, values = self.by_lag[0], self.plan.reduce_groups[each.group].values
-        gradients, key = [here.pop(value) for value in values], pipeline.gradient(each.group)
-        if key in (before := self.by_lag.get(1, {})):
-            gradients, before[key] = lax.optimization_barrier((gradients, before[key]))
-        here[key] = self.gradients.encode(each.group, gradients)
+        made = self.gradients.encode(each.group, [here.pop(value) for value in values])
+        here[pipeline.gradient(each.group)] = made
 
     def _reduce(self, each: instructions.Reduce) -> None:
         there, key = self.by_lag[each.lag], pipeline.gradient(each.group)

@@ -222,6 +222,7 @@ class _Emitter:
         if self._in_pipeline and is_deferred and not early and self._num_axes(group):
             # The message of the iteration before is sent: this one is written in its place.
             self.done.append(Reduce(at=self.at, lag=1, group=group, axis=0))
+            self.done.append(PinGradients(at=self.at, lag=1, groups=(group,), pin=value))
         self.done.append(EncodeGradients(at=self.at, group=group))
         if is_deferred:
             return
