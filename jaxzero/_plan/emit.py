@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable
 
 from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
-from .block_plan import BlockPlan, GatherGroup
+from .block_plan import BlockPlan
 from .instructions import (
     Decode,
     Delay,
@@ -141,9 +141,10 @@ class _Emitter:
             if group.fetch == self.at:
                 tie = self._tie(group.fetch_tie) if self.plan.fetched(i) else None
                 self.done.append(Fetch(at=self.at, group=i, tie=tie))
-        for i, group in groups:
-            if group.prefetched and group.at == self.at:  # sent ahead once this one is decoded
-                self._decode(i, group)
+        # Where a group is sent ahead over its last axis, this iteration's is decoded before.
+        first = {i for i, x in groups if x.prefetched and x.at == x.issues[-1] == self.at}
+        for i in sorted(first):
+            self._decode(i)
         for i, group in groups:
             for axis, issue in enumerate(group.issues):
                 if issue != self.at:
@@ -163,12 +164,13 @@ class _Emitter:
                 tie = self._tie(loop.tie) if gathers or fetches else None
                 self.done.append(StartLoop(at=self.at, loop=index, tie=tie))
         for i, group in groups:
-            if not group.prefetched and group.at == self.at:
-                self._decode(i, group)
+            if group.at == self.at and i not in first:
+                self._decode(i)
 
-    def _decode(self, number: int, group: GatherGroup) -> None:
-        self.done.append(Decode(at=self.at, group=number))
-        self._full.update(((x.weight, x.ops), x) for x in group.gathers)
+    def _decode(self, group: int) -> None:
+        self.done.append(Decode(at=self.at, group=group))
+        gathers = self.plan.gather_groups[group].gathers
+        self._full.update(((x.weight, x.ops), x) for x in gathers)
 
     def _drop(self) -> None:
         dead = tuple(key for key, gather in self._full.items() if gather.until == self.at)
@@ -222,7 +224,6 @@ class _Emitter:
         if self._in_pipeline and is_deferred and not early and self._num_axes(group):
             # The message of the iteration before is sent: this one is written in its place.
             self.done.append(Reduce(at=self.at, lag=1, group=group, axis=0))
-            self.done.append(PinGradients(at=self.at, lag=1, groups=(group,), pin=value))
         self.done.append(EncodeGradients(at=self.at, group=group))
         if is_deferred:
             return
