@@ -222,7 +222,7 @@ class BlockRunner:
         there, group = self.by_lag[each.lag], self.plan.gather_groups[each.group]
         key, num_left = pipeline.message(each.group), self.plan.num_hops - each.axis
         buckets = with_barrier(there[key], self._pin(each.pin))
-        if each.lag < 0 and each.axis == self.plan.num_hops - 1 and each.at == group.at:
+        if each.lag < 0 and num_left == 1 and not self.plan.deferred_groups:
             buckets = after_decode(group, buckets, self._full)
         there[key] = gather_next_axis(group, buckets, self.comm, num_left)
 
