@@ -36,6 +36,7 @@ from .buckets import (
     Bind,
     GatherSources,
     GradientBuckets,
+    after_decode,
     decode_bucket,
     encode_bucket,
     gather_next_axis,
@@ -221,6 +222,8 @@ class BlockRunner:
         there, group = self.by_lag[each.lag], self.plan.gather_groups[each.group]
         key, num_left = pipeline.message(each.group), self.plan.num_hops - each.axis
         buckets = with_barrier(there[key], self._pin(each.pin))
+        if each.lag < 0 and num_left == 1 and not self.plan.deferred_groups:
+            buckets = after_decode(group, buckets, self._full)
         there[key] = gather_next_axis(group, buckets, self.comm, num_left)
 
     def _decode(self, each: instructions.Decode) -> None:
@@ -329,8 +332,10 @@ class BlockRunner:
 
     def _encode_gradients(self, each: instructions.EncodeGradients) -> None:
         here, values = self.by_lag[0], self.plan.reduce_groups[each.group].values
-        made = self.gradients.encode(each.group, [here.pop(value) for value in values])
-        here[pipeline.gradient(each.group)] = made
+        gradients, key = [here.pop(value) for value in values], pipeline.gradient(each.group)
+        if key in (before := self.by_lag.get(1, {})) and not self.plan.reduce_early:
+            gradients, before[key] = lax.optimization_barrier((gradients, before[key]))
+        here[key] = self.gradients.encode(each.group, gradients)
 
     def _reduce(self, each: instructions.Reduce) -> None:
         there, key = self.by_lag[each.lag], pipeline.gradient(each.group)

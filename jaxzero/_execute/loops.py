@@ -62,7 +62,7 @@ class LoopRun(LoopInputs):
         state = self.outer.starts.pop(self.index, None) or LoopState()
         state.stacks |= self._slices_before()
         for weight, index, data in state.early:
-            empty = functools.partial(jnp.zeros, (loop.length, *data.shape), data.dtype)
+            empty = functools.partial(lax.empty, (loop.length, *data.shape), data.dtype)
             stack = state.stacks.get(("slices", weight))
             stack = empty() if stack is None else stack
             state.stacks["slices", weight] = put(stack, data, index)
@@ -154,7 +154,7 @@ class LoopRun(LoopInputs):
         shape, (kind, number) = (self.loop.length, *layer.shape), key
         if kind == "output" and number in self.plan.host_gradients:
             return empty_in_host(shape, layer.dtype, number)
-        return jnp.zeros(shape, layer.dtype)
+        return lax.empty(shape, layer.dtype)
 
     def _enter(self, state: LoopState, ticks: range, shapes: Mapping[Any, Any]) -> None:
         """Add what a loop over some ticks carries and is not there yet.
