@@ -38,9 +38,12 @@ from jaxzero._xla_of_jax import IS_BEFORE_0_11
 
 from ._h200 import h200_mesh
 
-Variant = Literal["gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"]
+Variant = Literal[
+    "gspmd", "gspmd-by-hand", "zero3", "zero3-slices", "zeropp", "zeropp4", "pipeline"
+]
 
 LINKS = (400e9, 50e9, 12.5e9)  # bytes a second that enter a node
+_SLOW_LINK = 1.25e9
 _CODE = ("jaxzero", "benchmarks/shared")  # what a row depends on, of `--resume`; GSPMD's the last
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -106,7 +109,8 @@ def main(
         durations: compile twice, the second time with predicted durations (`jz.compile_for`) at
             50 GB/s into a node. Times to compile are of both.
         form: how the model is written: as `_llama`, or in Flax Linen (scanned and dense only).
-        microbatches: that the rows of a device are cut into (jaxzero's variants only).
+        microbatches: that the rows of a device are cut into (jaxzero's variants only); with
+            `pipeline`, of which each node is a stage, between one and 2 S - 1 are in flight.
         resume: leave out programs that have a row of the same code and version of JAX.
         keep_hlo: a folder for the compiled programs.
 
@@ -216,7 +220,7 @@ def lowered_step(
                 "Leave it out, or compile jaxzero's variants only."
             )
         return _lowered_gspmd(model, mesh, batch, by_hand=variant == "gspmd-by-hand")
-    config = dataclasses.replace(getattr(jz, variant)(), schedule=schedule)
+    config = dataclasses.replace(_config(variant, microbatches), schedule=schedule)
     zero = jz.Zero(mesh, config)
     key = jax.random.key(0)
     params = zero.abstract(model.init, key)
@@ -226,6 +230,14 @@ def lowered_step(
         state["wire_state"] = jax.eval_shape(zero.init_wire_state, params)
     step = zero.value_and_grad(model.per_device or model.loss, microbatches=microbatches)
     return jax.jit(step).lower(params, *frozen, batch, **state)
+
+
+def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
+    if variant == "pipeline":
+        return jz.pipeline(microbatches)
+    if variant == "zero3-slices":
+        return jz.zero3(hpz=jz.HpZ(codec=None))
+    return getattr(jz, variant)()
 
 
 def _lowered_gspmd(model: Model, mesh: jax.sharding.Mesh, batch: Any, *, by_hand: bool) -> Any:
@@ -255,7 +267,8 @@ def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     rates = Rates(num_local=local)
     program = parse(text)
-    lines = {node: timeline(program, dataclasses.replace(rates, node=node)) for node in LINKS}
+    links = (*LINKS, _SLOW_LINK)
+    lines = {node: timeline(program, dataclasses.replace(rates, node=node)) for node in links}
     line = lines[rates.node]  # what is counted, and not predicted, is the same on all links
     return {
         "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 3),
