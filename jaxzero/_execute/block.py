@@ -222,7 +222,7 @@ class BlockRunner:
         there, group = self.by_lag[each.lag], self.plan.gather_groups[each.group]
         key, num_left = pipeline.message(each.group), self.plan.num_hops - each.axis
         buckets = with_barrier(there[key], self._pin(each.pin))
-        if each.lag < 0 and num_left == 1 and not self.plan.deferred_groups:
+        if each.after_decode:
             buckets = after_decode(group, buckets, self._full)
         there[key] = gather_next_axis(group, buckets, self.comm, num_left)
 
@@ -333,7 +333,7 @@ class BlockRunner:
     def _encode_gradients(self, each: instructions.EncodeGradients) -> None:
         here, values = self.by_lag[0], self.plan.reduce_groups[each.group].values
         gradients, key = [here.pop(value) for value in values], pipeline.gradient(each.group)
-        if key in (before := self.by_lag.get(1, {})) and not self.plan.reduce_early:
+        if each.after_sent and key in (before := self.by_lag[1]):
             gradients, before[key] = lax.optimization_barrier((gradients, before[key]))
         here[key] = self.gradients.encode(each.group, gradients)
 

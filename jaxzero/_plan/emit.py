@@ -156,7 +156,10 @@ class _Emitter:
                     self.done.append(Encode(at=self.at, lag=lag, group=i, tie=tie, pin=pin))
                     pin = None
                 if axis in self.plan.hops(group):
-                    self.done.append(Send(at=self.at, lag=lag, group=i, axis=axis, pin=pin))
+                    is_last = lag < 0 and axis == self.plan.num_hops - 1
+                    waits = is_last and not self.plan.deferred_groups
+                    send = Send(at=self.at, group=i, axis=axis, pin=pin, after_decode=waits)
+                    self.done.append(dataclasses.replace(send, lag=lag))
         for index, loop in self.plan.loops.items():
             if loop.issue == self.at and loop.is_pipelined and loop.continues is None:
                 gathers = any(group.prefetched for group in loop.body.gather_groups)
@@ -224,7 +227,8 @@ class _Emitter:
         if self._in_pipeline and is_deferred and not early and self._num_axes(group):
             # The message of the iteration before is sent: this one is written in its place.
             self.done.append(Reduce(at=self.at, lag=1, group=group, axis=0))
-        self.done.append(EncodeGradients(at=self.at, group=group))
+        waits = self._in_pipeline and is_deferred and not self.plan.reduce_early
+        self.done.append(EncodeGradients(at=self.at, group=group, after_sent=waits))
         if is_deferred:
             return
         if self.plan.overlaps:
