@@ -280,7 +280,7 @@ class GradientBuckets:
 def added(left: Any, right: Any) -> Any:
     """Add sums, in the wider dtype, since each term was reduced in a dtype of its own."""
 
-    def add(x: Array, y: Array) -> Array:
+    def add(x: jax.Array, y: jax.Array) -> jax.Array:
         dtype = jnp.promote_types(x.dtype, y.dtype)
         return x.astype(dtype) + y.astype(dtype)
 
