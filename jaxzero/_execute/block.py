@@ -36,6 +36,7 @@ from .buckets import (
     Bind,
     GatherSources,
     GradientBuckets,
+    added,
     after_decode,
     decode_bucket,
     encode_bucket,
@@ -296,9 +297,7 @@ class BlockRunner:
         if source is None:  # an addition
             sums = self.plan.gradients.sums if each.operation in self.plan.added else ()
             terms = (self.read(atom, each.lag) for atom in operation.inputs if atom not in sums)
-            there[operation.outputs[0]] = functools.reduce(
-                functools.partial(jax.tree.map, _add), terms
-            )
+            there[operation.outputs[0]] = functools.reduce(added, terms)
             return
         x = self.read(source, each.lag)
         if not isinstance(op, movable_ops.ConvertDtype):
@@ -395,9 +394,3 @@ _HANDLERS: dict[type[instructions.Instruction], Callable[[BlockRunner, Any], Non
     instructions.Finish: BlockRunner._finish,
     instructions.Store: BlockRunner._store,
 }
-
-
-def _add(x: Array, y: Array) -> Array:
-    """Add in the wider of the two dtypes, since each term was reduced in a dtype of its own."""
-    dtype = jnp.promote_types(x.dtype, y.dtype)
-    return x.astype(dtype) + y.astype(dtype)

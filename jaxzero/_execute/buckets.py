@@ -275,3 +275,13 @@ class GradientBuckets:
     def specs(self, number: int) -> list[ReduceSpec]:
         """The reduction of each gradient of a group."""
         return [self.plan.gradients.reduces[x] for x in self.plan.reduce_groups[number].values]
+
+
+def added(left: Any, right: Any) -> Any:
+    """Add sums, in the wider dtype, since each term was reduced in a dtype of its own."""
+
+    def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        dtype = jnp.promote_types(x.dtype, y.dtype)
+        return x.astype(dtype) + y.astype(dtype)
+
+    return jax.tree.map(add, left, right)

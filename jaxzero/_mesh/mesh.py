@@ -124,16 +124,16 @@ def with_stages(mesh: Any, stages: int | None = None) -> Any:
     if STAGE in mesh.shape:
         return mesh
     nodes = mesh.shape[NODE]
-    stages = nodes if stages is None else stages
-    if stages < 1 or nodes % stages:
+    num = nodes if stages is None else stages
+    if num < 1 or nodes % num:
         raise ValueError(
-            f"`stages` must divide the number of nodes, {nodes}; got {stages}. Every stage of a "
+            f"`stages` must divide the number of nodes, {nodes}; got {num}. Every stage of a "
             "pipeline has as many nodes."
         )
     at = mesh.axis_names.index(NODE)
     names = (*mesh.axis_names[:at], STAGE, *mesh.axis_names[at:])
     sizes = list(mesh.shape.values())
-    sizes[at : at + 1] = stages, nodes // stages
+    sizes[at : at + 1] = num, nodes // num
     if isinstance(mesh, SimulatedMesh):
         return SimulatedMesh(names, tuple(sizes), mesh.device)
     types = (*mesh.axis_types[:at], mesh.axis_types[at], *mesh.axis_types[at:])

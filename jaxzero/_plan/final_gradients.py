@@ -101,9 +101,10 @@ def mark_sums(plan: BlockPlan) -> BlockPlan:
         (term,) = (x for x in operations[index].inputs if x not in sums)
         made = _before_casts(plan, makers, term)
         loop = makers.get(made, -1) if isinstance(made, Value) else -1
-        if loop in plan.gradients.loops and made not in plan.gradients.reduces:
-            number = operations[loop].outputs.index(made)
-            if number >= operations[loop].num_carry and number not in added.get(loop, {}):
+        operation = operations[loop] if loop in plan.gradients.loops else None
+        if isinstance(operation, Loop) and made not in plan.gradients.reduces:
+            number = operation.outputs.index(made)
+            if number >= operation.num_carry and number not in added.get(loop, {}):
                 added.setdefault(loop, {})[number] = sums[0]
                 additions.append(index)
     loops = {

@@ -9,13 +9,16 @@ around them belongs to the first or to the last stage:
     after the backward loop            gradients of the embeddings: the first stage
 
 What the loops read that does not come from either of them, such as positions and masks, is computed
-on every stage. `outer_gradients` divides the gradients of weights outside of the layers.
+on every stage. `evaluation.Sums` divides the gradients of weights outside of the layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from jaxtyping import Array
 
 from .._program import (
     Atom,
@@ -38,11 +41,11 @@ class LayersOf:
     """A stack that is made of another one, layer by layer.
 
     Attributes:
-        source: an input of the program, or an output of the backward loop; None for zeros.
+        source: an input of the program, or an output of the backward loop.
         ops: operations on one layer, in order.
     """
 
-    source: Value | None
+    source: Value
     ops: tuple[movable_ops.Op, ...] = ()
 
     def then(self, op: movable_ops.Op) -> LayersOf:
@@ -65,7 +68,8 @@ class LayerCut:
         backward: the loop that makes their gradients; None if there are none.
         stacks: the stacks of layers: inputs of the program, and what is made of one by operations
             that only move, scale or round.
-        stack_gradients: by index of the program's output, those that are gradients of stacks.
+        stack_gradients: by index of the program's output, those that are gradients of stacks;
+            None for zeros.
         from_forward: all values that depend on the forward loop.
         from_backward: all values that depend on the backward loop.
         saved: the stacked outputs of the forward loop that the backward loop scans.
@@ -77,7 +81,7 @@ class LayerCut:
     forward: Loop
     backward: Loop | None
     stacks: Mapping[Value, LayersOf]
-    stack_gradients: Mapping[int, LayersOf]
+    stack_gradients: Mapping[int, LayersOf | None]
     from_forward: frozenset[Value]
     from_backward: frozenset[Value]
     saved: tuple[int, ...]
@@ -170,7 +174,7 @@ def dtypes_read(block: Block, value: Value) -> set[Any]:
 
     None is among them if something reads it as it is, or in a way that is not known.
     """
-    found = {None} if value in block.outputs else set()
+    found: set[Any] = {None} if value in block.outputs else set()
     for operation in block.operations:
         for i, x in enumerate(operation.inputs):
             if x is not value:
@@ -206,8 +210,8 @@ def _of_layer(operation: Operation) -> movable_ops.Op | None:
     return None if op is None or source is None else op.of_slice(source.shape)
 
 
-def _stack_gradient(block: Block, k: int, path: str) -> LayersOf:
-    """The output of a loop that the gradient of a stack is made of."""
+def _stack_gradient(block: Block, k: int, path: str) -> LayersOf | None:
+    """The output of a loop that the gradient of a stack is made of; None for zeros."""
     value, ops = block.outputs[k], []
     while isinstance(value, Value) and value in block.makers:
         maker = block.makers[value]
@@ -217,7 +221,7 @@ def _stack_gradient(block: Block, k: int, path: str) -> LayersOf:
             value = maker.inputs[maker.outputs.index(value)]
             continue
         if makes_zeros(maker):
-            return LayersOf(None)
+            return None
         if (op := _of_layer(maker)) is None:
             break
         ops.append(op)
@@ -230,8 +234,8 @@ def _stack_gradient(block: Block, k: int, path: str) -> LayersOf:
     )
 
 
-def _backward(block: Block, gradients: Iterable[LayersOf]) -> Loop | None:
-    makers = {block.makers[x.source] for x in gradients if x.source is not None}
+def _backward(block: Block, gradients: Iterable[LayersOf | None]) -> Loop | None:
+    makers = {block.makers[x.source] for x in gradients if x is not None}
     loops = [x for x in makers if isinstance(x, Loop)]
     if len(loops) > 1:
         lines = ", ".join(sorted({loop.where for loop in loops}))

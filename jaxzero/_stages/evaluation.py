@@ -12,7 +12,7 @@ evaluates either part: additions leave out the terms of the other one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -141,9 +141,8 @@ def run_block(
     for operation in block.operations:
         made = run_operation(operation, [read(x) for x in operation.inputs], exists)
         known.update(zip(operation.outputs, made, strict=True))
-        for x in operation.outputs if changed else ():
-            if x in changed:
-                known[x] = changed[x](known[x])
+        if changed is not None:
+            known.update((x, changed[x](known[x])) for x in operation.outputs if x in changed)
     return [read(x) for x in block.outputs]
 
 
@@ -158,7 +157,7 @@ class Sums:
         NotImplementedError: an operation is not known to be linear in what it adds up.
     """
 
-    def __init__(self, block: Block, tainted: Collection[Value]):
+    def __init__(self, block: Block, tainted: Set[Value]):
         self.block = block
         self._tainted = tainted
         # Values that have a part that does not depend on the backward loop.

@@ -155,7 +155,7 @@ class Pipeline:
         """Whether a tick adds to sum `i`; without a head, not what only the head reads."""
         stacks = list(self.cut.stack_gradients.values())
         if i < len(stacks):
-            return stacks[i].source is not None
+            return stacks[i] is not None
         gradient = [*self.outer.values()][i - len(stacks)]
         return self.sums.has_layers(gradient) or (head and self.sums.has_rest(gradient))
 
@@ -284,7 +284,7 @@ class Pipeline:
         inside = values(loop.inputs[: loop.num_constants])
         rows = {cut.stacked(i): x for i, x in zip(cut.saved, saved, strict=True)}
         layers = self._layers(loop, values, rows)
-        made_of = [x.source for x in cut.stack_gradients.values() if x.source is not None]
+        made_of = [x.source for x in cut.stack_gradients.values() if x is not None]
         final = [_made(loop.body, loop.outputs.index(x)) for x in made_of]
 
         def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
@@ -298,7 +298,7 @@ class Pipeline:
         carry, stacked, received = self._scan(loop, layer, cotangents[:num], layers, beside)
         made = dict(zip(loop.outputs, [*carry, *stacked], strict=True))
         of_stacks = [
-            [] if x.source is None else [x.of(made[x.source])] for x in cut.stack_gradients.values()
+            [] if x is None else [x.of(made[x.source])] for x in cut.stack_gradients.values()
         ]
         known = values.known | dict(zip(loop.outputs[:num], carry, strict=True))
         from_layers = [x for x in self.outer.values() if self.sums.has_layers(x)]

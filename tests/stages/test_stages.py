@@ -272,7 +272,9 @@ def test_apply_runs_the_stages_forward():
 def _compiled(zero: jz.Zero) -> str:
     params = zero.shard(models.params())
     step = jax.jit(zero.value_and_grad(models.LOSSES["untied"]))
-    return step.lower(params, models.batch()).compile().as_text()
+    text = step.lower(params, models.batch()).compile().as_text()
+    assert text is not None
+    return text
 
 
 def test_loops_send_nothing_between_nodes_but_messages():

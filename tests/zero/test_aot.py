@@ -104,6 +104,7 @@ WIDE = LlamaSize(layers=4, width=4096, hidden=4096, heads=32, vocabulary=512)
 def test_large_leaves_are_neither_packed_nor_unpacked(mesh):
     """Those of 32 MiB: what is gathered is the weight, and gradients are sent as they are made."""
     text = compiled_step(jz.Zero(mesh), WIDE, (16, 256)).as_text()
+    assert text is not None
     leaf = 2 * WIDE.width**2  # bytes
     kernels = [x for x in of_loops(text) if x.op == "fusion" and "jaxzero/" in x.text]
     assert kernels  # norms are joined, and sums computed
