@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import tyro
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -236,7 +237,7 @@ def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
     if variant == "pipeline":
         return jz.pipeline(microbatches)
     if variant == "zero3-slices":
-        return jz.zero3(hpz=jz.HpZ(codec=None))
+        return jz.zero3(hpz=jz.HpZ(codec=jz.Cast(jnp.bfloat16)))
     return getattr(jz, variant)()
 
 
