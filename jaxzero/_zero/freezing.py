@@ -53,6 +53,11 @@ class Freezing:
         before: Names,
         codec: Codec | None,
     ):
+        if zero.config.stages is not None:
+            raise NotImplementedError(
+                "`zero.freeze` does not work with `stages` of the config. Keep frozen parameters in "
+                "an argument that is not in `argnums`, or take a config without stages."
+            )
         plan = zero._plan_of(params)
         for leaf in plan.leaves:
             if leaf.codec is not None:
