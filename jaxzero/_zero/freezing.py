@@ -55,8 +55,8 @@ class Freezing:
     ):
         if zero.config.stages is not None:
             raise NotImplementedError(
-                "`zero.freeze` does not work with `stages` of the config. Keep frozen parameters in "
-                "an argument that is not in `argnums`, or take a config without stages."
+                "`zero.freeze` does not work with `stages` of the config. Take a config without "
+                "stages, such as `jz.zero3()`."
             )
         plan = zero._plan_of(params)
         for leaf in plan.leaves:
