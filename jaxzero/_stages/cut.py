@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxtyping import Array
 
+from .._mesh import equations_inside
 from .._program import (
     Atom,
     Barrier,
@@ -142,9 +143,10 @@ def cut_at_layers(
     block = scan_indexed_stacks(block, weights)
     block = sink_into_loops(block, weights, list(gradients))
     found = {k: _stack_gradient(block, k, stacks[gradients[k]]) for k in gradients}
-    backward = _backward(block, found.values())
     views = _views(block, weights)
+    backward = _backward(block, found.values(), views)
     forward = _forward(block, backward, {x: stacks[views[x].source] for x in views}, views)
+    _check_loops(forward, backward)
     _check_exchanges(block, forward, backward)
     from_forward = dependents(block, forward.outputs)
     from_backward = dependents(block, backward.outputs) if backward else set()
@@ -234,7 +236,9 @@ def _stack_gradient(block: Block, k: int, path: str) -> LayersOf | None:
     )
 
 
-def _backward(block: Block, gradients: Iterable[LayersOf | None]) -> Loop | None:
+def _backward(
+    block: Block, gradients: Iterable[LayersOf | None], stacks: Mapping[Value, LayersOf]
+) -> Loop | None:
     makers = {block.makers[x.source] for x in gradients if x is not None}
     loops = [x for x in makers if isinstance(x, Loop)]
     if len(loops) > 1:
@@ -244,7 +248,43 @@ def _backward(block: Block, gradients: Iterable[LayersOf | None]) -> Loop | None
             "one loop over all layers: put them into one stack that one `jax.lax.scan` scans, or "
             "leave the others out of `layers`."
         )
-    return loops[0] if loops else None
+    return loops[0] if loops else _of_frozen(block, stacks)
+
+
+def _of_frozen(block: Block, stacks: Mapping[Value, LayersOf]) -> Loop | None:
+    """The backward loop over layers that are not trained, where what lies before them is."""
+    scans = [
+        x
+        for x in block.operations
+        if isinstance(x, Loop) and not stacks.keys().isdisjoint(x.inputs[x.first_stack :])
+    ]
+    if len(scans) != 2 or scans[0].is_reversed == scans[1].is_reversed:
+        return None
+    depends = dependents(block, scans[0].outputs)
+    return None if depends.isdisjoint(scans[1].inputs) else scans[1]
+
+
+def _check_loops(forward: Loop, backward: Loop | None) -> None:
+    """Raise `NotImplementedError` for loops over layers that stages cannot divide."""
+    if forward.is_reversed or (backward is not None and not backward.is_reversed):
+        raise NotImplementedError(
+            f"The loop over the layers at {forward.where} runs from the last layer to the first. "
+            "Reverse the stacks where they are made, or leave out `stages`."
+        )
+    for loop in (forward, backward):
+        if loop is None:
+            continue
+        if loop.uses_host_memory:
+            raise NotImplementedError(
+                f"The loop over the layers at {forward.where} keeps activations in host memory. "
+                "Take a policy of `jax.checkpoint` that does not offload, or leave out `stages`."
+            )
+        if any(x.primitive.name == "while" for x in equations_inside(loop.equation)):
+            raise NotImplementedError(
+                f"A layer of the loop at {forward.where} has a `while` loop, which may not end on "
+                "a stage that has no micro-batch, and so runs on zeros. Use `jax.lax.scan`, or a "
+                "`fori_loop` with static bounds, or leave out `stages`."
+            )
 
 
 def _check_exchanges(block: Block, *loops: Loop | None) -> None:
@@ -283,9 +323,9 @@ def _forward(
     if len(found) != 1:
         lines = ", ".join(loop.where for loop in found) or "none"
         raise NotImplementedError(
-            f"Stages need one forward loop over the layers, `jax.lax.scan`; the program has "
-            f"{len(found)} ({lines}). Put all layers into one stack, use `jax.checkpoint` on the "
-            "body of the loop and not around it, or leave out `stages`."
+            "Stages need one forward loop over the layers of `jz.Stages`, `jax.lax.scan`; the "
+            f"program has {len(found)} ({lines}). Put all layers into one stack, use "
+            "`jax.checkpoint` on the body of the loop and not around it, or leave out `stages`."
         )
     (forward,) = found
     if backward is not None and backward.length != forward.length:

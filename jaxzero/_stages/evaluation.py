@@ -33,11 +33,13 @@ from .._program import (
     makes_zeros,
 )
 
-# Operations that are linear in one input, whatever the others are; and if the others are zeros.
+# Operations that are linear in one input, whatever the others are; in the first input alone; and
+# if the others are zeros.
 _LINEAR = {
-    *("conv_general_dilated", "cumsum", "div", "dot_general", "dynamic_slice", "gather", "mul"),
-    *("psum", "reduce_sum", "reduce_window_sum"),
+    *("conv_general_dilated", "cumsum", "dot_general", "mul", "psum", "reduce_sum"),
+    *("reduce_window_sum", "reshard"),
 }
+_LINEAR_IN_FIRST = {"div", "dynamic_slice", "gather"}
 _LINEAR_BESIDE_ZEROS = {"dynamic_update_slice", "scatter-add", "select_n"}
 _SUMS = {*ADDITIONS, "sub"}
 
@@ -173,8 +175,9 @@ class Sums:
                 )
             elif rest and not (len(read) == 1 and self._is_linear(operation, read[0])):
                 raise NotImplementedError(
-                    f"`{operation.name}` at {operation.where} mixes gradients of the first and of "
-                    "the last stage. Leave out `stages`."
+                    f"`{operation.name}` at {operation.where} is not known to be linear in the "
+                    "gradients that it reads, of which the first and the last stage have a part "
+                    "each. Leave out `stages`."
                 )
             if rest:
                 self._has_rest.update(operation.outputs)
@@ -213,7 +216,11 @@ class Sums:
             if self._tainted.isdisjoint(operation.outputs):
                 continue
             if operation.name in _SUMS:
-                parts[operation.outputs[0]] = _sum(operation.name, *map(read, operation.inputs))
+                total, out = (
+                    _sum(operation.name, *map(read, operation.inputs)),
+                    operation.outputs[0],
+                )
+                parts[out] = None if total is None else jnp.broadcast_to(total, out.shape)
                 continue
             if not all(is_part(x) for x in operation.outputs):
                 continue
@@ -224,6 +231,8 @@ class Sums:
     def _is_linear(self, operation: Operation, source: Value) -> bool:
         if operation.name in _LINEAR or operation.view() is not None:
             return True
+        if operation.name in _LINEAR_IN_FIRST:
+            return operation.inputs[0] is source
         floats = [
             x
             for x in operation.inputs

@@ -90,15 +90,13 @@ class Pipeline:
     def _run(self) -> list[Any]:
         num, fill = self.microbatches, self.num_stages - 1
         state, _ = self._ticks(self._start(), range(fill), forward=True)
-        if self.cut.backward is None:
-            state, _ = self._ticks(state, range(fill, fill + num), forward=True, head=True)
-            found: dict[int, Any] = {}
-        else:
-            steady, drain = range(fill, fill + num), range(fill + num, 2 * fill + num)
-            parts = {"forward": True, "head": True, "backward": True}
-            state, sums = self._ticks(state, steady, self._no_sums(), **parts)
+        steady, drain = range(fill, fill + num), range(fill + num, 2 * fill + num)
+        has_backward = self.cut.backward is not None
+        parts = {"forward": True, "head": True, "backward": has_backward}
+        state, sums = self._ticks(state, steady, self._no_sums(), **parts)
+        if has_backward:
             state, sums = self._ticks(state, drain, sums, backward=True)
-            found = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
+        found = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
         found |= zip(self.others, map(self._of_last_stage, state.outputs), strict=True)
         return [found[k] for k in range(len(self.cut.block.outputs))]
 
@@ -192,7 +190,8 @@ class Pipeline:
             cotangents, rest, made = self._head(micro, activations, cotangents)
             outputs = [_put(x, y, micro.index) for x, y in zip(outputs, made, strict=True)]
         if not backward:
-            return State(sent(Message(activations, 1)), cotangents, saved, outputs), []
+            terms = [*([] for _ in self.cut.stack_gradients), *rest] if head else []
+            return State(sent(Message(activations, 1)), cotangents, saved, outputs), terms
         rows = [x[micro.index % len(x)] for x in saved]
         beside = Message(activations, 1) if forward else None
         cotangents, stacks, outer, received = self._backward(micro, cotangents, rows, beside)
@@ -291,7 +290,9 @@ class Pipeline:
             stacks, exists = layers[0], micro.runs(layers[1])
             changed = dict.fromkeys(final, functools.partial(masked, exists))
             outputs = run_block(loop.body, [*inside, *carry, *stacks], changed, exists)
-            for i in map(loop.outputs.index, made_of):
+            for i, x in zip(map(loop.outputs.index, made_of), final, strict=True):
+                if x not in loop.body.makers:  # an input of the layer, which nothing has masked
+                    outputs[i] = masked(exists, jnp.asarray(outputs[i]))
                 outputs[i] = self._shared(outputs[i])
             return outputs[:num], outputs[num:]
 

@@ -67,6 +67,12 @@ def _loss(
     return loss
 
 
+def _end(p: Params, rows: Params) -> jax.Array:
+    """The activations after the last layer."""
+    start = p["embed"][rows["ids"]]
+    return lax.scan(lambda x, w: (layer(x, w), None), start, p["layers"])[0]
+
+
 def shares_a_weight(p: Params, rows: Params) -> jax.Array:
     """All layers read one more weight, whose gradient the backward loop sums up."""
     body = lambda x, w: layer(x, w) + jnp.tanh(x @ p["shared"])  # noqa: E731
@@ -97,6 +103,16 @@ def decays_in_layers(p: Params, rows: Params) -> jax.Array:
     return cross_entropy(x, p["head"], rows) + 0.01 * total + 0.02 * jnp.sum(squares)
 
 
+def sums_a_stack_by_layer(p: Params, rows: Params) -> jax.Array:
+    """The gradient of `gain` is a cotangent that is known on all stages, and nothing else."""
+
+    def body(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array]:
+        return layer(x, w | {"gain": lax.stop_gradient(w["gain"])}), jnp.sum(w["gain"])
+
+    x, sums = lax.scan(body, p["embed"][rows["ids"]], p["layers"])
+    return cross_entropy(x, p["head"], rows) + 0.3 * jnp.sum(sums)
+
+
 def indexes_layers(p: Params, rows: Params) -> jax.Array:
     """A loop that takes layer `i` out of the stacks."""
     take = lambda i: jax.tree.map(lambda w: w[i], p["layers"])  # noqa: E731
@@ -117,5 +133,12 @@ LOSSES: dict[str, Callable] = {
     ),
     "shares a weight": shares_a_weight,
     "decays in layers": decays_in_layers,
+    "sums a stack by layer": sums_a_stack_by_layer,
+    "trains the head": lambda p, rows: cross_entropy(
+        lax.stop_gradient(_end(p, rows)), p["head"], rows
+    ),
+    "trains the embedding": lambda p, rows: cross_entropy(
+        _end(p | {"layers": lax.stop_gradient(p["layers"])}, rows), p["head"], rows
+    ),
     "indexes layers": indexes_layers,
 }
