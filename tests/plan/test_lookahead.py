@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,27 @@ from hypothesis import strategies as st
 import jaxzero as jz
 from jaxzero._plan import schedule
 from jaxzero._plan.layer_memory import LayerMemory
+from jaxzero._plan.lifetimes import Gather
 from jaxzero._plan.lookahead import latest_issues
+from jaxzero._plan.param_uses import ShardedParam
+from jaxzero._sharding import layouts_by_preference
 
 LAUNCH = 3_500_000_000  # multiplications that a device does meanwhile
 PER_BYTE = {"local": 880, "node": 3520}
 LAYERS = st.tuples(st.integers(0, 100), st.integers(1, 60))  # 10**9 multiplications, 10**6 bytes
 
 
+def _gather(at, num_bytes):
+    """The gather of one weight of as many bytes, needed by operation `at`."""
+    shape = (num_bytes // 4,)
+    layout = layouts_by_preference(shape, 1)[0]
+    weight = ShardedParam(at, f"layer {at}", shape, np.dtype(np.float32), layout)
+    return Gather(weight, (), "forward", at, at)
+
+
 def planned(layers, axes):
     """The issues of one group for each layer, which is one operation, by layer."""
-    groups = [
-        [types.SimpleNamespace(at=i, num_bytes=size * 10**6)] for i, (_, size) in enumerate(layers)
-    ]
+    groups = [[_gather(i, size * 10**6)] for i, (_, size) in enumerate(layers)]
     work = np.cumsum([work * 10**9 for work, _ in layers])
     found = latest_issues(groups, [], range(len(layers)), work, len(layers), axes)
     return [found[i] for i in range(len(layers))]
