@@ -63,8 +63,8 @@ class LoopPlan:
     means: Mapping[int, LeafSpec] = dataclasses.field(default_factory=dict)
     # Outputs that are gradients of leaves which the loop updates: their indices, and the leaves'.
     updates: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    # Outputs that are stacks of gradients which the block around adds to a sum: the loop adds to
-    # each layer of that sum, in its place. Their indices, and the sums before the loop.
+    # Stacked gradients that the outer block adds to a sum: the loop adds each layer to that sum in
+    # place ([Note: sums in place] in `final_gradients`). Output index, and the sum before the loop.
     sums: Mapping[int, Value] = dataclasses.field(default_factory=dict)
     # The iterations that run before and after the loop, as loops of their own (`loop_ends`).
     num_first: int = 0

@@ -158,8 +158,9 @@ class _Emitter:
                 if axis in self.plan.hops(group):
                     is_last = lag < 0 and axis == self.plan.num_hops - 1
                     waits = is_last and not self.plan.deferred_groups
-                    send = Send(at=self.at, group=i, axis=axis, pin=pin, after_decode=waits)
-                    self.done.append(dataclasses.replace(send, lag=lag))
+                    self.done.append(
+                        Send(at=self.at, lag=lag, group=i, axis=axis, pin=pin, after_decode=waits)
+                    )
         for index, loop in self.plan.loops.items():
             if loop.issue == self.at and loop.is_pipelined and loop.continues is None:
                 gathers = any(group.prefetched for group in loop.body.gather_groups)

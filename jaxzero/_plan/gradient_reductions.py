@@ -32,13 +32,12 @@ from .._program import (
     Atom,
     Block,
     CarriedSum,
-    Constant,
     Loop,
     Operation,
     Value,
     addends,
     carried_sums,
-    makes_zeros,
+    is_zero,
     movable_ops,
 )
 from .._sharding import DimSharding
@@ -107,6 +106,7 @@ class _Search:
     """Follow reduced values from the outputs of a block to the operations that make them."""
 
     def __init__(self, block: Block, uses: BlockUses, loop_constant_bytes: int | None):
+        self.block = block
         self.operations = block.operations
         self.views = uses.views
         self.loop_constant_bytes = loop_constant_bytes
@@ -190,9 +190,7 @@ class _Search:
         return operation.outputs.index(atom) in self.sums(index)
 
     def _is_zero(self, atom: Atom) -> bool:
-        if isinstance(atom, Constant):
-            return atom.is_zero
-        return atom in self.maker and makes_zeros(self.maker[atom][1])
+        return is_zero(atom, self.block.makers)
 
     def _terms(self, value: Value) -> tuple[list[Value], list[int]]:
         """The terms of the sum `value`, and the indices of the additions that it is made of.

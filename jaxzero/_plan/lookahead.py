@@ -139,7 +139,7 @@ def issued_early(
 
 
 class Room:
-    """Bytes for weights at each operation of a program, up to what is held at its peak.
+    """Free memory at each operation of a program: its estimated peak, less what is held there.
 
     Activations are estimated (`LayerMemory`). Gradients that are reduced do not count, since they
     exist only briefly.

@@ -18,7 +18,6 @@ from .ir import Constant as Constant
 from .ir import Loop as Loop
 from .ir import Operation as Operation
 from .ir import Value as Value
-from .ir import at_line_of as at_line_of
 from .ir import exchanged_or_effect as exchanged_or_effect
 from .ir import exchanges as exchanges
 from .ir import has_host_effect as has_host_effect
@@ -45,7 +44,9 @@ from .sink_into_loops import sink_into_loops as sink_into_loops
 from .split_conds import split_conds as split_conds
 from .trace import OF_MUTABLE as OF_MUTABLE
 from .trace import OpenProgram as OpenProgram
+from .trace import at_line_of as at_line_of
 from .trace import open_program as open_program
+from .trace import operations_for as operations_for
 from .trace import trace as trace
 from .trace import traced_once as traced_once
 from .uniform import values_made_of as values_made_of

@@ -242,6 +242,11 @@ class Block:
         """For each value that an operation makes, that operation."""
         return {x: operation for operation in self.operations for x in operation.outputs}
 
+    @functools.cached_property
+    def positions(self) -> dict[Any, int]:
+        """For each value that an operation makes, the index of that operation."""
+        return {x: i for i, operation in enumerate(self.operations) for x in operation.outputs}
+
 
 def _indexed(body: Callable, stacks: Any, length: int) -> tuple[Callable, Any]:
     """The body and stacks of a reversed loop, with stacks in host memory indexed by an array.
@@ -322,12 +327,6 @@ def is_ref(aval: Any) -> bool:
 def is_mutable(x: Any) -> bool:
     """Whether `x` is a mutable array (`jax.Ref`), traced or not."""
     return isinstance(x, jax.Ref) or (is_traced(x) and is_ref(jax.typeof(x)))
-
-
-def at_line_of(operation: Operation) -> contextlib.AbstractContextManager:
-    """Let what is traced in this context come from the line that an operation comes from."""
-    equation = operation.caller or operation.equation
-    return source_info_util.user_context(equation.source_info.traceback)
 
 
 def _frames(equation: Any) -> list[tuple[str, int]]:

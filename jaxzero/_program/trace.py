@@ -6,8 +6,9 @@ A block is a flat list of operations: calls of `jit`, `closed_call` and `remat` 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -291,6 +292,29 @@ def _barrier(equation: Any, inputs: list[Atom], operations: list[Operation]) -> 
     for i, output in zip(barred, outputs, strict=True):
         inputs[i] = output
     return inputs
+
+
+def at_line_of(operation: Operation) -> contextlib.AbstractContextManager:
+    """Let what is traced in this context come from the line that an operation comes from."""
+    equation = operation.caller or operation.equation
+    return source_info_util.user_context(equation.source_info.traceback)
+
+
+def operations_for(
+    block: Block, wanted: Iterable[Atom], known: Container[Value]
+) -> list[Operation]:
+    """The operations of a block that compute `wanted` from `known`, in program order."""
+    found: set[int] = set()
+    waiting = list(wanted)
+    while waiting:
+        atom = waiting.pop()
+        if isinstance(atom, Constant) or atom in known:
+            continue
+        position = block.positions[atom]
+        if position not in found:
+            found.add(position)
+            waiting += block.operations[position].inputs
+    return [block.operations[i] for i in sorted(found)]
 
 
 def without_dead_code(block: Block) -> Block:

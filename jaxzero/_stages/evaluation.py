@@ -12,7 +12,7 @@ evaluates either part: additions leave out the terms of the other one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ from .._program import (
     at_line_of,
     dtype_of,
     has_host_effect,
-    makes_zeros,
+    is_zero,
+    operations_for,
 )
 
 # Operations that are linear in one input, whatever the others are; in the first input alone; and
@@ -66,7 +67,7 @@ class Evaluation:
         Raises:
             NotImplementedError: one of them depends on a layer loop whose results are not given.
         """
-        for operation in _needed(self.block, atoms, self.known):
+        for operation in operations_for(self.block, atoms, self.known):
             if operation in self._loops:
                 raise NotImplementedError(
                     f"Results of the loop over the layers at {operation.where} are needed on a "
@@ -85,17 +86,6 @@ class Evaluation:
 
     def read(self, atom: Atom) -> Any:
         return self.known[atom] if isinstance(atom, Value) else atom.value
-
-
-def _needed(block: Block, atoms: Iterable[Atom], known: Collection[Value]) -> list[Operation]:
-    """The operations, in order, that compute some atoms from what is known."""
-    wanted = {x for x in atoms if isinstance(x, Value) and x not in known}
-    found = []
-    for operation in reversed(block.operations):
-        if not wanted.isdisjoint(operation.outputs):
-            found.append(operation)
-            wanted.update(x for x in operation.values if x not in known)
-    return found[::-1]
 
 
 def run_operation(
@@ -212,14 +202,12 @@ class Sums:
             return parts[atom]
 
         tainted = [x for x in atoms if isinstance(x, Value) and x in self._tainted]
-        for operation in _needed(self.block, tainted, values.known):
+        for operation in operations_for(self.block, tainted, values.known):
             if self._tainted.isdisjoint(operation.outputs):
                 continue
             if operation.name in _SUMS:
-                total, out = (
-                    _sum(operation.name, *map(read, operation.inputs)),
-                    operation.outputs[0],
-                )
+                (out,) = operation.outputs
+                total = _sum(operation.name, *map(read, operation.inputs))
                 parts[out] = None if total is None else jnp.broadcast_to(total, out.shape)
                 continue
             if not all(is_part(x) for x in operation.outputs):
@@ -241,9 +229,7 @@ class Sums:
         return operation.name in _LINEAR_BESIDE_ZEROS and all(map(self._is_known_zero, floats))
 
     def _is_known_zero(self, atom: Atom) -> bool:
-        if isinstance(atom, Constant):
-            return atom.is_zero
-        return atom in self.block.makers and makes_zeros(self.block.makers[atom])
+        return is_zero(atom, self.block.makers)
 
 
 def _sum(name: str, left: Any, right: Any) -> Any:

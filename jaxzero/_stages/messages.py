@@ -94,5 +94,5 @@ def _divided(x: Array, num: int) -> Array:
 
 
 def _joined(parts: Array, like: Array) -> Array:
-    """The array that `_divided` has divided."""
+    """Concatenate parts from `_divided`, without padding, to the shape of `like`."""
     return parts.reshape(-1)[: like.size].reshape(like.shape)

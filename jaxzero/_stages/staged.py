@@ -96,12 +96,15 @@ class Staged:
             f"{-(-cut.forward.length // num)} layers, {microbatches} micro-batches: "
             f"{num - 1}/{ticks} of the time idle"
         )
-        sent = ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in cut.activations)
-        lines = [first, f"to the next stage, in each micro-batch: {sent}"]
-        if cut.cotangents:
-            sent = ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in cut.cotangents)
-            lines.append(f"to the stage before: {sent}")
-        return tuple(lines)
+        sent = {
+            "to the next stage, in each micro-batch": cut.activations,
+            "to the stage before": cut.cotangents,
+        }
+        arrays = {
+            to: ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in atoms)
+            for to, atoms in sent.items()
+        }
+        return first, *(f"{to}: {named}" for to, named in arrays.items() if named)
 
     def __call__(self, parameters: list[Any], inputs: list[Any]) -> Any:
         """Run all micro-batches.

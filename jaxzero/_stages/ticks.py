@@ -28,7 +28,7 @@ from .._collectives import accumulator_dtype, all_reduce, labelled, repeated
 from .._mesh import STAGE
 from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
-from .evaluation import Evaluation, Sums, run_block, run_operation
+from .evaluation import Evaluation, Sums, run_block
 from .layers import Layer, Layers, StageLayers, passing_padding
 from .messages import Message, scan_beside, sent
 from .state import MicroBatch, State, masked
@@ -57,7 +57,6 @@ class Pipeline:
         share: float,
     ):
         self.cut = cut
-        self.weights = dict(weights)
         self.rows = rows
         self.microbatches = microbatches
         self.share = share
@@ -69,12 +68,16 @@ class Pipeline:
         self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
         self.outer = {k: outputs[k] for k in outer}
         self.sums = Sums(cut.block, cut.from_backward)
+        # Casts of weights, once: loops that hold a weight then hold what is read of it.
+        whole = weights.keys() - cut.stacks.keys()
+        casts: list[Value] = []
         for operation in cut.block.operations:
-            # Casts of weights, once: loops that hold a weight then hold what is read of it.
-            known = operation.source in self.weights and operation.source not in cut.stacks
-            if known and operation.view() is not None:
-                made = run_operation(operation, [self._constant(x) for x in operation.inputs])
-                self.weights.update(zip(operation.outputs, made, strict=True))
+            if operation.source in whole and operation.view() is not None:
+                whole.update(operation.outputs)
+                casts += operation.outputs
+        values = Evaluation(cut.block, weights, ())
+        values(casts)
+        self.weights = values.known
 
     def run(self) -> list[Any]:
         """Run all ticks.
@@ -99,9 +102,6 @@ class Pipeline:
         found = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
         found |= zip(self.others, map(self._of_last_stage, state.outputs), strict=True)
         return [found[k] for k in range(len(self.cut.block.outputs))]
-
-    def _constant(self, atom: Atom) -> Any:
-        return self.weights[atom] if isinstance(atom, Value) else atom.value
 
     def _start(self) -> State:
         slots = 2 * self.num_stages - 1

@@ -29,6 +29,7 @@ from .._program import (
     is_broadcast,
     is_elementwise,
     is_reshape,
+    operations_for,
     shape_of,
 )
 from .._sharding import LeafSpec
@@ -111,7 +112,7 @@ class Analysis:
 
     def window_program(self, wanted: Sequence[Atom]) -> WindowProgram:
         """What computes `wanted` from a window of a leaf's arrays, and scalars."""
-        operations = self.program.operations_for(wanted, self._known)
+        operations = operations_for(self.program.block, wanted, self._known)
         reads = dict.fromkeys([*wanted, *(x for op in operations for x in op.inputs)])
         scalars = [x for x in reversed(reads) if self._is_full_scalar(x)]
         return WindowProgram(wanted, operations, reads, scalars)

@@ -7,7 +7,7 @@ devices. The traced program sees them in their true shapes, and in full.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from .._mesh import with_automatic_axes
-from .._program import Atom, Block, Constant, Operation, Value, trace
+from .._program import Atom, Block, Constant, Operation, Value, operations_for, trace
 from .._sharding import DimSharding, LeafSpec, TreePlan, flatten, is_array
 
 
@@ -93,35 +93,18 @@ class UpdateProgram:
     Attributes:
         block: its inputs are gradients, state, parameters and the arrays among the extra
             arguments; its outputs are the new state and the new parameters.
-        producers: for each value that an operation computes, the operation's position.
     """
 
     block: Block
-    producers: Mapping[Value, int]
 
     def producer(self, value: Value) -> Operation | None:
         """The operation that computes a value; None for an input."""
-        position = self.producers.get(value)
-        return None if position is None else self.block.operations[position]
-
-    def operations_for(self, wanted: Iterable[Atom], known: Container[Value]) -> list[Operation]:
-        """The operations that compute `wanted` from `known`, in program order."""
-        found: set[int] = set()
-        waiting = list(wanted)
-        while waiting:
-            atom = waiting.pop()
-            if isinstance(atom, Constant) or atom in known:
-                continue
-            position = self.producers[atom]
-            if position not in found:
-                found.add(position)
-                waiting += self.block.operations[position].inputs
-        return [self.block.operations[i] for i in sorted(found)]
+        return self.block.makers.get(value)
 
     def run(self, wanted: Sequence[Atom], known: Mapping[Value, Any]) -> list[Any]:
         """Compute `wanted` on full arrays, from the arrays of `known`."""
         env = dict(known)
-        for operation in self.operations_for(wanted, env):
+        for operation in operations_for(self.block, wanted, env):
             inputs = [_read(atom, env) for atom in operation.inputs]
             env.update(zip(operation.outputs, operation.bind(inputs), strict=True))
         return [_read(atom, env) for atom in wanted]
@@ -164,10 +147,7 @@ def trace_update(
     no_mesh = AbstractMesh((), ())  # rather than one that the user may have set
     with jax.sharding.use_abstract_mesh(no_mesh):
         block, _ = trace(flat, *structs)
-    producers = {
-        value: i for i, operation in enumerate(block.operations) for value in operation.outputs
-    }
-    return UpdateProgram(block, producers), given
+    return UpdateProgram(block), given
 
 
 def _arrays_like(plan: TreePlan, tree: Any, what: str) -> list[Any]:

@@ -18,7 +18,7 @@ import optax
 from jaxtyping import Array, Shaped
 
 from .._mesh import HOST, in_host
-from .._program import Atom, Constant, Operation, Value
+from .._program import Atom, Constant, Operation, Value, operations_for
 from .._sharding import LeafSpec, StoredArray, arrays_of, data_of
 from .analysis import Analysis, WindowProgram, check_outputs
 from .passes import Passes, WindowedLeaf, in_window
@@ -310,7 +310,7 @@ def _check_scalars(update: TracedUpdate, each: LayerUpdate) -> None:
     """Raise if a scalar of the update depends on a gradient, or on a leaf in host memory."""
     late = {*update.gradients, *(v for v, owner in update.owners.items() if owner is not None)}
     program = update.analysis.program
-    for operation in program.operations_for(each.scalars, update.owners):
+    for operation in operations_for(program.block, each.scalars, update.owners):
         for atom in operation.inputs:
             if not isinstance(atom, Constant) and atom in late:
                 what = f"needs `{update.spec(atom).path}`"

@@ -116,13 +116,13 @@ def run_on_stage(
 
 
 def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:
-    """A leaf as the program of a stage sees it: of a stack its layers, else all of it."""
+    """The layout of a leaf inside one stage: a stack has this stage's layers only."""
     shape = (stored.shape[0], *leaf.shape[1:]) if layers else leaf.shape
     return dataclasses.replace(leaf, shape=shape, other_axes=PartitionSpec(), stages=None)
 
 
 def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
-    """This device's shard of a leaf that is no layer, of all stages, rounded to `dtype`."""
+    """All-gather a shard of a leaf outside of the layers over the stages, sent as `dtype`."""
     if leaf.stages is None:
         return x
     with labelled("weights", leaf.path):
@@ -130,7 +130,7 @@ def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
 
 
 def _scattered(x: Array | None, leaf: LeafSpec) -> Array | None:
-    """The sum over stages of a gradient's shard, split over them as the leaf is."""
+    """Reduce-scatter a shard of a gradient over the stages; all-reduce if they hold it whole."""
     if x is None:
         return None
     with labelled("gradients", leaf.path):

@@ -75,7 +75,7 @@ def test_layers_that_are_alike_need_no_more_than_the_layer_before(layer, num, ax
 
 
 def test_layers_with_much_weight_are_sent_before_those_with_much_work():
-    """As the middle of a U-Net: 88 multiplications for each that the link takes."""
+    """Like a U-Net, whose middle layers have most weights and compute least."""
     layers = [(50, 1)] * 6 + [(1, 50)] * 3
     issues = [issue for (issue,) in planned(layers, ("local",))]
     assert issues[6] < 6 - 1 and issues[8] < 8 - 2
