@@ -29,6 +29,7 @@ from ._planner import compile_for as compile_for
 from ._planner import tune as tune
 from ._reshard import reshard as reshard
 from ._reshard import reshard_report as reshard_report
+from ._sharding import Activations as Activations
 from ._sharding import CommSchedule as CommSchedule
 from ._sharding import ErrorFeedback as ErrorFeedback
 from ._sharding import HpZ as HpZ

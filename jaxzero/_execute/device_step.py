@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from .._activations import Chosen, choose_activations
 from .._collectives import (
     CommSpec,
     EncodedShards,
@@ -48,7 +49,7 @@ from .._program import (
     trace,
     values_made_of,
 )
-from .._sharding import split_dim
+from .._sharding import Activations, split_dim
 from .._simigrad import GradientHalves
 from .block import run_block
 from .gather_sources import gather_source, kept_slice, next_slice
@@ -92,6 +93,8 @@ def run_on_device(
     updates: Mapping[int, LeafUpdate] | None = None,
     share_of_loss: Array | float | None = None,
     share_of_gradients: float | None = None,
+    activations: Activations = Activations(),
+    num_combined: int = 0,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
 
@@ -110,6 +113,8 @@ def run_on_device(
             sum over devices and micro-batches is the mean; given to it as one more input. None: it
             differentiates the loss itself.
         share_of_gradients: what `flat` has multiplied the gradients by, and not the loss.
+        activations: what forward keeps for backward.
+        num_combined: how many of the last outputs of `flat` are gradients too.
     """
     updates = updates or {}
     comm = _with_loop_limit(comm)
@@ -119,6 +124,8 @@ def run_on_device(
     full = _full_weights(stored, parameters)
     traces = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
     block, traced, as_traced = traces
+    chosen = _choose(block, traced.shapes, parameters, microbatches, activations, num_combined)
+    block = chosen.block
     if comm.node_microbatches is not None:
         check_exchanges(block)
     shapes = traced.shapes
@@ -144,6 +151,7 @@ def run_on_device(
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
     plan = _plan_of_step(program, sources, microbatches, comm)
+    plan = dataclasses.replace(plan, residuals=chosen.residuals)
     result = Result(None, [], others, wire_state, plan, traced, as_traced)
     if shapes[0] is None:
         return result
@@ -157,6 +165,27 @@ def run_on_device(
         halves=means.halves,
         updated=updated,
     )
+
+
+def _choose(
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    microbatches: int,
+    activations: Activations,
+    num_combined: int,
+) -> Chosen:
+    """Choose what forward keeps for backward; arguments are those of `run_on_device`."""
+    if shapes[0] is None:
+        return Chosen(block, 0, [])
+    first = 1 if microbatches > 1 else 0
+    leaves = block.inputs[first : first + len(parameters.leaves)]
+    weights = [x for i, x in enumerate(leaves) if parameters.weight_layout(i)]
+    gradients = len(jax.tree.leaves(shapes[:2]))
+    others = gradients + len(parameters.differentiated)
+    end = len(block.outputs) - num_combined
+    results = [*block.outputs[:gradients], *block.outputs[others:end]]
+    return choose_activations(block, weights, results, activations)
 
 
 def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array | None]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Set
 from typing import Any
 
+from .._activations import Residual
 from .._collectives import HostTransfer, Transfer, readable_bytes
 from .._program import Fork, Loop, Operation, kept_values
 from .block_plan import BlockPlan
@@ -64,6 +65,7 @@ class Plan:
     # With hpZ and several micro-batches, `top` and `steps` are those of the first, which keeps node
     # slices. This is the plan of the others, which gather from the slices.
     later: BlockPlan | None = None
+    residuals: tuple[Residual, ...] = ()  # what backward reads of forward, if it was chosen
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:

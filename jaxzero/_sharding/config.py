@@ -93,6 +93,33 @@ class Offload:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Choose which activations forward keeps for backward, and which backward computes again.
+
+    The choice is the one that takes the least time by the cost model: a minimum cut of the program
+    between what is kept and what backward reads. It changes neither the model nor its results:
+    random bits are made again from the same keys, and effects and collectives of the user's are not
+    repeated. What `jax.checkpoint` says to recompute is recomputed.
+
+    Args:
+        budget_bytes: the most bytes of activations that a device keeps from forward to backward, of
+            one micro-batch. 0: as few as possible. `None`: what the program keeps. What backward
+            computes again for one layer, and works with, comes on top.
+
+    Raises:
+        ValueError: it is negative or no integer.
+
+    References:
+        Checkmate (https://arxiv.org/abs/1910.02653).
+    """
+
+    budget_bytes: int | None = None
+
+    def __post_init__(self):
+        check_integer("budget_bytes", "Activations", self.budget_bytes, 0, optional=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CommSchedule:
     """When weights are gathered, in how large buckets, and how long they are held.
 
@@ -200,6 +227,7 @@ class ZeroConfig:
         offload: which arrays live in host memory; `None`: none.
         stages: divide the layers between nodes, as pipeline stages; `None`: every device
             runs all layers.
+        activations: which activations are kept for backward.
 
     References:
         ZeRO (https://arxiv.org/abs/1910.02054), section 5;
@@ -216,6 +244,7 @@ class ZeroConfig:
     schedule: CommSchedule = CommSchedule()
     offload: Offload | None = None
     stages: Stages | None = None
+    activations: Activations = Activations()
 
     def __post_init__(self):
         if self.stage not in (0, 1, 2, 3):

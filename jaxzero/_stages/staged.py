@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._activations import choose_activations
 from .._mesh import STAGE, microbatch_index
 from .._program import dtype_of, shape_of, trace
+from .._sharding import Activations
 from .cut import cut_at_layers, dtypes_read
 from .ticks import Pipeline
 
@@ -28,10 +30,13 @@ class Staged:
         is_rows: for each input whether it has another value in each micro-batch.
         microbatches: how many micro-batches there are.
         share: without weights of examples, what gradients are multiplied by.
+        activations: what forward of a micro-batch keeps for backward.
+        num_combined: how many of the last outputs of `flat` are gradients too.
 
     Attributes:
         block: the program of one micro-batch, as it was traced.
         program: likewise, with the arrays that it closes over.
+        residuals: what its backward reads of forward, if that was chosen.
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class Staged:
         is_rows: Sequence[bool],
         microbatches: int,
         share: float,
+        activations: Activations = Activations(),
+        num_combined: int = 0,
     ):
         if not any(paths):
             raise ValueError(
@@ -71,7 +78,12 @@ class Staged:
         gradients = dict(enumerate(differentiated, first))
         of_stacks = {k: self._parameters[i] for k, i in gradients.items() if paths[i]}
         self._outer = [k for k in gradients if k not in of_stacks]
-        self._cut = cut_at_layers(self.block, {x: path for x, path in stacks if path}, of_stacks)
+        end = len(self.block.outputs) - num_combined
+        others = self.block.outputs[first + len(differentiated) : end]
+        results = [*self.block.outputs[:first], *others]
+        chosen = choose_activations(self.block, self._parameters, results, activations)
+        self.residuals = chosen.residuals
+        self._cut = cut_at_layers(chosen.block, {x: path for x, path in stacks if path}, of_stacks)
 
     def dtype_read(self, i: int) -> Any:
         """The dtype that a parameter is read in: a narrower one, if all that reads it rounds it."""

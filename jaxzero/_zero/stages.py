@@ -20,7 +20,7 @@ from .._execute import (
     split_microbatches,
 )
 from .._mesh import STAGE
-from .._sharding import LeafSpec, Stages, ZeroConfig, split_dim
+from .._sharding import Activations, LeafSpec, Stages, ZeroConfig, split_dim
 from .._stages import Staged
 from .arguments import Options
 
@@ -67,6 +67,8 @@ def run_on_stage(
     share_of_loss: Array | float | None = None,
     *,
     stages: Stages,
+    activations: Activations = Activations(),
+    num_combined: int = 0,
 ) -> Result:
     """Run one step on one device of a stage; arguments are those of `run_on_device`."""
     assert share_of_loss is None
@@ -86,6 +88,8 @@ def run_on_stage(
         rows,
         microbatches,
         1 / comm.num_runs(microbatches),
+        activations,
+        num_combined,
     )
     whole = [
         x if layers else _gathered(x, leaf, staged.dtype_read(i))
@@ -109,7 +113,7 @@ def run_on_stage(
         result,
         gradients=[x if is_stack[i] else _scattered(x, leaves[i]) for i, x in gradients],
         others=[x[0] for x in result.others],
-        plan=dataclasses.replace(result.plan, stages=staged.described),
+        plan=dataclasses.replace(result.plan, stages=staged.described, residuals=staged.residuals),
         program=staged.program,
         block=staged.block,
     )

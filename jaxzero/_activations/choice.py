@@ -1,0 +1,224 @@
+"""Choose what forward keeps for backward, under a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator
+
+from .._hlo import Rates
+from .._program import (
+    Atom,
+    Barrier,
+    Block,
+    Operation,
+    Value,
+    exchanged_or_effect,
+    operations_for,
+    without_dead_code,
+)
+from .._sharding import Activations
+from . import loops, unrolled
+from .costs import bytes_of, flops_of, seconds_of
+from .min_cut import Choice, Cost, Part, cheapest
+
+_PRICES = 1e-16, 1e-7  # seconds for a byte: all is kept, and all is repeated that can be
+_STEPS = 24  # of the search for a price
+_NEAR = 0.98  # of the budget: near enough
+_TRIED = 16  # values that are kept one by one, where the next price keeps too much
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """A value that forward makes and backward reads.
+
+    Attributes:
+        shape: of the value; in a loop that of one layer.
+        dtype: of the value.
+        layers: how many of them there are; 1 outside of loops.
+        num_bytes: of all layers, on one device.
+        where: file, line and function that made it.
+        action: "keep" or "recompute".
+        flops: of the products of the operation that recomputes it, in all layers.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    layers: int
+    num_bytes: int
+    where: str
+    action: str
+    flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A program, and what it keeps.
+
+    Attributes:
+        block: the program.
+        num_bytes: of what it keeps, on one device.
+        choices: the parts of forward, and what was chosen for each.
+    """
+
+    block: Block
+    num_bytes: int
+    choices: list[tuple[Part, Choice]]
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes to repeat operations, by the cost model."""
+        return sum(
+            part.trips * seconds_of(x) for part, choice in self.choices for x in choice.repeated
+        )
+
+    @property
+    def residuals(self) -> tuple[Residual, ...]:
+        """What is kept, and what was and is recomputed, in program order."""
+        return tuple(x for part, choice in self.choices for x in _residuals(part, choice))
+
+
+def choose_activations(
+    block: Block,
+    weights: Collection[Value],
+    results: Collection[Atom],
+    activations: Activations,
+) -> Chosen:
+    """Choose what forward keeps and what backward computes again.
+
+    Args:
+        block: a program of loss and gradients.
+        weights: its inputs that are gathered where they are used.
+        results: its outputs that are no gradients.
+        activations: the budget.
+
+    Raises:
+        ValueError: the program cannot keep as little as the budget allows.
+    """
+    budget = activations.budget_bytes
+    if budget is None:
+        return Chosen(block, 0, [])
+    program = _Program(block, weights, results)
+    most = program.at(0.0)
+    if most.num_bytes <= budget:
+        return most
+    low, high = _PRICES
+    least = program.at(high)
+    if least.num_bytes > budget > 0:
+        raise ValueError(_too_little(budget, least))
+    if budget == 0:
+        return least
+    fits, over = least, most
+    for _ in range(_STEPS):
+        price = math.sqrt(low * high)
+        chosen = program.at(price)
+        if chosen.num_bytes > budget:
+            low, over = price, chosen
+        else:
+            high, fits = price, chosen
+        if budget * _NEAR <= fits.num_bytes:
+            return fits
+    return _filled(program, high, fits, over, budget)
+
+
+def _filled(program: _Program, price: float, fits: Chosen, over: Chosen, budget: int) -> Chosen:
+    """Keep more values of the next price that keeps too much, as long as they fit."""
+    kept = {x for _, choice in fits.choices for x in choice.kept}
+    more = [x for _, choice in over.choices for x in choice.kept if x not in kept]
+    keep: list[Value] = []
+    for value in sorted(more, key=bytes_of, reverse=True)[:_TRIED]:
+        chosen = program.at(price, [*keep, value])
+        if chosen.num_bytes <= budget and chosen.seconds < fits.seconds:
+            fits = chosen
+            keep.append(value)
+    return fits
+
+
+class _Program:
+    """A program, for which prices of a byte give choices."""
+
+    def __init__(self, block: Block, weights: Collection[Value], results: Collection[Atom]):
+        self.block = block
+        self.weights = {*weights}
+        self.results = results
+        self.inputs = {*block.inputs}
+        made = (x for operation in block.operations for x in operation.outputs)
+        self.outside = {x: Cost(bytes_of(x)) for x in made}
+        self.outside |= {x: Cost(0, bytes_of(x) / Rates().local) for x in self.weights}
+
+    def at(self, price: float, keep: Collection[Value] = ()) -> Chosen:
+        """What is cheapest if a byte that is kept costs `price` seconds.
+
+        Args:
+            price: 0 leaves the program as it is.
+            keep: values that are kept at no price.
+        """
+
+        def choice_of(part: Part) -> Choice:
+            return cheapest(part, price, keep) if price else Choice([*part.wanted], [])
+
+        block, choices, done = self.block, [], set()
+        while pair := self._next_pair(block, done):
+            done.add(pair.forward.outputs[0])
+            part = loops.part_of(pair, self.outside, _not_repeated(pair.forward.body))
+            choices.append((part, choice_of(part)))
+            block = loops.repeating(block, pair, choices[-1][1])
+        block = without_dead_code(block)
+        forward = unrolled.Forward(block, self.weights, self._end(block))
+        part = forward.part(self.outside, _not_repeated(block))
+        choices.append((part, choice_of(part)))
+        block = without_dead_code(unrolled.repeating(forward, choices[-1][1]))
+        forward = unrolled.Forward(block, self.weights, self._end(block))
+        return Chosen(block, forward.num_bytes, choices)
+
+    def _next_pair(self, block: Block, done: Collection[Value]) -> loops.Pair | None:
+        pairs = loops.find_pairs(block, self._end(block))
+        return next((x for x in pairs if x.forward.outputs[0] not in done), None)
+
+    def _end(self, block: Block) -> int:
+        """How many operations are forward: up to the last that makes a result."""
+        needed = operations_for(block, self.results, self.inputs)
+        return block.operations.index(needed[-1]) + 1 if needed else 0
+
+
+def _not_repeated(block: Block) -> list[Operation]:
+    """Operations with an effect or a collective, and those that no copy can take the place of."""
+    return [
+        x
+        for x in block.operations
+        if isinstance(x, Barrier) or exchanged_or_effect(x) or not all(map(_is_data, x.outputs))
+    ]
+
+
+def _is_data(value: Value) -> bool:
+    return value.dtype is not None
+
+
+def _residuals(part: Part, choice: Choice) -> Iterator[Residual]:
+    makers = {x: operation for operation in part.operations for x in operation.outputs}
+    repeated = {*choice.repeated}
+    for value in dict.fromkeys((*choice.kept, *part.wanted)):
+        maker = makers.get(value)
+        if maker is None and value not in choice.kept:
+            continue
+        again = maker in repeated
+        yield Residual(
+            value.shape,
+            str(value.dtype),
+            part.trips,
+            bytes_of(value) * part.trips,
+            maker.where if maker else "what a layer reads of the one before",
+            "recompute" if again else "keep",
+            part.trips * flops_of(maker) if maker and again else 0,
+        )
+
+
+def _too_little(budget: int, least: Chosen) -> str:
+    largest = sorted(least.residuals, key=lambda x: -x.num_bytes * (x.action == "keep"))[:3]
+    held = "; ".join(f"{x.dtype}{list(x.shape)} x{x.layers} of {x.where}" for x in largest)
+    return (
+        f"`budget_bytes={budget}` of `jz.Activations` is less than the {least.num_bytes} bytes that "
+        f"one device keeps if backward recomputes all that it can. What remains is mostly {held}. "
+        "Give at least that, or 0 for the least; or take fewer rows for each device, more "
+        "`microbatches`, or more devices."
+    )

@@ -1,0 +1,86 @@
+"""Copies of operations that compute a value again, right before it is read."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from .._program import Atom, Block, Loop, Operation, Value
+
+
+class Copies(abc.ABC):
+    """The operations of a block, with copies of others in front of the first to read them.
+
+    Args:
+        repeated: the operations to copy, in program order.
+    """
+
+    def __init__(self, repeated: Sequence[Operation]):
+        self._order = {operation: i for i, operation in enumerate(repeated)}
+        self._makers = {x: operation for operation in repeated for x in operation.outputs}
+        self._made: dict[Value, Value] = {}
+        self.operations: list[Operation] = []
+
+    @abc.abstractmethod
+    def read(self, value: Value, copied: Operation) -> Atom:
+        """What the copy of an operation reads for a value that is not computed again."""
+
+    def add(self, operation: Operation) -> None:
+        """Append an operation that reads copies."""
+        for x in operation.values:
+            self._copy(x)
+        self.operations.append(operation.reading({x: self.of(x) for x in operation.values}))
+
+    def of(self, value: Value) -> Value:
+        """The copy of a value; the value itself if there is none."""
+        self._copy(value)
+        return self._made.get(value, value)
+
+    def _copy(self, value: Value) -> None:
+        """Append copies of all that a value is made of, as far as there are none yet."""
+        found: set[Operation] = set()
+        waiting = [value]
+        while waiting:
+            x = waiting.pop()
+            maker = self._makers.get(x)
+            if maker is not None and x not in self._made and maker not in found:
+                found.add(maker)
+                waiting += maker.values
+        for operation in sorted(found, key=self._order.__getitem__):
+            inputs = [self._input(x, operation) for x in operation.inputs]
+            copy = renewed(operation, inputs)
+            self._made.update(zip(operation.outputs, copy.outputs, strict=True))
+            self.operations.append(copy)
+
+    def _input(self, atom: Atom, copied: Operation) -> Atom:
+        if not isinstance(atom, Value):
+            return atom
+        return self._made[atom] if atom in self._makers else self.read(atom, copied)
+
+
+def renewed(operation: Operation, inputs: Iterable[Atom]) -> Operation:
+    """An operation of the same kind with values of its own, in the bodies of loops too."""
+    outputs = tuple(map(like, operation.outputs))
+    operation = dataclasses.replace(operation, inputs=tuple(inputs), outputs=outputs)
+    if isinstance(operation, Loop):
+        operation = dataclasses.replace(operation, body=_renewed_block(operation.body))
+    return operation
+
+
+def like(value: Value, shape: tuple[int, ...] | None = None) -> Value:
+    """A new value of the dtype of another, and of its shape if none is given."""
+    new = Value(value)
+    new.shape = value.shape if shape is None else shape
+    return new
+
+
+def _renewed_block(block: Block) -> Block:
+    new: dict[Atom, Atom] = {x: like(x) for x in block.inputs}
+    operations = []
+    for operation in block.operations:
+        copy = renewed(operation, (new.get(x, x) for x in operation.inputs))
+        new |= dict(zip(operation.outputs, copy.outputs, strict=True))
+        operations.append(copy)
+    inputs = tuple(x for x in map(new.get, block.inputs) if isinstance(x, Value))
+    return Block(inputs, tuple(new.get(x, x) for x in block.outputs), tuple(operations))

@@ -1,0 +1,40 @@
+"""How many bytes a value takes, and how long it takes to repeat an operation, by the cost model.
+
+The rates are those of `Rates`, as for compiled programs. What XLA fuses is not known yet: each
+result that is not merely a view of another is taken to be written once.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .._hlo import Rates
+from .._program import Loop, Operation, Value, is_broadcast, is_elementwise
+
+_KEY_BYTES = 16  # of a random key
+_VIEWS = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "split", "slice"}
+
+
+def bytes_of(value: Value) -> int:
+    """The bytes of an array or of random keys; 0 for tokens and references."""
+    if value.is_array:
+        return value.num_bytes
+    return 0 if value.dtype is None else _KEY_BYTES * math.prod(value.shape)
+
+
+def flops_of(operation: Operation) -> int:
+    """Of the matrix products and convolutions in an operation, two for each multiplication."""
+    estimate = operation.equation.params.get("cost_estimate")
+    return estimate.flops if estimate is not None else 2 * operation.products
+
+
+def seconds_of(operation: Operation, rates: Rates = Rates()) -> float:
+    """How long it takes to repeat an operation."""
+    if operation.name in _VIEWS or is_broadcast(operation):
+        return 0.0
+    written = sum(map(bytes_of, operation.outputs))
+    if isinstance(operation, Loop):
+        body = sum(seconds_of(x, rates) for x in operation.body.operations)
+        return operation.length * body
+    read = 0 if is_elementwise(operation) else sum(map(bytes_of, operation.values))
+    return max(flops_of(operation) / rates.flops, (written + read) / rates.memory)

@@ -1,0 +1,191 @@
+"""Residuals of loops: what the body of a forward loop stacks up for the body of a backward loop.
+
+The body of the forward loop is a part whose inputs cost nothing, if they are layers of stacks that
+exist anyway. What is repeated moves into the body of the backward loop:
+
+    for layer:            a, b, c = forward(x)      stacks of a, b and c
+    for layer, reversed:  backward(a, b, c)
+
+    for layer:            a, b, c = forward(x)      a stack of a
+    for layer, reversed:  b, c = again(a); backward(a, b, c)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import NamedTuple
+
+from .._program import Atom, Block, Loop, Operation, Value
+from .copies import Copies, like
+from .costs import bytes_of
+from .min_cut import Choice, Cost, Part, cheapest
+
+
+class Pair(NamedTuple):
+    """A loop, what it stacks up for later loops alone, and these.
+
+    Attributes:
+        forward: the loop.
+        saved: the stacks, by index of its output.
+        readers: the loops that scan them.
+    """
+
+    forward: Loop
+    saved: tuple[int, ...]
+    readers: tuple[Loop, ...]
+
+
+def find_pairs(block: Block, end: int) -> list[Pair]:
+    """The loops of forward that stack up values which only loops of backward scan.
+
+    Args:
+        block: a program.
+        end: how many of its operations are forward.
+    """
+    readers: dict[Atom, list[tuple[Operation, int]]] = {}
+    for operation in block.operations:
+        for i, atom in enumerate(operation.inputs):
+            readers.setdefault(atom, []).append((operation, i))
+    backward = {*block.operations[end:]}
+    returned = {*block.outputs}
+    pairs = []
+    for loop in block.operations[:end]:
+        if not isinstance(loop, Loop):
+            continue
+        saved, found = [], {}
+        for i, value in enumerate(loop.outputs[loop.num_carry :], loop.num_carry):
+            of_value = readers.get(value, [])
+            scanned = all(x in backward and _scans(x, at, loop) for x, at in of_value)
+            if value not in returned and of_value and scanned:
+                saved.append(i)
+                found |= {reader: None for reader, _ in of_value}
+        if saved:
+            pairs.append(Pair(loop, tuple(saved), tuple(found)))
+    return pairs
+
+
+def _scans(reader: Operation, i: int, loop: Loop) -> bool:
+    is_loop = isinstance(reader, Loop)
+    return is_loop and i >= reader.first_stack and reader.length == loop.length
+
+
+def part_of(pair: Pair, outside: dict[Value, Cost], never: Collection[Operation]) -> Part:
+    """The body of the forward loop of a pair.
+
+    Args:
+        pair: the pair.
+        outside: what values of the block cost that do not exist in backward anyway.
+        never: operations of the body that are not repeated.
+    """
+    loop = pair.forward
+    body, carry = loop.body, range(loop.num_constants, loop.first_stack)
+    read = {x for reader in pair.readers for x in reader.inputs}
+    inputs = {}
+    for i, (given, inside) in enumerate(zip(loop.inputs, body.inputs, strict=True)):
+        if i in carry:
+            inputs[inside] = Cost(bytes_of(inside) * loop.length)
+        elif given in outside and given not in read:
+            inputs[inside] = outside[given]
+    others = (x for i, x in enumerate(body.outputs) if i not in pair.saved and i >= loop.num_carry)
+    wanted = (body.outputs[i] for i in pair.saved)
+    return Part(
+        body.operations,
+        {x for x in wanted if isinstance(x, Value)},
+        inputs,
+        {x for x in others if isinstance(x, Value)},
+        never,
+        loop.length,
+    )
+
+
+def repeating(block: Block, pair: Pair, choice: Choice) -> Block:
+    """The block in which the loops of a pair do as chosen. Stacks that are not read remain."""
+    loop = pair.forward
+    carried = {*loop.body.inputs[loop.num_constants : loop.first_stack]}
+    made = {x for operation in loop.body.operations for x in operation.outputs}
+    stacked = [x for x in choice.kept if x in carried or x in made]
+    at = {x: loop.outputs[i] for i, x in _stacks(loop)}
+    new = [x for x in stacked if x not in at]
+    stacks = {x: like(x, (loop.length, *x.shape)) for x in new}
+    body = dataclasses.replace(loop.body, outputs=(*loop.body.outputs, *new))
+    outputs = (*loop.outputs, *stacks.values())
+    forward = dataclasses.replace(loop, outputs=outputs, body=body)
+    changed: dict[Operation, Operation] = {loop: forward}
+    for reader in pair.readers:
+        changed[reader] = _Backward(forward, reader, at | stacks, choice.repeated).result()
+    operations = tuple(changed.get(x, x) for x in block.operations)
+    return dataclasses.replace(block, operations=operations)
+
+
+def _stacks(loop: Loop) -> list[tuple[int, Value]]:
+    """Of each stack that a loop makes its index, and the value of the body."""
+    made = enumerate(loop.body.outputs[loop.num_carry :], loop.num_carry)
+    return [(i, x) for i, x in made if isinstance(x, Value)]
+
+
+class _Backward(Copies):
+    """A backward loop whose body computes values of the forward loop's body again."""
+
+    def __init__(
+        self,
+        forward: Loop,
+        loop: Loop,
+        stacks: dict[Value, Value],
+        repeated: list[Operation],
+    ):
+        self.forward = forward
+        self.loop = loop
+        self.stacks = stacks
+        super().__init__(repeated)
+        given = zip(loop.inputs, loop.body.inputs, strict=True)
+        carry = range(loop.num_constants, loop.first_stack)
+        self.constants, self.scanned = {}, {}  # by the value outside, that inside
+        for i, (outside, inside) in enumerate(given):
+            if i not in carry:
+                (self.constants if i < loop.num_constants else self.scanned)[outside] = inside
+        self.new_constants: dict[Atom, Value] = {}
+        self.new_stacks: dict[Atom, Value] = {}
+
+    def result(self) -> Loop:
+        loop, body = self.loop, self.loop.body
+        outputs = self.forward.outputs
+        again = {outputs[i]: x for i, x in _stacks(self.forward) if x in self._makers}
+        replaced = {self.scanned[x]: inside for x, inside in again.items() if x in self.scanned}
+        for operation in body.operations:
+            self.add(operation.reading(replaced))
+        results = (replaced.get(x, x) for x in body.outputs)
+        made = tuple(self.of(x) if isinstance(x, Value) else x for x in results)
+        first, n = loop.num_constants, len(self.new_constants)
+
+        def widened(inputs: tuple, constants: Collection, stacks: Collection) -> tuple:
+            return (*inputs[:first], *constants, *inputs[first:], *stacks)
+
+        inside = widened(body.inputs, self.new_constants.values(), self.new_stacks.values())
+        return dataclasses.replace(
+            loop,
+            inputs=widened(loop.inputs, [*self.new_constants], [*self.new_stacks]),
+            body=Block(inside, made, tuple(self.operations)),
+            num_constants=first + n,
+        )
+
+    def read(self, value: Value, copied: Operation) -> Atom:
+        forward = self.forward
+        if value in self.stacks and value not in forward.body.inputs:
+            return self._scan(self.stacks[value], value)
+        i = forward.body.inputs.index(value)
+        if i < forward.num_constants:
+            return self._entering(forward.inputs[i], value, self.constants, self.new_constants)
+        outside = self.stacks[value] if i < forward.first_stack else forward.inputs[i]
+        return self._scan(outside, value)
+
+    def _scan(self, outside: Atom, value: Value) -> Atom:
+        return self._entering(outside, value, self.scanned, self.new_stacks)
+
+    def _entering(self, outside: Atom, value: Value, known: dict, new: dict) -> Atom:
+        if not isinstance(outside, Value):
+            return outside if known is self.constants else self._new(outside, value, new)
+        return known[outside] if outside in known else self._new(outside, value, new)
+
+    def _new(self, outside: Atom, value: Value, new: dict[Atom, Value]) -> Value:
+        return new.setdefault(outside, like(value))

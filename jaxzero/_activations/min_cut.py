@@ -1,0 +1,139 @@
+"""What to keep of a part of forward: a minimum cut between what is kept and what backward reads.
+
+Let `price` be the seconds that a byte kept is worth. Keeping a value costs its bytes times `price`;
+repeating an operation in backward costs its seconds, and needs its inputs. The cheapest choice is a
+minimum cut of this graph, from the source to the sink:
+
+    source -> operation     its seconds: cut if it is repeated
+    operation -> output     the output's bytes times `price`: cut if the output is kept
+    input -> operation      infinite: what is repeated needs its inputs
+    wanted value -> sink    infinite
+
+Each price gives a point of the lower convex hull of seconds over bytes. The graph is that of
+Checkmate's integer program without its clock (https://arxiv.org/abs/1910.02653), and of the
+partitioner of torch.compile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .._program import Operation, Value
+from .costs import bytes_of, seconds_of
+
+_INFINITE = 2**31 - 1
+_LARGEST = 2**30  # of all finite capacities together, so that no sum overflows 32 bits
+_SOURCE, _SINK = 0, 1
+
+
+class Cost(NamedTuple):
+    """Of a value that enters a part: the bytes that live longer, and seconds to have it again."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of forward, such as the body of a loop.
+
+    Attributes:
+        operations: in program order.
+        wanted: the values made by them, or entering the part, that backward reads.
+        inputs: what values that enter the part cost; those left out cost nothing.
+        stored: values that are kept anyway.
+        never: operations that are not repeated.
+        trips: how often the part runs.
+    """
+
+    operations: Sequence[Operation]
+    wanted: Collection[Value]
+    inputs: Mapping[Value, Cost]
+    stored: Collection[Value]
+    never: Collection[Operation]
+    trips: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is kept of a part, and which operations are repeated, in program order."""
+
+    kept: list[Value]
+    repeated: list[Operation]
+
+
+def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
+    """The cheapest choice for a part; of equally cheap ones that which repeats least.
+
+    Args:
+        part: a part of forward.
+        price: seconds for each byte that is kept.
+        keep: values that are kept at no price.
+    """
+    graph = _Graph()
+    makers = {x: operation for operation in part.operations for x in operation.outputs}
+    waiting: list[Value] = []
+
+    def node(x: Value | Operation) -> int:
+        if x not in graph.nodes and isinstance(x, Value):
+            waiting.append(x)
+        return graph.node(x)
+
+    for value in part.wanted:
+        graph.edges[node(value), _SINK] = np.inf
+    while waiting:
+        value = waiting.pop()
+        maker = makers.get(value)
+        if maker is None:
+            cost = part.inputs.get(value, Cost())
+            seconds = price * cost.bytes * (value not in keep) + cost.seconds
+            graph.edges[_SOURCE, node(value)] = seconds
+            continue
+        is_free = value in part.stored or value in keep
+        kept = 0.0 if is_free else price * bytes_of(value) * part.trips
+        if maker not in graph.nodes:
+            repeated = np.inf if maker in part.never else seconds_of(maker) * part.trips
+            graph.edges[_SOURCE, node(maker)] = repeated
+            for x in maker.values:
+                graph.edges[node(x), node(maker)] = np.inf
+        graph.edges[node(maker), node(value)] = kept
+    needed = graph.cut()
+    repeated = [x for x in part.operations if x in needed]
+    made = {x for operation in repeated for x in operation.outputs}
+    entering = [x for x in part.inputs if x in needed and part.inputs[x].bytes]
+    return Choice([*entering, *(x for x in makers if x in needed and x not in made)], repeated)
+
+
+class _Graph:
+    """A graph of values and operations whose edges have seconds."""
+
+    def __init__(self):
+        self.nodes: dict[Value | Operation, int] = {}
+        self.edges: dict[tuple[int, int], float] = {}
+
+    def node(self, x: Value | Operation) -> int:
+        return self.nodes.setdefault(x, len(self.nodes) + 2)
+
+    def cut(self) -> set[Value | Operation]:
+        """The nodes on the side of the sink of a minimum cut, as few as possible."""
+        from scipy.sparse import csr_array  # slow to import, and needed here alone
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        if not self.edges:
+            return set()
+        pairs = np.array([*self.edges], np.int32)
+        seconds = np.array([*self.edges.values()])
+        finite = seconds[np.isfinite(seconds)]
+        scale = _LARGEST / max(finite.sum(), 1e-30)
+        sizes = np.where(np.isfinite(seconds), np.ceil(seconds * scale), _INFINITE)
+        num = len(self.nodes) + 2
+        graph = csr_array((sizes.astype(np.int32), (pairs[:, 0], pairs[:, 1])), shape=(num, num))
+        left = (graph - maximum_flow(graph, _SOURCE, _SINK).flow).T.tocsr()
+        left.eliminate_zeros()
+        reach, _ = breadth_first_order(left, _SINK, return_predecessors=True)
+        numbers = {*reach.tolist()}
+        return {x for x, i in self.nodes.items() if i in numbers}

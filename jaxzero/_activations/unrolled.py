@@ -1,0 +1,159 @@
+"""Residuals outside of loops: what forward keeps for backward in a program without loops.
+
+If backward started by repeating all of forward, everything would be held at once all the same. So
+forward is cut into segments where little is alive; what crosses a cut is kept, and backward repeats
+a segment when it comes to it. With `n` segments that keep `c` bytes each, of a network whose
+residuals are `b` bytes, `n c + b / n` is least if a segment has `sqrt(b c)` bytes of residuals
+(https://arxiv.org/abs/1604.06174).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Mapping
+
+from .._program import Atom, Barrier, Block, Operation, Value, fixed_of
+from .copies import Copies, like
+from .costs import bytes_of
+from .loops import find_pairs
+from .min_cut import Choice, Cost, Part
+
+
+class Forward:
+    """The forward part of a program, in segments.
+
+    Attributes:
+        end: how many of the operations are forward.
+        wanted: the values that they make and backward reads, but for the stacks of loops.
+        num_bytes: of these, with the stacks of loops.
+    """
+
+    def __init__(self, block: Block, weights: Collection[Value], end: int):
+        self.block = block
+        self.end = end
+        self._fixed = fixed_of(block, weights)
+        self._at = {x: i for i, op in enumerate(block.operations[:end]) for x in op.outputs}
+        self._pairs = [pair.forward for pair in find_pairs(block, end)]
+        stacks = {x for loop in self._pairs for x in loop.outputs[loop.num_carry :]}
+        later = (x for operation in block.operations[end:] for x in operation.values)
+        kept = dict.fromkeys(x for x in later if x in self._at and not self.is_weight(x))
+        self.num_bytes = sum(map(bytes_of, kept))
+        self.wanted = [x for x in kept if x not in stacks]
+        self._last: dict[Value, int] = {}
+        for i, operation in enumerate(block.operations[:end]):
+            self._last |= dict.fromkeys(operation.values, i)
+        self._derived = self._made_of_inputs()
+        self._cuts = self._segments()
+
+    def part(self, outside: Mapping[Value, Cost], never: Collection[Operation]) -> Part:
+        """The forward part, where nothing is repeated of which a result crosses a cut.
+
+        Args:
+            outside: what the inputs cost that backward does not read anyway.
+            never: other operations that are not repeated, beside loops that stack up values.
+        """
+        operations = [
+            x for x in self.block.operations[: self.end] if not any(map(self.is_weight, x.outputs))
+        ]
+        crossing = (x for x in operations if any(map(self._crosses, x.outputs)))
+        stored = (x for x in self.block.outputs if isinstance(x, Value))
+        read = {x for operation in self.block.operations[self.end :] for x in operation.values}
+        inputs = {x: cost for x, cost in outside.items() if x not in read and x not in self._at}
+        never = {*never, *crossing, *self._pairs}
+        return Part(operations, self.wanted, inputs, {*stored}, never)
+
+    def is_weight(self, value: Value) -> bool:
+        """Whether a value is a weight or made of weights alone, which backward gathers anyway."""
+        return bool(self._fixed.of(value))
+
+    def segment(self, operation: Operation) -> int:
+        """The number of the segment that an operation is in."""
+        return bisect.bisect_left(self._cuts, self._at[operation.outputs[0]])
+
+    def _crosses(self, value: Value) -> bool:
+        first, last = self._at[value], self._last.get(value, -1)
+        i = bisect.bisect_left(self._cuts, first)
+        return not self._is_free(value) and i < len(self._cuts) and self._cuts[i] < last
+
+    def _is_free(self, value: Value) -> bool:
+        return value in self._derived or self.is_weight(value)
+
+    def _made_of_inputs(self) -> set[Value]:
+        """Values that are made of no weights and no products, such as masks and positions."""
+        derived = {x for x in self.block.inputs if not self.is_weight(x)}
+        for operation in self.block.operations[: self.end]:
+            if not operation.products and all(x in derived for x in operation.values):
+                derived.update(operation.outputs)
+        return derived
+
+    def _segments(self) -> list[int]:
+        """The operations after which forward is cut."""
+        changes = [0] * (self.end + 1)
+        for value, i in self._at.items():
+            if self._last.get(value, -1) > i and not self._is_free(value):
+                changes[i] += bytes_of(value)
+                changes[self._last[value]] -= bytes_of(value)
+        alive = list(itertools.accumulate(changes))
+        wanted = [0] * self.end
+        for value in self.wanted:
+            wanted[self._at[value]] += bytes_of(value)
+        total, since, cuts = sum(wanted), 0, []
+        for i in range(1, self.end - 1):
+            since += wanted[i]
+            is_least = alive[i - 1] > alive[i] <= alive[i + 1]
+            if is_least and alive[i] and since >= math.sqrt(total * alive[i]):
+                cuts.append(i)
+                since = 0
+        return cuts
+
+
+def repeating(forward: Forward, choice: Choice) -> Block:
+    """The program in which backward repeats the operations that are chosen."""
+    block, end = forward.block, forward.end
+    if not choice.repeated:
+        return block
+    again = _Again(forward, choice)
+    for operation in block.operations[end:]:
+        again.add(operation)
+    outputs = tuple(again.of(x) if isinstance(x, Value) else x for x in block.outputs)
+    operations = (*block.operations[:end], *again.operations)
+    return dataclasses.replace(block, outputs=outputs, operations=operations)
+
+
+class _Again(Copies):
+    """The operations of backward, and segments of forward that it repeats.
+
+    A barrier ties what a segment is repeated from to what backward has reached, so that XLA neither
+    repeats it earlier nor merges it with the first computation.
+    """
+
+    def __init__(self, forward: Forward, choice: Choice):
+        super().__init__(choice.repeated)
+        self._forward = forward
+        self._read_by: dict[int, dict[Value, None]] = {}
+        for operation in choice.repeated:
+            kept = (x for x in operation.values if x not in self._makers and x.is_array)
+            of_segment = self._read_by.setdefault(forward.segment(operation), {})
+            of_segment |= dict.fromkeys(x for x in kept if not forward.is_weight(x))
+        self._tied: dict[int, dict[Value, Value]] = {}
+
+    def read(self, value: Value, copied: Operation) -> Atom:
+        segment = self._forward.segment(copied)
+        if segment not in self._tied:
+            self._tied[segment] = self._barrier(copied, [*self._read_by[segment]])
+        return self._tied[segment].get(value, value)
+
+    def _barrier(self, copied: Operation, kept: list[Value]) -> dict[Value, Value]:
+        if not kept:
+            return {}
+        made = (x for operation in reversed(self.operations) for x in operation.outputs)
+        reached = next((x for x in made if x.is_array and x.shape), None)
+        inputs = (*kept, *((self.of(reached),) if reached else ()))
+        outputs = tuple(like(x) for x in inputs if isinstance(x, Value))
+        self.operations.append(Barrier("optimization_barrier", inputs, outputs, copied.equation))
+        if reached:
+            self._made[reached] = outputs[-1]
+        return dict(zip(kept, outputs, strict=False))
