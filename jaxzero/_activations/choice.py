@@ -142,8 +142,12 @@ class _Program:
         self.weights = {*weights}
         self.results = results
         self.inputs = {*block.inputs}
-        made = (x for operation in block.operations for x in operation.outputs)
-        self.outside = {x: Cost(bytes_of(x)) for x in made}
+        self.outside: dict[Value, Cost] = {}
+        for operation in block.operations:
+            # What a view is of is kept in its place.
+            sources = sum(self.outside[x].bytes for x in operation.values if x in self.outside)
+            most = sources if seconds_of(operation) == 0 else math.inf
+            self.outside |= {x: Cost(min(bytes_of(x), most)) for x in operation.outputs}
         self.outside |= {x: Cost(0, bytes_of(x) / Rates().local) for x in self.weights}
 
     def at(self, price: float, keep: Collection[Value] = ()) -> Chosen:
@@ -199,7 +203,7 @@ def _residuals(part: Part, choice: Choice) -> Iterator[Residual]:
     repeated = {*choice.repeated}
     for value in dict.fromkeys((*choice.kept, *part.wanted)):
         maker = makers.get(value)
-        if maker is None and value not in choice.kept:
+        if maker is None and value not in part.carried:
             continue
         again = maker in repeated
         yield Residual(

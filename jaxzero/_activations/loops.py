@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from .._program import Atom, Block, Loop, Operation, Value
 from .copies import Copies, like
-from .costs import bytes_of
 from .min_cut import Choice, Cost, Part, cheapest
 
 
@@ -79,19 +78,16 @@ def part_of(pair: Pair, outside: dict[Value, Cost], never: Collection[Operation]
         never: operations of the body that are not repeated.
     """
     loop = pair.forward
-    body, carry = loop.body, range(loop.num_constants, loop.first_stack)
+    body = loop.body
     read = {x for reader in pair.readers for x in reader.inputs}
-    inputs = {}
-    for i, (given, inside) in enumerate(zip(loop.inputs, body.inputs, strict=True)):
-        if i in carry:
-            inputs[inside] = Cost(bytes_of(inside) * loop.length)
-        elif given in outside and given not in read:
-            inputs[inside] = outside[given]
+    entering = zip(loop.inputs, body.inputs, strict=True)
+    inputs = {x: outside[given] for given, x in entering if given in outside and given not in read}
     others = (x for i, x in enumerate(body.outputs) if i not in pair.saved and i >= loop.num_carry)
     wanted = (body.outputs[i] for i in pair.saved)
     return Part(
         body.operations,
         {x for x in wanted if isinstance(x, Value)},
+        body.inputs[loop.num_constants : loop.first_stack],
         inputs,
         {x for x in others if isinstance(x, Value)},
         never,
@@ -102,11 +98,8 @@ def part_of(pair: Pair, outside: dict[Value, Cost], never: Collection[Operation]
 def repeating(block: Block, pair: Pair, choice: Choice) -> Block:
     """The block in which the loops of a pair do as chosen. Stacks that are not read remain."""
     loop = pair.forward
-    carried = {*loop.body.inputs[loop.num_constants : loop.first_stack]}
-    made = {x for operation in loop.body.operations for x in operation.outputs}
-    stacked = [x for x in choice.kept if x in carried or x in made]
     at = {x: loop.outputs[i] for i, x in _stacks(loop)}
-    new = [x for x in stacked if x not in at]
+    new = [x for x in choice.kept if x not in at]
     stacks = {x: like(x, (loop.length, *x.shape)) for x in new}
     body = dataclasses.replace(loop.body, outputs=(*loop.body.outputs, *new))
     outputs = (*loop.outputs, *stacks.values())

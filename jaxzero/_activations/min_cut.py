@@ -44,7 +44,8 @@ class Part:
     Attributes:
         operations: in program order.
         wanted: the values made by them, or entering the part, that backward reads.
-        inputs: what values that enter the part cost; those left out cost nothing.
+        carried: values that enter the part and are kept for each trip.
+        inputs: what other values that enter the part cost; those left out cost nothing.
         stored: values that are kept anyway.
         never: operations that are not repeated.
         trips: how often the part runs.
@@ -52,6 +53,7 @@ class Part:
 
     operations: Sequence[Operation]
     wanted: Collection[Value]
+    carried: Collection[Value]
     inputs: Mapping[Value, Cost]
     stored: Collection[Value]
     never: Collection[Operation]
@@ -83,6 +85,10 @@ def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
             waiting.append(x)
         return graph.node(x)
 
+    def kept(x: Value) -> float:
+        is_free = x in part.stored or x in keep
+        return 0.0 if is_free else price * bytes_of(x) * part.trips
+
     for value in part.wanted:
         graph.edges[node(value), _SINK] = np.inf
     while waiting:
@@ -90,22 +96,20 @@ def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
         maker = makers.get(value)
         if maker is None:
             cost = part.inputs.get(value, Cost())
-            seconds = price * cost.bytes * (value not in keep) + cost.seconds
+            seconds = kept(value) if value in part.carried else price * cost.bytes + cost.seconds
             graph.edges[_SOURCE, node(value)] = seconds
             continue
-        is_free = value in part.stored or value in keep
-        kept = 0.0 if is_free else price * bytes_of(value) * part.trips
         if maker not in graph.nodes:
             repeated = np.inf if maker in part.never else seconds_of(maker) * part.trips
             graph.edges[_SOURCE, node(maker)] = repeated
             for x in maker.values:
                 graph.edges[node(x), node(maker)] = np.inf
-        graph.edges[node(maker), node(value)] = kept
+        graph.edges[node(maker), node(value)] = kept(value)
     needed = graph.cut()
     repeated = [x for x in part.operations if x in needed]
     made = {x for operation in repeated for x in operation.outputs}
-    entering = [x for x in part.inputs if x in needed and part.inputs[x].bytes]
-    return Choice([*entering, *(x for x in makers if x in needed and x not in made)], repeated)
+    candidates = (*part.carried, *makers)
+    return Choice([x for x in candidates if x in needed and x not in made], repeated)
 
 
 class _Graph:
