@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from .._hlo import Rates
 from .._program import (
@@ -22,9 +22,11 @@ from . import loops, unrolled
 from .costs import bytes_of, flops_of, seconds_of
 from .min_cut import Choice, Cost, Part, cheapest
 
-_PRICES = 1e-16, 1e-7  # seconds for a byte: all is kept, and all is repeated that can be
+# Seconds for a byte: what it takes to write and to read it, and as much as to keep nothing.
+_PRICES = 2 / Rates().memory, 1e-7
 _STEPS = 24  # of the search for a price
 _NEAR = 0.98  # of the budget: near enough
+_MIN_HOST = 2**20  # bytes of a layer below which a value is not worth a copy
 _TRIED = 16  # values that are kept one by one, where the next price keeps too much
 
 
@@ -38,7 +40,7 @@ class Residual:
         layers: how many of them there are; 1 outside of loops.
         num_bytes: of all layers, on one device.
         where: file, line and function that made it.
-        action: "keep" or "recompute".
+        action: "keep", "recompute" or "host".
         flops: of the products of the operation that recomputes it, in all layers.
     """
 
@@ -59,11 +61,13 @@ class Chosen:
         block: the program.
         num_bytes: of what it keeps, on one device.
         choices: the parts of forward, and what was chosen for each.
+        in_host: the kept values that are in host memory between forward and backward.
     """
 
     block: Block
     num_bytes: int
     choices: list[tuple[Part, Choice]]
+    in_host: frozenset[Value] = frozenset()
 
     @property
     def seconds(self) -> float:
@@ -75,7 +79,7 @@ class Chosen:
     @property
     def residuals(self) -> tuple[Residual, ...]:
         """What is kept, and what was and is recomputed, in program order."""
-        return tuple(x for part, choice in self.choices for x in _residuals(part, choice))
+        return tuple(x for part, choice in self.choices for x in _residuals(part, choice, self.in_host))
 
 
 def choose_activations(
@@ -99,39 +103,47 @@ def choose_activations(
     if budget is None:
         return Chosen(block, 0, [])
     program = _Program(block, weights, results)
-    most = program.at(0.0)
+    low, high = _PRICES
+    most = program.at(low)
     if most.num_bytes <= budget:
         return most
-    low, high = _PRICES
-    least = program.at(high)
+    link = 1.0 if activations.host else 0.0
+    if link and program.at(low, link).num_bytes <= budget:
+        _, fits, _ = _search(lambda link: program.at(low, link), 0.0, link, budget)
+        return fits
+    least = program.at(high, link)
     if least.num_bytes > budget > 0:
         raise ValueError(_too_little(budget, least))
     if budget == 0:
         return least
-    fits, over = least, most
-    for _ in range(_STEPS):
-        price = math.sqrt(low * high)
-        chosen = program.at(price)
-        if chosen.num_bytes > budget:
-            low, over = price, chosen
-        else:
-            high, fits = price, chosen
-        if budget * _NEAR <= fits.num_bytes:
-            return fits
-    return _filled(program, high, fits, over, budget)
-
-
-def _filled(program: _Program, price: float, fits: Chosen, over: Chosen, budget: int) -> Chosen:
-    """Keep more values of the next price that keeps too much, as long as they fit."""
+    logarithms = math.log(low), math.log(high)
+    price, fits, over = _search(lambda x: program.at(math.exp(x), link), *logarithms, budget)
     kept = {x for _, choice in fits.choices for x in choice.kept}
     more = [x for _, choice in over.choices for x in choice.kept if x not in kept]
     keep: list[Value] = []
     for value in sorted(more, key=bytes_of, reverse=True)[:_TRIED]:
-        chosen = program.at(price, [*keep, value])
+        chosen = program.at(math.exp(price), link, [*keep, value])
         if chosen.num_bytes <= budget and chosen.seconds < fits.seconds:
             fits = chosen
             keep.append(value)
     return fits
+
+
+def _search(
+    at: Callable[[float], Chosen], over_at: float, fits_at: float, budget: int
+) -> tuple[float, Chosen, Chosen]:
+    """Where what is chosen fits just so: the place, what is chosen there, and what does not fit."""
+    over, fits = at(over_at), at(fits_at)
+    for _ in range(_STEPS):
+        if budget * _NEAR <= fits.num_bytes:
+            break
+        middle = (over_at + fits_at) / 2
+        chosen = at(middle)
+        if chosen.num_bytes > budget:
+            over_at, over = middle, chosen
+        else:
+            fits_at, fits = middle, chosen
+    return fits_at, fits, over
 
 
 class _Program:
@@ -150,30 +162,33 @@ class _Program:
             self.outside |= {x: Cost(min(bytes_of(x), most)) for x in operation.outputs}
         self.outside |= {x: Cost(0, bytes_of(x) / Rates().local) for x in self.weights}
 
-    def at(self, price: float, keep: Collection[Value] = ()) -> Chosen:
+    def at(self, price: float, link: float = 0.0, keep: Collection[Value] = ()) -> Chosen:
         """What is cheapest if a byte that is kept costs `price` seconds.
 
         Args:
-            price: 0 leaves the program as it is.
+            price: of a byte, in seconds.
+            link: the share of the time of forward that may be spent on copies to host memory.
             keep: values that are kept at no price.
         """
 
-        def choice_of(part: Part) -> Choice:
-            return cheapest(part, price, keep) if price else Choice([*part.wanted], [])
-
-        block, choices, done = self.block, [], set()
+        block, choices, done, in_host = self.block, [], set(), set()
         while pair := self._next_pair(block, done):
             done.add(pair.forward.outputs[0])
             part = loops.part_of(pair, self.outside, _not_repeated(pair.forward.body))
-            choices.append((part, choice_of(part)))
-            block = loops.repeating(block, pair, choices[-1][1])
+            choices.append((part, cheapest(part, price, keep)))
+            hosted = _in_host(pair, choices[-1][1], link)
+            in_host.update(hosted)
+            block = loops.repeating(block, pair, choices[-1][1], hosted)
         block = without_dead_code(block)
         forward = unrolled.Forward(block, self.weights, self._end(block))
         part = forward.part(self.outside, _not_repeated(block))
-        choices.append((part, choice_of(part)))
+        choices.append((part, cheapest(part, price, keep)))
         block = without_dead_code(unrolled.repeating(forward, choices[-1][1]))
         forward = unrolled.Forward(block, self.weights, self._end(block))
-        return Chosen(block, forward.num_bytes, choices)
+        num_bytes = forward.num_bytes - sum(
+            bytes_of(x) * part.trips for part, choice in choices for x in choice.kept if x in in_host
+        )
+        return Chosen(block, num_bytes, choices, frozenset(in_host))
 
     def _next_pair(self, block: Block, done: Collection[Value]) -> loops.Pair | None:
         pairs = loops.find_pairs(block, self._end(block))
@@ -183,6 +198,18 @@ class _Program:
         """How many operations are forward: up to the last that makes a result."""
         needed = operations_for(block, self.results, self.inputs)
         return block.operations.index(needed[-1]) + 1 if needed else 0
+
+
+def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
+    """The values of a pair that go to host memory: the largest, as far as the link is idle."""
+    loop, rates = pair.forward, Rates()
+    idle = link * 2 * loop.products / rates.flops * rates.host / loop.length
+    hosted = []
+    for value in sorted(choice.kept, key=bytes_of, reverse=True):
+        if value.is_array and _MIN_HOST <= bytes_of(value) <= idle:
+            idle -= bytes_of(value)
+            hosted.append(value)
+    return hosted
 
 
 def _not_repeated(block: Block) -> list[Operation]:
@@ -198,7 +225,7 @@ def _is_data(value: Value) -> bool:
     return value.dtype is not None
 
 
-def _residuals(part: Part, choice: Choice) -> Iterator[Residual]:
+def _residuals(part: Part, choice: Choice, in_host: Collection[Value]) -> Iterator[Residual]:
     makers = {x: operation for operation in part.operations for x in operation.outputs}
     repeated = {*choice.repeated}
     for value in dict.fromkeys((*choice.kept, *part.wanted)):
@@ -206,13 +233,14 @@ def _residuals(part: Part, choice: Choice) -> Iterator[Residual]:
         if maker is None and value not in part.carried:
             continue
         again = maker in repeated
+        kept = "host" if value in in_host else "keep"
         yield Residual(
             value.shape,
             str(value.dtype),
             part.trips,
             bytes_of(value) * part.trips,
             maker.where if maker else "what a layer reads of the one before",
-            "recompute" if again else "keep",
+            "recompute" if again else kept,
             part.trips * flops_of(maker) if maker and again else 0,
         )
 

@@ -16,7 +16,10 @@ import dataclasses
 from collections.abc import Collection
 from typing import NamedTuple
 
-from .._program import Atom, Block, Loop, Operation, Value
+import jax
+from jaxtyping import Array
+
+from .._program import Atom, Block, Loop, Operation, Value, rewritten
 from .copies import Copies, like
 from .min_cut import Choice, Cost, Part, cheapest
 
@@ -95,20 +98,45 @@ def part_of(pair: Pair, outside: dict[Value, Cost], never: Collection[Operation]
     )
 
 
-def repeating(block: Block, pair: Pair, choice: Choice) -> Block:
-    """The block in which the loops of a pair do as chosen. Stacks that are not read remain."""
-    loop = pair.forward
+def repeating(
+    block: Block, pair: Pair, choice: Choice, in_host: Collection[Value] = ()
+) -> Block:
+    """The block in which the loops of a pair do as chosen. Stacks that are not read remain.
+
+    Args:
+        block: the program.
+        pair: loops of it.
+        choice: for the body of the forward loop.
+        in_host: the kept values that are in host memory between forward and backward.
+    """
+    loop, copies = pair.forward, [_to_host_and_back(pair.forward, x) for x in in_host]
     at = {x: loop.outputs[i] for i, x in _stacks(loop)}
-    new = [x for x in choice.kept if x not in at]
+    kept = [x for x in choice.kept if x not in in_host] + [to.outputs[0] for to, _ in copies]
+    new = [x for x in kept if x not in at]
     stacks = {x: like(x, (loop.length, *x.shape)) for x in new}
-    body = dataclasses.replace(loop.body, outputs=(*loop.body.outputs, *new))
-    outputs = (*loop.outputs, *stacks.values())
-    forward = dataclasses.replace(loop, outputs=outputs, body=body)
+    body = Block(
+        loop.body.inputs,
+        (*loop.body.outputs, *new),
+        (*loop.body.operations, *(to for to, _ in copies)),
+    )
+    forward = dataclasses.replace(loop, outputs=(*loop.outputs, *stacks.values()), body=body)
     changed: dict[Operation, Operation] = {loop: forward}
+    again = [*(back for _, back in copies), *choice.repeated]
     for reader in pair.readers:
-        changed[reader] = _Backward(forward, reader, at | stacks, choice.repeated).result()
+        changed[reader] = _Backward(forward, reader, at | stacks, again).result()
     operations = tuple(changed.get(x, x) for x in block.operations)
     return dataclasses.replace(block, operations=operations)
+
+
+def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:
+    """The copy of a value to host memory, and that to the device, which makes the value again."""
+
+    def copy(x: Array) -> Array:
+        host = jax.device_put(x, jax.memory.Space.Host)
+        return jax.device_put(host, jax.memory.Space.Device)
+
+    (to_host, back), _ = rewritten(loop, copy, [value])
+    return to_host, dataclasses.replace(back, outputs=(value,))
 
 
 def _stacks(loop: Loop) -> list[tuple[int, Value]]:

@@ -47,6 +47,7 @@ from .trace import OpenProgram as OpenProgram
 from .trace import at_line_of as at_line_of
 from .trace import open_program as open_program
 from .trace import operations_for as operations_for
+from .trace import rewritten as rewritten
 from .trace import trace as trace
 from .trace import traced_once as traced_once
 from .trace import without_dead_code as without_dead_code

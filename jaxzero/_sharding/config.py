@@ -105,6 +105,9 @@ class Activations:
         budget_bytes: the most bytes of activations that a device keeps from forward to backward, of
             one micro-batch. 0: as few as possible. `None`: what the program keeps. What backward
             computes again for one layer, and works with, comes on top.
+        host: whether activations of layers in a loop may also wait in pinned host memory: as many
+            as can be copied there while forward computes, so that as little as possible is
+            computed again. They are copied back one layer ahead.
 
     Raises:
         ValueError: it is negative or no integer.
@@ -114,9 +117,17 @@ class Activations:
     """
 
     budget_bytes: int | None = None
+    host: bool = False
 
     def __post_init__(self):
         check_integer("budget_bytes", "Activations", self.budget_bytes, 0, optional=True)
+        if not isinstance(self.host, bool):
+            raise ValueError(f"`host` of `Activations` must be True or False; got {self.host!r}.")
+        if self.host and self.budget_bytes is None:
+            raise ValueError(
+                "`host=True` of `Activations` needs `budget_bytes`: what does not fit on the "
+                "device goes to host memory. Give the bytes that a device may keep."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
