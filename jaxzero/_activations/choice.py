@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
-from .._hlo import Rates
 from .._program import (
     Atom,
     Barrier,
@@ -19,38 +18,16 @@ from .._program import (
 )
 from .._sharding import Activations
 from . import loops, unrolled
-from .costs import bytes_of, flops_of, seconds_of
+from .costs import RATES, bytes_of, seconds_of
 from .min_cut import Choice, Cost, Part, cheapest
+from .residuals import Residual, by_kind, described, kept_bytes, residuals_of
 
 # Seconds for a byte: what it takes to write and to read it, and as much as to keep nothing.
-_PRICES = 2 / Rates().memory, 1e-7
+_PRICES = 2 / RATES.memory, 1e-7
 _STEPS = 24  # of the search for a price
 _NEAR = 0.98  # of the budget: near enough
 _MIN_HOST = 2**20  # bytes of a layer below which a value is not worth a copy
 _TRIED = 16  # values that are kept one by one, where the next price keeps too much
-
-
-@dataclasses.dataclass(frozen=True)
-class Residual:
-    """A value that forward makes and backward reads.
-
-    Attributes:
-        shape: of the value; in a loop that of one layer.
-        dtype: of the value.
-        layers: how many of them there are; 1 outside of loops.
-        num_bytes: of all layers, on one device.
-        where: file, line and function that made it.
-        action: "keep", "recompute" or "host".
-        flops: of the products of the operation that recomputes it, in all layers.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    layers: int
-    num_bytes: int
-    where: str
-    action: str
-    flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +56,16 @@ class Chosen:
     @property
     def residuals(self) -> tuple[Residual, ...]:
         """What is kept, and what was and is recomputed, in program order."""
-        return tuple(x for part, choice in self.choices for x in _residuals(part, choice, self.in_host))
+        return tuple(
+            x for part, choice in self.choices for x in residuals_of(part, choice, self.in_host)
+        )
 
 
 def choose_activations(
     block: Block,
     weights: Collection[Value],
     results: Collection[Atom],
-    activations: Activations,
+    activations: Activations | None,
 ) -> Chosen:
     """Choose what forward keeps and what backward computes again.
 
@@ -94,13 +73,13 @@ def choose_activations(
         block: a program of loss and gradients.
         weights: its inputs that are gathered where they are used.
         results: its outputs that are no gradients.
-        activations: the budget.
+        activations: the budget; None leaves the program as it is.
 
     Raises:
         ValueError: the program cannot keep as little as the budget allows.
     """
-    budget = activations.budget_bytes
-    if budget is None:
+    budget = activations.budget_bytes if activations else None
+    if activations is None or budget is None:
         return Chosen(block, 0, [])
     program = _Program(block, weights, results)
     low, high = _PRICES
@@ -160,7 +139,7 @@ class _Program:
             sources = sum(self.outside[x].bytes for x in operation.values if x in self.outside)
             most = sources if seconds_of(operation) == 0 else math.inf
             self.outside |= {x: Cost(min(bytes_of(x), most)) for x in operation.outputs}
-        self.outside |= {x: Cost(0, bytes_of(x) / Rates().local) for x in self.weights}
+        self.outside |= {x: Cost(0, bytes_of(x) / RATES.local) for x in self.weights}
 
     def at(self, price: float, link: float = 0.0, keep: Collection[Value] = ()) -> Chosen:
         """What is cheapest if a byte that is kept costs `price` seconds.
@@ -186,7 +165,10 @@ class _Program:
         block = without_dead_code(unrolled.repeating(forward, choices[-1][1]))
         forward = unrolled.Forward(block, self.weights, self._end(block))
         num_bytes = forward.num_bytes - sum(
-            bytes_of(x) * part.trips for part, choice in choices for x in choice.kept if x in in_host
+            bytes_of(x) * part.trips
+            for part, choice in choices
+            for x in choice.kept
+            if x in in_host
         )
         return Chosen(block, num_bytes, choices, frozenset(in_host))
 
@@ -202,8 +184,8 @@ class _Program:
 
 def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
     """The values of a pair that go to host memory: the largest, as far as the link is idle."""
-    loop, rates = pair.forward, Rates()
-    idle = link * 2 * loop.products / rates.flops * rates.host / loop.length
+    loop = pair.forward
+    idle = link * 2 * loop.products / RATES.flops * RATES.host / loop.length
     hosted = []
     for value in sorted(choice.kept, key=bytes_of, reverse=True):
         if value.is_array and _MIN_HOST <= bytes_of(value) <= idle:
@@ -225,32 +207,13 @@ def _is_data(value: Value) -> bool:
     return value.dtype is not None
 
 
-def _residuals(part: Part, choice: Choice, in_host: Collection[Value]) -> Iterator[Residual]:
-    makers = {x: operation for operation in part.operations for x in operation.outputs}
-    repeated = {*choice.repeated}
-    for value in dict.fromkeys((*choice.kept, *part.wanted)):
-        maker = makers.get(value)
-        if maker is None and value not in part.carried:
-            continue
-        again = maker in repeated
-        kept = "host" if value in in_host else "keep"
-        yield Residual(
-            value.shape,
-            str(value.dtype),
-            part.trips,
-            bytes_of(value) * part.trips,
-            maker.where if maker else "what a layer reads of the one before",
-            "recompute" if again else kept,
-            part.trips * flops_of(maker) if maker and again else 0,
-        )
-
-
 def _too_little(budget: int, least: Chosen) -> str:
-    largest = sorted(least.residuals, key=lambda x: -x.num_bytes * (x.action == "keep"))[:3]
-    held = "; ".join(f"{x.dtype}{list(x.shape)} x{x.layers} of {x.where}" for x in largest)
+    kept = [x for x in least.residuals if x.action == "keep"]
+    largest = sorted(by_kind(kept), key=kept_bytes, reverse=True)[:3]
+    lines = "".join("\n  " + " ".join(filter(None, line)) for line in map(described, largest))
     return (
-        f"`budget_bytes={budget}` of `jz.Activations` is less than the {least.num_bytes} bytes that "
-        f"one device keeps if backward recomputes all that it can. What remains is mostly {held}. "
-        "Give at least that, or 0 for the least; or take fewer rows for each device, more "
-        "`microbatches`, or more devices."
+        f"`budget_bytes={budget}` of `jz.Activations` is less than the {least.num_bytes} bytes "
+        "that a device keeps if backward computes all again that it can. Give at least that, or 0 for "
+        "the least; or fewer rows for each device, more `microbatches`, or more devices. Most of "
+        f"it:{lines}"
     )

@@ -11,6 +11,7 @@ import math
 from .._hlo import Rates
 from .._program import Loop, Operation, Value, is_broadcast, is_elementwise
 
+RATES = Rates()
 _KEY_BYTES = 16  # of a random key
 _VIEWS = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "split", "slice"}
 
@@ -28,13 +29,13 @@ def flops_of(operation: Operation) -> int:
     return estimate.flops if estimate is not None else 2 * operation.products
 
 
-def seconds_of(operation: Operation, rates: Rates = Rates()) -> float:
+def seconds_of(operation: Operation) -> float:
     """How long it takes to repeat an operation."""
     if operation.name in _VIEWS or is_broadcast(operation):
         return 0.0
     written = sum(map(bytes_of, operation.outputs))
     if isinstance(operation, Loop):
-        body = sum(seconds_of(x, rates) for x in operation.body.operations)
+        body = sum(seconds_of(x) for x in operation.body.operations)
         return operation.length * body
     read = 0 if is_elementwise(operation) else sum(map(bytes_of, operation.values))
-    return max(flops_of(operation) / rates.flops, (written + read) / rates.memory)
+    return max(flops_of(operation) / RATES.flops, (written + read) / RATES.memory)

@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from .._program import Atom, Block, Loop, Operation, Value, rewritten
 from .copies import Copies, like
-from .min_cut import Choice, Cost, Part, cheapest
+from .min_cut import Choice, Cost, Part
 
 
 class Pair(NamedTuple):
@@ -98,9 +98,7 @@ def part_of(pair: Pair, outside: dict[Value, Cost], never: Collection[Operation]
     )
 
 
-def repeating(
-    block: Block, pair: Pair, choice: Choice, in_host: Collection[Value] = ()
-) -> Block:
+def repeating(block: Block, pair: Pair, choice: Choice, in_host: Collection[Value] = ()) -> Block:
     """The block in which the loops of a pair do as chosen. Stacks that are not read remain.
 
     Args:

@@ -93,7 +93,7 @@ def run_on_device(
     updates: Mapping[int, LeafUpdate] | None = None,
     share_of_loss: Array | float | None = None,
     share_of_gradients: float | None = None,
-    activations: Activations = Activations(),
+    activations: Activations | None = None,
     num_combined: int = 0,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
@@ -172,7 +172,7 @@ def _choose(
     shapes: Any,
     parameters: Parameters,
     microbatches: int,
-    activations: Activations,
+    activations: Activations | None,
     num_combined: int,
 ) -> Chosen:
     """Choose what forward keeps for backward; arguments are those of `run_on_device`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
-from .._activations import Residual
+from .._activations import Residual, by_kind, described
 from .._collectives import HostTransfer, Transfer, readable_bytes
 from .._program import Fork, Loop, Operation, kept_values
 from .block_plan import BlockPlan
@@ -109,6 +109,7 @@ class Plan:
             lines.append("in each later micro-batch, which gathers from node slices (hpZ):")
             lines += _lines(tuple(steps_of(self.later, ())))
         lines += map(str, self.held_whole)
+        lines += _in_columns([*map(described, by_kind(self.residuals))])
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
         lines += [f"at the end: {x}" for x in self.described_combined]
@@ -124,6 +125,10 @@ def _lines(steps: tuple[PlanStep, ...]) -> list[str]:
         first_needed = min(step.needed for step in bucket)
         rows += [_row(step, first_needed) for step in bucket]
         rows += [_hop_row(bucket[-1], hop) for hop in bucket[-1].hops]
+    return _in_columns(rows)
+
+
+def _in_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     columns = [column for column in zip(*rows, strict=True) if any(column)]
     widths = [max(map(len, column)) for column in columns]
     return [

@@ -4,7 +4,7 @@ In: a `ZeroConfig`, a mesh and a pytree. Out: a `TreePlan` with one layout for e
 arrays that carry their layout. Nothing here runs a collective.
 """
 
-from .config import Activations as Activations
+from .activations import Activations as Activations
 from .config import CommSchedule as CommSchedule
 from .config import Offload as Offload
 from .config import ZeroConfig as ZeroConfig

@@ -8,6 +8,7 @@ import math
 from typing import Any, Literal
 
 from .._mesh import AnyMesh
+from .activations import Activations
 from .hops import GradientHop, Hop, HpZ, PerAxis, WeightHop, check_integer
 from .stages import Stages
 
@@ -90,44 +91,6 @@ class Offload:
         """
         found = any(self.matches(pattern, path) for pattern in self.patterns(role))
         return found and size >= max(self.min_size, 2)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Activations:
-    """Choose which activations forward keeps for backward, and which backward computes again.
-
-    The choice is the one that takes the least time by the cost model: a minimum cut of the program
-    between what is kept and what backward reads. It changes neither the model nor its results:
-    random bits are made again from the same keys, and effects and collectives of the user's are not
-    repeated. What `jax.checkpoint` says to recompute is recomputed.
-
-    Args:
-        budget_bytes: the most bytes of activations that a device keeps from forward to backward, of
-            one micro-batch. 0: as few as possible. `None`: what the program keeps. What backward
-            computes again for one layer, and works with, comes on top.
-        host: whether activations of layers in a loop may also wait in pinned host memory: as many
-            as can be copied there while forward computes, so that as little as possible is
-            computed again. They are copied back one layer ahead.
-
-    Raises:
-        ValueError: it is negative or no integer.
-
-    References:
-        Checkmate (https://arxiv.org/abs/1910.02653).
-    """
-
-    budget_bytes: int | None = None
-    host: bool = False
-
-    def __post_init__(self):
-        check_integer("budget_bytes", "Activations", self.budget_bytes, 0, optional=True)
-        if not isinstance(self.host, bool):
-            raise ValueError(f"`host` of `Activations` must be True or False; got {self.host!r}.")
-        if self.host and self.budget_bytes is None:
-            raise ValueError(
-                "`host=True` of `Activations` needs `budget_bytes`: what does not fit on the "
-                "device goes to host memory. Give the bytes that a device may keep."
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,7 +201,7 @@ class ZeroConfig:
         offload: which arrays live in host memory; `None`: none.
         stages: divide the layers between nodes, as pipeline stages; `None`: every device
             runs all layers.
-        activations: which activations are kept for backward.
+        activations: which activations are kept for backward; `None`: what the program keeps.
 
     References:
         ZeRO (https://arxiv.org/abs/1910.02054), section 5;
@@ -255,7 +218,7 @@ class ZeroConfig:
     schedule: CommSchedule = CommSchedule()
     offload: Offload | None = None
     stages: Stages | None = None
-    activations: Activations = Activations()
+    activations: Activations | None = None
 
     def __post_init__(self):
         if self.stage not in (0, 1, 2, 3):
@@ -280,6 +243,10 @@ class ZeroConfig:
             raise ValueError(f"`schedule` must be a `jz.CommSchedule(...)`; got {self.schedule!r}.")
         if self.offload is not None:
             self._check_offload(self.offload)
+        if not isinstance(self.activations, Activations | None):
+            raise ValueError(
+                f"`activations` must be a `jz.Activations(...)` or None; got {self.activations!r}."
+            )
         self._check_hops()
         self._check_use()
         if self.stages is not None:

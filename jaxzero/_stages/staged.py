@@ -49,7 +49,7 @@ class Staged:
         is_rows: Sequence[bool],
         microbatches: int,
         share: float,
-        activations: Activations = Activations(),
+        activations: Activations | None = None,
         num_combined: int = 0,
     ):
         if not any(paths):

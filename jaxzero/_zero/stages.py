@@ -67,7 +67,7 @@ def run_on_stage(
     share_of_loss: Array | float | None = None,
     *,
     stages: Stages,
-    activations: Activations = Activations(),
+    activations: Activations | None = None,
     num_combined: int = 0,
 ) -> Result:
     """Run one step on one device of a stage; arguments are those of `run_on_device`."""

@@ -1,0 +1,79 @@
+"""What backward reads of forward, to be printed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from .._collectives import readable_bytes
+from .costs import bytes_of, flops_of
+from .min_cut import Choice, Part
+
+_DONE = {"keep": "kept", "host": "in host memory", "recompute": "recomputed"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """A value that forward makes, and that backward reads or computes again.
+
+    Attributes:
+        shape: of the value; in a loop that of one layer.
+        dtype: of the value.
+        layers: how many of them there are; 1 outside of loops.
+        num_bytes: of all layers, on one device.
+        where: file, line and function that made it.
+        action: what becomes of it.
+        flops: of the matrix products of the operation that recomputes it, in all layers.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    layers: int
+    num_bytes: int
+    where: str
+    action: Literal["keep", "recompute", "host"]
+    flops: int = 0
+
+
+def kept_bytes(residuals: Iterable[Residual], action: str = "keep") -> int:
+    """Bytes of the residuals that are kept, or of those of another action."""
+    return sum(x.num_bytes for x in residuals if x.action == action)
+
+
+def by_kind(residuals: Iterable[Residual]) -> list[list[Residual]]:
+    """Residuals of equal shape, action and line, such as those of unrolled layers, together."""
+    kinds: dict[Any, list[Residual]] = {}
+    for x in residuals:
+        kinds.setdefault((x.action, x.dtype, x.shape, x.where), []).append(x)
+    return [*kinds.values()]
+
+
+def described(alike: Sequence[Residual]) -> tuple[str, ...]:
+    """What becomes of residuals of one kind, their array, bytes and products, and their line."""
+    first, layers = alike[0], sum(x.layers for x in alike)
+    array = f"{first.dtype}{list(first.shape)}{f' x{layers}' if layers > 1 else ''}"
+    flops = sum(x.flops for x in alike)
+    again = f"{flops / 1e9:.3g} GFLOP" if flops else ""
+    size = readable_bytes(sum(x.num_bytes for x in alike))
+    return f"activation {_DONE[first.action]}", array, size, again, first.where
+
+
+def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iterator[Residual]:
+    makers = {x: operation for operation in part.operations for x in operation.outputs}
+    repeated = {*choice.repeated}
+    for value in dict.fromkeys((*choice.kept, *part.wanted)):
+        maker = makers.get(value)
+        if maker is None and value not in part.carried:
+            continue
+        again = maker in repeated
+        kept = "host" if value in in_host else "keep"
+        yield Residual(
+            value.shape,
+            str(value.dtype),
+            part.trips,
+            bytes_of(value) * part.trips,
+            maker.where if maker else "what a layer reads of the one before",
+            "recompute" if again else kept,
+            part.trips * flops_of(maker) if maker and again else 0,
+        )

@@ -1,0 +1,45 @@
+"""Which activations are kept for backward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .hops import check_integer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Choose which activations forward keeps for backward, and which backward computes again.
+
+    The choice is the one that takes the least time by the cost model: a minimum cut of the program
+    between what is kept and what backward reads. It changes neither the model nor its results:
+    random bits are made again from the same keys, and effects and collectives of the user's are not
+    repeated. What `jax.checkpoint` says to recompute is recomputed.
+
+    Args:
+        budget_bytes: the most bytes of activations that a device keeps from forward to backward, of
+            one micro-batch. 0: as few as possible. `None`: what the program keeps. What backward
+            computes again for one layer, and works with, comes on top.
+        host: whether activations of layers in a loop may also wait in pinned host memory: as many
+            as can be copied there while forward computes, so that as little as possible is
+            computed again. They are copied back one layer ahead.
+
+    Raises:
+        ValueError: it is negative or no integer.
+
+    References:
+        Checkmate (https://arxiv.org/abs/1910.02653).
+    """
+
+    budget_bytes: int | None = None
+    host: bool = False
+
+    def __post_init__(self):
+        check_integer("budget_bytes", "Activations", self.budget_bytes, 0, optional=True)
+        if not isinstance(self.host, bool):
+            raise ValueError(f"`host` of `Activations` must be True or False; got {self.host!r}.")
+        if self.host and self.budget_bytes is None:
+            raise ValueError(
+                "`host=True` of `Activations` needs `budget_bytes`: what does not fit on the "
+                "device goes to host memory. Give the bytes that a device may keep."
+            )
