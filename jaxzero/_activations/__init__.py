@@ -1,6 +1,7 @@
-"""Choose what forward keeps for backward: a program in, one that keeps less and computes more out.
+"""Activations: what forward keeps for backward, and what backward computes again.
 
-The choice is made after differentiation and before the plan, which sees an ordinary program.
+In: a program of loss and gradients, and a budget in bytes. Out: a program that keeps as much, and
+what became of each value that backward reads. To what plans gathers it is a program like any other.
 """
 
 from .choice import Chosen as Chosen
@@ -8,4 +9,3 @@ from .choice import choose_activations as choose_activations
 from .residuals import Residual as Residual
 from .residuals import by_kind as by_kind
 from .residuals import described as described
-from .residuals import kept_bytes as kept_bytes

@@ -213,7 +213,7 @@ def _too_little(budget: int, least: Chosen) -> str:
     lines = "".join("\n  " + " ".join(filter(None, line)) for line in map(described, largest))
     return (
         f"`budget_bytes={budget}` of `jz.Activations` is less than the {least.num_bytes} bytes "
-        "that a device keeps if backward computes all again that it can. Give at least that, or 0 for "
-        "the least; or fewer rows for each device, more `microbatches`, or more devices. Most of "
-        f"it:{lines}"
+        "that a device keeps if backward computes all again that it can. Give at least that, or 0 "
+        "for the least; or fewer rows for each device, more `microbatches`, or more devices. Most "
+        f"of it:{lines}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,10 +76,9 @@ def run_on_stage(
     leaves = parameters.leaves
     is_stack = [stages.has(leaf.path) for leaf in leaves]
     rows = [split_dim(spec) is not None for spec in specs]
-    given = [
-        split_microbatches(x, spec, microbatches) if has_rows else x
-        for x, spec, has_rows in zip(inputs, specs, rows, strict=True)
-    ]
+    split = functools.partial(split_microbatches, microbatches=microbatches)
+    triples = zip(inputs, specs, rows, strict=True)
+    given = [split(x, spec) if has_rows else x for x, spec, has_rows in triples]
     staged = Staged(
         flat,
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
@@ -88,17 +88,16 @@ def run_on_stage(
         rows,
         microbatches,
         1 / comm.num_runs(microbatches),
-        activations,
-        num_combined,
+        activations=activations,
+        num_combined=num_combined,
     )
     whole = [
         x if layers else _gathered(x, leaf, staged.dtype_read(i))
         for i, (x, leaf, layers) in enumerate(zip(stored, leaves, is_stack, strict=True))
     ]
-    on_stage = map(_on_stage, leaves, stored, is_stack)
     result = run_on_device(
         staged,
-        dataclasses.replace(parameters, leaves=tuple(on_stage)),
+        dataclasses.replace(parameters, leaves=(*map(_on_stage, leaves, stored, is_stack),)),
         whole,
         wire_state,
         given,
