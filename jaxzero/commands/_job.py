@@ -29,14 +29,14 @@ def _function(name: str, said: str) -> Callable[[], Any]:
     module, function = name.split(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), function, None)
+        job = getattr(importlib.import_module(module), function, None)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise ValueError(f"{said}: importing {module} failed: {error}.") from None
         raise ValueError(f"{said}: {error}. Name a module that Python finds.") from None
-    if not callable(found):
+    if not callable(job):
         raise ValueError(
             f"{said}: the module {module} has no function {function}. It must return "
             "`(loss_fn, init_fn, batch)`."
         )
-    return found
+    return job
