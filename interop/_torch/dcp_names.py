@@ -263,8 +263,8 @@ def read_moments(
         raise ValueError(
             f"The optimizer in {where} has a state for {shown(next(iter(state_of)))}, but no "
             f"tensor of the model has this name: there are {shown(next(iter(tensors)))} and "
-            "others. Say with `key=` which of the saved state dicts is the model's, such as 'model', or "
-            "save both with `get_state_dict` of PyTorch, which names them alike."
+            "others. Say with `key=` which of the saved state dicts is the model's, such as "
+            "'model', or save both with `get_state_dict` of PyTorch, which names them alike."
         )
     return moments_of({"state": state_of, "param_groups": []}, tensors, where, names)
 
