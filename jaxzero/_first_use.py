@@ -1,19 +1,20 @@
-"""Names of a package whose module is imported on first use, since it needs an extra."""
+"""Names of a package that are imported on first use: of slow modules, and of those of an extra."""
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def imported_on_first_use(
-    package: str, names: Mapping[str, tuple[str, str]]
+    package: str, names: Mapping[str, tuple[str, str | None]]
 ) -> Callable[[str], Any]:
     """A `__getattr__` for a package.
 
     Args:
         package: its `__name__`.
         names: for each name its module in the package, and the extra of pyproject.toml that the
-            module needs, which is named if it is not installed.
+            module needs, which is named if it is not installed; None: it needs none.
     """
 
     def find(name: str) -> Any:
@@ -24,7 +25,7 @@ def imported_on_first_use(
             return getattr(importlib.import_module(f".{module}", package), name)
         except ImportError as error:
             missing = error.__cause__ or error  # of a name that this one imports on first use
-            if not isinstance(missing, ModuleNotFoundError):
+            if extra is None or not isinstance(missing, ModuleNotFoundError):
                 raise
             raise ImportError(
                 f"`{name}` needs the package {missing.name!r}, which is not installed. Install it "
@@ -32,3 +33,27 @@ def imported_on_first_use(
             ) from missing
 
     return find
+
+
+def exported_on_first_use(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A `__getattr__` and a `__dir__` for a package whose names cost much to import.
+
+    Args:
+        package: its `__name__`.
+        modules: for each module in it the names that it exports, separated by spaces.
+    """
+    homes = {name: module for module, names in modules.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f".{homes[name]}", package), name)
+        setattr(sys.modules[package], name, found)  # found without `find` from here on
+        return found
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return find, names

@@ -7,7 +7,7 @@
 
 Pass an instance of a subclass where the library takes one of its own. Decoder families and forms of
 checkpoints are in `jaxzero.interop`: `DecoderFamily`, `CheckpointForm`. `docs/howto/extending.md`
-shows one of each.
+and `docs/howto/extending_checkpoints.md` show one of each.
 """
 
 from ._codecs import BlockCodec as BlockCodec

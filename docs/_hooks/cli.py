@@ -1,9 +1,9 @@
-"""Write docs/reference/cli.md from the output of `--help` of every command.
+"""Write docs/reference/cli*.md from the output of `--help` of every command.
 
     python docs/_hooks/cli.py            # needs jaxzero installed
-    python docs/_hooks/cli.py --check    # only compare; exit status 1 if the page is out of date
+    python docs/_hooks/cli.py --check    # only compare; exit status 1 if a page is out of date
 
-The page is committed, so that building the site needs neither JAX nor tyro.
+The pages are committed, so that building the site needs neither JAX nor tyro.
 """
 
 from __future__ import annotations
@@ -15,36 +15,45 @@ import re
 import sys
 from pathlib import Path
 
-_PAGE = Path(__file__).resolve().parents[1] / "reference" / "cli.md"
-_HEAD = """\
-# Command line
-
-<!-- Written by docs/_hooks/cli.py from the commands' own help. -->
-
-`jaxzero` has these commands. Every flag is a field of a dataclass in `jaxzero/jobs/`,
-`jaxzero/commands/` or `jaxzero/launch/`; `jaxzero COMMAND --help` prints the same text. The
-statuses with which the commands end are listed under [exit codes](exit_codes.md).
+_FOLDER = Path(__file__).resolve().parents[1] / "reference"
+_PAGES = {  # title and commands of each; commands that are new go to the first
+    "cli.md": ("Command line", ()),
+    "cli_train.md": ("Command line: train", ("train",)),
+    "cli_plan.md": ("Command line: plan, report, verify", ("plan", "report", "verify")),
+}
+_NOTE = "<!-- Written by docs/_hooks/cli.py from the commands' own help. -->"
+_HEAD = """
+`jaxzero` has these commands: [`train`](cli_train.md); [`plan`, `report` and `verify`](cli_plan.md);
+and those below. Every flag is a field of a dataclass in `jaxzero/jobs/`, `jaxzero/commands/` or
+`jaxzero/launch/`; `jaxzero COMMAND --help` prints the same text. The statuses with which the
+commands end are listed under [exit codes](exit_codes.md).
 """
 
 
 def main() -> int:
-    page = _page()
-    if "--check" in sys.argv[1:]:
-        if _PAGE.read_text() == page:
-            return 0
-        print("docs/reference/cli.md is out of date: run python docs/_hooks/cli.py")
-        return 1
-    _PAGE.write_text(page)
-    return 0
+    pages = _pages()
+    if "--check" not in sys.argv[1:]:
+        for name, page in pages.items():
+            (_FOLDER / name).write_text(page)
+        return 0
+    old = [name for name, page in pages.items() if (_FOLDER / name).read_text() != page]
+    if old:
+        print(f"{', '.join(old)}: out of date; run python docs/_hooks/cli.py")
+    return 1 if old else 0
 
 
-def _page() -> str:
+def _pages() -> dict[str, str]:
+    """Each page of `_PAGES`, by name."""
     usage = re.search(r"\{([a-z,]+)\}", _help())
     assert usage, "jaxzero --help names no commands"
-    parts = [_HEAD]
-    for command in usage[1].split(","):
-        parts.append(_section(command, _help(command)))
-    return "\n".join(parts)
+    elsewhere = {command for _, commands in _PAGES.values() for command in commands}
+    rest = tuple(command for command in usage[1].split(",") if command not in elsewhere)
+    pages = {}
+    for name, (title, commands) in _PAGES.items():
+        head = f"# {title}\n\n{_NOTE}\n" + ("" if commands else _HEAD)
+        parts = [_section(command, _help(command)) for command in commands or rest]
+        pages[name] = "\n".join([head, *parts])
+    return pages
 
 
 def _help(*arguments: str) -> str:

@@ -71,6 +71,11 @@ class Picture:
         self.line(x1, y, x2 - 4, y)
         self._parts.append(f'<path d="M{_n(x2 - 5)} {_n(y - 3.5)}v7l5 -3.5z" class="arrow"/>')
 
+    def left(self, x1: float, x2: float, y: float) -> None:
+        """An arrow straight to the left, from `x1` to `x2`."""
+        self.line(x1, y, x2 + 4, y)
+        self._parts.append(f'<path d="M{_n(x2 + 5)} {_n(y - 3.5)}v7l-5 -3.5z" class="arrow"/>')
+
     def legend(
         self, x: float, y: float, entries: list[tuple[str, str]], widths: list[float]
     ) -> None:

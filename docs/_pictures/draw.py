@@ -12,10 +12,12 @@ from pathlib import Path
 import gather_and_reduce
 import pipeline
 import program
+import step
 import timeline
 
 _FOLDER = Path(__file__).resolve().parents[1] / "how_it_works" / "images"
 _PICTURES = {
+    "step": step.draw,
     "program": program.draw,
     "gather": gather_and_reduce.draw_gather,
     "reduce": gather_and_reduce.draw_reduce,

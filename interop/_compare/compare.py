@@ -163,9 +163,9 @@ def _submodules(
 ) -> list[ComparedOutput]:
     """A row for each call of a submodule, in PyTorch's order; add the other names to `alone`."""
     theirs: dict[str, list[tuple[int, TorchCall]]] = {}
-    for place, each in enumerate(torch_calls):
-        if each.array is not None:
-            theirs.setdefault(each.name, []).append((place, each))
+    for place, their_call in enumerate(torch_calls):
+        if their_call.array is not None:
+            theirs.setdefault(their_call.name, []).append((place, their_call))
     pairs = pairs_of(names, calls, theirs, dims)
     if not pairs:
         raise ValueError(
@@ -262,11 +262,11 @@ def _row(
         readings = {"": outputs[0]}
     differences = {layout: difference_of(ours, each) for layout, each in readings.items()}
     dtype, bound = bound_of([ours.dtype, *(x.dtype for x in outputs), *dtypes], end)
-    known = {layout: each for layout, each in differences.items() if not math.isnan(each)}
-    best = min(known, key=known.__getitem__, default="")
+    comparable = {layout: each for layout, each in differences.items() if not math.isnan(each)}
+    best = min(comparable, key=comparable.__getitem__, default="")
     notes = [f"shape in PyTorch: {list(x.shape)}" for x in outputs if x.shape != ours.shape]
     notes += [f"compared {best}"] if best else []
-    if known and known[best] > bound > 0:
+    if comparable and comparable[best] > bound > 0:
         scale = _scale(ours, readings[best], bound)
         notes += [f"PyTorch's is {scale:.6g} times ours"] if scale else []
     return ComparedOutput(
@@ -274,7 +274,7 @@ def _row(
         jax_name=pair.ours + (str(list(pair.index)) if pair.index else "") + suffix,
         shape=ours.shape,
         dtype=dtype,
-        difference=known[best] if known else math.nan if differences else math.inf,
+        difference=comparable[best] if comparable else math.nan if differences else math.inf,
         bound=bound,
         note="; ".join(notes),
         of_model=of_model,

@@ -43,14 +43,14 @@ class Pair:
 
     def readings(self, outputs: list[np.ndarray]) -> dict[str, np.ndarray]:
         """PyTorch's outputs in the layouts that ours may have; "" if it is the same."""
-        found = {}
+        layouts = {}
         if len(outputs) == 1:
             (output,) = outputs
-            found[""] = output
+            layouts[""] = output
             if output.ndim > 2:
-                found["channels last"] = np.moveaxis(output, 1, -1)
+                layouts["channels last"] = np.moveaxis(output, 1, -1)
             if output.ndim > 3:
-                found["heads after tokens"] = np.swapaxes(output, 1, 2)
+                layouts["heads after tokens"] = np.swapaxes(output, 1, 2)
         if self.steps and all(each.ndim for each in outputs):
             rows = [np.moveaxis(each, -1, 0) for each in outputs]
             tensors: Any = tuple(ArrayTensor(each.reshape(len(each), -1), "") for each in rows)
@@ -61,9 +61,9 @@ class Pair:
             except (ValueError, IndexError):  # a step for columns, of which outputs have others
                 pass
             else:
-                found["as the rule says"] = output
-                found["as the rule says, features last"] = np.moveaxis(output, -1, 0)
-        return found
+                layouts["as the rule says"] = output
+                layouts["as the rule says, features last"] = np.moveaxis(output, -1, 0)
+        return layouts
 
 
 def pairs_of(
@@ -81,17 +81,17 @@ def pairs_of(
         rules = [Rule(name, other) for name, other in names.items()]
     else:
         rules = _of_parameters(rules_in(names), dims)
-    found: dict[Any, Pair] = {}
+    pairs: dict[Any, Pair] = {}
     for pair in (pair for rule in rules for pair in _filled(rule, ours, theirs)):
-        found.setdefault((pair.ours, pair.index, pair.theirs), pair)
+        pairs.setdefault((pair.ours, pair.index, pair.theirs), pair)
     # Two layers of PyTorch may be added to one of ours.
-    places = collections.Counter(key[:2] for key in found)
-    return [pair for key, pair in found.items() if places[key[:2]] == 1]
+    places = collections.Counter(key[:2] for key in pairs)
+    return [pair for key, pair in pairs.items() if places[key[:2]] == 1]
 
 
 def _of_parameters(rules: Iterable[Rule], dims: Mapping[str, int]) -> list[Rule]:
     """Rules of modules; those of biases, whose steps are for features only, come first."""
-    found: list[tuple[bool, Rule]] = []
+    rules_of_modules: list[tuple[bool, Rule]] = []
     for rule in rules:
         if _ends(rule.ours) <= set(_OURS) and _ends(rule.theirs) <= set(_THEIRS):
             ours = tuple(_module(path.removeprefix("params.")) for path in rule.ours)
@@ -99,8 +99,8 @@ def _of_parameters(rules: Iterable[Rule], dims: Mapping[str, int]) -> list[Rule]
             pattern = pattern_of(rule.theirs[0])
             is_bias = any(n == 1 for name, n in dims.items() if pattern.fullmatch(name))
             if "" not in ours + theirs:
-                found.append((not is_bias, Rule(ours, theirs, *rule.steps)))
-    return [rule for _, rule in sorted(found, key=operator.itemgetter(0))]
+                rules_of_modules.append((not is_bias, Rule(ours, theirs, *rule.steps)))
+    return [rule for _, rule in sorted(rules_of_modules, key=operator.itemgetter(0))]
 
 
 def _ends(names: tuple[str, ...]) -> set[str]:

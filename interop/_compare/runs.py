@@ -189,7 +189,7 @@ def _add(calls: Calls, name: str, output: Any) -> None:
 
 def submodules_of(model: Any) -> dict[str, Any]:
     """The parts of a model that can be called, by dotted path."""
-    found: dict[str, Any] = {}
+    submodules: dict[str, Any] = {}
     seen: set[int] = set()
 
     def walk(node: Any, path: str) -> None:
@@ -197,12 +197,12 @@ def submodules_of(model: Any) -> dict[str, Any]:
             return
         seen.add(id(node))
         if path and callable(node) and isinstance(type(node).__call__, types.FunctionType):
-            found[path] = node
+            submodules[path] = node
         for name, part in _parts_of_model(node):
             walk(part, f"{path}.{name}" if path else str(name))
 
     walk(model, "")
-    return found
+    return submodules
 
 
 def _parts_of_model(node: Any) -> list[tuple[Any, Any]]:

@@ -59,12 +59,12 @@ def _norms(**names: str) -> tuple[Rule, ...]:
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    each = f"{_THEIRS}.{block}.experts.{{e}}"
+    expert = f"{_THEIRS}.{block}.experts.{{e}}"
     return (
         *linear(f"{LAYER}.mlp.router", f"{_THEIRS}.{block}.gate"),
-        Rule(f"{LAYER}.mlp.gate", f"{each}.{gate}.weight", Transpose()),
-        Rule(f"{LAYER}.mlp.up", f"{each}.{up}.weight", Transpose()),
-        Rule(f"{LAYER}.mlp.down", f"{each}.{down}.weight", Transpose()),
+        Rule(f"{LAYER}.mlp.gate", f"{expert}.{gate}.weight", Transpose()),
+        Rule(f"{LAYER}.mlp.up", f"{expert}.{up}.weight", Transpose()),
+        Rule(f"{LAYER}.mlp.down", f"{expert}.{down}.weight", Transpose()),
     )
 
 

@@ -67,15 +67,15 @@ def modern_bert_rules(config: ModernBertConfig) -> tuple[Rule, ...]:
     rules = list(_MODERN_ENDS)
     for rule in _MODERN_LAYERS:
         (theirs,) = rule.theirs
-        each = [theirs.replace("{i}", str(i)) for i in range(config.num_layers)]
-        rules.append(Rule(_renamed(rule.ours, "first"), each[0], *rule.steps))
+        names = [theirs.replace("{i}", str(i)) for i in range(config.num_layers)]
+        rules.append(Rule(_renamed(rule.ours, "first"), names[0], *rule.steps))
         module = theirs.split(".")[-2]
         rules.append(
             Rule(
                 _renamed(rule.ours, "layers"),
-                tuple(each[1:]),
+                tuple(names[1:]),
                 Unflatten(0, (1, rows.get(module, config.hidden_size))),
-                Merge(0, len(each) - 1),
+                Merge(0, len(names) - 1),
                 *map(_of_stack, rule.steps),
             )
         )

@@ -278,20 +278,20 @@ def _check_counts(
     experts = getattr(config, "experts", None)
     counts = {"layer": config.num_layers, "expert": experts.num_experts if experts else 0}
     kinds = _kinds(rules)
-    found: dict[str, set[str]] = {}  # the numbers of layers and experts of which there are tensors
+    numbers_of: dict[str, set[str]] = {}  # layers and experts of which there are tensors
     for name in checkpoint:
         counted = kinds.get(_NUMBER.sub("{}", name), ())
         for what, number in zip(counted, _NUMBER.findall(name), strict=False):
-            found.setdefault(what, set()).add(number)
+            numbers_of.setdefault(what, set()).add(number)
     content, path = read_config(directory)
     for what, count in counts.items():
         if not any(what in each for each in kinds.values()):
             continue  # all experts of a layer are one tensor, whose shape is compared later
         # If no name fits a rule, a later message says so; there are still not more than tensors.
-        held = len(found.get(what, ())) or len(checkpoint)
+        held = len(numbers_of.get(what, ())) or len(checkpoint)
         if count > held:
             key = next((key for key, n in content.items() if what in key and n == count), what)
-            tensors = f"tensors of {held} {what}s" if what in found else f"{held} tensors"
+            tensors = f"tensors of {held} {what}s" if what in numbers_of else f"{held} tensors"
             raise ValueError(
                 f"`{key}` in {str(path)!r} is {count}, but {str(checkpoint.path)!r} holds "
                 f"{tensors}. They belong to different models, or a part of the checkpoint is "

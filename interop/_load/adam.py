@@ -97,15 +97,17 @@ def load_adam(
     if given is None and not isinstance(source, Checkpoint):
         raise ValueError("`rules` are required unless `source` is a `Checkpoint`. Pass them.")
     named: Any = source
-    found, ignore = settled(tree, named, rules=given, accept=accept, ignore=ignore)
-    check_moves(found)
+    settled_rules, ignore = settled(tree, named, rules=given, accept=accept, ignore=ignore)
+    check_moves(settled_rules)
     moments = source.adam() if isinstance(source, Checkpoint) else source
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = _adam_states(opt_state)
     wanted = {path: shapes[path] for path in _paths_of(states, shapes)}
-    counts = _counts_of(states, _steps_of_paths(found, wanted, moments), moments, steps)
+    counts = _counts_of(states, _steps_of_paths(settled_rules, wanted, moments), moments, steps)
     kinds = {
-        kind: to_ours(found, wanted, held, where=f"(`{name}`)", ignore=ignore, remedy=_FROZEN)
+        kind: to_ours(
+            settled_rules, wanted, held, where=f"(`{name}`)", ignore=ignore, remedy=_FROZEN
+        )
         for kind, name, held in (
             ("mu", "exp_avg", moments.exp_avg),
             ("nu", "exp_avg_sq", moments.exp_avg_sq),
@@ -215,13 +217,13 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
 
 
 def _adam_states(opt_state: Any) -> list[optax.ScaleByAdamState]:
-    found = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(leaf)]
-    if not found:
+    states = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(leaf)]
+    if not states:
         raise ValueError(
             "`opt_state` has no state of Adam (`optax.ScaleByAdamState`). Build the chain with "
             "`optax.adam`, `optax.adamw` or `optax.scale_by_adam`."
         )
-    return found
+    return states
 
 
 def _is_adam(x: Any) -> bool:

@@ -32,12 +32,12 @@ def with_optimizer(
     """
     directory = path if path.is_dir() else path.parent
     if given is None:
-        found = [path / name for name in _OPTIMIZERS if (path / name).is_file()]
-        if checkpoint.moments is not None or not found:
+        files = [path / name for name in _OPTIMIZERS if (path / name).is_file()]
+        if checkpoint.moments is not None or not files:
             return checkpoint
     else:
-        found = [Path(given)]
-        if checkpoint.moments is not None or not found[0].is_file():
+        files = [Path(given)]
+        if checkpoint.moments is not None or not files[0].is_file():
             why = "is not a file" if checkpoint.moments is None else "is given, and it has one"
             raise ValueError(
                 f"`optimizer` must be a file of `torch.save`, for a checkpoint without the state "
@@ -45,15 +45,15 @@ def with_optimizer(
             )
 
     def moments(names: Sequence[str] | None = None) -> AdamMoments:
-        if len(found) > 1:
+        if len(files) > 1:
             raise ValueError(
-                f"{str(path)!r} holds the optimizers {', '.join(file.name for file in found)}, and "
+                f"{str(path)!r} holds the optimizers {', '.join(file.name for file in files)}, and "
                 "nothing says which trained the model. Name one: `open_checkpoint(path, "
                 "optimizer=file)`."
             )
-        of_trainer = (found[0].parent / _OF_TRAINER).is_file()
+        of_trainer = (files[0].parent / _OF_TRAINER).is_file()
         origin = Origin(functools.partial(_order, checkpoint, directory), of_trainer)
-        return read_optimizer(found[0], checkpoint, names, origin, records)
+        return read_optimizer(files[0], checkpoint, names, origin, records)
 
     return dataclasses.replace(checkpoint, moments=moments)
 

@@ -144,12 +144,12 @@ def lazy_leaf(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
 
 def _checked(dtype: np.typing.DTypeLike) -> np.dtype:
     try:
-        found = np.dtype(dtype)
+        checked = np.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        checked = None
+    if checked is None or not jnp.issubdtype(checked, jnp.floating):
         raise ValueError(f"`dtype` must be that of floating-point numbers; got {dtype!r}.")
-    return found
+    return checked
 
 
 def _cast(

@@ -36,12 +36,12 @@ def stacks_of(modules: Sequence[Module]) -> list[Module]:
         if 1 < len(pieces) <= 2 * _MAX_NUMBERS + 1:
             key = (tuple(pieces[::2]), module.part, shapes_of(module))
             forms.setdefault(key, []).append((number, pieces))
-    made = []
+    stacks = []
     for form in forms.values():
         if len(form) > 1:
-            made += _stacks(modules, form)
+            stacks += _stacks(modules, form)
     # With one variable before those with two; as the first module of each is ordered.
-    return [stack for _, stack in sorted(made, key=lambda each: each[0])]
+    return [stack for _, stack in sorted(stacks, key=lambda each: each[0])]
 
 
 def _stacks(
@@ -130,19 +130,19 @@ def with_weights(shapes: Shapes) -> tuple[dict[str, tuple[int, ...]], dict[str, 
     Returns:
         Name -> shape, in the same order; and name of a weight -> how it is made.
     """
-    made, normed, taken = {}, {}, set()
+    merged, normed, taken = {}, {}, set()
     for name, shape in shapes.items():
-        found = _PARAMETRIZED.fullmatch(name)
-        weight = found[1] + found[2] if found else name.removesuffix("_g")
-        norms, directions = tensors_of(weight, old=not found)
+        parametrized = _PARAMETRIZED.fullmatch(name)
+        weight = parametrized[1] + parametrized[2] if parametrized else name.removesuffix("_g")
+        norms, directions = tensors_of(weight, old=not parametrized)
         dims = _dims(shape, shapes[directions]) if directions in shapes else []
         if name == norms and dims and weight not in shapes:
-            made[weight] = shapes[directions]
-            normed[weight] = Normed(not found, WeightNorm(dims[0]))
+            merged[weight] = shapes[directions]
+            normed[weight] = Normed(not parametrized, WeightNorm(dims[0]))
             taken.add(directions)
         else:
-            made[name] = shape
-    return {name: shape for name, shape in made.items() if name not in taken}, normed
+            merged[name] = shape
+    return {name: shape for name, shape in merged.items() if name not in taken}, normed
 
 
 def tensors_of(weight: str, *, old: bool) -> tuple[str, str]:
@@ -156,14 +156,14 @@ def tensors_of(weight: str, *, old: bool) -> tuple[str, str]:
 
 def from_tensors(rules: Iterable[Rule], normed: Mapping[str, Normed]) -> list[Rule]:
     """Rules that begin at norm and direction, where they speak of the weight."""
-    made = []
+    derived = []
     for rule in rules:
         pattern = pattern_of(rule.theirs[0])  # of a stack, or a name
         way = next((how for name, how in normed.items() if pattern.fullmatch(name)), None)
         if way is not None:
             rule = Rule(rule.ours, tensors_of(rule.theirs[0], old=way.old), way.step, *rule.steps)
-        made.append(rule)
-    return made
+        derived.append(rule)
+    return derived
 
 
 def _dims(norms: tuple[int, ...], directions: tuple[int, ...]) -> list[int | None]:

@@ -75,33 +75,33 @@ def flattened(
         Path of a parameter -> the question.
     """
     layers = {each.name: each for each in known}
-    for each, steps in decided:
-        tensor = each.theirs.tensors.get("weight")
-        if tensor is None or "weight" not in steps or each.theirs.part is not None:
+    for pair, steps in decided:
+        tensor = pair.theirs.tensors.get("weight")
+        if tensor is None or "weight" not in steps or pair.theirs.part is not None:
             continue
-        layer = layer_of(_first(each, tensor), tensor.shape, steps["weight"])
-        is_table = each.ours.tensors["weight"].name.endswith("embedding")
+        layer = layer_of(_first(pair, tensor), tensor.shape, steps["weight"])
+        is_table = pair.ours.tensors["weight"].name.endswith("embedding")
         if layer is not None and not is_table:
             layers[layer.name] = layer
     if not any(layer.is_convolution for layer in layers.values()):
         return {}
     line = _Line(layers, shapes)
     reads = line.images_read()
-    found: dict[str, Question] = {}
-    for each, steps in decided:
-        tensor = each.theirs.tensors.get("weight")
-        layer = tensor and layers.get(_first(each, tensor))
-        if layer is None or layer.is_convolution or each.theirs.part is not None:
+    questions: dict[str, Question] = {}
+    for pair, steps in decided:
+        tensor = pair.theirs.tensors.get("weight")
+        layer = tensor and layers.get(_first(pair, tensor))
+        if layer is None or layer.is_convolution or pair.theirs.part is not None:
             continue
         image, is_sure = reads.get(layer.name, (None, True))
         before = image and _Image(image.name, image.outputs, layer.inputs)
         image = line.image_made(layer, reads)
         after = image and _Image(image.name, image.inputs, layer.outputs)
-        found |= _questions(each, steps, before, after, is_sure)
+        questions |= _questions(pair, steps, before, after, is_sure)
         for image in (before if is_sure else None, after):
             if image is not None:
-                found |= _norms(decided, image, line.names_beside(layer, image))
-    return found
+                questions |= _norms(decided, image, line.names_beside(layer, image))
+    return questions
 
 
 class _Image(NamedTuple):
@@ -161,17 +161,17 @@ class _Line:
         """
         first = self._place[self._convolutions[0].name]
         channels = {x.outputs for x in self._convolutions}
-        found: dict[str, tuple[Layer, bool]] = {}
+        images: dict[str, tuple[Layer, bool]] = {}
         for at, layer in enumerate(self._layers):
             if not layer.is_convolution:
                 earlier = (self._layers[k] for k in range(at - 1, -1, -1))
                 is_first = self._place[layer.name] < first
                 later = (self._layers[k] for k in range(len(self._layers) - 1, at, -1))
-                image = _before(layer, itertools.chain(earlier, later if is_first else ()), found)
+                image = _before(layer, itertools.chain(earlier, later if is_first else ()), images)
                 if image is not None and not (is_first and layer.inputs % image[0].outputs):
                     as_many = self._is_sorted and layer.inputs in channels
-                    found[layer.name] = (image[0], image[1] and not as_many)
-        return found
+                    images[layer.name] = (image[0], image[1] and not as_many)
+        return images
 
     def image_made(self, layer: Layer, reads: Collection[str]) -> Layer | None:
         """The convolution for whose input the outputs of a linear layer may be reshaped."""
@@ -240,7 +240,7 @@ def _questions(
     after: _Image | None,
     is_sure: bool,
 ) -> dict[str, Question]:
-    found = {}
+    questions = {}
     for role, plain in steps.items():
         ours, theirs = each.ours.tensors[role], each.theirs.tensors[role]
         is_weight = role == "weight"
@@ -256,8 +256,8 @@ def _questions(
         if why:
             other = (*reordered, *plain)
             two = (other, plain) if is_sure else (plain, other)
-            found[ours.name] = Question(theirs.name, *two, "; ".join(why))
-    return found
+            questions[ours.name] = Question(theirs.name, *two, "; ".join(why))
+    return questions
 
 
 def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
@@ -295,7 +295,7 @@ def rotary(
     heads = [x for two in rotated if (x := _head_dim(*two, most)) is not None]
     head_dim = heads[0] if heads else rotary_dim
     to = "halves" if from_meta else "interleaved"
-    found = {}
+    questions = {}
     for each, steps in rotated:
         for role, plain in steps.items():
             ours, theirs = each.ours.tensors[role], each.theirs.tensors[role]
@@ -305,14 +305,14 @@ def rotary(
             part = rotary_dim if rotary_dim != head_dim else None
             turned = (RotaryPairs(num_heads, to, dim, part), *plain)
             if from_meta and to_meta:
-                found[ours.name] = Question(theirs.name, plain, turned, _BOTH_META)
+                questions[ours.name] = Question(theirs.name, plain, turned, _BOTH_META)
             else:
                 steps_known = turned if num_heads else None
                 why = _FROM_META if from_meta else _TO_META
-                found[ours.name] = Question(
+                questions[ours.name] = Question(
                     theirs.name, steps_known, plain if num_heads else turned, why
                 )
-    return found
+    return questions
 
 
 _FROM_META = (

@@ -165,14 +165,14 @@ def _ranked(modules: list[Module]) -> list[Module]:
         kind = tuple(sorted((role, len(each.shape)) for role, each in module.tensors.items()))
         numbers = [int(piece) for piece in pieces[1::2]]
         forms.setdefault((tuple(pieces[::2]), kind), []).append((place, numbers))
-    made = list(modules)
+    ranked = list(modules)
     for form in forms.values():
         columns = zip(*(numbers for _, numbers in form), strict=True)
         ranks = [{x: rank for rank, x in enumerate(sorted(set(column)))} for column in columns]
         for place, numbers in form:
             own = tuple(of[x] for of, x in zip(ranks, numbers, strict=True))
-            made[place] = dataclasses.replace(modules[place], ranks=own)
-    return made
+            ranked[place] = dataclasses.replace(modules[place], ranks=own)
+    return ranked
 
 
 def pieces_of(name: str) -> list[str]:

@@ -50,14 +50,14 @@ def possible_steps(name: str, ours: Shape, theirs: Shape) -> list[Steps]:
 
 def _with_heads(steps: Steps, ours: Shape, theirs: Shape) -> list[Steps]:
     """Extend `steps` by an `Unflatten` of one dimension, such as into `[heads, size]`."""
-    found = []
+    extended = []
     more = len(ours) - len(theirs)
     for dim in range(len(theirs)) if more > 0 else ():
         sizes = ours[dim : dim + more + 1]
         rest = (*theirs[:dim], *sizes, *theirs[dim + 1 :])
         if rest == ours and math.prod(sizes) == theirs[dim]:
-            found.append((*steps, Unflatten(dim, sizes)))
-    return found
+            extended.append((*steps, Unflatten(dim, sizes)))
+    return extended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def pair(
     """
     candidates = _candidates(ours, theirs)
     num_rivals = {mine: len(scores) - 1 for mine, scores in candidates.items()}
-    made: list[Pair] = []
+    pairs: list[Pair] = []
     taken: set[tuple[str, int]] = set()
     while True:
         leaders = _mutual_leaders(candidates)
@@ -108,7 +108,7 @@ def pair(
         for _, mine, other in leaders:
             if _is_free(theirs[other], taken):  # not taken by an earlier pair of this round
                 ways = _ways(ours[mine], theirs[other])
-                made.append(Pair(ours[mine], theirs[other], ways, num_rivals[mine]))
+                pairs.append(Pair(ours[mine], theirs[other], ways, num_rivals[mine]))
                 taken |= _claims(theirs[other])
                 del candidates[mine]
         candidates = {
@@ -122,7 +122,7 @@ def pair(
         for mine, scores in candidates.items()
         for role, tensor in ours[mine].tensors.items()
     }
-    return made, undecided
+    return pairs, undecided
 
 
 def _candidates(ours: Sequence[Module], theirs: Sequence[Module]) -> Candidates:
@@ -207,14 +207,14 @@ def misfits_of(ours: Iterable[Module], theirs: Sequence[Module]) -> dict[str, st
         ours: modules of the model that nothing fits.
         theirs: modules of the checkpoint that are left, also stacked ones.
     """
-    found: dict[str, str] = {}
+    misfits: dict[str, str] = {}
     for module in list(ours)[:_MOST]:
         words = words_of(module.name)
         alike = [other for other in theirs if words & words_of(other.name)]
         alike = alike or (theirs if len({x.members for x in theirs}) == 1 else [])
         if alike:
-            found |= _differences(module, max(alike, key=lambda x: _nearness(module, x)))
-    return found
+            misfits |= _differences(module, max(alike, key=lambda x: _nearness(module, x)))
+    return misfits
 
 
 def _nearness(ours: Module, theirs: Module) -> tuple[float, int, int]:
@@ -227,21 +227,21 @@ def _nearness(ours: Module, theirs: Module) -> tuple[float, int, int]:
 
 
 def _differences(ours: Module, theirs: Module) -> dict[str, str]:
-    found = {}
+    reasons = {}
     names = [tensor.name for tensor in theirs.tensors.values()]
     for role, tensor in ours.tensors.items():
         if role not in theirs.tensors:
-            found[tensor.name] = f"the checkpoint has no such tensor beside {shown(names[0])}"
+            reasons[tensor.name] = f"the checkpoint has no such tensor beside {shown(names[0])}"
             continue
         other = theirs.tensors[role]
         if not ways_of(tensor, other, theirs.stack):
             shape = (*theirs.stack, *other.shape)
-            found[tensor.name] = (
+            reasons[tensor.name] = (
                 f"its shape is {shown(tensor.shape)}, and {shown(other.name)}, the nearest of the "
                 f"tensors that are left, has {shown(shape)}"
             )
-    if not found:
+    if not reasons:
         more = [each.name for role, each in theirs.tensors.items() if role not in ours.tensors]
         first = next(iter(ours.tensors.values())).name
-        found = {first: f"the model has nothing beside it for {shown(more[0])}"} if more else {}
-    return found
+        reasons = {first: f"the model has nothing beside it for {shown(more[0])}"} if more else {}
+    return reasons

@@ -31,14 +31,14 @@ def _one_variable(rules: list[Rule], letter: str, paths: list[str]) -> list[Rule
     groups: dict[Rule, list[Rule]] = {}
     for rule in rules:
         groups.setdefault(_with_letter(rule, letter), []).append(rule)
-    made = []
+    generalized = []
     for general, members in groups.items():
         before = itertools.chain(*(_speaks_of(member, paths) for member in members))
         if _speaks_of(general, paths) == sorted(before):
-            made.append(general)
+            generalized.append(general)
         else:
-            made.extend(members)
-    return made
+            generalized.extend(members)
+    return generalized
 
 
 def _with_letter(rule: Rule, letter: str) -> Rule:

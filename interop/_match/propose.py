@@ -75,9 +75,9 @@ def match(
         raise ValueError(
             f"`source` must be tensors by name, as `interop.open_checkpoint` gives; got {source!r}."
         )
-    known = rules_in(rules)
+    given_rules = rules_in(rules)
     held = {name: tuple(x.shape) for name, x in source.items()}
-    known_paths, known_names, known_layers = _covered(known, shapes, held)
+    known_paths, known_names, known_layers = _covered(given_rules, shapes, held)
     ours = modules_of({path: shapes[path] for path in leaves if path not in known_paths})
     ignore = (*patterns_in(ignore), *_LEFT_OUT)
     out = [name for name in source if matches(name, ignore)]
@@ -92,7 +92,7 @@ def match(
     decided, reasons, open_steps = _settle(pairs)
     asked = flattened(decided, known_layers, with_weights(held)[0])
     asked |= rotary(decided, held, leaves)
-    found, open_parts = _rules(decided, asked)
+    decided_rules, open_parts = _rules(decided, asked)
     used = {name for each in pairs for name in each.theirs.members}.union(known_names)
     paired = {each.ours.name for each in pairs}
     lone = [module for module in ours if module.name not in paired]
@@ -101,10 +101,10 @@ def match(
     unused = _unused(with_stacks, used | fused.members)
     used |= fused.members
     used.update(*(tensors_of(name, old=how.old) for name, how in normed.items() if name in used))
-    made = known_paths.union(*(rule.ours for rule in found))
+    made = known_paths.union(*(rule.ours for rule in decided_rules))
     undecided = rivals | open_steps | open_parts | fused.undecided | _open_pairs(asked)
     undecided = {path: undecided[path] for path in leaves if path not in made}
-    proposed = (*known, *generalize(from_tensors(found, normed), leaves))
+    proposed = (*given_rules, *generalize(from_tensors(decided_rules, normed), leaves))
     tied = [name for name in other_names(source, used) if name not in out]
     return Proposal(
         rules=proposed,
@@ -177,14 +177,14 @@ def _by_rule(
         def speaks_of(path: str, patterns: list = patterns) -> bool:
             return any(each.fullmatch(path) for each in patterns)
 
-        found = [why for path, why in reasons.items() if speaks_of(path)]
+        whys = [why for path, why in reasons.items() if speaks_of(path)]
         for path, question in asked.items():
             if question.steps is not None and speaks_of(path):
                 computed = [step for step in rule.steps[:1] if isinstance(step, WeightNorm)]
                 other = Rule(rule.ours, rule.theirs, *computed, *question.other)
-                found.append(f"{question.why}; or else {text_of(other)}")
-        if found:
-            assumed[rule] = "; ".join(dict.fromkeys(found))
+                whys.append(f"{question.why}; or else {text_of(other)}")
+        if whys:
+            assumed[rule] = "; ".join(dict.fromkeys(whys))
     return assumed
 
 
@@ -198,27 +198,27 @@ def _settle(
         the possible steps, for parameters whose steps are not decided.
     """
     habits: dict[tuple[str, int], set[bool]] = collections.defaultdict(set)
-    for each in pairs:
-        for role, ways in each.ways.items():
+    for paired in pairs:
+        for role, ways in paired.ways.items():
             if len(ways) == 1:
-                habits[_kind(each, role)].add(_is_transposed(ways[0]))
+                habits[_kind(paired, role)].add(_is_transposed(ways[0]))
     decided, assumed, undecided = [], {}, {}
-    for each in pairs:
+    for paired in pairs:
         steps = {}
-        for role, ways in each.ways.items():
-            path, name = each.ours.tensors[role].name, each.theirs.tensors[role].name
-            habit = habits[_kind(each, role)]
+        for role, ways in paired.ways.items():
+            path, name = paired.ours.tensors[role].name, paired.theirs.tensors[role].name
+            habit = habits[_kind(paired, role)]
             chosen = _choose(ways, habit)
             if chosen is None:
                 undecided[path] = tuple(f"{name!r} through {list(way)}" for way in ways)
             else:
                 steps[role] = chosen
-            why = [each.doubt] if each.doubt is not None else []
+            why = [paired.doubt] if paired.doubt is not None else []
             if not habit:
                 why.append(f"the shape also allows the steps {list(ways[1])}")
             if why:
                 assumed[path] = "; ".join(why)
-        decided.append((each, steps))
+        decided.append((paired, steps))
     return decided, assumed, undecided
 
 
@@ -242,17 +242,17 @@ def _rules(
 ) -> tuple[list[Rule], dict[str, tuple[str, ...]]]:
     rules, undecided = [], {}
     parts: dict[tuple[str, Steps], dict[int, str]] = collections.defaultdict(dict)
-    for each, steps in decided:
+    for paired, steps in decided:
         for role, chosen in steps.items():
-            path, name = each.ours.tensors[role].name, each.theirs.tensors[role].name
+            path, name = paired.ours.tensors[role].name, paired.theirs.tensors[role].name
             if path in asked:
                 chosen = asked[path].steps
             if chosen is None:
                 continue
-            if each.theirs.part is None:
+            if paired.theirs.part is None:
                 rules.append(Rule(path, name, *chosen))
             else:
-                parts[name, chosen][each.theirs.part] = path
+                parts[name, chosen][paired.theirs.part] = path
     for (name, chosen), paths in parts.items():
         if len(paths) == 3:
             ours = tuple(paths[part] for part in range(3))
@@ -290,9 +290,9 @@ def settled(
         given = (accept,)
     else:
         given = tuple(accept)
-    known = [each for each in given if isinstance(each, Rule)]
+    given_rules = [each for each in given if isinstance(each, Rule)]
     patterns = [each for each in given if isinstance(each, str)]
-    if len(known) + len(patterns) != len(given):
+    if len(given_rules) + len(patterns) != len(given):
         raise ValueError(
             "`accept` takes rules, and patterns for paths of parameters such as 'layers.*' ('*' "
             f"for all); got {accept!r}."
@@ -304,6 +304,6 @@ def settled(
                 f"{pattern!r} in `accept` matches no parameter. Paths are such as "
                 f"{next(iter(paths), '(the tree is empty)')!r}."
             )
-    proposal = match(tree, source, rules=known, ignore=ignore)
+    proposal = match(tree, source, rules=given_rules, ignore=ignore)
     proposal.raise_if_undecided(accept=patterns)
     return proposal.rules, (*ignore, *proposal.left_out)

@@ -32,17 +32,17 @@ def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str
     Raises:
         ValueError: the rules do not fit the parameters.
     """
-    made: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for use in uses_of(rules, {path: tensor.shape for path, tensor in ours.items()}):
         for name, tensor in _theirs_of(use, ours):
-            if name in made:
+            if name in tensors:
                 raise ValueError(
                     f"Two rules write the tensor {shown(name)}, one is {use.rule}. If two "
                     "parameters come from it, give it a second name, and load from "
                     "`{**checkpoint, other: checkpoint[name]}`."
                 )
-            made[name] = tensor
-    return made
+            tensors[name] = tensor
+    return tensors
 
 
 def to_ours(
@@ -167,15 +167,15 @@ def _theirs_of(use: Use, ours: Mapping[str, LazyTensor]) -> Iterable[tuple[str, 
 
 
 def _ours_of(use: Use, source: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    made = {}
+    leaves = {}
     for index, paths in use.ours.items():
         elements = {
             their_index: run(use.rule.steps, tuple(_element(source[name], index) for name in names))
             for their_index, names in use.theirs.items()
         }
         for number, path in enumerate(paths):
-            made[path] = _stacked({each: ours[number] for each, ours in elements.items()})
-    return made
+            leaves[path] = _stacked({each: ours[number] for each, ours in elements.items()})
+    return leaves
 
 
 def _element(tensor: LazyTensor, index: Index) -> LazyTensor:

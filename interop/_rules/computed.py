@@ -98,8 +98,8 @@ class AddBiases(_Computing):
                 f"{' of 4 equal parts' if parts == 4 else ''}; got {[x.shape for x in tensors]}."
             )
         (total,) = tensors
-        each = total.shape[0] // parts
-        added = total.narrow(0, 0, 2 * each) if parts == 4 else total
+        size = total.shape[0] // parts
+        added = total.narrow(0, 0, 2 * size) if parts == 4 else total
         divided = (
             (added, BySlice((added,), added.shape, 0, np.zeros_like))
             if self.back == "first"
@@ -107,7 +107,7 @@ class AddBiases(_Computing):
         )
         if parts == 1:
             return divided
-        apart = (total.narrow(0, k * each, (k + 1) * each) for k in (2, 3))
+        apart = (total.narrow(0, k * size, (k + 1) * size) for k in (2, 3))
         return tuple(concatenate(two, 0) for two in zip(divided, apart, strict=True))
 
 

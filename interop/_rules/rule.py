@@ -177,7 +177,7 @@ def _uses_of_one(rule: Rule, shapes: Shapes) -> list[Use]:
     shared = [name for name in our_variables if name in their_variables]
     ours_only = [name for name in our_variables if name not in shared]
     theirs_only = [name for name in their_variables if name not in shared]
-    found: dict[Index, dict[Index, tuple[str, ...]]] = {}
+    groups: dict[Index, dict[Index, tuple[str, ...]]] = {}
     pattern = pattern_of(rule.ours[0])
     for match in filter(None, map(pattern.fullmatch, shapes)):
         numbers = {name: int(text) for name, text in match.groupdict().items()}
@@ -185,10 +185,10 @@ def _uses_of_one(rule: Rule, shapes: Shapes) -> list[Use]:
         absent = [path for path in paths if path not in shapes]
         if absent:
             raise ValueError(f"{rule} names `{absent[0]}`, which is not a parameter of the tree.")
-        group = found.setdefault(tuple(numbers[name] for name in shared), {})
+        group = groups.setdefault(tuple(numbers[name] for name in shared), {})
         group[tuple(numbers[name] for name in ours_only)] = paths
     uses = []
-    for values, ours in found.items():
+    for values, ours in groups.items():
         _check_stack(rule, ours)
         counts = _counts(rule, theirs_only, ours, shapes)
         theirs = {

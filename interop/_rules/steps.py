@@ -223,12 +223,12 @@ class Unflatten(_Sized):
     sizes: tuple[int, ...]
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        for each in tensors:
-            _check_dim(self, each, self.dim)
-            if each.shape[self.dim] != math.prod(self.sizes):
+        for tensor in tensors:
+            _check_dim(self, tensor, self.dim)
+            if tensor.shape[self.dim] != math.prod(self.sizes):
                 raise ValueError(
-                    f"{self} does not fit {each.label}, which has {each.shape[self.dim]} along "
-                    f"dimension {self.dim} of its shape {each.shape}."
+                    f"{self} does not fit {tensor.label}, which has {tensor.shape[self.dim]} along "
+                    f"dimension {self.dim} of its shape {tensor.shape}."
                 )
         return tuple(
             each.reshape((*each.shape[: self.dim], *self.sizes, *each.shape[self.dim + 1 :]))
@@ -250,11 +250,11 @@ class Flatten(_Sized):
 
     def __call__(self, tensors: Tensors) -> Tensors:
         end = self.dim + len(self.sizes)
-        for each in tensors:
-            if each.shape[self.dim : end] != self.sizes:
+        for tensor in tensors:
+            if tensor.shape[self.dim : end] != self.sizes:
                 raise ValueError(
-                    f"{self} does not fit {each.label}, whose dimensions from {self.dim} on are "
-                    f"{each.shape[self.dim :]}."
+                    f"{self} does not fit {tensor.label}, whose dimensions from {self.dim} on are "
+                    f"{tensor.shape[self.dim :]}."
                 )
         return tuple(
             each.reshape((*each.shape[: self.dim], math.prod(self.sizes), *each.shape[end:]))

@@ -83,13 +83,13 @@ def carried_from(source: Path) -> Carried:
     roots = [source.resolve()]
     if roots[0].parent.name == "snapshots":
         roots.append(roots[0].parent.parent / "blobs")
-    found = {}
+    files = {}
     for path in sorted(source.iterdir()):
         if matches(path.name, (_CONFIG, *CARRIED)):
             for file in _files_under(path):
-                found[file.relative_to(source).as_posix()] = _regular(file, roots)
-    config = found.pop(_CONFIG, None)
-    return Carried(found, None if config is None else _read_config(config))
+                files[file.relative_to(source).as_posix()] = _regular(file, roots)
+    config = files.pop(_CONFIG, None)
+    return Carried(files, None if config is None else _read_config(config))
 
 
 def _files_under(path: Path) -> Iterator[Path]:

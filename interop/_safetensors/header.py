@@ -147,11 +147,11 @@ def check_writable(name: str, tensor: LazyTensor) -> None:
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
             counts = collections.Counter(name for name, _ in pairs)
             raise ValueError(f"{shown(counts.most_common(1)[0][0])} is there twice")
-        return made
+        return entries
 
     try:
         header = json.loads(text.decode(), object_pairs_hook=unique)

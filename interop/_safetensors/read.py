@@ -109,18 +109,20 @@ def _tensors_in_files(
             "of Hugging Face transformers wrote. `interop.open_checkpoint` also reads other forms, "
             "such as `pytorch_model.bin`."
         )
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     told: dict[str, str] = {}
     for file in files:
         entries, metadata = read_header(file)
         told |= metadata
         for name, dtype, shape, offset in entries:
-            if name in found:
+            if name in tensors:
                 raise ValueError(
-                    f"Tensor {shown(name)} is in {escaped(found[name].file.name)} and in "
+                    f"Tensor {shown(name)} is in {escaped(tensors[name].file.name)} and in "
                     f"{escaped(file.name)} of {str(path)!r}. One of the files belongs to another "
                     "checkpoint: save the checkpoint again into an empty directory."
                 )
-            found[name] = FileTensor(file=file, name=name, shape=shape, dtype=dtype, offset=offset)
-    aliases = {name: x for name, x in told.items() if x in found and name not in found}
-    return found, aliases
+            tensors[name] = FileTensor(
+                file=file, name=name, shape=shape, dtype=dtype, offset=offset
+            )
+    aliases = {name: x for name, x in told.items() if x in tensors and name not in tensors}
+    return tensors, aliases

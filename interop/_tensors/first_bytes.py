@@ -71,12 +71,12 @@ def kind_of_file(file: Path, start: int = 0) -> str | None:
         head = opened.read(_LONGEST)
     if not head:
         return f"is empty. {_AGAIN}" if regular_size(file) == 0 else None
-    found = next(((what, step) for begin, what, step in _KINDS if head.startswith(begin)), None)
-    found = found or _kind_of(head)
-    if found is None:
+    kind = next(((what, step) for begin, what, step in _KINDS if head.startswith(begin)), None)
+    kind = kind or _kind_of(head)
+    if kind is None:
         return None
-    verb = "is" if found is not _ZEROS else "holds"
-    return f"{verb} {found[0]}. {found[1]}"
+    verb = "is" if kind is not _ZEROS else "holds"
+    return f"{verb} {kind[0]}. {kind[1]}"
 
 
 def _kind_of(head: bytes) -> tuple[str, str] | None:

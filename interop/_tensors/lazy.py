@@ -324,28 +324,28 @@ class _Concatenated(LazyTensor):
     def own_boxes(self) -> list[Box]:
         """The boxes of all tensors, at their places in this one."""
         boxes, end = [], 0
-        for each in self.viewed:
-            for box in each.own_boxes():
+        for part in self.viewed:
+            for box in part.own_boxes():
                 start, stop = box[self.dim]
                 boxes.append(replaced(box, self.dim, (start + end, stop + end)))
-            end += each.shape[self.dim]
+            end += part.shape[self.dim]
         return boxes
 
     def _read_box(self, box: Box) -> np.ndarray:
         start, stop = box[self.dim]
         parts, end = [], 0
-        for each in self.viewed:
-            begin, end = end, end + each.shape[self.dim]
+        for tensor in self.viewed:
+            begin, end = end, end + tensor.shape[self.dim]
             inside = (max(start, begin) - begin, min(stop, end) - begin)
             if inside[0] < inside[1]:
-                parts.append((each, replaced(box, self.dim, inside)))
+                parts.append((tensor, replaced(box, self.dim, inside)))
         if len(parts) == 1:
             return parts[0][0]._read_box(parts[0][1])
         whole, filled = None, 0
-        for each, part in parts:  # one at a time, so that memory never holds all parts twice
+        for tensor, part in parts:  # one at a time, so that memory never holds all parts twice
             size = part[self.dim][1] - part[self.dim][0]
             target = (slice(None),) * self.dim + (slice(filled, filled + size),)
-            data = each._read_box(part)
+            data = tensor._read_box(part)
             if whole is None:  # in the memory order of the parts, so that runs are copied
                 whole = np.empty_like(data, shape=box_shape(box))
             raw(whole)[target] = raw(data)

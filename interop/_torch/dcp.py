@@ -179,7 +179,7 @@ def _mapping(metadata: Any, name: str, path: Path) -> Mapping:
 
 def _chunks_of(places: Mapping, directory: Path) -> dict[str, dict[tuple | None, tuple]]:
     """Map name -> offset of a chunk (None if not a tensor) -> (file, start, length in bytes)."""
-    found: dict[str, dict[tuple | None, tuple]] = {}
+    chunks: dict[str, dict[tuple | None, tuple]] = {}
     sizes: dict[str, int] = {}
     for index, place in places.items():
         name, offset = index.field("fqn"), index.field("offset")
@@ -213,14 +213,14 @@ def _chunks_of(places: Mapping, directory: Path) -> dict[str, dict[tuple | None,
                 f"{str(directory / file)!r} is truncated: {shown(name)} should end at byte "
                 f"{shown(start + length)}, but the file has {sizes[file]} bytes. Copy it again."
             )
-        of_name = found.setdefault(name, {})
+        of_name = chunks.setdefault(name, {})
         if offset in of_name:
             raise ValueError(
                 f"{str(directory / METADATA)!r} puts the chunk of {shown(name)} at "
                 f"{shown(offset)} in two places. Save the checkpoint again."
             )
         of_name[offset] = (directory / file, start, length)
-    return found
+    return chunks
 
 
 def _tensor(name: str, entry: Record, places: Mapping, directory: Path) -> DcpTensor:

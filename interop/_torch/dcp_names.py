@@ -125,15 +125,15 @@ def _of_optimizers(
         if group is not None:
             groups.setdefault(group.above, set()).add(group.name)
     ordered = sorted(paths)
-    found: dict[Path, dict[str, dict[str, Any]]] = {}
+    states: dict[Path, dict[str, dict[str, Any]]] = {}
     for above, state in flat.items():
         of_adam = all("exp_avg" in held for held in state.values())
         if not (of_adam and _holds_only_state(above, ordered)):
             named = groups.get(above, set())
             state = {name: held for name, held in state.items() if name in named}
         if _is_kept(state):
-            found[above] = state
-    return found
+            states[above] = state
+    return states
 
 
 def _is_kept(state: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -172,14 +172,14 @@ def model_names(
         for length in range(min(len(path), _MAX_KEYS_ABOVE + 1)):
             below.setdefault(path[:length], {})[full] = path_text(path[length:])
     if key is not None:
-        found = {path_text(path): names for path, names in below.items() if path}
-        found = found or _beginnings(paths)
-        if key not in found:
+        models = {path_text(path): names for path, names in below.items() if path}
+        models = models or _beginnings(paths)
+        if key not in models:
             raise ValueError(
-                f"`key` must be one of {first_names(sorted(found)) or 'none'}, which are the dicts "
-                f"of tensors in {where}; got {key!r}."
+                f"`key` must be one of {first_names(sorted(models)) or 'none'}, which are the "
+                f"dicts of tensors in {where}; got {key!r}."
             )
-        return found[key]
+        return models[key]
     wanted = {plain_name(name) for name in trained}
     fitting = [path for path in below if wanted and _fits(wanted, path, below)]
     tops = {path[:1] if len(path) > 1 else () for path in paths.values()}
@@ -193,13 +193,13 @@ def model_names(
 
 def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Map what names begin with, such as `model` -> full name -> the rest of it."""
-    found: dict[str, dict[str, str]] = {}
+    models: dict[str, dict[str, str]] = {}
     for full in names:
         keys = full.split(".", _MAX_KEYS_ABOVE)
         for length in range(1, len(keys)):
             top = ".".join(keys[:length])
-            found.setdefault(top, {})[full] = full.removeprefix(f"{top}.")
-    return found
+            models.setdefault(top, {})[full] = full.removeprefix(f"{top}.")
+    return models
 
 
 def _fits(trained: set[str], above: Path, below: Mapping[Path, Mapping[str, str]]) -> bool:
@@ -234,20 +234,20 @@ def read_moments(
         names: names of the parameters, if the optimizer has numbers in their place.
         in_order: whether `tensors` are in the order of the model's state dict.
     """
-    found: dict[str, dict[str, Any]] = {}
+    state_of: dict[str, dict[str, Any]] = {}
     owner: dict[str, tuple[Path, str]] = {}
     for above, state in states.items():
         for name, held in state.items():
             plain = plain_name(name)
             if plain in owner:
                 raise _two_states(where, owner[plain], (above, name))
-            owner[plain], found[plain] = (above, name), dict(held)
+            owner[plain], state_of[plain] = (above, name), dict(held)
     for path, read in objects.items():
         entry = state_entry(path)
         if entry and entry.key == "step" and entry.name in states.get(entry.above, {}):
-            found[plain_name(entry.name)].setdefault("step", read())
-    if all(name.isdecimal() for name in found):  # an `optimizer.state_dict()`, without names
-        numbered = {int(name): found[name] for name in sorted(found, key=int)}
+            state_of[plain_name(entry.name)].setdefault("step", read())
+    if all(name.isdecimal() for name in state_of):  # an `optimizer.state_dict()`, without names
+        numbered = {int(name): state_of[name] for name in sorted(state_of, key=int)}
         groups = _groups(next(iter(states)), objects)
         named = groups is not None and all("param_names" in group for group in groups)
         if names is None and not named and (groups is None or not in_order):
@@ -259,14 +259,14 @@ def read_moments(
             )
         groups = groups or [{"params": list(numbered)}]
         return moments_of({"state": numbered, "param_groups": groups}, tensors, where, names)
-    if tensors and tensors.keys().isdisjoint(found):
+    if tensors and tensors.keys().isdisjoint(state_of):
         raise ValueError(
-            f"The optimizer in {where} has a state for {shown(next(iter(found)))}, but no tensor "
-            f"of the model has this name: there are {shown(next(iter(tensors)))} and others. Say "
-            "with `key=` which of the saved state dicts is the model's, such as 'model', or save "
-            "both with `get_state_dict` of PyTorch, which names them alike."
+            f"The optimizer in {where} has a state for {shown(next(iter(state_of)))}, but no "
+            f"tensor of the model has this name: there are {shown(next(iter(tensors)))} and "
+            "others. Say with `key=` which of the saved state dicts is the model's, such as "
+            "'model', or save both with `get_state_dict` of PyTorch, which names them alike."
         )
-    return moments_of({"state": found, "param_groups": []}, tensors, where, names)
+    return moments_of({"state": state_of, "param_groups": []}, tensors, where, names)
 
 
 def _two_states(where: str, first: tuple[Path, str], second: tuple[Path, str]) -> ValueError:

@@ -105,7 +105,7 @@ def _ranked(directory: Path, pattern: re.Pattern[str], *, merged: bool = False) 
     `merged` is for universal checkpoints, whose trained parameters have been merged over tensor and
     pipeline parallelism: files of the first process of these are listed.
     """
-    found: dict[int, Path] = {}
+    files: dict[int, Path] = {}
     for path in directory.iterdir():
         if path.name.startswith(_OTHER_PARALLELISM) and not merged:
             raise NotImplementedError(
@@ -123,19 +123,19 @@ def _ranked(directory: Path, pattern: re.Pattern[str], *, merged: bool = False) 
                 "DeepSpeed's `ds_to_universal.py` and open the result."
             )
         rank = int(match[1] or 0)
-        if rank in found:
+        if rank in files:
             raise ValueError(
-                f"{str(path)!r} and {found[rank].name!r} are both of rank {rank}. Files of two "
+                f"{str(path)!r} and {files[rank].name!r} are both of rank {rank}. Files of two "
                 "checkpoints lie in one directory: keep those of one."
             )
-        found[rank] = path
-    missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
+        files[rank] = path
+    missing = sorted(set(range(max(files, default=-1) + 1)) - files.keys())
     if missing:
         raise ValueError(
-            f"{str(directory)!r} has files of rank {max(found)}, but none like "
-            f"{found[max(found)].name!r} of rank {missing[0]}. Copy the files of all processes."
+            f"{str(directory)!r} has files of rank {max(files)}, but none like "
+            f"{files[max(files)].name!r} of rank {missing[0]}. Copy the files of all processes."
         )
-    return [found[rank] for rank in sorted(found)]
+    return [files[rank] for rank in sorted(files)]
 
 
 def _open_zero(

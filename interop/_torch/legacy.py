@@ -77,7 +77,7 @@ class LegacyFile:
         most = start + min(length, _MAX_PICKLE_BYTES)
         with mmap.mmap(descriptor, most, access=mmap.ACCESS_READ) as mapped:
             mapped.seek(start)
-            found = []
+            pickles = []
             for _ in range(5):
                 begin = mapped.tell()
                 try:
@@ -85,8 +85,8 @@ class LegacyFile:
                         pass
                 except ValueError as error:
                     raise self._broken(escaped(error)) from error
-                found.append(mapped[begin : mapped.tell()])
-            return found, mapped.tell()
+                pickles.append(mapped[begin : mapped.tell()])
+            return pickles, mapped.tell()
 
     def _check_head(self, head: list[Any]) -> None:
         magic, version, machine = head

@@ -189,12 +189,12 @@ def check_values(
 
 def _starts(sizes: Sequence[int]) -> list[int]:
     """First elements of the windows of a parameter: three for each of its fragments."""
-    found, begin = {0}, 0
+    starts, begin = {0}, 0
     for size in sizes:
         middle, last = (max(0, each - _WINDOW) for each in (size // 2, size))
-        found |= {begin, begin + middle, begin + last}
+        starts |= {begin, begin + middle, begin + last}
         begin += size
-    return sorted(found)
+    return sorted(starts)
 
 
 def check_global_steps(states: Sequence[ModelState]) -> None:

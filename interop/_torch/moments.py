@@ -84,14 +84,14 @@ def _names_of_numbers(
     alike = collections.defaultdict(list)
     for name, shape in shapes.items():
         alike[shape].append(name)
-    found = {number: alike[shape] for number, shape in moments.items()}
-    if _doubtful(found) is not None:
+    candidates_of = {number: alike[shape] for number, shape in moments.items()}
+    if _doubtful(candidates_of) is not None:
         ways = _Ways(groups, moments, shapes, origin.order(), origin.of_trainer).candidates()
-        found = {number: ways[number] for number in moments}
-    if (number := _doubtful(found)) is not None:
-        names = " or ".join(map(shown, found[number][:2])) or "none"
+        candidates_of = {number: ways[number] for number in moments}
+    if (number := _doubtful(candidates_of)) is not None:
+        names = " or ".join(map(shown, candidates_of[number][:2])) or "none"
         raise ValueError(f"number {number}, of shape {moments[number]}, may be {names}")
-    return {number: names[0] for number, names in found.items()}
+    return {number: names[0] for number, names in candidates_of.items()}
 
 
 def _doubtful(found: Mapping[int, Sequence[str]]) -> int | None:
@@ -135,14 +135,14 @@ class _Ways:
                 "their shapes do not follow each other in the model, which may have "
                 f"{len(self.order.names)} parameters"
             )
-        found = collections.defaultdict(list)
+        names = collections.defaultdict(list)
         alive = {end}
         for name, befores in zip(self.order.names[::-1], reached[-2::-1], strict=True):
             moves = [(b, n) for b in befores for a, n in self._moves(b, name) if a in alive]
             alive = {before for before, _ in moves}
             for number in {number for _, number in moves if number is not None}:
-                found[number].insert(0, name)
-        return found
+                names[number].insert(0, name)
+        return names
 
     def _moves(self, before: _Taken, name: str) -> Iterator[tuple[_Taken, int | None]]:
         """List what can follow when a name is left out, or taken by a group as its next."""
@@ -240,7 +240,7 @@ def _matched(
             check_is_adam(held, f"The optimizer in {where}, whose parameters are numbers,")
     names = parameters_in(tensors)
     try:
-        found = _names_of_numbers(
+        name_of = _names_of_numbers(
             [group["params"] for group in groups],
             {number: tuple(held["exp_avg"].shape) for number, held in state.items()},
             {name: tensors[name].shape for name in names},
@@ -255,7 +255,7 @@ def _matched(
             "`[n for g in optimizer.param_groups for p in g['params'] for n, each in "
             "model.named_parameters() if each is p]`."
         ) from error
-    return {name: state[number] for number, name in found.items()}
+    return {name: state[number] for number, name in name_of.items()}
 
 
 def _with_name(name: str, held: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,27 +111,27 @@ def _only_moments(
 
 def _state_dict(content: Any, file: Path, key: str | None = None) -> Mapping[str, Any]:
     """Find the dict of tensors at a dotted path in a file, or the only one."""
-    found = _dicts_of_tensors(content, file)
-    if key is not None and key not in found:
+    dicts = _dicts_of_tensors(content, file)
+    if key is not None and key not in dicts:
         raise ValueError(
-            f"`key` must be one of {first_names(list(found)) or 'none'}, which are the dicts of "
+            f"`key` must be one of {first_names(list(dicts)) or 'none'}, which are the dicts of "
             f"tensors in {str(file)!r}; got {key!r}."
         )
     if key is not None:
-        return found[key]
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if not found and _optimizers_in(content):
+        return dicts[key]
+    if len(dicts) == 1:
+        return next(iter(dicts.values()))
+    if not dicts and _optimizers_in(content):
         raise ValueError(
             f"{str(file)!r} holds the state of an optimizer, and no model. Open the model with it: "
             f"`open_checkpoint(model, optimizer={str(file)!r})`. In the directory of a model, "
             "`optimizer.pt` and `optimizer.bin` are found: then give the directory."
         )
-    if not found:
+    if not dicts:
         raise ValueError(f"{str(file)!r} holds no dict of tensors. Save `model.state_dict()`.")
-    top = " '' is the dict of the file itself." if "" in found else ""
+    top = " '' is the dict of the file itself." if "" in dicts else ""
     raise ValueError(
-        f"{str(file)!r} holds several dicts of tensors: {first_names(list(found))}. Name that of "
+        f"{str(file)!r} holds several dicts of tensors: {first_names(list(dicts))}. Name that of "
         f"the model with `key=`.{top}"
     )
 
@@ -142,7 +142,7 @@ def _dicts_of_tensors(content: Any, file: Path) -> dict[str, Mapping[str, Any]]:
     A dict of dicts that is at several paths is searched at the first: nested dicts that contain
     each other twice have exponentially many paths.
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    dicts: dict[str, Mapping[str, Any]] = {}
     searched: set[int] = set()
     left = [("", content, 0)]
     while left:
@@ -150,22 +150,22 @@ def _dicts_of_tensors(content: Any, file: Path) -> dict[str, Mapping[str, Any]]:
         if not isinstance(held, Mapping) or _is_optimizer(held):
             continue
         if any(isinstance(value, LazyTensor) for value in held.values()):
-            if path in found:
+            if path in dicts:
                 raise ValueError(
                     f"{str(file)!r} holds two dicts of tensors at {shown(path)}. Save only the "
                     "state dict of the model."
                 )
-            found[path] = held
+            dicts[path] = held
         if id(held) not in searched:  # also below one with tensors, such as a score beside a model
             searched.add(id(held))
             inner = [(key, value) for key, value in held.items() if isinstance(value, Mapping)]
-            if depth == _MAX_DEPTH and (inner or path not in found):
+            if depth == _MAX_DEPTH and (inner or path not in dicts):
                 raise ValueError(
                     f"{str(file)!r} holds dicts nested deeper than {_MAX_DEPTH}, at "
                     f"{shown(path)}. Save only the state dict of the model."
                 )
             left += [(_joined(path, key, file), value, depth + 1) for key, value in inner][::-1]
-    return found
+    return dicts
 
 
 def _joined(path: str, key: Any, file: Path) -> str:
@@ -208,11 +208,11 @@ def _optimizers_in(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
         return []
     if _is_optimizer(content):
         return [("", content)]
-    found: dict[int, tuple[str, Mapping[str, Any]]] = {}  # one that is at two paths counts once
+    optimizers: dict[int, tuple[str, Mapping[str, Any]]] = {}  # at two paths: counts once
     for key, value in content.items():
         path = key[:_MAX_PATH] if isinstance(key, str) else shown(key)
         in_list = isinstance(value, list)  # Lightning keeps one
         for number, each in enumerate(value if in_list else [value]):
             if isinstance(each, Mapping) and _is_optimizer(each):
-                found.setdefault(id(each), (f"{path}[{number}]" if in_list else path, each))
-    return list(found.values())
+                optimizers.setdefault(id(each), (f"{path}[{number}]" if in_list else path, each))
+    return list(optimizers.values())

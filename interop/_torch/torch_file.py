@@ -114,11 +114,11 @@ class _Reader:
         well_formed &= type(view) is tuple and len(view) == 3
         if not well_formed or type(view[0]) is not str or not are_sizes((count, *view[1:])):
             raise ValueError(f"a storage described as {shown(pid)}")
-        known = self._storages.get(view[0])
-        if known is not None:
-            if known[0] != (of, key, count, view):
+        opened = self._storages.get(view[0])
+        if opened is not None:
+            if opened[0] != (of, key, count, view):
                 raise ValueError(f"storage {shown(key)} of two dtypes or sizes")
-            return known[1]
+            return opened[1]
         begin, size = self._archive.place(f"data/{key}")
         itemsize = of.dtype.itemsize
         if count * itemsize > size or view[1] + view[2] > count:

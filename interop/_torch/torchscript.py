@@ -52,13 +52,13 @@ class _Classes:
         entry = f"code/{module.replace('.', '/')}.py"
         if entry not in self._known:
             self._known[entry] = self._read(entry) if entry in self._archive else {}
-        found = self._known[entry].get(name)
-        if found is None:
+        kind = self._known[entry].get(name)
+        if kind is None:
             raise ValueError(
                 f"{self._archive.where} does not declare the class {shown(value.name)} of an "
                 f"object in it. {_SAVE}"
             )
-        return found if found.is_module else None
+        return kind if kind.is_module else None
 
     def _read(self, entry: str) -> dict[str, _Class]:
         self._code_bytes += self._archive.unpacked_size(entry)
@@ -67,19 +67,19 @@ class _Classes:
                 f"{self._archive.where} declares its classes in more than {_MAX_CODE_BYTES} bytes. "
                 f"{_SAVE}"
             )
-        found: dict[str, _Class] = {}
-        made = _Class(False)
+        classes: dict[str, _Class] = {}
+        current = _Class(False)
         for name, base, kind, listed in _DECLARED.findall(self._archive.read(entry).decode()):
             if name and base in ("(Module)", *_OTHERS):
-                made = found[name] = _Class(base == "(Module)")
+                current = classes[name] = _Class(base == "(Module)")
             elif kind and _NAMES.fullmatch(listed):
-                setattr(made, kind, re.findall(r'"([^"]*)"', listed))
+                setattr(current, kind, re.findall(r'"([^"]*)"', listed))
             else:
                 raise ValueError(
                     f"{self._archive.where} declares {shown(name + base or listed)} in a form that "
                     f"is not known. {_SAVE}"
                 )
-        return found
+        return classes
 
 
 def script_state_dict(program: Any, archive: Archive) -> dict[str, LazyTensor]:

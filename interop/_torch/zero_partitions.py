@@ -203,7 +203,7 @@ def _sample(rank: Rank) -> bytes | None:
     None if one of the two has equal elements only, as in a run that has not begun: such partitions
     of two processes may be the same.
     """
-    found = []
+    sampled = []
     for kind in ("fp32", MOMENTS[0]):
         flat = rank.flat.get(kind, ())
         starts = [{0, each.size // 2, max(0, each.size - _SAMPLE)} for each in flat]
@@ -214,8 +214,8 @@ def _sample(rank: Rank) -> bytes | None:
         ]
         if flat and all((each == each[:1]).all() for each in samples):
             return None
-        found += samples
-    return b"".join(each.tobytes() for each in found)
+        sampled += samples
+    return b"".join(each.tobytes() for each in sampled)
 
 
 def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
@@ -259,11 +259,11 @@ def join(
     name: str, kind: str, shape: Shape, fragments: Fragments, ranks: Sequence[Rank]
 ) -> LazyTensor:
     """Assemble a parameter (kind "fp32") or one of its moments from its fragments."""
-    found = []
+    parts = []
     for part in fragments[name]:
         flat = called(name, ranks[part.rank].flat[kind][part.group])
-        found.append(flat.narrow(0, part.start, part.start + part.size))
-    return concatenate(found, 0).reshape(shape)
+        parts.append(flat.narrow(0, part.start, part.start + part.size))
+    return concatenate(parts, 0).reshape(shape)
 
 
 def called(name: str, tensor: LazyTensor) -> LazyTensor:
@@ -274,7 +274,7 @@ def called(name: str, tensor: LazyTensor) -> LazyTensor:
 def _of_stage_2(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> Fragments:
     # `param_slice_mappings` is not used: with `round_robin_gradients` DeepSpeed (0.19.8) lists the
     # wrong parameters there.
-    found: dict[str, list[Fragment]] = {}
+    fragments: dict[str, list[Fragment]] = {}
     for rank in ranks:
         if len(rank.flat["fp32"]) != len(groups):
             what = f"holds {len(rank.flat['fp32'])} groups, but `param_shapes` describes"
@@ -284,35 +284,35 @@ def _of_stage_2(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) ->
         paddings = paddings_of(group, index, ranks)
         offset = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
-            found[name] = _cut(offset, math.prod(shape), sizes)
+            fragments[name] = _cut(offset, math.prod(shape), sizes)
             offset += math.prod(shape) + padding
         check_partitions(offset, index, ranks)
-    return found
+    return fragments
 
 
 def _of_stage_3(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> Fragments:
     check_pieces(groups, ranks)
-    found: dict[str, list[Fragment]] = {}
+    fragments: dict[str, list[Fragment]] = {}
     offset = 0
     for name, shape in (item for group in groups for item in group.items()):
         left = math.prod(shape)
         piece = -(-left // len(ranks))
-        found[name] = []
+        fragments[name] = []
         for number, rank in enumerate(ranks):
             sizes = [((number, g), each.size) for g, each in enumerate(rank.flat["fp32"])]
             held = min(piece, left)  # the rest of the piece is padding
-            found[name] += _cut(offset, held, sizes)
+            fragments[name] += _cut(offset, held, sizes)
             left -= held
         offset += piece
-    return found
+    return fragments
 
 
 def _cut(offset: int, size: int, pieces: Sequence[tuple[tuple[int, int], int]]) -> list[Fragment]:
     """Locate the `size` elements from `offset` on in consecutive shards."""
-    found, begin = [], 0
+    fragments, begin = [], 0
     for (rank, group), length in pieces:
         start, stop = max(offset, begin), min(offset + size, begin + length)
         if start < stop:
-            found.append(Fragment(rank, group, start - begin, stop - start))
+            fragments.append(Fragment(rank, group, start - begin, stop - start))
         begin += length
-    return found
+    return fragments

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from .._activations import Chosen, choose_activations
+from .._activations import Chosen, Residual, choose_activations
 from .._collectives import (
     CommSpec,
     EncodedShards,
@@ -126,11 +126,9 @@ def run_on_device(
     block, traced, as_traced = traces
     chosen = _choose(block, traced.shapes, parameters, microbatches, activations, num_combined)
     block = chosen.block
-    if comm.node_microbatches is not None:
-        check_exchanges(block)
     shapes = traced.shapes
     share, not_derived = _share(share_of_loss, block, shapes, parameters)
-    share = share if share_of_gradients is None else share_of_gradients
+    share = share_of_gradients or share
     comm = _with_divisor(comm, share)
     program = plan_program(
         block, shapes, parameters, wire_state, microbatches, comm, updates, not_derived
@@ -150,8 +148,7 @@ def run_on_device(
     first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
-    plan = _plan_of_step(program, sources, microbatches, comm)
-    plan = dataclasses.replace(plan, residuals=chosen.residuals)
+    plan = _plan_of_step(program, sources, chosen.residuals, microbatches, comm)
     result = Result(None, [], others, wire_state, plan, traced, as_traced)
     if shapes[0] is None:
         return result
@@ -199,6 +196,7 @@ def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array
 def _plan_of_step(
     program: ProgramPlan,
     sources: Mapping[ShardedParam, EncodedShards],
+    kept: tuple[Residual, ...],
     microbatches: int,
     comm: CommSpec,
 ) -> Plan:
@@ -210,6 +208,7 @@ def _plan_of_step(
         slice_bytes=sum(x.nbytes for x in slices),
         microbatches=microbatches,
         later=program.later,
+        residuals=kept,
     )
 
 
@@ -362,6 +361,8 @@ def _trace(
     uniform += block.inputs[: len(index)]
     block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
     block = _without_whole_weights(block, program.shapes, weights, parameters)
+    if comm.node_microbatches is not None:
+        check_exchanges(block)
     return block, program, as_traced
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
@@ -118,14 +119,17 @@ class Plan:
 
 
 def _lines(steps: tuple[PlanStep, ...]) -> list[str]:
-    """A line for each step, and below a bucket one for each hop, in aligned columns."""
-    rows = []
+    """A line for each step, and below a bucket one for each hop, in aligned columns.
+
+    Of buckets that repeat, as those of equal layers do, the first are shown.
+    """
+    buckets = []
     for _, group in itertools.groupby(steps, lambda step: step.bucket):
         bucket = list(group)
         first_needed = min(step.needed for step in bucket)
-        rows += [_row(step, first_needed) for step in bucket]
-        rows += [_hop_row(bucket[-1], hop) for hop in bucket[-1].hops]
-    return _in_columns(rows)
+        rows = [_row(step, first_needed) for step in bucket]
+        buckets.append([*rows, *(_hop_row(bucket[-1], hop) for hop in bucket[-1].hops)])
+    return _in_columns([*itertools.chain.from_iterable(_without_repeats(buckets))])
 
 
 def _in_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -135,6 +139,36 @@ def _in_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         for row in zip(*columns, strict=True)
     ]
+
+
+_Rows = list[tuple[str, ...]]
+_MOST_ALIKE = 4  # buckets of a layer that repeat together, such as a gather and a reduction
+
+
+def _without_repeats(buckets: list[_Rows]) -> Iterator[_Rows]:
+    """The lines of buckets. Of one or several that repeat three times or more, the first."""
+    kinds = [[_numbers_left_out(row) for row in rows] for rows in buckets]
+    start = 0
+    while start < len(buckets):
+        length, times = 1, 1
+        for candidate in range(1, _MOST_ALIKE + 1):
+            kind, repeats = kinds[start : start + candidate], 1
+            while kinds[(at := start + repeats * candidate) : at + candidate] == kind:
+                repeats += 1
+            if repeats > 2 and repeats * candidate > times * length:
+                length, times = candidate, repeats
+        yield from buckets[start : start + length]
+        start += length * times
+        if times > 1:
+            last = buckets[start - 1][0]
+            yield [(last[0], f"  {times - 1} times more, up to", last[2], *[""] * (len(last) - 3))]
+
+
+def _numbers_left_out(row: tuple[str, ...]) -> tuple[str, ...]:
+    """A line without the numbers of its bucket, layer and operation; shapes and bytes stay."""
+    region, action, name, array, size, when, early, end = row
+    action, name, when = (re.sub(r"\d+", "#", cell) for cell in (action, name, when))
+    return region, action, name, array, size, when, early, end
 
 
 _COMBINED = {

@@ -190,7 +190,8 @@ def _fitting(label: str, *texts: str) -> str:
 
 
 def _held(report: ReportData) -> list[str]:
-    kinds = [kind for kind in ("parameters", "optimizer state") if kind in report.kinds]
+    named_kinds = ("parameters", "gradients", "optimizer state")
+    kinds = [kind for kind in named_kinds if kind in report.kinds]
     offloaded = sum(map(report.host_bytes, kinds))
     host = f"; {readable_bytes(offloaded)} on host" if offloaded else ""
     held = [readable_bytes(report.device_bytes(kind)) for kind in kinds]
@@ -200,7 +201,7 @@ def _held(report: ReportData) -> list[str]:
     mine = readable_bytes(sum(report.device_bytes(kind) for kind in kinds))
     return [
         ", ".join(f"{_without_unit(one, of)} of {of} {kind}" for one, of, kind in named) + host,
-        " + ".join(map(" ".join, zip(held, kinds, strict=True))) + f", of {everything}{host}",
+        ", ".join(map(" ".join, zip(held, kinds, strict=True))) + host,
         f"{mine} of {everything}{host}",
     ]
 

@@ -29,9 +29,9 @@ __getattr__ = imported_on_first_use(
     {
         "convert": ("_convert", "torch"),
         "inspect": ("_inspect", "torch"),
-        "plan": ("_plan", "train"),
-        "report": ("_report", "train"),
+        "plan": ("_plan", "torch"),
+        "report": ("_report", "torch"),
         "sample": ("_sample", "torch"),
-        "verify": ("_verify", "train"),
+        "verify": ("_verify", None),
     },
 )

@@ -82,13 +82,13 @@ def inspect(settings: Inspect, console: Console) -> None:
 
 def _rows(named: Iterable[tuple[str, LazyTensor]], *, every: bool) -> list[_Row]:
     """Make a row per tensor, or per group of tensors that differ only in numbers of layers."""
-    found: dict[tuple, _Row] = {}
+    rows: dict[tuple, _Row] = {}
     for name, tensor in named:
         pattern = name if every else _NUMBER.sub("*", name)
         key = (pattern, tensor.shape, tensor.dtype.name)
-        row = found.get(key, _Row(pattern, 0, tensor.shape, tensor.dtype.name, 0))
-        found[key] = row._replace(count=row.count + 1, size=row.size + tensor.size)
-    return list(found.values())
+        row = rows.get(key, _Row(pattern, 0, tensor.shape, tensor.dtype.name, 0))
+        rows[key] = row._replace(count=row.count + 1, size=row.size + tensor.size)
+    return list(rows.values())
 
 
 def _family(path: Path) -> list[str]:

@@ -1,8 +1,6 @@
 """`jaxzero plan`: the best way to train a model on a cluster that is not here."""
 
 import functools
-import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from rich.console import Console
 
 from .._planner import Cluster, tune
 from ..models import Decoder, DecoderConfig
+from ._job import load_job
 from ._settings import Plan
 
 _GIGA = 1e9
@@ -93,38 +92,3 @@ def _state(make: Callable[[], Decoder]) -> Any:
 def _loss(graph: Any, params: Any, ids: Int[Array, "b t"]) -> Float[Array, ""]:
     logits = nnx.merge(graph, params)(ids)[:, :-1].astype("float32")
     return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
-
-
-def load_job(name: str, said: str) -> tuple[Any, Callable[[], Any], Any, Any]:
-    """What the function `MODULE:NAME` returns: a loss, an `init_fn`, a batch, and optionally `tx`.
-
-    Args:
-        name: of the function.
-        said: how the command line names it, for errors.
-    """
-    job = _function(name, said)()
-    if not isinstance(job, tuple) or len(job) not in (3, 4):
-        raise ValueError(
-            f"{said} must return a tuple `(loss_fn, init_fn, batch)`; it returned "
-            f"{type(job).__name__}{f' of {len(job)}' if isinstance(job, tuple) else ''}. A fourth "
-            "entry may be an optax optimizer."
-        )
-    return job if len(job) == 4 else (*job, None)
-
-
-def _function(name: str, said: str) -> Callable[[], Any]:
-    """The function `MODULE:NAME`, also from the working directory."""
-    module, function = name.split(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise ValueError(f"{said}: importing {module} failed: {error}.") from None
-        raise ValueError(f"{said}: {error}. Name a module that Python finds.") from None
-    if not callable(found):
-        raise ValueError(
-            f"{said}: the module {module} has no function {function}. It must return "
-            "`(loss_fn, init_fn, batch)`."
-        )
-    return found

@@ -103,14 +103,14 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
         step="post",
     )
     memory_axes.set(ylabel="MiB on one device", ylim=(0, None))
-    found = spans(plan)
-    for row, span in enumerate(found):
+    buckets = spans(plan)
+    for row, span in enumerate(buckets):
         color = (_COLORS | _COPY_COLORS)[span.action]
         wire_axes.barh(row, span.alive, left=span.start, color=color, alpha=0.35)
         wire_axes.plot(span.needed, row, marker="|", color=color, markersize=7)
         times = f" x{span.trips}" if span.trips > 1 else ""
         more = f" +{len(span.names) - 1}" if len(span.names) > 1 else ""
-        if len(found) <= 60:
+        if len(buckets) <= 60:
             label = f" {next(iter(span.names))}{more}{times}"
             wire_axes.text(span.stop + 1, row, label, va="center", fontsize=7)
     wire_axes.invert_yaxis()

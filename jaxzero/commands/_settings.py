@@ -19,7 +19,8 @@ _MOST_GIGABYTES = 1e6
 class Report:
     """Print the memory per device and the communication per step that `jaxzero train` would need.
 
-    Loads the checkpoint and creates the optimizer state, but does not train.
+    Loads the checkpoint and creates the optimizer state, but does not train. Needs the extra torch;
+    the checkpoint that is taken by default, and plots, need train.
     """
 
     checkpoint: Directory = None
@@ -46,7 +47,8 @@ class Plan:
     """Choose config, micro-batches, rematerialisation and offload for a cluster that is not here.
 
     Nothing is run. With the extra `aot` programs are compiled for the cluster's GPUs, and their
-    memory and time read off; without it plans are ranked by lower bounds alone.
+    memory and time read off; without it plans are ranked by lower bounds alone. Needs the extra
+    torch.
     """
 
     model: Annotated[Path | None, arg(metavar="DIR")] = None
@@ -119,7 +121,7 @@ class Verify:
     """Compare one step with plain JAX on one device: is this run right?
 
     Losses, gradients and updated parameters are compared under bounds that follow from roundings
-    and codecs. It ends with 0 if all holds, and with 1 otherwise.
+    and codecs. It ends with 0 if all holds, and with 1 otherwise. Needs no extra.
     """
 
     function: Annotated[Positional[str], arg(metavar="MODULE:NAME")]
@@ -165,7 +167,7 @@ class Sample:
     """Continue texts with a decoder, and print them as they are written.
 
     How tokens are chosen and where a text ends follows from `generation_config.json`; options
-    replace what the file says.
+    replace what the file says. Needs the extra torch.
     """
 
     directory: Annotated[Positional[Path], arg(metavar="DIR")]
@@ -214,7 +216,10 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Show what a checkpoint holds: of a run here, safetensors, torch.save, FSDP or DeepSpeed."""
+    """Show what a checkpoint holds: of a run here, safetensors, torch.save, FSDP or DeepSpeed.
+
+    Needs the extra torch.
+    """
 
     path: Annotated[Positional[Path], arg(metavar="PATH")]
     """File or directory. Nothing that it pickles is run."""
@@ -231,7 +236,10 @@ class Inspect:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Write a checkpoint in another form: safetensors, torch.save or FSDP (DCP)."""
+    """Write a checkpoint in another form: safetensors, torch.save or FSDP (DCP).
+
+    Needs the extra torch.
+    """
 
     source: Annotated[Positional[Path], arg(metavar="SOURCE")]
     """File or directory, in any form that `jaxzero inspect` shows."""

@@ -7,7 +7,7 @@ from .._mesh import make_mesh
 from .._sharding import ZeroConfig, zero3, zeropp, zeropp4
 from .._zero import Zero
 from ..jobs import choose_devices
-from ._plan import load_job
+from ._job import load_job
 from ._settings import Verify
 
 _PRESETS = {"zero3": zero3, "zeropp": zeropp, "zeropp4": zeropp4}

@@ -150,12 +150,12 @@ class Batches(Iterator[Any]):
         shape = (steps, len(self._rows))
         try:
             rows = _stacked(list(itertools.islice(self._elements, steps * len(self._rows))))
-            made = jax.tree.map(lambda x: spread(x.reshape(*shape, *x.shape[1:])), rows)
+            arrays = jax.tree.map(lambda x: spread(x.reshape(*shape, *x.shape[1:])), rows)
         except BaseException:
             self.close()  # a part of it was read; the next call reads all of it again
             raise
         self._position += steps
-        return made
+        return arrays
 
     def _read_on(self) -> grain.DatasetIterator:
         """Iterate over the elements of this process from the position on, with prefetching."""
@@ -250,16 +250,16 @@ def _check_column(path: str, column: Sequence[np.ndarray]) -> None:
 
 def _described(dataset: grain.MapDataset) -> dict[str, Any]:
     """Describe what can be seen of a dataset's order: the epoch length and the seeds."""
-    nodes, found = [dataset], []
+    nodes, visited = [dataset], []
     while nodes:
         node = nodes.pop()
-        found.append(node)
+        visited.append(node)
         nodes += getattr(node, "parents", ())  # a user-defined dataset may have no parents
     # The epoch before `repeat` is described, so that a run may continue with more repeats.
-    repeats = (node for node in found if type(node).__name__ == "RepeatMapDataset")
+    repeats = (node for node in visited if type(node).__name__ == "RepeatMapDataset")
     repeated = next(repeats, None)
     epoch = dataset if repeated is None else repeated.parents[0]
-    seeds = [getattr(node, "_seed", None) for node in found]
+    seeds = [getattr(node, "_seed", None) for node in visited]
     return {
         "epoch_length": len(epoch),
         "seeds": [int(seed) for seed in seeds if isinstance(seed, int | np.integer)],

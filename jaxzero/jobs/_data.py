@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from .._zero import Zero
 from ._settings import Data, Optimization
@@ -161,6 +160,8 @@ def _read(path: Path) -> str:
 
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from ..data import Batches
 
 
@@ -201,6 +202,8 @@ def open_tokenizer(directory: Path) -> Tokenizer:
             f"There is no `tokenizer.json` in {str(directory)!r}. Save the tokenizer there by "
             "`transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
         )
+    from tokenizers import Tokenizer  # a report of a step needs shapes alone
+
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -326,7 +326,7 @@ class Train:
 
     Takes a BERT checkpoint saved by PyTorch, splits it over all devices, trains it on pairs of
     docstring and function body, and writes metrics, a picture, checkpoints and a PyTorch checkpoint
-    to RUNS/NAME.
+    to RUNS/NAME. Needs the extra train.
     """
 
     checkpoint: Directory = None

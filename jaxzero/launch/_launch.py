@@ -29,10 +29,10 @@ _FLUSH_SECONDS = 5.0  # to write the remaining output
 class Launch:
     """Run a script in several processes on this machine, simulating several hosts.
 
-    The environment of each process has the variables that jaxzero.distributed.initialize() reads.
-    Lines of output are prefixed by the rank of their process. If one process fails, the others get
-    SIGTERM, and SIGKILL after the grace period; so do all processes if the launcher gets SIGTERM
-    or Ctrl-C. A second Ctrl-C kills them at once.
+    Needs no extra. The environment of each process has the variables that
+    jaxzero.distributed.initialize() reads. Lines of output are prefixed by the rank of their
+    process. If one process fails, the others get SIGTERM, and SIGKILL after the grace period; so do
+    all processes if the launcher gets SIGTERM or Ctrl-C. A second Ctrl-C kills them at once.
 
     Exit status of a process, and of the launcher from the first process that failed: 0 done; 2 a
     mistake in the arguments; 74 a file could not be read or written; 75 stopped by SIGTERM after

@@ -1,4 +1,4 @@
-"""`docs/howto/extending.md`: every block runs, is short, and does what the page says."""
+"""`docs/howto/extending*.md`: every block runs, is short, and does what the page says."""
 
 import dataclasses
 import json
@@ -19,10 +19,13 @@ from tests import zoo
 
 pytestmark = pytest.mark.standard_promotion  # optax, Flax
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "extending.md"
+HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
 BLOCKS = {
     title: re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
+    for page in ("extending.md", "extending_checkpoints.md")
+    for title, text in re.findall(
+        r"^## (.+?)\n(.*?)(?=^## |\Z)", (HOWTO / page).read_text(), re.M | re.S
+    )
 }
 
 
@@ -38,7 +41,7 @@ def _run(title: str) -> dict:
     """The names that the only block of a section defines."""
     (code,) = BLOCKS[title]
     names: dict = {"__name__": "extending"}
-    exec(compile(code, f"{PAGE.name}: {title}", "exec"), names)
+    exec(compile(code, f"extending: {title}", "exec"), names)
     return names
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+README = Path(__file__).parents[2] / "README.md"
+DOCS = README.parent / "docs"
 PAGES = (
     "start/first_step.md",
     "howto/fp8.md",
@@ -46,14 +47,15 @@ def _blocks(page: str) -> list[tuple[str, str]]:
     return [(match["comment"] or "", match["code"]) for match in found]
 
 
-def _run(program: str, **environment: str) -> str:
+def _run(program: str, folder: Path | None = None, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, **environment},
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8", **environment},
+        cwd=folder,
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
@@ -74,11 +76,15 @@ def test_every_block_parses(page):
     "page",
     [x if x in SOON else pytest.param(x, marks=pytest.mark.ci) for x in PAGES],
 )
-def test_the_page_runs(page):
+def test_the_page_runs(page, tmp_path):
     program = "\n".join(code for comment, code in _blocks(page) if not comment)
-    printed = _run(program)
+    printed = _run(program, tmp_path)
     shown = re.findall(r"```text\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert not shown or _words("".join(shown)) == _words(printed)
+
+
+def _scripts(page: str) -> list[str]:
+    return [code for comment, code in _blocks(page) if comment == ALONE]
 
 
 @pytest.mark.ci
@@ -86,12 +92,36 @@ def test_the_page_runs(page):
 def test_the_script_of_fsdp2_runs():
     """In one process, as `torchrun` would start it."""
     pytest.importorskip("torch")
-    (script,) = (code for comment, code in _blocks("howto/from_fsdp2.md") if comment == ALONE)
+    (script,) = _scripts("howto/from_fsdp2.md")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}
-    losses = re.findall(r"loss ([\d.]+)", _run(script, **group))
+    _check_learns(_run(script, **group))
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "needs"), [(0, ("flax",)), (1, ("flax", "transformers"))])
+def test_the_first_scripts_run(number, needs, tmp_path):
+    for package in needs:
+        pytest.importorskip(package)
+    _check_learns(_run(_scripts("start/first_step.md")[number], tmp_path))
+
+
+def test_the_first_scripts_are_short_and_the_readme_has_the_same():
+    """A newcomer reads at most 15 lines below the imports, and a line where a stand-in is made."""
+    page = _blocks("start/first_step.md")
+    scripts = [code for _, code in page if code.startswith("import jax, optax")]
+    assert len(scripts) == 3
+    assert scripts == re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    for script in scripts:
+        lines = [line for line in script.splitlines() if line.strip()]
+        assert len([x for x in lines if not x.startswith(("import ", "from "))]) <= 16
+
+
+def _check_learns(printed: str) -> None:
+    losses = re.findall(r"loss ([\d.]+)", printed)
     assert float(losses[-1]) < float(losses[0])
 
 

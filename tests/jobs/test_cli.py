@@ -234,9 +234,32 @@ print(json.dumps([main(command) for command in commands]))
 """
 
 
-def test_a_plan_and_a_report_need_no_loader():
-    """Only training reads data: what the other commands import does not need `grain`."""
-    program = "import sys; sys.modules['grain'] = None; from jaxzero.commands import plan, report"
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        ("train", "train"),
+        ("report", "torch"),
+        ("plan", "torch"),
+        ("verify", None),
+        ("sample", "torch"),
+        ("inspect", "torch"),
+        ("convert", "torch"),
+        ("launch", None),
+    ],
+)
+def test_a_command_imports_no_more_than_the_extra_that_its_help_names(
+    command: str, extra: str | None, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert ("Needs no extra." if extra is None else f"Needs the extra {extra}") in words
+    needed = {"torch": ["flax", "jinja2", "safetensors", "torch", "transformers", "tokenizers"]}
+    needed["train"] = [*needed["torch"], "grain", "matplotlib", "tensorboardX"]
+    others = set(needed["train"]) - set(needed.get(extra or "", ()))
+    room = {"train": "jobs", "launch": "launch"}.get(command, "commands")
+    program = f"import sys\nfor x in {sorted(others)}: sys.modules[x] = None\n"
+    program += f"from jaxzero.{room} import {command}"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -253,6 +276,6 @@ def test_launch_needs_no_extra_and_the_others_name_theirs(tmp_path: Path):
     assert launched == "launched" and json.loads(statuses) == [0, 2, 2, 2, 2, 2]
     errors = " ".join(done.stderr.split())
     assert errors.count("which is not installed. Install it with `pip install -e") == 5
-    for name, extra in {"train": "train", "report": "train", "inspect": "torch"}.items():
+    for name, extra in {"train": "train", "report": "torch", "inspect": "torch"}.items():
         assert f"Error: `{name}` needs the package '" in errors
         assert f'with `pip install -e ".[{extra}]"` in a checkout of jaxzero' in errors

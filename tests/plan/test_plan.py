@@ -140,3 +140,29 @@ def test_nothing_enters_the_only_node():
     params = zero.shard(_params())
     plan = zero.plan(_loss, params, np.ones((8, WIDTH), np.float32))
     assert zero.report(params, plan=plan).traffic.node_bytes == 0
+
+
+def _unrolled(shapes):
+    """The plan of layers with these numbers of hidden units."""
+
+    def loss(layers, x):
+        for layer in layers:
+            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+        return jnp.mean(x)
+
+    layers = [
+        {"up": np.ones((WIDTH, n), np.float32), "down": np.ones((n, WIDTH), np.float32)}
+        for n in shapes
+    ]
+    zero = jz.Zero(jz.make_mesh(2), jz.ZeroConfig(schedule=jz.CommSchedule(bucket_bytes=2**11)))
+    return zero.plan(loss, zero.shard(layers), np.ones((8, WIDTH), np.float32))
+
+
+def test_equal_layers_are_printed_once_and_others_each():
+    few, many = _unrolled([32] * 8), _unrolled([32] * 20)
+    assert len(many.steps) - len(few.steps) == 12 * 6  # two gathers and a reduction of each array
+    assert len(str(many).splitlines()) == len(str(few).splitlines())
+    assert "times more, up to  " in str(many)
+    between = str(_unrolled([32] * 8 + [24] + [32] * 8))
+    (line,) = [x for x in between.splitlines() if "[16, 24]" in x and x.startswith("forward")]
+    assert "8.up" in line

@@ -1,0 +1,42 @@
+"""A training job that a command line names: a Python function that returns its parts."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def load_job(name: str, said: str) -> tuple[Any, Callable[[], Any], Any, Any]:
+    """What the function `MODULE:NAME` returns: a loss, an `init_fn`, a batch, and optionally `tx`.
+
+    Args:
+        name: of the function.
+        said: how the command line names it, for errors.
+    """
+    job = _function(name, said)()
+    if not isinstance(job, tuple) or len(job) not in (3, 4):
+        raise ValueError(
+            f"{said} must return a tuple `(loss_fn, init_fn, batch)`; it returned "
+            f"{type(job).__name__}{f' of {len(job)}' if isinstance(job, tuple) else ''}. A fourth "
+            "entry may be an optax optimizer."
+        )
+    return job if len(job) == 4 else (*job, None)
+
+
+def _function(name: str, said: str) -> Callable[[], Any]:
+    """The function `MODULE:NAME`, also from the working directory."""
+    module, function = name.split(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        job = getattr(importlib.import_module(module), function, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(f"{said}: importing {module} failed: {error}.") from None
+        raise ValueError(f"{said}: {error}. Name a module that Python finds.") from None
+    if not callable(job):
+        raise ValueError(
+            f"{said}: the module {module} has no function {function}. It must return "
+            "`(loss_fn, init_fn, batch)`."
+        )
+    return job

@@ -1,0 +1,37 @@
+"""The devices that a command runs on."""
+
+import contextlib
+from typing import Any
+
+import jax
+
+from .._processes import process_count
+
+_FAKE_DEVICES = 8
+
+
+def choose_devices(num_devices: int | None) -> list[Any]:
+    """Take `num_devices` devices (`jax.Device`) of the default backend.
+
+    On a machine without accelerators the CPU is made to look like several devices. This must be set
+    before JAX starts any backend, so before the backend is known; it changes nothing on a machine
+    with accelerators.
+
+    Raises:
+        ValueError: there are fewer devices than requested.
+    """
+    if jax.config.values["jax_num_cpu_devices"] < 0:  # not set by the user
+        with contextlib.suppress(RuntimeError):  # a backend runs already: take its devices
+            jax.config.update("jax_num_cpu_devices", _fake_devices(num_devices))
+    found = jax.devices()
+    if num_devices is not None and num_devices > len(found):
+        raise ValueError(
+            f"`devices` asks for {num_devices}, JAX sees {len(found)} ({found[0].platform}). Ask "
+            "for at most that many, or run on fake ones with JAX_PLATFORMS=cpu."
+        )
+    return found[:num_devices]
+
+
+def _fake_devices(num_devices: int | None) -> int:
+    """The number of fake devices of this process; one if several processes simulate hosts."""
+    return 1 if process_count() > 1 else num_devices or _FAKE_DEVICES
