@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,9 +30,9 @@ from .._collectives import (
     note_moves,
     reduce_gradient,
 )
-from .._mesh import in_host
+from .._mesh import in_host, is_simulating
 from .._plan import BlockPlan, ShardedParam, View, instructions, instructions_of, pipeline
-from .._program import Barrier, Constant, Operation, Value, movable_ops
+from .._program import Barrier, Constant, Operation, Value, movable_ops, run_plain
 from .buckets import (
     Bind,
     GatherSources,
@@ -115,9 +116,14 @@ class BlockRunner:
 
     def execute(self, listed: Iterable[instructions.Instruction]) -> None:
         """Execute instructions in their order."""
-        for each in listed:
-            with self._region(each.at):
-                self._execute((each,))
+        for is_plain, run in itertools.groupby(listed, self._is_plain):
+            if is_plain:
+                operations = [self.plan.block.operations[each.at] for each in run]
+                self.by_lag[0].update(run_plain(operations, self.read))
+                continue
+            for each in run:
+                with self._region(each.at):
+                    self._execute((each,))
 
     def _execute(self, listed: Iterable[instructions.Instruction]) -> None:
         for each in listed:
@@ -259,6 +265,14 @@ class BlockRunner:
         return self._full[weight, before], after
 
     # Operations.
+
+    def _is_plain(self, each: instructions.Instruction) -> bool:
+        """Whether it runs a plain operation, which applies none to a weight that it reads."""
+        operation = self.plan.block.operations[each.at] if type(each) is instructions.Run else None
+        if operation is None or isinstance(operation, Barrier) or not operation.is_plain:
+            return False
+        views = [self.plan.uses.views[x] for x in operation.inputs if x in self.plan.uses.views]
+        return not is_simulating() and not any(self._full_weight(x)[1] for x in views)
 
     def _run(self, each: instructions.Run) -> None:
         operation = self.plan.block.operations[each.at]

@@ -1,0 +1,78 @@
+"""Put equations that were traced before into the trace under way, without tracing them again.
+
+To bind an equation again (`per_device.bind`) JAX infers the types of its results again. The body of
+a `jit` with `inline=True` it copies into the trace, equation by equation, with the types that they
+have: in less than half of the time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+# An equation, and what its inputs and its outputs are called.
+Named = tuple[Any, Sequence[Any], Sequence[Any]]
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Put equations into the trace under way, in their order.
+
+    Args:
+        equations: each with names of its inputs and outputs: hashable, and another one for each
+            value. An input that no equation before has made is read.
+        read: the array of a name, or a number. It has the type of the variable that it is read for.
+
+    Returns:
+        The outputs of all equations, by name.
+    """
+    atoms: dict[Any, Any] = {}
+    inputs, values, outputs, copies = [], [], {}, []
+    for equation, read_names, made_names in equations:
+        operands = []
+        for var, name in zip(equation.invars, read_names, strict=True):
+            if name not in atoms:
+                value = read(name)
+                if isinstance(var, jex.Literal):
+                    atoms[name] = var
+                elif isinstance(value, _NUMBERS):
+                    atoms[name] = jex.Literal(value, var.aval)
+                else:
+                    atoms[name] = new = jex.Var(var.aval)
+                    inputs.append(new)
+                    values.append(value)
+            operands.append(atoms[name])
+        made = [jex.Var(var.aval) for var in equation.outvars]
+        outputs.update(zip(made_names, made, strict=True))
+        atoms.update(zip(made_names, made, strict=True))
+        copies.append(equation.replace(invars=operands, outvars=made))
+    arrays = _call(inputs, list(outputs.values()), copies, values)
+    return dict(zip(outputs, arrays, strict=True))
+
+
+def _call(inputs: list[Any], outputs: list[Any], equations: list[Any], values: list[Any]) -> Any:
+    """Call a jaxpr of these equations on `values`, inlined."""
+    equation, inline = _a_call()
+    closed, params = equation.params["jaxpr"], equation.params
+    jaxpr = closed.jaxpr.replace(
+        invars=inputs, outvars=outputs, eqns=equations, constvars=[], debug_info=None
+    )
+    per_input = {x: params[x] * len(inputs) for x in ("in_shardings", "in_layouts")}
+    per_output = {x: params[x] * len(outputs) for x in ("out_shardings", "out_layouts")}
+    changed = per_input | per_output | {"donated_invars": (False,) * len(inputs), "inline": inline}
+    return equation.primitive.bind(
+        *values, **{**params, **changed, "jaxpr": jex.ClosedJaxpr(jaxpr, [])}
+    )
+
+
+@functools.cache
+def _a_call() -> tuple[Any, Any]:
+    """An equation that calls a `jit` of one argument and one result; and what inlines it."""
+    traced = jax.make_jaxpr(jax.jit(lambda x: x))(jax.ShapeDtypeStruct((), "float32"))
+    inline: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # from JAX 0.12 on
+    return traced.jaxpr.eqns[0], inline
