@@ -243,6 +243,11 @@ class ReduceSpec:
     hops: tuple[str, ...] = REDUCTION_HOPS
     exact: bool = False
 
+    @functools.cached_property
+    def without_name(self) -> ReduceSpec:
+        """The same reduction of any leaf."""
+        return dataclasses.replace(self, name="")
+
     def scatters(self, axis: str, comm: CommSpec) -> bool:
         """Whether the reduction over `axis` scatters the gradient.
 

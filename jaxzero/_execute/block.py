@@ -24,6 +24,7 @@ from jaxtyping import Array
 from .._collectives import (
     CommSpec,
     EncodedShards,
+    alike_once,
     in_loop,
     in_region,
     labelled,
@@ -75,7 +76,8 @@ def run_block(
     here = runner.by_lag[0]
     here.update({pipeline.shards(x): source for x, source in sources.items()})
     here.update(zip(plan.block.inputs, inputs, strict=True))
-    runner.execute(instructions_of(plan))
+    with alike_once():
+        runner.execute(instructions_of(plan))
     outputs = [runner.output(i, 0) for i in range(len(plan.block.outputs))]
     return outputs, {x: here[pipeline.shards(x)] for x in sources}, runner.updated
 

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
+from .per_device import is_traced
+
 # An equation, and what its inputs and its outputs are called.
 Named = tuple[Any, Sequence[Any], Sequence[Any]]
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -51,23 +53,43 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
         outputs.update(zip(made_names, made, strict=True))
         atoms.update(zip(made_names, made, strict=True))
         copies.append(equation.replace(invars=operands, outvars=made))
-    arrays = _call(inputs, list(outputs.values()), copies, values)
-    return dict(zip(outputs, arrays, strict=True))
+    jaxpr = _a_call()[0].params["jaxpr"].jaxpr.replace(
+        invars=inputs, outvars=list(outputs.values()), eqns=copies, debug_info=None
+    )
+    return dict(zip(outputs, _call(jaxpr, values), strict=True))
 
 
-def _call(inputs: list[Any], outputs: list[Any], equations: list[Any], values: list[Any]) -> Any:
-    """Call a jaxpr of these equations on `values`, inlined."""
+class Recording:
+    """A function as it was traced on arrays of some types. It can be put into any other trace.
+
+    Attributes:
+        is_closed: whether it reads no array of the trace that it was recorded in.
+    """
+
+    def __init__(self, function: Callable[..., Any], arrays: Sequence[Any]):
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(jax.typeof, arrays))
+        jaxpr = closed.jaxpr
+        self._treedef = jax.tree.structure(shapes)
+        self._constants = list(closed.consts)
+        self._jaxpr = jaxpr.replace(
+            invars=[*jaxpr.constvars, *jaxpr.invars], constvars=[], debug_info=None
+        )
+        self.is_closed = not any(map(is_traced, self._constants))
+
+    def put(self, arrays: Sequence[Any]) -> Any:
+        """What the function returns for other arrays of the same types."""
+        outputs = _call(self._jaxpr, [*self._constants, *arrays])
+        return jax.tree.unflatten(self._treedef, outputs)
+
+
+def _call(jaxpr: Any, values: list[Any]) -> Any:
+    """Call a jaxpr without constants, inlined."""
     equation, inline = _a_call()
-    closed, params = equation.params["jaxpr"], equation.params
-    jaxpr = closed.jaxpr.replace(
-        invars=inputs, outvars=outputs, eqns=equations, constvars=[], debug_info=None
-    )
-    per_input = {x: params[x] * len(inputs) for x in ("in_shardings", "in_layouts")}
-    per_output = {x: params[x] * len(outputs) for x in ("out_shardings", "out_layouts")}
-    changed = per_input | per_output | {"donated_invars": (False,) * len(inputs), "inline": inline}
-    return equation.primitive.bind(
-        *values, **{**params, **changed, "jaxpr": jex.ClosedJaxpr(jaxpr, [])}
-    )
+    num, params = len(values), equation.params
+    per_input = {x: params[x] * num for x in ("in_shardings", "in_layouts", "donated_invars")}
+    per_output = {x: params[x] * len(jaxpr.outvars) for x in ("out_shardings", "out_layouts")}
+    changed = {**per_input, **per_output, "inline": inline, "jaxpr": jex.ClosedJaxpr(jaxpr, [])}
+    return equation.primitive.bind(*values, **{**params, **changed})
 
 
 @functools.cache
