@@ -26,6 +26,7 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jaxtyping import Array, Int32
 
+from .emission import Recording
 from .mesh_kinds import LOCAL, NODE
 from .per_device import (
     CALLS,
@@ -250,9 +251,17 @@ def _read(token: Token, arrays: Sequence[Any]) -> Token:
     By `minimum`, not by `&`: an array may be a known zero, such as a bucket of gradients before the
     first iteration, and XLA would then know the result.
     """
+
+    def read(token: Token, x: Any) -> Token:
+        return jnp.minimum(token, (x[(0,) * x.ndim] != 0).astype(token.dtype))
+
+    recordings: dict[Any, Recording] = {}  # an unrolled program has hundreds of equal types
     for x in arrays:
         if x.size and jnp.issubdtype(x.dtype, jnp.number):
-            token = jnp.minimum(token, (x[(0,) * x.ndim] != 0).astype(token.dtype))
+            kind = jax.typeof(x)
+            if kind not in recordings:
+                recordings[kind] = Recording(read, [token, x])
+            token = recordings[kind].put([token, x])
     return token
 
 

@@ -220,6 +220,7 @@ def _with_mesh_context(mesh: Any, closed: Any) -> Any:
     return rewrite(closed, change)
 
 
+_JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -325,6 +326,8 @@ def _rewrite_inside(equation: Any, change: Callable[[Any], Any]) -> Any:
     for name, param in equation.params.items():
         several = isinstance(param, tuple)
         before = param if several else (param,)
+        if not any(map(_is_jaxpr, before)):
+            continue
         after = [rewrite(x, change) if _is_jaxpr(x) else x for x in before]
         if any(x is not y for x, y in zip(before, after, strict=True)):
             new[name] = _like(param, after) if several else after[0]
@@ -337,7 +340,7 @@ def _like(old: tuple, items: list[Any]) -> tuple:
 
 
 def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)
+    return isinstance(x, _JAXPRS)
 
 
 def is_traced(x: Any) -> bool:
