@@ -31,9 +31,9 @@ from .._collectives import (
     note_moves,
     reduce_gradient,
 )
-from .._mesh import in_host, is_simulating
+from .._mesh import emit, in_host, is_simulating
 from .._plan import BlockPlan, ShardedParam, View, instructions, instructions_of, pipeline
-from .._program import Barrier, Constant, Operation, Value, movable_ops, run_plain
+from .._program import Barrier, Constant, Operation, Value, movable_ops
 from .buckets import (
     Bind,
     GatherSources,
@@ -120,8 +120,9 @@ class BlockRunner:
         """Execute instructions in their order."""
         for is_plain, run in itertools.groupby(listed, self._is_plain):
             if is_plain:
-                operations = [self.plan.block.operations[each.at] for each in run]
-                self.by_lag[0].update(run_plain(operations, self.read))
+                operations = (self.plan.block.operations[each.at] for each in run)
+                equations = ((x.equation, x.inputs, x.outputs) for x in operations)
+                self.by_lag[0].update(emit(equations, self.read))
                 continue
             for each in run:
                 with self._region(each.at):
@@ -270,11 +271,13 @@ class BlockRunner:
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
         """Whether it runs a plain operation, which applies none to a weight that it reads."""
-        operation = self.plan.block.operations[each.at] if type(each) is instructions.Run else None
-        if operation is None or isinstance(operation, Barrier) or not operation.is_plain:
+        if type(each) is not instructions.Run or is_simulating():
             return False
-        views = [self.plan.uses.views[x] for x in operation.inputs if x in self.plan.uses.views]
-        return not is_simulating() and not any(self._full_weight(x)[1] for x in views)
+        operation, views = self.plan.block.operations[each.at], self.plan.uses.views
+        if not operation.is_plain:
+            return False
+        read = () if views.keys().isdisjoint(operation.inputs) else operation.inputs
+        return not any(x in views and self._full_weight(views[x])[1] for x in read)
 
     def _run(self, each: instructions.Run) -> None:
         operation = self.plan.block.operations[each.at]
@@ -302,21 +305,11 @@ class BlockRunner:
         self.by_lag[0].update(zip(made, outputs, strict=True))
 
     def _run_on_shards(self, each: instructions.RunOnShards) -> None:
-        """Run an operation that the plan moved after a reduction, on the reduced shards."""
         operation = self.plan.block.operations[each.operation]
-        there, layout = self.by_lag[each.lag], self.plan.gradients.on_shards[each.operation]
-        op, source = operation.view(), operation.source
-        if source is None:  # an addition
-            terms = (self.read(atom, each.lag) for atom in operation.inputs)
-            there[operation.outputs[0]] = jax.tree.map(_add, *terms)
-            return
-        x = self.read(source, each.lag)
-        if not isinstance(op, movable_ops.ConvertDtype):
-            # Sums stay in `accumulator_dtype`; the mean is cast at the end of the step.
-            assert op is not None
-            run = functools.partial(movable_ops.apply_on_shard, (op,))
-            x = jax.tree.map(lambda x: run(x, layout, source.shape), x)  # pyright: ignore
-        there[operation.outputs[0]] = x
+        terms = operation.inputs if operation.source is None else [operation.source]
+        arrays = [self.read(x, each.lag) for x in terms]
+        there = self.by_lag[each.lag]
+        there[operation.outputs[0]] = self.gradients.on_shards(each.operation, arrays)
 
     def _zeros(self, each: instructions.Zeros) -> None:
         spec = self.plan.gradients.reduces[each.value]
@@ -403,9 +396,3 @@ _HANDLERS: dict[type[instructions.Instruction], Callable[[BlockRunner, Any], Non
     instructions.Finish: BlockRunner._finish,
     instructions.Store: BlockRunner._store,
 }
-
-
-def _add(x: Array, y: Array) -> Array:
-    """Add in the wider of the two dtypes, since each term was reduced in a dtype of its own."""
-    dtype = jnp.promote_types(x.dtype, y.dtype)
-    return x.astype(dtype) + y.astype(dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -248,6 +249,29 @@ class GradientBuckets:
             gradients[value] = rounded_mean(x, self.plan.means[value].dtype) if is_mean else x
         return gradients
 
+    def on_shards(self, index: int, arrays: Sequence[Any]) -> Any:
+        """Run an operation that the plan moved after a reduction, on the reduced shards.
+
+        Args:
+            index: of the operation.
+            arrays: what it reads: its source, or the terms of an addition.
+        """
+        operation = self.plan.block.operations[index]
+        op, layout, source = (
+            operation.view(),
+            self.plan.gradients.on_shards[index],
+            operation.source,
+        )
+        if source is None:
+            return jax.tree.map(_add, *arrays)
+        (x,) = arrays
+        if isinstance(op, movable_ops.ConvertDtype):
+            # Sums stay in `accumulator_dtype`; the mean is cast at the end of the step.
+            return x
+        assert op is not None
+        run = functools.partial(movable_ops.apply_on_shard, (op,))
+        return jax.tree.map(lambda x: run(x, layout, source.shape), x)  # pyright: ignore
+
     def zeros(self, value: Value, spec: ReduceSpec) -> Sum:
         """The reduced shard of a gradient that is zero, for which nothing is sent."""
         shape = list(spec.layout.pad_shape(value.shape))
@@ -261,3 +285,9 @@ class GradientBuckets:
     def specs(self, number: int) -> list[ReduceSpec]:
         """The reduction of each gradient of a group."""
         return [self.plan.gradients.reduces[x] for x in self.plan.reduce_groups[number].values]
+
+
+def _add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Add in the wider of the two dtypes, since each term was reduced in a dtype of its own."""
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    return x.astype(dtype) + y.astype(dtype)

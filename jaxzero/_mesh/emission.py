@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from .per_device import is_traced
+from .per_device import is_traced, with_inputs_alone
 
 # An equation, and what its inputs and its outputs are called.
 Named = tuple[Any, Sequence[Any], Sequence[Any]]
@@ -53,9 +53,8 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
         outputs.update(zip(made_names, made, strict=True))
         atoms.update(zip(made_names, made, strict=True))
         copies.append(equation.replace(invars=operands, outvars=made))
-    jaxpr = _a_call()[0].params["jaxpr"].jaxpr.replace(
-        invars=inputs, outvars=list(outputs.values()), eqns=copies, debug_info=None
-    )
+    jaxpr = _a_call()[0].params["jaxpr"].jaxpr
+    jaxpr = jaxpr.replace(invars=inputs, outvars=list(outputs.values()), eqns=copies)
     return dict(zip(outputs, _call(jaxpr, values), strict=True))
 
 
@@ -71,9 +70,7 @@ class Recording:
         jaxpr = closed.jaxpr
         self._treedef = jax.tree.structure(shapes)
         self._constants = list(closed.consts)
-        self._jaxpr = jaxpr.replace(
-            invars=[*jaxpr.constvars, *jaxpr.invars], constvars=[], debug_info=None
-        )
+        self._jaxpr = with_inputs_alone(jaxpr)
         self.is_closed = not any(map(is_traced, self._constants))
 
     def put(self, arrays: Sequence[Any]) -> Any:
@@ -97,4 +94,8 @@ def _a_call() -> tuple[Any, Any]:
     """An equation that calls a `jit` of one argument and one result; and what inlines it."""
     traced = jax.make_jaxpr(jax.jit(lambda x: x))(jax.ShapeDtypeStruct((), "float32"))
     inline: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # from JAX 0.12 on
-    return traced.jaxpr.eqns[0], inline
+    (equation,) = traced.jaxpr.eqns
+    called = equation.params["jaxpr"]
+    jaxpr = with_inputs_alone(called.jaxpr)
+    params = {**equation.params, "jaxpr": called.replace(jaxpr=jaxpr)}
+    return equation.replace(params=params), inline

@@ -166,6 +166,13 @@ batching.primitive_batchers[_without_refs_p] = _run_batched
 mlir.register_lowering(_without_refs_p, mlir.lower_fun(_run))
 
 
+def with_inputs_alone(jaxpr: Any) -> Any:
+    """A jaxpr that takes its constants as its first inputs."""
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    return jaxpr.replace(constvars=[], invars=inputs, debug_info=unnamed)
+
+
 # Takes the place of a program with results of these types.
 _results_p = Primitive("results")
 _results_p.multiple_results = True
@@ -187,7 +194,7 @@ def _as_one_call(closed: Any, leaves: list[Any]) -> Any:
     outer = jax.make_jaxpr(call)([*map(bare, closed.consts)], [*map(bare, leaves)])
     # The jaxpr takes the place of what was traced: to trace it again would take longer than the
     # trace of the user's function.
-    inner = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    inner = with_inputs_alone(jaxpr)
     (equation,) = outer.jaxpr.eqns
     params = {**equation.params, "jaxpr": equation.params["jaxpr"].replace(jaxpr=inner)}
     equation = equation.replace(params=params, effects=jaxpr.effects)
@@ -287,7 +294,7 @@ def appended(first: Any, second: Any, read: Sequence[Any]) -> Any:
         outvars=[*renamed(two.outvars), *one.outvars],
         eqns=[*one.eqns, *equations],
         effects=one.effects | two.effects,
-        debug_info=None,
+        debug_info=one.debug_info.with_unknown_names(),
     )
     return jex.ClosedJaxpr(jaxpr, [*first.consts, *second.consts])
 

@@ -18,7 +18,6 @@ from .ir import Constant as Constant
 from .ir import Loop as Loop
 from .ir import Operation as Operation
 from .ir import Value as Value
-from .ir import run_plain as run_plain
 from .ir import exchanged_or_effect as exchanged_or_effect
 from .ir import exchanges as exchanges
 from .ir import is_mutable as is_mutable

@@ -23,7 +23,6 @@ from .._mesh import (
     EXCHANGES,
     NAMING_ONLY,
     bind,
-    emit,
     equations_inside,
     exchange_in_turn,
     in_host,
@@ -36,6 +35,7 @@ from .._warnings import is_of_user
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import movable_ops
 
+_MOVES = {"device_put", "optimization_barrier", *EXCHANGES}
 _ELEMENTWISE = {"neg", "reduce_precision"}
 ADDITIONS = ("add", "add_any")  # of the user, and of differentiation
 
@@ -115,8 +115,8 @@ class Operation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `bind` does nothing but apply the primitive: see `run_plain`."""
-        return not (self.equation.effects or self.name in ("device_put", *EXCHANGES))
+        """Whether its equation may be copied as it is: no barrier, collective or other effect."""
+        return not (self.equation.effects or self.name in _MOVES)
 
     def reading(self, others: Mapping[Any, Atom]) -> Operation:
         """This operation with other inputs in place of some."""
@@ -170,21 +170,6 @@ class Operation:
     @functools.cached_property
     def _op(self) -> movable_ops.Op | None:
         return _view(self)
-
-
-def run_plain(
-    operations: Sequence[Operation], read: Callable[[Atom], Any]
-) -> dict[Value, Any]:
-    """Run plain operations in their order, in less time than `bind` takes for each.
-
-    Args:
-        operations: those that are plain (`Operation.is_plain`), of a program that is not simulated.
-        read: the array or number of an input that none of them makes.
-
-    Returns:
-        What they make.
-    """
-    return emit(((x.equation, x.inputs, x.outputs) for x in operations), read)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -60,8 +60,8 @@ class Programs:
             out_shardings: a sharding for each array that is returned, or one for all; None leaves
                 them to the compiler.
         """
-        # Where a trace calls it, all that it does is trace, which makes so many objects that Python's
-        # collector takes a fifth of the time. Most are garbage when it is done.
+        # Where a trace calls it, all that it does is trace, which makes so many objects that
+        # Python's collector takes a fifth of the time. Most are garbage when it is done.
         tracing = is_tracing() or any(map(is_traced, jax.tree.leaves(args)))
         with jax.disable_jit(False), without_gc() if tracing else nullcontext():
             return self.ready(program, *args, out_shardings=out_shardings)(*args)
