@@ -17,7 +17,7 @@ import numpy as np
 
 from .._mesh import Recording, is_simulating, is_traced
 from .comm_spec import CommSpec, ReduceSpec
-from .ledger import Transfer, note_again, noted
+from .ledger import Transfer, current_ledger, note_again, noted
 
 _Known = dict[Any, tuple[Recording, list[Transfer]] | None]
 _known: contextvars.ContextVar[_Known | None] = contextvars.ContextVar(
@@ -49,7 +49,7 @@ def for_alike(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     leaves, treedef = jax.tree.flatten(args)
     numbers = [i for i, x in enumerate(leaves) if _is_array(x)]
-    key = function, treedef, tuple(map(_kind, leaves))
+    key = function, treedef, tuple(map(_kind, leaves)), current_ledger() is None
     arrays = [leaves[i] for i in numbers]
     if key not in known:
 
