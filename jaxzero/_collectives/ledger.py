@@ -265,7 +265,9 @@ def noted() -> Iterator[list[Transfer]]:
 def note_again(transfers: Sequence[Transfer]) -> None:
     """Record collectives that `noted` has listed, with the label of this context."""
     ledger, (purpose, names) = _ledger.get(), _label.get()
-    for x in transfers if ledger else ():
+    if ledger is None:
+        return
+    for x in transfers:
         parts = tuple((names[int(number)], size) for number, size in x.parts)
         name = names[int(x.name)]
         ledger.transfers.append(dataclasses.replace(x, purpose=purpose, name=name, parts=parts))

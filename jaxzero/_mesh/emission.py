@@ -93,7 +93,8 @@ def _call(jaxpr: Any, values: list[Any]) -> Any:
 def _a_call() -> tuple[Any, Any]:
     """An equation that calls a `jit` of one argument and one result; and what inlines it."""
     traced = jax.make_jaxpr(jax.jit(lambda x: x))(jax.ShapeDtypeStruct((), "float32"))
-    inline: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # from JAX 0.12 on
+    kinds: Any = getattr(jax, "Inline", None)  # from JAX 0.12 on
+    inline = True if kinds is None else kinds.JAX_EARLY
     (equation,) = traced.jaxpr.eqns
     called = equation.params["jaxpr"]
     jaxpr = with_inputs_alone(called.jaxpr)
