@@ -39,15 +39,16 @@ def _layer(x, w):
     return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
 
 
-def _loss(params, x):
-    for w in params:
-        x = jax.checkpoint(_layer)(x, w)
-    return jnp.mean(x**2)
-
-
 def _seconds(transform, params, x) -> float:
-    """The CPU time to trace a new function, of which JAX has nothing cached."""
-    step = jax.jit(transform(lambda params, x: _loss(params, x)))
+    """The CPU time to trace a function of new layers, of which JAX has nothing cached."""
+    layer = jax.checkpoint(lambda x, w: _layer(x, w))
+
+    def loss(params, x):
+        for w in params:
+            x = layer(x, w)
+        return jnp.mean(x**2)
+
+    step = jax.jit(transform(loss))
     start = time.process_time()
     step.trace(params, x)
     return time.process_time() - start
