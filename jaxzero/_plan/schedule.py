@@ -102,9 +102,8 @@ def _plan_block(
     holding = limit_held(schedule) if unchanged else schedule
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule, holding)
     layers = _body_of(gathers) if in_loop and not unchanged else None
-    reduces = find_reduce_groups(
-        block, gradients, zeros, schedule, axes, repeats, layers.num_layers if layers else 1
-    )
+    num_layers = layers.num_layers if layers else 1
+    reduces = find_reduce_groups(block, gradients, zeros, schedule, axes, repeats, num_layers)
     groups = _grouped(gathers, loops, schedule, layers)
     first_tie = largest_input(block, uses, unchanged | gradients.sums.keys()) if in_loop else None
     ties = find_ties(block, uses, gradients, boundary, first_tie if unchanged else None)
@@ -120,9 +119,8 @@ def _plan_block(
         is_prefetched = number < num_prefetched
         if is_prefetched:  # sent for a later layer, beside the last groups of this one
             at = groups[len(groups) - num_prefetched + number][0].at
-            issues = (at,) * (len(gather_axes) - 1) + (
-                max(at, peaks.get(0, NO_PEAK).gather_after or 0),
-            )
+            last = max(at, peaks.get(0, NO_PEAK).gather_after or 0)
+            issues = *((at,) * (len(gather_axes) - 1)), last
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
         if not in_loop:
             issues = _around_peaks(issues, gathers[0].at, peaks)
