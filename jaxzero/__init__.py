@@ -34,11 +34,13 @@ from ._sharding import ErrorFeedback as ErrorFeedback
 from ._sharding import HpZ as HpZ
 from ._sharding import Offload as Offload
 from ._sharding import PerAxis as PerAxis
+from ._sharding import Stages as Stages
 from ._sharding import WeightDelta as WeightDelta
 from ._sharding import ZeroConfig as ZeroConfig
 from ._sharding import compiler_options as compiler_options
 from ._sharding import ddp as ddp
 from ._sharding import hsdp as hsdp
+from ._sharding import pipeline as pipeline
 from ._sharding import zero3 as zero3
 from ._sharding import zeropp as zeropp
 from ._sharding import zeropp4 as zeropp4

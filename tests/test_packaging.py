@@ -55,10 +55,10 @@ def test_the_public_face_is_small_and_explicit():
         for alias in node.names:
             assert alias.asname == alias.name, f"Write `{alias.name} as {alias.name}`."
             names.append(alias.name)
-    # 8 codecs and what places them, 5 presets and their parts, `Zero`, SimiGrad's 4, the 4 of
+    # 8 codecs and what places them, 6 presets and their parts, `Zero`, SimiGrad's 4, the 4 of
     # local steps, the 3 of the planner and `compile_for`, the schedule of freezing, `reshard` with
     # its report, which is to be read before anything is sent, and a warning to be filtered by name.
-    assert len(names) <= 41, f"{len(names)} public names: the API is too big."
+    assert len(names) <= 43, f"{len(names)} public names: the API is too big."
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))

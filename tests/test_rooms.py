@@ -33,7 +33,7 @@ FLOORS = [
     ["jaxzero._codecs", "jaxzero._mesh", "jaxzero.launch", "jaxzero.models"],
     ["jaxzero._sharding"],
     ["jaxzero._collectives", "jaxzero._program", "jaxzero._simigrad", "jaxzero.distributed"],
-    ["jaxzero._plan", "jaxzero._windowed_update"],
+    ["jaxzero._plan", "jaxzero._stages", "jaxzero._windowed_update"],
     ["jaxzero._execute", "jaxzero._local_steps", "jaxzero._report"],
     ["jaxzero._verify"],
     ["jaxzero._zero"],

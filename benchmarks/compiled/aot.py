@@ -31,46 +31,21 @@ import tyro
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxzero as jz
-from benchmarks.shared import _gspmd, _linen_llama, _llama
-from benchmarks.shared._llama import LlamaSize
+from benchmarks.shared import _gspmd
+from benchmarks.shared._models import Model, ModelName, in_form
 from benchmarks.shared._rows import append_row, is_current, read_rows
 from jaxzero._hlo import Rates, parse, timeline
 from jaxzero._xla_of_jax import IS_BEFORE_0_11
 
 from ._h200 import h200_mesh
 
-Model = Literal[
-    "7b",
-    "7b-unrolled",
-    "1b",
-    "1b-unrolled",
-    "moe",
-    "mamba",
-    "70b",
-    "70b-unrolled",
-    "tiny",
-    "tiny-unrolled",
+Variant = Literal[
+    "gspmd", "gspmd-by-hand", "zero3", "zero3-slices", "zeropp", "zeropp4", "pipeline"
 ]
-Variant = Literal["gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"]
 
-_LARGE = LlamaSize(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
-_TINY_LLAMA = LlamaSize(layers=22, width=2048, hidden=5632, kv_heads=4)
-_TINY = LlamaSize(layers=4, width=256, hidden=512, heads=4, vocabulary=512)
-SIZES: dict[Model, LlamaSize] = {
-    "7b": LlamaSize(),
-    "7b-unrolled": LlamaSize(unrolled=True),
-    "1b": _TINY_LLAMA,
-    "1b-unrolled": dataclasses.replace(_TINY_LLAMA, unrolled=True),
-    "moe": LlamaSize(layers=16, width=2048, hidden=4096, heads=16, kv_heads=4, experts=8),
-    "mamba": LlamaSize(layers=64, width=2560, hidden=5120, vocabulary=50280, state=16),
-    "70b": _LARGE,
-    "70b-unrolled": dataclasses.replace(_LARGE, unrolled=True),
-    "tiny": _TINY,
-    "tiny-unrolled": dataclasses.replace(_TINY, unrolled=True),
-}
-_FORMS = {"plain": _llama, "linen": _linen_llama}
 LINKS = (400e9, 50e9, 12.5e9)  # bytes a second that enter a node
-_CODE = ("jaxzero", "benchmarks/shared")  # what a row depends on, of `--resume`
+_SLOW_LINK = 1.25e9
+_CODE = ("jaxzero", "benchmarks/shared")  # what a row depends on, of `--resume`; GSPMD's the last
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _OURS = jz.compiler_options("cuda")
@@ -106,12 +81,12 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
 
 
 def main(
-    model: Model = "7b",
+    model: ModelName = "7b",
     variants: Sequence[Variant] = ("gspmd", "gspmd-by-hand", "zero3", "zeropp", "zeropp4"),
     nodes: int = 2,
     local: int = 8,
-    batch: int = 32,
-    tokens: int = 2048,
+    batch: int | None = None,
+    tokens: int | None = None,
     schedule: jz.CommSchedule = jz.CommSchedule(),  # noqa: B008
     options: Sequence[str] = (),
     durations: bool = False,
@@ -123,19 +98,20 @@ def main(
     """Compile, read, and append a row for each variant and set of XLA options.
 
     Args:
-        model: which.
+        model: in `benchmarks.shared._models`.
         variants: of the program.
         nodes: of the mesh.
         local: devices of a node.
-        batch: sequences of a step, over all devices.
-        tokens: of each sequence.
+        batch: rows of a step, over all devices. None: as many as the model has by default.
+        tokens: of each row; of an image the pixels on a side. None: likewise.
         schedule: of jaxzero's variants.
         options: names in `OPTION_SETS` to compile each variant with. If empty, all of them for
             `gspmd-by-hand`, XLA's defaults for `gspmd`, jaxzero's for its own variants.
         durations: compile twice, the second time with predicted durations (`jz.compile_for`) at
             50 GB/s into a node. Times to compile are of both.
         form: how the model is written: as `_llama`, or in Flax Linen (scanned and dense only).
-        microbatches: that the rows of a device are cut into (jaxzero's variants only).
+        microbatches: that the rows of a device are cut into (jaxzero's variants only); with
+            `pipeline`, of which each node is a stage, between one and 2 S - 1 are in flight.
         resume: leave out programs that have a row of the same code and version of JAX.
         keep_hlo: a folder for the compiled programs.
 
@@ -149,9 +125,9 @@ def main(
         )
     mesh = h200_mesh(nodes, local)
     cluster = jz.Cluster(nodes=nodes, local=local, device="h200") if durations else None
-    size = SIZES[model]
-    struct = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
-    run = dict(nodes=nodes, local=local, batch=batch, tokens=tokens, microbatches=microbatches)
+    written = in_form(model, form)
+    rows, size = batch or written.rows, tokens or written.size
+    run = dict(nodes=nodes, local=local, batch=rows, tokens=size, microbatches=microbatches)
     for variant in variants:
         ours = not variant.startswith("gspmd")
         step = {
@@ -166,7 +142,7 @@ def main(
         missing = [each for each in programs if not (resume and _has_row(each))]
         if not missing:
             continue
-        args = variant, size, mesh, struct, schedule, form, microbatches
+        args = variant, written, mesh, written.batch(rows, size), schedule, microbatches
         lowered, lower_seconds = _timed("lower", lambda args=args: lowered_step(*args))
         for program in missing:
             chosen = OPTION_SETS[program["option_set"]]
@@ -180,7 +156,7 @@ def main(
                 "aot",
                 {
                     **program,
-                    "parameters": _llama.num_parameters(size),
+                    "parameters": written.num_parameters,
                     "compiler_options": chosen,
                     **(figures if ours else _figures_if_priced)(compiled, text, local),
                     **lower_seconds,
@@ -201,7 +177,7 @@ def _has_row(program: dict[str, Any]) -> bool:
     return any(
         wanted <= row["results"].items()
         and row["versions"]["jax"] == jax.__version__
-        and is_current(row, *_CODE)
+        and is_current(row, *_CODE[program["variant"].startswith("gspmd") :])
         for row in read_rows("aot")
     )
 
@@ -231,42 +207,55 @@ def _compiled(
 
 def lowered_step(
     variant: Variant,
-    size: LlamaSize,
+    model: Model,
     mesh: jax.sharding.Mesh,
-    tokens: Any,
+    batch: Any,
     schedule: jz.CommSchedule,
-    form: Literal["plain", "linen"] = "plain",
     microbatches: int = 1,
 ) -> Any:
     """One step's loss and gradients, split as the parameters are."""
-    written = _FORMS[form]
-    loss, init = functools.partial(written.loss, size), functools.partial(written.init, size)
     if variant.startswith("gspmd"):
         if microbatches > 1:
             raise ValueError(
                 f"`microbatches` must be 1 for {variant!r}, which has none; got {microbatches}. "
                 "Leave it out, or compile jaxzero's variants only."
             )
-        params = jax.eval_shape(init, jax.random.key(0))
-        split = _gspmd.shardings(params, mesh)
-        params = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), params, split)
-        rows = NamedSharding(mesh, jz.Zero(mesh).batch_spec)
-        if variant == "gspmd-by-hand":
-            loss = functools.partial(
-                loss, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows)
-            )
-        whole = NamedSharding(mesh, PartitionSpec())
-        tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=rows)
-        step = jax.jit(jax.value_and_grad(loss), out_shardings=(whole, split))
-        return step.lower(params, tokens)
-    config = dataclasses.replace(getattr(jz, variant)(), schedule=schedule)
+        return _lowered_gspmd(model, mesh, batch, by_hand=variant == "gspmd-by-hand")
+    config = dataclasses.replace(_config(variant, microbatches), schedule=schedule)
     zero = jz.Zero(mesh, config)
-    params = zero.abstract(init, jax.random.key(0))
+    key = jax.random.key(0)
+    params = zero.abstract(model.init, key)
+    frozen = () if model.frozen is None else (zero.abstract(model.frozen, key),)
     state = {}
     if config.needs_wire_state:
         state["wire_state"] = jax.eval_shape(zero.init_wire_state, params)
-    step = zero.value_and_grad(loss, microbatches=microbatches)
-    return jax.jit(step).lower(params, tokens, **state)
+    step = zero.value_and_grad(model.per_device or model.loss, microbatches=microbatches)
+    return jax.jit(step).lower(params, *frozen, batch, **state)
+
+
+def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
+    if variant == "pipeline":
+        return jz.pipeline(microbatches)
+    if variant == "zero3-slices":
+        return jz.zero3(hpz=jz.HpZ(codec=jz.Cast(jnp.bfloat16)))
+    return getattr(jz, variant)()
+
+
+def _lowered_gspmd(model: Model, mesh: jax.sharding.Mesh, batch: Any, *, by_hand: bool) -> Any:
+    """The step with GSPMD, `by_hand` with sharding constraints on activations."""
+    rows = NamedSharding(mesh, jz.Zero(mesh).batch_spec)
+    loss = model.loss
+    if by_hand:
+        loss = functools.partial(
+            loss, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows)
+        )
+    trees = [jax.eval_shape(make, jax.random.key(0)) for make in (model.init, model.frozen) if make]
+    split = [_gspmd.shardings(tree, mesh) for tree in trees]
+    args = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), trees, split)
+    batch = jax.tree.map(lambda x: x.update(sharding=rows), batch)
+    whole = NamedSharding(mesh, PartitionSpec())
+    step = jax.jit(jax.value_and_grad(loss), out_shardings=(whole, split[0]))
+    return step.lower(*args, batch)
 
 
 def _user_seconds() -> float:
@@ -279,7 +268,8 @@ def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     rates = Rates(num_local=local)
     program = parse(text)
-    lines = {node: timeline(program, dataclasses.replace(rates, node=node)) for node in LINKS}
+    links = (*LINKS, _SLOW_LINK)
+    lines = {node: timeline(program, dataclasses.replace(rates, node=node)) for node in links}
     line = lines[rates.node]  # what is counted, and not predicted, is the same on all links
     return {
         "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 3),

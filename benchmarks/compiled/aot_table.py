@@ -18,20 +18,11 @@ import tyro
 from matplotlib.figure import Figure
 
 import jaxzero as jz
+from benchmarks.shared._models import MODELS, in_form
 from benchmarks.shared._rows import RESULTS, read_rows
 
 from .aot import LINKS
 
-_MODELS = {
-    "7b": "Llama-7B, scanned",
-    "7b-unrolled": "Llama-7B, unrolled",
-    "1b": "Llama-1.1B, scanned",
-    "1b-unrolled": "Llama-1.1B, unrolled",
-    "moe": "3.5B, 8 experts, scanned",
-    "mamba": "Mamba-2.8B, scanned",
-    "70b": "Llama-70B, scanned",
-    "70b-unrolled": "Llama-70B, unrolled",
-}
 _PRESETS = ("zero3", "zeropp", "zeropp4")
 _LINKS = [f"{link / 1e9:g} GB/s" for link in LINKS]
 _PROGRAM = ("model", "form", "nodes", "local", "batch", "tokens")
@@ -60,7 +51,7 @@ class Comparison:
 
 
 def comparisons(rows: Iterable[Mapping[str, Any]]) -> list[Comparison]:
-    """Compare the newest rows of each program with the best GSPMD, in the order of `_MODELS`.
+    """Compare the newest rows of each program with the best GSPMD, in the order of `MODELS`.
 
     Args:
         rows: `results` of rows of `aot`. Those without a set of options or a predicted step, with a
@@ -74,7 +65,7 @@ def comparisons(rows: Iterable[Mapping[str, Any]]) -> list[Comparison]:
         if plain and {"option_set", "predicted"} <= row.keys() and not row["durations"]:
             program = tuple(row[name] for name in _PROGRAM)
             newest.setdefault(program, {})[row["variant"], row["option_set"]] = row
-    order = list(_MODELS)
+    order = list(MODELS)
     known = sorted((x for x in newest if x[0] in order), key=lambda x: (order.index(x[0]), -x[2]))
     found = ((_label(program), newest[program].values()) for program in known)
     every = [
@@ -89,9 +80,9 @@ def comparisons(rows: Iterable[Mapping[str, Any]]) -> list[Comparison]:
 
 
 def _label(program: Sequence[Any]) -> str:
-    model, form, nodes, local, batch, tokens = program
-    written = ", Flax Linen" if form == "linen" else ""
-    return f"{_MODELS[model]}{written}, {nodes} x {local}, {batch} x {tokens} tokens"
+    name, form, nodes, local, batch, tokens = program
+    model = in_form(name, form)
+    return f"{model.label}, {nodes} x {local}, {model.rows_of.format(rows=batch, size=tokens)}"
 
 
 def _best(rows: Iterable[Mapping[str, Any]], variant: str) -> dict[str, Best]:

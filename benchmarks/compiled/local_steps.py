@@ -25,12 +25,12 @@ import tyro
 
 import jaxzero as jz
 from benchmarks.shared import _llama
+from benchmarks.shared._models import SIZES, LlamaName
 from benchmarks.shared._rows import append_row
 from jaxzero._hlo import Rates, timeline
 
 from ._h200 import h200_mesh
 from ._spans import crossings, num_asynchronous
-from .aot import SIZES, Model
 
 Preset = Literal["hsdp", "zero3", "zeropp"]
 
@@ -51,7 +51,7 @@ class Settings:
         bits: of a pseudo-gradient: 4, 8, or 32 without a codec.
     """
 
-    model: Model = "7b"
+    model: LlamaName = "7b"
     nodes: int = 2
     local: int = 8
     rows_per_device: int = 2

@@ -21,16 +21,17 @@ import tyro
 
 import jaxzero as jz
 from benchmarks.shared import _llama
+from benchmarks.shared._models import SIZES, LlamaName
 from benchmarks.shared._rows import append_row
 
 from ._h200 import h200_mesh
-from .aot import SIZES, Model, figures
+from .aot import figures
 
 Form = Literal["held", "default", "microbatches"]
 
 
 def main(
-    model: Model = "1b",
+    model: LlamaName = "1b",
     forms: Sequence[Form] = ("held", "default", "microbatches"),
     nodes: int = 2,
     local: int = 8,

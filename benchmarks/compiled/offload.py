@@ -28,13 +28,13 @@ import tyro
 
 import jaxzero as jz
 from benchmarks.shared import _llama
+from benchmarks.shared._models import SIZES, LlamaName
 from benchmarks.shared._rows import append_row
 from jaxzero._hlo import Rates, timeline
 from jaxzero._hlo.host_memory import compile_with_host_memory, on_abstract_mesh
 
 from ._h200 import h200_mesh
 from ._host_copies import host_copies, host_to_host
-from .aot import SIZES, Model
 
 Preset = Literal["zero3", "zeropp", "zeropp4"]
 TX = optax.adamw(1e-4)
@@ -56,7 +56,7 @@ class Settings:
         update: of the offloaded step, apart or in the backward loop.
     """
 
-    model: Model = "7b"
+    model: LlamaName = "7b"
     nodes: int = 2
     local: int = 8
     rows_per_device: int = 2

@@ -21,9 +21,9 @@ from typing import Literal
 
 import tyro
 
+from benchmarks.shared._models import SIZES
 from benchmarks.shared._rows import append_row
 
-from .aot import SIZES
 from .plans import cpu_seconds
 
 _BEST = re.compile(r"^The best: (?!.*tokens a second)(.+)$", re.MULTILINE)

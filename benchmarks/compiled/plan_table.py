@@ -26,11 +26,10 @@ import tyro
 
 import jaxzero as jz
 from benchmarks.shared import _llama
+from benchmarks.shared._models import SIZES
 from benchmarks.shared._rows import append_row, read_rows
 from jaxzero._hlo import Rates
 from jaxzero._planner import Bounder, Candidate, Compiled, Compiler, Job, enumerate_candidates
-
-from .aot import SIZES
 
 Name = Literal["1b", "7b", "moe"]
 LINKS = (3e9, 12.5e9, 50e9, 200e9)  # bytes a second that enter a node

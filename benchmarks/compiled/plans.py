@@ -19,13 +19,12 @@ import tyro
 
 import jaxzero as jz
 from benchmarks.shared import _llama
+from benchmarks.shared._models import SIZES, LlamaName
 from benchmarks.shared._rows import append_row
-
-from .aot import SIZES, Model
 
 
 def main(
-    model: Model = "7b",
+    model: LlamaName = "7b",
     nodes: int = 2,
     local: int = 8,
     device: str = "h200",

@@ -22,10 +22,11 @@ import tyro
 
 import jaxzero as jz
 from benchmarks.shared import _llama
+from benchmarks.shared._models import SIZES, LlamaName, llama
 from benchmarks.shared._rows import append_row, read_rows
 
 from ._tpu import tpu_mesh, traffic
-from .aot import SIZES, Model, Variant, lowered_step
+from .aot import Variant, lowered_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Settings:
         switched_off: options of XLA that are on by default.
     """
 
-    model: Model = "1b"
+    model: LlamaName = "1b"
     layers: int | None = None
     topology: str = "v5e:2x4"
     nodes: int = 2
@@ -89,7 +90,8 @@ def measured(mesh: jax.sharding.Mesh, settings: Settings, variant: Variant) -> d
     options |= dict.fromkeys(settings.switched_on, True)
     options |= dict.fromkeys(settings.switched_off, False)
     start = time.perf_counter()
-    lowered = lowered_step(variant, settings.size, mesh, tokens, schedule)
+    model = llama(settings.model, settings.size)
+    lowered = lowered_step(variant, model, mesh, tokens, schedule)
     between, cpu = time.perf_counter(), time.process_time()
     compiled = lowered.compile(compiler_options=options)
     end, cpu_end = time.perf_counter(), time.process_time()

@@ -27,6 +27,8 @@ class LlamaSize:
     experts: int = 0  # of a mixture of experts, two for each token; 0: a dense MLP
     state: int = 0  # numbers of state for each of `hidden`: layers of Mamba; 0: layers of Llama
     unrolled: bool = False
+    tied: bool = False  # whether the embedding is the head too
+    rank: int = 0  # of the adapters of `init_adapters`
 
 
 def init(size: LlamaSize, key: Array) -> Params:
@@ -45,12 +47,33 @@ def init(size: LlamaSize, key: Array) -> Params:
 
     first, second, third = jax.random.split(key, 3)
     keys = jax.random.split(third, size.layers)
-    return {
+    params = {
         "embedding": jax.random.normal(first, (size.vocabulary, width)) * 0.02,
         "layers": [layer(k) for k in keys] if size.unrolled else jax.vmap(layer)(keys),
         "norm": jnp.ones(width),
-        "head": jax.random.normal(second, (width, size.vocabulary)) * width**-0.5,
     }
+    if not size.tied:
+        params["head"] = jax.random.normal(second, (width, size.vocabulary)) * width**-0.5
+    return params
+
+
+def init_adapters(size: LlamaSize, key: Array) -> Params:
+    """Adapters of scanned projections of attention, in float32 (https://arxiv.org/abs/2106.09685).
+
+    Two stacks of factors for each projection, (layers, rows, rank) and (layers, rank, columns).
+    """
+    adapters = {}
+    for name, (rows, columns) in _llama_shapes(size).items():
+        if name in ("query", "key", "value", "out"):
+            down = jax.random.normal(key, (size.layers, rows, size.rank)) * rows**-0.5
+            up = jnp.zeros((size.layers, size.rank, columns))
+            adapters |= {f"{name}_down": down, f"{name}_up": up}
+    return adapters
+
+
+def init_bfloat16(size: LlamaSize, key: Array) -> Params:
+    """Parameters that are not trained, as they are stored."""
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), init(size, key))
 
 
 def _llama_shapes(size: LlamaSize) -> dict[str, tuple[int, ...]]:
@@ -120,10 +143,23 @@ def loss(
             x, _ = layer(x, weights)
     else:
         x, _ = jax.lax.scan(layer, x, params["layers"])
-    logits = constrain(_norm(x, params["norm"]) @ params["head"])
+    head = params["embedding"].T if size.tied else params["head"]
+    logits = constrain(_norm(x, params["norm"]) @ head)
     log_probabilities = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
     picked = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1)
     return -jnp.mean(picked)
+
+
+def lora_loss(
+    size: LlamaSize,
+    adapters: Params,
+    base: Params,
+    tokens: Int[Array, "b t"],
+    constrain: Callable[[Array], Array] = lambda x: x,
+) -> Float[Array, ""]:
+    """The loss of a model with `adapters` beside the projections of its layers."""
+    layers = base["layers"] | adapters
+    return loss(size, base | {"layers": layers}, tokens, constrain)
 
 
 def _norm(x: Array, scale: Array) -> Array:
@@ -134,12 +170,20 @@ def _norm(x: Array, scale: Array) -> Array:
 def _attention(x: Array, weights: Params, size: LlamaSize) -> Array:
     y, head = _norm(x, weights["norm1"]), size.width // size.heads
     kv_heads = size.kv_heads or size.heads
-    query = (y @ weights["query"]).reshape(*x.shape[:2], size.heads, head)
+    query = _project(y, weights, "query").reshape(*x.shape[:2], size.heads, head)
     key, value = (
-        (y @ weights[name]).reshape(*x.shape[:2], kv_heads, head) for name in ("key", "value")
+        _project(y, weights, name).reshape(*x.shape[:2], kv_heads, head)
+        for name in ("key", "value")
     )
     mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    return x + mixed.reshape(x.shape) @ weights["out"]
+    return x + _project(mixed.reshape(x.shape), weights, "out")
+
+
+def _project(x: Array, weights: Params, name: str) -> Array:
+    made = x @ weights[name]
+    if (down := f"{name}_down") in weights:
+        made = made + x @ weights[down] @ weights[f"{name}_up"]
+    return made
 
 
 def _mlp(x: Array, weights: Params) -> Array:

@@ -27,7 +27,6 @@ from .._sharding import (
     is_array,
     path_name,
     trained_leaves,
-    unpad,
 )
 from .._zero import Zero, auto_mesh, check_host_bytes, pad_leaf, run_automatic
 
@@ -161,10 +160,10 @@ def true_array(named: Named, zero: Zero) -> Any:
         return own
     if named.is_key:
         return jax.random.key_data(x)
-    if leaf.layout is None or not leaf.layout.is_padded:
+    if not leaf.padded_dims:
         return x
-    layout, sharding = leaf.layout, _in_memory_of(x, _even_sharding(leaf, zero))
-    return run_automatic(lambda x: unpad(to_device(x), layout), sharding, zero._programs, x)
+    sharding = _in_memory_of(x, _even_sharding(leaf, zero))
+    return run_automatic(lambda x: leaf.unpad(to_device(x)), sharding, zero._programs, x)
 
 
 def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
@@ -191,7 +190,8 @@ def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:
     """
     leaf, like = named
     sharding = getattr(like, "sharding", None)
-    if leaf.layout is None and isinstance(sharding, NamedSharding) and not named.is_key:
+    is_whole = leaf.layout is None and not leaf.padded_dims and not named.is_key
+    if is_whole and isinstance(sharding, NamedSharding):
         read = NamedSharding(auto_mesh(zero.mesh), sharding.spec)
     else:
         read = _even_sharding(leaf, zero)

@@ -40,6 +40,7 @@ from .primitives import in_loop as in_loop
 from .primitives import in_region as in_region
 from .primitives import note_moves as note_moves
 from .primitives import permute as permute
+from .primitives import reduce_scatter as reduce_scatter
 from .reduce_hop import HalfBatchSum as HalfBatchSum
 from .reduce_hop import Sum as Sum
 from .reduce_hop import as_pair as as_pair

@@ -9,6 +9,10 @@ takes 26 s, and one for each leaf in its own shape 0.3 s in all (JAX 0.12.0, v5e
 `benchmarks.compiled.tpu_messages`). So there large leaves travel alone, floats in their own shapes
 and dtype, and codes as columns, whose blocks lie across rows of lanes
 (`pallas_kernels._columns`). The numbers are the same in both forms.
+
+On GPUs a leaf is sent alone where joining it would cost more than another collective. Joined, a
+weight is copied out of the gathered message, and a gradient into it; alone, and split on its first
+dim, the bytes that are gathered are the weight.
 """
 
 from __future__ import annotations
@@ -37,10 +41,14 @@ class MessageForm:
             in their own dtype; otherwise as rows of bits, `[devices, m]`.
         join_below_bytes: leaves without a codec are joined into one message only if each sends
             fewer bytes than this; None joins all.
+        copy_below_bytes: leaves that can be sent as they lie are joined only where the larger side
+            of the collective, what a gather returns or a reduction takes, has fewer bytes of them;
+            None joins all.
     """
 
     tiled: bool = False
     join_below_bytes: int | None = None
+    copy_below_bytes: int | None = None
 
     @classmethod
     def of(cls, mesh: AnyMesh) -> MessageForm:
@@ -51,11 +59,24 @@ class MessageForm:
         """Whether a leaf without a codec, which sends `num_bytes`, is joined with others."""
         return self.join_below_bytes is None or num_bytes < self.join_below_bytes
 
+    def copies(self, shape: tuple[int, ...], dim: int, num_bytes: int) -> bool:
+        """Whether to join a leaf, split on `dim`, if it can be sent as it lies.
+
+        Args:
+            shape: of the leaf; pieces along `dim` follow one another if all dims before it are 1.
+            dim: the split dim.
+            num_bytes: of the leaf on the larger side of the collective.
+        """
+        limit = self.copy_below_bytes
+        return limit is None or num_bytes < limit or math.prod(shape[:dim]) != 1
+
 
 TILED = MessageForm(tiled=True, join_below_bytes=2**16)
-# To copy 32 KiB into a message and out of it takes a CPU longer than another collective.
-_ON_CPUS = MessageForm(join_below_bytes=2**15)
-_FORMS = {"tpu": TILED, "cpu": _ON_CPUS}
+# To read and write 32 MiB takes an H100 or H200 20 us, twice as long as to launch a collective. To
+# copy 32 KiB into a message and out of it takes a CPU longer than another collective.
+_GPU = MessageForm(copy_below_bytes=2**25)
+_CPU = MessageForm(join_below_bytes=2**15)
+_FORMS = {"tpu": TILED, "gpu": _GPU, "cuda": _GPU, "cpu": _CPU}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,6 +297,25 @@ class ReduceSpec:
         shape[dim] //= math.prod(comm.sizes[hop] for hop in done if self.scatters(hop, comm))
         return tuple(shape)
 
+    def is_joined(self, axis: str, comm: CommSpec) -> bool:
+        """Whether the gradient is sent over `axis` in one message with others (`MessageForm`).
+
+        After the first axis a quarter of the bytes is enough to be sent alone. The sum over the
+        axis before is computed where the message is written, so that of gradients which arrived one
+        by one all would be held until the last has arrived (0.25 GiB in a layer of Llama-7B).
+        Gradients in few bits are joined: they are encoded, not copied, into the message.
+        """
+        codec = self.codec(axis, comm)
+        if codec is not None and not isinstance(codec, Cast):
+            return True
+        shape = self.shard_shape(axis, comm)
+        length, dtype = math.prod(shape), self.dtype_at(axis, comm)
+        if codec is not None:
+            length, dtype = self.message_column(axis, comm)
+        num_bytes = comm.sizes[axis] * length * jnp.dtype(dtype).itemsize
+        is_first = axis == reduce_axes([self], comm)[0]
+        return comm.form.copies(shape, self.layout.dim, num_bytes * (1 if is_first else 4))
+
     def message_column(self, axis: str, comm: CommSpec) -> Column:
         """Length and dtype of the message for each device along `axis`."""
         codec = self.codec(axis, comm)
@@ -306,6 +346,8 @@ def as_one(specs: Sequence[ReduceSpec], comm: CommSpec) -> ReduceSpec | None:
     """The gradients of a bucket as one of shape `[devices, m]`; None if they are reduced apart."""
     axes, first = reduce_axes(specs, comm), specs[0]
     if len(specs) < 2 or comm.form.tiled or any(x.dtype != first.dtype for x in specs):
+        return None
+    if not all(x.is_joined(axes[0], comm) for x in specs):
         return None
     num = math.prod(comm.sizes[axis] for axis in axes)
     sizes = [math.prod(x.layout.pad_shape(x.shape)) for x in specs]

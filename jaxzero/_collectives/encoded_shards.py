@@ -48,7 +48,7 @@ from .._codecs import (
 )
 from .._mesh import device_index
 from .._sharding import LeafSpec
-from .comm_spec import MessageForm
+from .comm_spec import CommSpec, MessageForm
 from .ledger import picked
 from .primitives import all_gather, copy_to_device
 
@@ -296,23 +296,22 @@ jax.tree_util.register_dataclass(GatherBucket, ["data"], ["parts", "positions"])
 
 
 def pack(
-    sent: Sequence[tuple[EncodedShards, DeferredMessage | None]],
-    form: MessageForm = MessageForm(),  # noqa: B008
+    sent: Sequence[tuple[EncodedShards, DeferredMessage | None]], comm: CommSpec
 ) -> list[GatherBucket]:
     """Put shards into buckets: one for all shards with the same remaining axes.
 
-    A stack that a loop scans (`lead`), a dtype that cannot be joined, and what `form` sends alone
-    get their own buckets.
+    A stack that a loop scans (`lead`), a dtype that cannot be joined, and what is sent alone
+    (`MessageForm`) get their own buckets.
 
     Args:
         sent: for each weight its shards; if these have no data yet, also the `DeferredMessage`
             that is written into the bucket here.
-        form: the form of messages on the platform.
+        comm: axes, and the form of messages on the platform.
     """
     buckets = []
     by_axes: dict[tuple[str, ...], list[int]] = {}
     for i, (x, _) in enumerate(sent):
-        if x.lead or not can_join(_row_dtype(x)) or _is_alone(x, form):
+        if x.lead or not can_join(_row_dtype(x)) or is_alone(x, comm):
             buckets.append(_single(x, i))
         else:
             by_axes.setdefault(x.axes, []).append(i)
@@ -352,11 +351,14 @@ def _single(shards: EncodedShards, position: int) -> GatherBucket:
     return GatherBucket(shards.data, (_without_data(shards),), (position,))
 
 
-def _is_alone(shards: EncodedShards, form: MessageForm) -> bool:
-    """Whether shards are sent in the shape that they have."""
+def is_alone(shards: EncodedShards, comm: CommSpec, num_rows: int = 1) -> bool:
+    """Whether shards, of which there are `num_rows`, are sent over the next axis as they lie."""
     if shards.codec is not None:
         return shards.tiled
-    return not form.joins(math.prod(shards.data.shape) * shards.data.dtype.itemsize)
+    sent = math.prod(shards.data.shape) * shards.data.dtype.itemsize
+    axes = comm.axes_with_peers(shards.axes)
+    received = sent * num_rows * comm.sizes[axes[0]] if axes else 0
+    return not (comm.form.joins(sent) and comm.form.copies(shards.shape, shards.dim, received))
 
 
 def _without_data(shards: EncodedShards) -> EncodedShards:

@@ -34,7 +34,7 @@ from .._codecs import Codec, DeferredMessage, from_bits, to_bits
 from .._mesh import LOCAL, NODE, program_axes
 from .._sharding import DimSharding, pad, unpad
 from .comm_spec import CommSpec
-from .encoded_shards import EncodedShards, GatherBucket, pack, unpack
+from .encoded_shards import EncodedShards, GatherBucket, is_alone, pack, unpack
 from .primitives import all_to_all
 
 
@@ -50,7 +50,7 @@ def start_gather(
         comm: axes and codecs.
     """
     sent = [_encoded(x, size, comm) for x, size in zip(shards, sizes, strict=True)]
-    return pack(sent, comm.form)
+    return pack(sent, comm)
 
 
 def gather_hop(
@@ -58,8 +58,9 @@ def gather_hop(
 ) -> list[GatherBucket]:
     """All-gather each bucket over the next of its axes.
 
-    If the axis after that uses the same codecs, the gathered messages are sent on as they are;
-    otherwise they are decoded and encoded again. A fully gathered bucket is returned unchanged.
+    If the axis after that uses the same codecs and joins the same weights, the gathered messages
+    are sent on as they are; otherwise they are decoded and encoded again. A fully gathered bucket
+    is returned unchanged.
     """
     result = []
     for bucket in buckets:
@@ -69,10 +70,10 @@ def gather_hop(
             continue
         bucket = bucket.gather(axis, comm.form)
         bucket_sizes = [sizes[i] for i in bucket.positions]
-        if all(
-            _codec(x, size, comm) == x.codec
-            for x, size in zip(bucket.parts, bucket_sizes, strict=True)
-        ):
+        pairs = zip(bucket.parts, bucket_sizes, strict=True)
+        changes = any(_codec(x, size, comm) != x.codec for x, size in pairs)
+        parts = bucket.parts if len(bucket.parts) > 1 else ()
+        if not changes and not any(is_alone(x, comm, len(bucket.data)) for x in parts):
             result.append(bucket)
         else:
             encoded = start_gather(bucket.unpack(), bucket_sizes, comm)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._mesh import NODE
+from .._mesh import LOCAL
 
 Axes = str | tuple[str, ...]
 _AnyTransfer = TypeVar("_AnyTransfer", "Transfer", "HostTransfer")
@@ -29,19 +29,19 @@ class Transfer:
     """One collective of a program.
 
     Attributes:
-        purpose: "weights", "gradients", "fragments" (of parameters, `Zero.local_steps`), "tangents"
-            (all that the program of tangents sends of leaves), or "other" (losses, weights of
-            examples, aux).
+        purpose: "weights", "gradients", "activations" (between stages, cotangents too), "fragments"
+            (of parameters, `Zero.local_steps`), "tangents" (all that the program of tangents sends
+            of leaves), or "other" (losses, weights of examples, aux).
         name: name of the leaf, or of the first of several; or "".
-        collective: "all-gather", "all-to-all", "reduce-scatter" or "all-reduce".
+        collective: "all-gather", "all-to-all", "reduce-scatter", "all-reduce" or "permute".
         axis: the mesh axis that it runs over, of those with more than one device; or "node+local".
         dtype: dtype on the wire.
         forms: what the numbers are sent as, in the order of the message: codecs by name, and the
             dtypes of arrays without one.
         num_bytes: size on one device of the gathered result, of the array that is exchanged or
-            scattered, or of the array that is all-reduced.
+            scattered, or of the array that is all-reduced or permuted.
         entering_bytes: bytes that one device receives: `num_bytes * (n - 1) / n` over `n` devices,
-            twice that for an all-reduce.
+            twice that for an all-reduce, and `num_bytes` for a permute.
         node_bytes: the part of `entering_bytes` that comes from other nodes.
         trips: how often it runs in one execution of the program, an optimizer step.
         microbatches: the factor of `trips` that comes from a loop over micro-batches; 0 outside of
@@ -151,7 +151,8 @@ class Ledger:
             return
         sent = 2 * num_bytes if collective == "all-reduce" else num_bytes
         num = math.prod(self.sizes[name] for name in axes)
-        nodes = self.sizes[NODE] if NODE in axes else 1
+        nodes = math.prod(self.sizes[name] for name in axes if name != LOCAL)
+        is_permute = collective == "permute"
         purpose, names = _label.get()
         parts: tuple[tuple[str, int], ...] = ()
         if shares and len(names) > 1:
@@ -165,8 +166,9 @@ class Ledger:
                 "+".join(axes),
                 str(dtype),
                 num_bytes,
-                entering_bytes=sent * (num - 1) // num,
-                node_bytes=sent * (nodes - 1) // nodes,
+                # In a permute each device receives all that another one sends.
+                entering_bytes=sent if is_permute else sent * (num - 1) // num,
+                node_bytes=sent if is_permute else sent * (nodes - 1) // nodes,
                 parts=parts,
                 forms=tuple(dict.fromkeys(map(str, forms or (dtype,)))),
             )
@@ -201,7 +203,7 @@ def labelled(purpose: str, *names: str) -> Iterator[None]:
     `jaxzero/gather/decoder.layers.3`.
 
     Args:
-        purpose: "weights", "gradients", "fragments" or "other".
+        purpose: "weights", "gradients", "fragments", "activations" or "other".
         names: names of the leaves.
     """
     token = _label.set((purpose, names or ("",)))
@@ -217,6 +219,8 @@ def _scope(purpose: str, names: tuple[str, ...]) -> str:
 
     Leaves without a common prefix are named by the first and the number of the others.
     """
+    if purpose == "activations":
+        return "jaxzero/send activations"
     if purpose == "other":
         return "/".join(("jaxzero", *names))
     verb = {"weights": "gather", "gradients": "reduce", "fragments": "exchange"}[purpose]

@@ -71,10 +71,8 @@ def all_to_all(
 def permute(
     x: Shaped[Array, ...], axis: Axes, pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, ...]:
-    """Send `x` from the first of each pair of indices over `axis` to the second.
-
-    It is not recorded, since no training step has it.
-    """
+    """Send `x` from the first of each pair of indices over `axis` to the second."""
+    note("permute", axis, x)
     return gloo_workaround.permute(x, axis, pairs)
 
 

@@ -52,15 +52,15 @@ class ReduceBucket:
     """A bucket of gradients, encoded for the next axis of their reduction, or fully reduced.
 
     Attributes:
-        coded: `[receivers, bytes]`, the messages of all gradients with a codec; None if no
-            gradient has one. If messages are tiled (`MessageForm`), a list of them.
+        coded: the messages of the gradients with a codec, each `[receivers, bytes]` of one or
+            several gradients (`_messages_of`), or tiled (`MessageForm`).
         summed: for each dtype, the gradients without a codec; several of one dtype are joined
             as `[receivers, m]`.
         rest: gradients that the next axis does not scatter, by index in the bucket; after the last
             axis all gradients, reduced.
     """
 
-    coded: Any  # arrays, or their shapes
+    coded: Any  # a list of arrays, or of their shapes
     summed: dict[str, Any]
     rest: dict[int, Any]
 
@@ -127,7 +127,7 @@ def reduce_next_axis(
     ]
     if one is not None:
         done = _cut(done[0], [spec.shard_shape(axes[number], comm) for spec in specs])
-    return ReduceBucket(None, {}, dict(enumerate(done)))
+    return ReduceBucket([], {}, dict(enumerate(done)))
 
 
 def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) -> Sum:
@@ -165,7 +165,7 @@ def _reduce_one(
     codec = one.codec(axis, comm)
     assert codec is not None
     shares = column_bytes([spec.message_column(axis, comm) for spec in specs])
-    received = all_to_all(bucket.coded, axis, shares=shares, forms=(codec,))
+    received = all_to_all(bucket.coded[0], axis, shares=shares, forms=(codec,))
     return PartialSums(received, codec, one.shard_shape(axis, comm), num_summed)
 
 
@@ -194,9 +194,21 @@ def _split_by_codec(
         else:
             dtype = spec.dtype_at(axis, comm)
             joins = comm.form.joins(math.prod(spec.shape) * jnp.dtype(dtype).itemsize)
+            joins = joins and spec.is_joined(axis, comm)
             name = str(dtype) if can_join(dtype) and joins else f"{dtype} {i}"
             summed.setdefault(name, []).append(i)
     return coded, summed
+
+
+def _messages_of(
+    coded: Sequence[int], specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
+) -> list[list[int]]:
+    """Cut the indices of gradients with a codec into messages: one joins all that are not alone."""
+    if comm.form.tiled:
+        return [[i] for i in coded]
+    joined = [i for i in coded if specs[i].is_joined(axis, comm)]
+    alone = [[i] for i in coded if i not in joined]
+    return [joined, *alone] if joined else alone
 
 
 def _encode_bucket(
@@ -213,7 +225,10 @@ def _encode_bucket(
     are means over the `num_summed` devices, because a sum could overflow where a mean does not.
     """
     coded, summed = _split_by_codec(specs, axis, comm)
-    messages = _messages(arrays, coded, specs, axis, num_summed, comm)
+    messages = [
+        _message(arrays, numbers, specs, axis, num_summed, comm)
+        for numbers in _messages_of(coded, specs, axis, comm)
+    ]
     sums = {i: total_of(x) for i, x in enumerate(arrays) if i not in coded}
     plain = {}
     for name, numbers in summed.items():
@@ -224,19 +239,18 @@ def _encode_bucket(
             plain[name] = join_columns(rows)
     rest = {i: sums[i] for i, s in enumerate(specs) if not s.scatters(axis, comm)}
     # The barrier keeps XLA from moving the decoding across the exchange.
-    sent: Any = messages if comm.form.tiled else join_columns(messages) if messages else None
-    return ReduceBucket(lax.optimization_barrier(sent), plain, rest)
+    return ReduceBucket(lax.optimization_barrier(messages), plain, rest)
 
 
-def _messages(
+def _message(
     arrays: Sequence[Array | PartialSums],
     coded: Sequence[int],
     specs: Sequence[ReduceSpec],
     axis: str,
     num_summed: int,
     comm: CommSpec,
-) -> list[Any]:
-    """Encode the gradients at indices `coded`, in this order, for the reduction over `axis`.
+) -> Array:
+    """Encode the gradients at indices `coded`, in this order, as one message over `axis`.
 
     Neighbours with one joinable codec are encoded as one array: bit for bit the same message, in
     fewer operations (see `decoded_together`).
@@ -258,7 +272,7 @@ def _messages(
             pairs = [(total_of(arrays[i]), specs[i].layout.dim) for i in numbers]
             x, dim = join_columns([rows_of(*pair, num) for pair in pairs]), 0
         messages.append(encoded(x, dim, num, codec, num_summed, comm.form, seed))
-    return messages
+    return messages[0] if comm.form.tiled else join_columns(messages)
 
 
 def _reduce_over(
@@ -272,24 +286,20 @@ def _reduce_over(
     """
     coded, summed = _split_by_codec(specs, axis, comm)
     arrays: dict[int, Any] = dict(bucket.rest)
-    if comm.form.tiled:
-        for i, message in zip(coded, bucket.coded, strict=True):
-            codec, shape = specs[i].codec(axis, comm), specs[i].shard_shape(axis, comm)
-            assert codec is not None
-            with picked([i]):
-                received = all_to_all(message, axis, forms=(codec,))
-            arrays[i] = PartialSums(received, codec, shape, num_summed, tiled=True)
-    elif bucket.coded is not None:
-        columns = [specs[i].message_column(axis, comm) for i in coded]
-        forms = [specs[i].codec(axis, comm) for i in coded]
-        with picked(coded):
-            received = all_to_all(bucket.coded, axis, shares=column_bytes(columns), forms=forms)
+    messages = _messages_of(coded, specs, axis, comm)
+    for numbers, message in zip(messages, bucket.coded, strict=True):
+        columns = [specs[i].message_column(axis, comm) for i in numbers]
+        forms = [specs[i].codec(axis, comm) for i in numbers]
+        shares = () if comm.form.tiled else column_bytes(columns)
+        with picked(numbers):
+            received = all_to_all(message, axis, shares=shares, forms=forms)
+        parts = [received] if comm.form.tiled else columns_in_place(received, columns)
         partial = []
-        for i, message in zip(coded, columns_in_place(received, columns), strict=True):
+        for i, part in zip(numbers, parts, strict=True):
             codec, shape = specs[i].codec(axis, comm), specs[i].shard_shape(axis, comm)
             assert codec is not None
-            partial.append(PartialSums(message, codec, shape, num_summed))
-        arrays.update(zip(coded, decoded_together(partial), strict=True))
+            partial.append(PartialSums(part, codec, shape, num_summed, tiled=comm.form.tiled))
+        arrays.update(zip(numbers, decoded_together(partial), strict=True))
     for name, numbers in summed.items():
         with picked(numbers):
             arrays.update(_scatter(bucket.summed[name], numbers, specs, axis, comm))

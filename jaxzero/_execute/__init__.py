@@ -11,6 +11,7 @@ from .microbatches import GRADIENT_REDUCTIONS as GRADIENT_REDUCTIONS
 from .microbatches import REDUCTIONS as REDUCTIONS
 from .microbatches import check_microbatches as check_microbatches
 from .microbatches import combine as combine
+from .microbatches import split_microbatches as split_microbatches
 from .program_plan import Parameters as Parameters
 from .total_weight import total_weight as total_weight
 from .wire_state import LocalWireState as LocalWireState

@@ -38,6 +38,7 @@ from .buckets import (
     Bind,
     GatherSources,
     GradientBuckets,
+    after_decode,
     decode_bucket,
     encode_bucket,
     gather_next_axis,
@@ -230,6 +231,8 @@ class BlockRunner:
         there, group = self.by_lag[each.lag], self.plan.gather_groups[each.group]
         key, num_left = pipeline.message(each.group), self.plan.num_hops - each.axis
         buckets = with_barrier(there[key], self._pin(each.pin))
+        if each.after_decode:
+            buckets = after_decode(group, buckets, self._full)
         there[key] = gather_next_axis(group, buckets, self.comm, num_left)
 
     def _decode(self, each: instructions.Decode) -> None:
@@ -307,6 +310,8 @@ class BlockRunner:
     def _run_on_shards(self, each: instructions.RunOnShards) -> None:
         operation = self.plan.block.operations[each.operation]
         terms = operation.inputs if operation.source is None else [operation.source]
+        if each.operation in self.plan.added:  # a loop has added them
+            terms = [x for x in terms if x not in self.plan.gradients.sums]
         arrays = [self.read(x, each.lag) for x in terms]
         there = self.by_lag[each.lag]
         there[operation.outputs[0]] = self.gradients.on_shards(each.operation, arrays)
@@ -335,8 +340,10 @@ class BlockRunner:
 
     def _encode_gradients(self, each: instructions.EncodeGradients) -> None:
         here, values = self.by_lag[0], self.plan.reduce_groups[each.group].values
-        made = self.gradients.encode(each.group, [here.pop(value) for value in values])
-        here[pipeline.gradient(each.group)] = made
+        gradients, key = [here.pop(value) for value in values], pipeline.gradient(each.group)
+        if each.after_sent and key in (before := self.by_lag[1]):
+            gradients, before[key] = lax.optimization_barrier((gradients, before[key]))
+        here[key] = self.gradients.encode(each.group, gradients)
 
     def _reduce(self, each: instructions.Reduce) -> None:
         there, key = self.by_lag[each.lag], pipeline.gradient(each.group)

@@ -129,6 +129,32 @@ def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBuck
     return [dataclasses.replace(x, data=d) for x, d in zip(buckets, data, strict=True)]
 
 
+def after_decode(
+    group: GatherGroup, buckets: Sequence[GatherBucket], full: dict[Any, Any]
+) -> list[GatherBucket]:
+    """Messages for a later iteration of a loop, not known before this one's weights are decoded.
+
+    A loop has one place for what it carries from one iteration to the next. If the next message
+    could arrive while the last is read, XLA would copy it. Where gradients are reduced too, the
+    order is known without the barrier.
+
+    Args:
+        group: what is sent.
+        buckets: its messages for a later iteration.
+        full: the full weights of this iteration; they pass the barrier too.
+    """
+    if all(len(x.parts) == 1 for x in buckets):
+        return list(buckets)  # leaves sent as they lie, which are not copied out
+    keys = [(x.weight, x.ops) for x in group.gathers if (x.weight, x.ops) in full]
+
+    def bind(messages: list[Any]) -> list[Any]:
+        messages, weights = lax.optimization_barrier((messages, [full[x] for x in keys]))
+        full.update(zip(keys, weights, strict=True))
+        return messages
+
+    return with_barrier(buckets, bind)
+
+
 def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
     """Return `arrays` and `value`, each available only once both are ([Note: ties]).
 
@@ -263,7 +289,7 @@ class GradientBuckets:
             operation.source,
         )
         if source is None:
-            return jax.tree.map(_add, *arrays)
+            return functools.reduce(functools.partial(jax.tree.map, _add), arrays)
         (x,) = arrays
         if isinstance(op, movable_ops.ConvertDtype):
             # Sums stay in `accumulator_dtype`; the mean is cast at the end of the step.

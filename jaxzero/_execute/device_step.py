@@ -48,7 +48,7 @@ from .._program import (
     trace,
     values_made_of,
 )
-from .._sharding import split_dim, unpad
+from .._sharding import split_dim
 from .._simigrad import GradientHalves
 from .block import run_block
 from .gather_sources import gather_source, kept_slice, next_slice
@@ -91,6 +91,7 @@ def run_on_device(
     comm: CommSpec,
     updates: Mapping[int, LeafUpdate] | None = None,
     share_of_loss: Array | float | None = None,
+    share_of_gradients: float | None = None,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
 
@@ -108,6 +109,7 @@ def run_on_device(
         share_of_loss: what `flat` multiplies the loss by before it differentiates it, so that the
             sum over devices and micro-batches is the mean; given to it as one more input. None: it
             differentiates the loss itself.
+        share_of_gradients: what `flat` has multiplied the gradients by, and not the loss.
     """
     updates = updates or {}
     comm = _with_loop_limit(comm)
@@ -121,6 +123,7 @@ def run_on_device(
         check_exchanges(block)
     shapes = traced.shapes
     share, not_derived = _share(share_of_loss, block, shapes, parameters)
+    share = share if share_of_gradients is None else share_of_gradients
     comm = _with_divisor(comm, share)
     program = plan_program(
         block, shapes, parameters, wire_state, microbatches, comm, updates, not_derived
@@ -159,7 +162,7 @@ def run_on_device(
 def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array | None]:
     """The weights that stage 1 or 2 leaves unsharded, which the program gets in full."""
     return [
-        None if parameters.weight_layout(i) else unpad(x, leaf.layout) if leaf.layout else x
+        None if parameters.weight_layout(i) else leaf.unpad(x)
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
     ]
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Shaped
 from .._collectives import CommSpec, EncodedShards
 from .._mesh import in_host
 from .._plan import BlockPlan, Pipeline, ShardedParam, Stack, instructions, pipeline, pipeline_of
-from .._program import Loop, Value
+from .._program import Loop, Value, is_zero
 from .._xla_of_jax import PRODUCTS_MAY_BE_READ_TWICE
 from .buckets import GradientBuckets, on_shard
 
@@ -155,7 +155,7 @@ class LoopInputs:
     def _input(self, outside: Any, inside: Any) -> Any:
         """An input of the program's loop; None for a weight."""
         body = self.plan.body
-        if inside in body.gradients.sums:  # it starts from zero
+        if inside in body.gradients.sums and is_zero(outside, self.outer.plan.block.makers):
             return self.outer.gradients.zeros(inside, body.gradients.sums[inside])
         return None if inside in body.uses.views else self.outer.read(outside)
 

@@ -62,11 +62,13 @@ class LoopRun(LoopInputs):
         state = self.outer.starts.pop(self.index, None) or LoopState()
         state.stacks |= self._slices_before()
         for weight, index, data in state.early:
-            empty = functools.partial(jnp.zeros, (loop.length, *data.shape), data.dtype)
+            empty = functools.partial(lax.empty, (loop.length, *data.shape), data.dtype)
             stack = state.stacks.get(("slices", weight))
             stack = empty() if stack is None else stack
             state.stacks["slices", weight] = put(stack, data, index)
         state.stacks |= {("state", i): list(x.stacks) for i, x in self.updates.items()}
+        sums = {i: self.outer.read(x) for i, x in self.plan.sums.items()}
+        state.stacks |= {pipeline.output(i): x for i, x in sums.items()}
         shapes = self._shapes(carry, state)
         self._add_stacks(state, shapes)
         stacked: dict[pipeline.Key, Any] = {}  # what the loop over the ticks itself stacks
@@ -97,13 +99,14 @@ class LoopRun(LoopInputs):
     def carries(self, key: pipeline.Key) -> bool:
         """Whether a stack is carried, and filled in its place, so that `lax.scan` stacks nothing.
 
-        It is if it is filled after the iteration, if it is read, and if it lies in host memory:
-        JAX 0.10 writes a stack there in the wrong order where the loop is reversed.
+        It is if it is filled after the iteration, if it is read or added to, and if it lies in host
+        memory: JAX 0.10 writes a stack there in the wrong order where the loop is reversed.
         """
         kind, i = key
         if kind == "slices":
             return self.is_cut or i in self.pipeline.kept
-        return self.is_cut or i in self._collected_late or i in self.plan.host_gradients
+        late = self._collected_late | self.plan.sums.keys()
+        return self.is_cut or i in late or i in self.plan.host_gradients
 
     @functools.cached_property
     def _collected_late(self) -> set[int]:
@@ -151,7 +154,7 @@ class LoopRun(LoopInputs):
         shape, (kind, number) = (self.loop.length, *layer.shape), key
         if kind == "output" and number in self.plan.host_gradients:
             return empty_in_host(shape, layer.dtype, number)
-        return jnp.zeros(shape, layer.dtype)
+        return lax.empty(shape, layer.dtype)
 
     def _enter(self, state: LoopState, ticks: range, shapes: Mapping[Any, Any]) -> None:
         """Add what a loop over some ticks carries and is not there yet.

@@ -48,7 +48,7 @@ from .._collectives import (
     sum_over_devices,
 )
 from .._mesh import AXES, LOCAL, NODE, in_host
-from .._sharding import DimSharding, LeafSpec, pad
+from .._sharding import DimSharding, LeafSpec
 from .._simigrad import GradientHalves, dot
 from .microbatches import Accumulators
 
@@ -198,11 +198,7 @@ def _mean(
         half_sum = jax.tree.map(lambda part: part / nodes.astype(part.dtype), half_sum)
         x = x.astype(accumulator_dtype(leaf.dtype)) / nodes.astype(accumulator_dtype(leaf.dtype))
     x = x.astype(leaf.dtype)
-    return (
-        (pad(x, leaf.layout) if leaf.layout and target.reduce_spec is None else x),
-        residual,
-        half_sum,
-    )
+    return leaf.pad(x) if target.reduce_spec is None else x, residual, half_sum
 
 
 def _moved(x: Array, target: GradientTarget, comm: CommSpec, axes: tuple[str, ...]) -> Array:

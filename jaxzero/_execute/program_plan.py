@@ -25,6 +25,7 @@ from .._plan import (
     make_plan,
     mark_final_gradients,
     mark_kept_slices,
+    mark_sums,
     separate_ends,
     slices_kept_in_program,
 )
@@ -149,6 +150,7 @@ def plan_program(
     if microbatches == 1 and not comm.halves and shapes[1] is None:
         top, targets = _with_means(top, shapes, targets, parameters, updates)
         top = cut_last_updates(top)
+    top, later = mark_sums(top), later and mark_sums(later)
     top, later = separate_ends(top, comm), later and separate_ends(later, comm)
     return ProgramPlan(top, later, weights, depths, targets)
 

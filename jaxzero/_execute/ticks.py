@@ -17,6 +17,7 @@ that is only late in the program's order will not do: XLA computes it first, and
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -205,6 +206,10 @@ class Tick:
         x = self.collected[key] = self.runner.by_lag[each.lag][key]
         if key in self.state.stacks:
             index, stack = self.loop.layer_index(self._iteration(each)), self.state.stacks[key]
+            if each.output in self.loop.plan.sums:
+                before = jax.tree.map(lambda y: at(y, index), stack)
+                added = jax.tree.map(lambda x, y: x.astype(y.dtype) + y, x, before)
+                x = jax.tree.map(functools.partial(self._if_it_exists, each), added, before)
             self.state.stacks[key] = jax.tree.map(lambda y, x: put(y, x, index), stack, x)
 
     # Updates.

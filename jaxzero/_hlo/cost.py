@@ -19,6 +19,12 @@ from .traffic import NO_WORK, traffic
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s(?:=|":)[{\[]([\d," ]*)[}\]]')
 
 
+_KERNEL = re.compile(r"dim_labels=\w+_(\w+)->")  # the labels of a kernel's dims
+# Of a convolution and its two derivatives, as cuDNN calls them: where the output of the convolution
+# is, and where the kernel. -1: the result of the instruction; else an operand.
+_CONVOLUTIONS = {"Forward": (-1, 1), "BackwardInput": (0, 1), "BackwardFilter": (1, -1)}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
     """Of one device, its links, and a node's link to others; per second.
@@ -88,7 +94,10 @@ def collective_seconds(collective: Collective, rates: Rates) -> float:
 
 
 def flops(instruction: Instruction, within: Computation, program: Program) -> float:
-    """Of the matrix products in an instruction or fusion, not of a computation that it calls."""
+    """Of the matrix products and convolutions in an instruction or fusion.
+
+    Not of a computation that it calls.
+    """
     if instruction.op in NO_WORK or instruction.op.endswith("-done"):
         return 0.0
     if instruction.op in ("fusion", "fusion-start"):
@@ -98,7 +107,9 @@ def flops(instruction: Instruction, within: Computation, program: Program) -> fl
 
 
 def _flops(instruction: Instruction, within: Computation) -> float:
-    """Of a matrix product: two for each element of the result and of the contracted dims."""
+    """Two for each element of a product, and of the contracted dims; of a convolution likewise."""
+    if labels := _KERNEL.search(instruction.text):
+        return _convolution_flops(instruction, within, labels[1])
     is_gemm = instruction.op == "dot" or "__cublas" in instruction.text
     match = _CONTRACTED.search(instruction.text) if is_gemm else None
     if match is None:
@@ -106,3 +117,15 @@ def _flops(instruction: Instruction, within: Computation) -> float:
     left = within.by_name[instruction.operands[0]].results[0]
     dims = [int(dim) for dim in re.findall(r"\d+", match[1])]
     return 2.0 * instruction.results[0].size * math.prod(left.dims[dim] for dim in dims)
+
+
+def _convolution_flops(instruction: Instruction, within: Computation, labels: str) -> float:
+    """Two for each element of the output, and of the kernel of one output channel."""
+    called = (
+        places for name, places in _CONVOLUTIONS.items() if f"$conv{name}" in instruction.text
+    )
+    output, kernel = (
+        instruction.results[0] if at < 0 else within.by_name[instruction.operands[at]].results[0]
+        for at in next(called, _CONVOLUTIONS["Forward"])
+    )
+    return 2.0 * output.size * kernel.size / kernel.dims[labels.index("o")]

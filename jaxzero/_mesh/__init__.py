@@ -18,6 +18,7 @@ from .mesh import AXES as AXES
 from .mesh import LOCAL as LOCAL
 from .mesh import NODE as NODE
 from .mesh import REDUCTION_HOPS as REDUCTION_HOPS
+from .mesh import STAGE as STAGE
 from .mesh import check_context as check_context
 from .mesh import check_mesh as check_mesh
 from .mesh import current_microbatch as current_microbatch
@@ -27,6 +28,7 @@ from .mesh import make_mesh as make_mesh
 from .mesh import map_devices as map_devices
 from .mesh import microbatch_index as microbatch_index
 from .mesh import with_automatic_axes as with_automatic_axes
+from .mesh import with_stages as with_stages
 from .mesh_kinds import EXCHANGES as EXCHANGES
 from .mesh_kinds import AnyMesh as AnyMesh
 from .mesh_kinds import NodeMesh as NodeMesh

@@ -18,7 +18,16 @@ from jaxtyping import Array, Shaped
 from .._processes import hosts, process_count
 from .gloo_workaround import uses_gloo, with_workaround
 from .loop_order import in_order, in_turn
-from .mesh_kinds import LOCAL, NODE, AnyMesh, NodeMesh, SimulatedMesh, is_one_node, without_node
+from .mesh_kinds import (
+    LOCAL,
+    NODE,
+    STAGE,
+    AnyMesh,
+    NodeMesh,
+    SimulatedMesh,
+    is_one_node,
+    without_node,
+)
 from .per_device import without_mesh
 
 AXES = (NODE, LOCAL)  # the batch is split in this order, so that a host's rows are contiguous
@@ -36,12 +45,17 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     axis_type: AxisType = AxisType.Auto,
     simulate: None = None,
+    stages: int | None = None,
 ) -> Mesh: ...
 
 
 @overload
 def make_mesh(
-    nodes: int | None = None, *, devices: Sequence[Any] | None = None, simulate: int
+    nodes: int | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    simulate: int,
+    stages: int | None = None,
 ) -> SimulatedMesh: ...
 
 
@@ -51,6 +65,7 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     axis_type: AxisType = AxisType.Auto,
     simulate: int | None = None,
+    stages: int | None = None,
 ) -> Mesh | SimulatedMesh:
     """Arrange devices as `(node, local)`.
 
@@ -65,20 +80,24 @@ def make_mesh(
             first of `devices`, which does the arithmetic of every device, with the same
             collectives. Use it to study the effect of quantization or small batches on training;
             it shows nothing about memory or speed.
+        stages: for a config with `jz.Stages`: divide the nodes into this many runs of neighbours,
+            each of which runs one stage of a pipeline. By default each node is a stage then.
 
     Returns:
-        A mesh of shape `(nodes, devices / nodes)` with axes `("node", "local")`. A mesh
+        A mesh of shape `(nodes, devices / nodes)` with axes `("node", "local")`; with `stages`, of
+        shape `(stages, nodes / stages, devices / nodes)`, with `"stage"` before them. A mesh
         made by `jax.make_mesh` can be used as well, if it has these two axes; further axes
         (tensor parallelism) are not touched. With `simulate` only `Zero` accepts the mesh;
         `zero.mesh` is then a mesh of the one device, for shardings.
 
     Raises:
-        ValueError: `nodes` does not divide the number of devices, or hosts have different
-            numbers of devices.
+        ValueError: `nodes` does not divide the number of devices, `stages` not that of nodes, or
+            hosts have different numbers of devices.
     """
     if simulate is not None:
         devices = jax.local_devices() if devices is None else devices
-        return _simulated(1 if nodes is None else nodes, simulate, devices[0], axis_type)
+        mesh = _simulated(1 if nodes is None else nodes, simulate, devices[0], axis_type)
+        return mesh if stages is None else with_stages(mesh, stages)
     devices = list(jax.devices() if devices is None else devices)
     devices.sort(key=lambda device: (device.process_index, device.id))
     if nodes is None:
@@ -90,7 +109,35 @@ def make_mesh(
             "Pass `devices=` to use fewer."
         )
     grid = np.array(devices).reshape(nodes, -1)
-    return Mesh(grid, AXES, axis_types=(axis_type,) * 2)
+    mesh = Mesh(grid, AXES, axis_types=(axis_type,) * 2)
+    return mesh if stages is None else with_stages(mesh, stages)
+
+
+def with_stages(mesh: Any, stages: int | None = None) -> Any:
+    """A mesh with the axis `stage` before `node`; by default each node is a stage.
+
+    A mesh that has the axis is returned as it is.
+
+    Raises:
+        ValueError: `stages` does not divide the number of nodes.
+    """
+    if STAGE in mesh.shape:
+        return mesh
+    nodes = mesh.shape[NODE]
+    num = nodes if stages is None else stages
+    if num < 1 or nodes % num:
+        raise ValueError(
+            f"`stages` must divide the number of nodes, {nodes}; got {num}. Every stage of a "
+            "pipeline has as many nodes."
+        )
+    at = mesh.axis_names.index(NODE)
+    names = (*mesh.axis_names[:at], STAGE, *mesh.axis_names[at:])
+    sizes = list(mesh.shape.values())
+    sizes[at : at + 1] = num, nodes // num
+    if isinstance(mesh, SimulatedMesh):
+        return SimulatedMesh(names, tuple(sizes), mesh.device)
+    types = (*mesh.axis_types[:at], mesh.axis_types[at], *mesh.axis_types[at:])
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
 
 
 def _by_node(devices: Sequence[Any]) -> list[list[Any]]:
@@ -154,7 +201,7 @@ def _mapped(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) ->
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(AXES),
+        axis_names={*AXES, STAGE} & {*mesh.axis_names},
         check_vma=False,
     )
 

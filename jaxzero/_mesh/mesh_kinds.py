@@ -35,6 +35,7 @@ from .per_device import equations_inside
 _axis_names: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "jaxzero_simulated_axes", default=()
 )
+STAGE = "stage"
 NODE = "node"
 LOCAL = "local"
 

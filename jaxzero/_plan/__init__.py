@@ -13,6 +13,7 @@ from .block_plan import LoopPlan as LoopPlan
 from .emit import instructions_of as instructions_of
 from .emit_loop import pipeline_of as pipeline_of
 from .final_gradients import mark_final_gradients as mark_final_gradients
+from .final_gradients import mark_sums as mark_sums
 from .held_by_loops import most_held as most_held
 from .hpz import mark_kept_slices as mark_kept_slices
 from .hpz import slices_kept_in_program as slices_kept_in_program

@@ -63,6 +63,9 @@ class LoopPlan:
     means: Mapping[int, LeafSpec] = dataclasses.field(default_factory=dict)
     # Outputs that are gradients of leaves which the loop updates: their indices, and the leaves'.
     updates: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    # Outputs that are stacks of gradients which the block around adds to a sum: the loop adds to
+    # each layer of that sum, in its place. Their indices, and the sums before the loop.
+    sums: Mapping[int, Value] = dataclasses.field(default_factory=dict)
     # The iterations that run before and after the loop, as loops of their own (`loop_ends`).
     num_first: int = 0
     num_last: int = 0
@@ -118,6 +121,8 @@ class BlockPlan:
     host_gradients: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
     # At the top level, gradients that are divided once reduced, and their leaves.
     means: Mapping[Value, LeafSpec] = dataclasses.field(default_factory=dict)
+    # Additions that loops do (`LoopPlan.sums`).
+    added: frozenset[int] = frozenset()
     # At the top level, indices of outputs that are means already, by `means` or `LoopPlan.means`.
     mean_outputs: frozenset[int] = frozenset()
     last_forward: int | None = None  # the last operation of forward; None in a loop's body

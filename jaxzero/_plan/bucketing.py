@@ -6,6 +6,10 @@ sequence of shapes (`find_repetition`). Values before, between and after repetit
 to the size of the largest layer or value, so that grouping does not raise the peak of live weights.
 `bucket_bytes` bounds every group of several values.
 
+An irregular network repeats itself in small parts, such as the gains of two norms in a row. A
+repetition that is not worth a message (`_WORTH`) is no layer, and a group that is not is joined
+with a neighbour.
+
 In a loop, the last group of gradients is reduced in the next iterations, if nothing else reads it.
 """
 
@@ -18,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 
 from .._collectives import ReduceSpec
-from .._program import Block, Value
+from .._program import Block, Loop, Value
 from .._sharding import CommSchedule
 from .block_plan import ReduceGroup
 from .gradient_reductions import BlockGradients
@@ -28,6 +32,11 @@ T = TypeVar("T")
 _MAX_PERIOD = 512  # values in a repetition
 _LEAST_LAYER = 2**18  # bytes, of a layer that the body of a loop is cut into
 _SLACK = 8  # a group may exceed the largest layer by an eighth, to take in biases and norms
+# Bytes of a message worth sending: inside a node of 8 it takes twice as long as its launch, at the
+# rates that predicted steps assume. In a small program, a part of its largest value.
+_WORTH = 8 * 2**20
+_SMALL = 16
+_FULL = 4 * _WORTH  # what is joined outside of layers: of more, the first would wait for the last
 
 
 def split_into_groups(
@@ -37,6 +46,7 @@ def split_into_groups(
     bucket_bytes: int,
     is_layer: bool,
     num_layers: int = 1,
+    region: Callable[[T], Hashable] = lambda _: None,
 ) -> list[list[T]]:
     """Cut a sequence of values, in the order of their first use, into groups.
 
@@ -48,20 +58,22 @@ def split_into_groups(
         bucket_bytes: most bytes of a group of several values; 0: each value by itself.
         is_layer: whether all values belong to the body of a loop.
         num_layers: the layers in such a body; of one layer nothing is cut apart.
+        region: of a value; no group is joined with one of another region, such as behind a loop,
+             where one would wait for the other.
     """
     if not bucket_bytes:
         return [[value] for value in values]
     if is_layer and num_layers == 1:
         return _fill(values, num_bytes, bucket_bytes)
-    runs = _split_at_repetitions(values, signature)
-    repetitions = [run for run in runs if run[1]]
-    largest = max((sum(map(num_bytes, run)) for run, _ in repetitions), default=0)
-    largest = max(largest, max(map(num_bytes, values), default=0))
+    largest = max(map(num_bytes, values), default=0)
+    worth = min(_WORTH, largest // _SMALL)
+    runs = _split_at_repetitions(values, signature, num_bytes, worth)
+    largest = max([largest, *(sum(map(num_bytes, run)) for run, repeated in runs if repeated)])
     limit = min(bucket_bytes, largest + largest // _SLACK)
     groups: list[list[T]] = []
     for run, repeated in runs:
-        groups += _fill(run, num_bytes, bucket_bytes if repeated else limit)
-    return groups
+        groups += _fill(run, num_bytes, *((bucket_bytes,) if repeated else (limit, worth)))
+    return _without_small(groups, num_bytes, worth, limit, region)
 
 
 def layers_of_body(
@@ -72,7 +84,7 @@ def layers_of_body(
     Each is large enough to be sent by itself, and has values of several roles: one layer may have
     several equal matrices.
     """
-    runs = _split_at_repetitions(values, signature)
+    runs = _split_at_repetitions(values, signature, num_bytes, _LEAST_LAYER)
     sizes = [(sum(map(num_bytes, run)), is_repeated) for run, is_repeated in runs]
     layers = [size for size, is_repeated in sizes if is_repeated]
     roles = max((len(set(map(signature, run))) for run, repeats in runs if repeats), default=0)
@@ -80,8 +92,15 @@ def layers_of_body(
     return len(layers) if roles > 1 and is_all and min(layers) >= _LEAST_LAYER else 1
 
 
-def find_repetition(signatures: Sequence[Hashable]) -> tuple[int, int, int] | None:
+def find_repetition(
+    signatures: Sequence[Hashable], sizes: Sequence[int] | None = None, least: int = 0
+) -> tuple[int, int, int] | None:
     """Find the longest part of a sequence that consists of repetitions.
+
+    Args:
+        signatures: of the values of the sequence.
+        sizes: of the values; None: 0.
+        least: of a repetition.
 
     Returns:
         `(start, period, times)`, with `times >= 2`; among parts of equal length the one with the
@@ -89,6 +108,7 @@ def find_repetition(signatures: Sequence[Hashable]) -> tuple[int, int, int] | No
     """
     id_of: dict[Hashable, int] = {}
     ids = np.array([id_of.setdefault(s, len(id_of)) for s in signatures])
+    before = np.cumsum([0, *(sizes or [0] * len(ids))])
     best = None
     # A run of n positions where `ids[i] == ids[i + period]` holds n // period + 1 repetitions.
     for period in range(1, min(len(ids) // 2, _MAX_PERIOD) + 1):
@@ -97,40 +117,73 @@ def find_repetition(signatures: Sequence[Hashable]) -> tuple[int, int, int] | No
         starts, ends = edges[::2], edges[1::2]
         for start, length in zip(starts.tolist(), (ends - starts).tolist(), strict=True):
             times = length // period + 1
-            if times >= 2 and (best is None or times * period > best[1] * best[2]):
+            is_large = before[start + period] - before[start] >= least
+            if times >= 2 and is_large and (best is None or times * period > best[1] * best[2]):
                 best = (start, period, times)
     return best
 
 
 def _split_at_repetitions(
-    values: Sequence[T], signature: Callable[[T], Hashable]
+    values: Sequence[T],
+    signature: Callable[[T], Hashable],
+    num_bytes: Callable[[T], int],
+    least: int,
 ) -> list[tuple[list[T], bool]]:
     """Cut a sequence into repetitions (True), and the runs between them (False)."""
     if not values:
         return []
-    found = find_repetition([signature(value) for value in values])
+    found = find_repetition([*map(signature, values)], [*map(num_bytes, values)], least)
     if found is None:
         return [(list(values), False)]
     start, period, times = found
     end = start + period * times
     runs = [(list(values[i : i + period]), True) for i in range(start, end, period)]
-    before = _split_at_repetitions(values[:start], signature)
-    return [*before, *runs, *_split_at_repetitions(values[end:], signature)]
+    before, after = (
+        _split_at_repetitions(part, signature, num_bytes, least)
+        for part in (values[:start], values[end:])
+    )
+    return [*before, *runs, *after]
 
 
-def _fill(values: Sequence[T], num_bytes: Callable[[T], int], limit: int) -> list[list[T]]:
-    """Join neighbours into groups of at most `limit` bytes; a larger value stays by itself."""
+def _fill(
+    values: Sequence[T], num_bytes: Callable[[T], int], limit: int, worth: int = 0
+) -> list[list[T]]:
+    """Join neighbours into groups of at most `limit` bytes; a larger value stays by itself.
+
+    With `worth`, groups of as many bytes are filled up to `_FULL` only.
+    """
     groups: list[list[T]] = []
     filled = 0
     for value in values:
         size = num_bytes(value)
-        if groups and filled + size <= limit:
+        most = min(limit, _FULL) if worth and filled >= worth else limit
+        if groups and filled + size <= most:
             groups[-1].append(value)
             filled += size
         else:
             groups.append([value])
             filled = size
     return groups
+
+
+def _without_small(
+    groups: list[list[T]],
+    num_bytes: Callable[[T], int],
+    worth: int,
+    limit: int,
+    region: Callable[[T], Hashable],
+) -> list[list[T]]:
+    """Join groups that are not worth a message with a neighbour, within the limit."""
+    joined: list[list[T]] = []
+    for group in groups:
+        last = joined[-1] if joined else []
+        sizes = [sum(map(num_bytes, each)) for each in (last, group)]
+        alike = len({*map(region, last), *map(region, group)}) == 1
+        if last and alike and min(sizes) < worth and sum(sizes) <= limit:
+            last += group
+        else:
+            joined.append(group)
+    return joined
 
 
 ReduceAxes = Callable[[Sequence[ReduceSpec]], tuple[str, ...]]  # the axes of a bucket, in order
@@ -165,7 +218,15 @@ def find_reduce_groups(
     if num_layers > 1:
         layer = sum(x.num_bytes for x in reduced) // num_layers
         limit = min(limit, layer + layer // _SLACK)
-    groups = split_into_groups(reduced, signature, lambda x: x.num_bytes, limit, is_layer)
+    loops = np.cumsum([0, *(isinstance(operation, Loop) for operation in block.operations)])
+    groups = split_into_groups(
+        reduced,
+        signature,
+        lambda x: x.num_bytes,
+        limit,
+        is_layer,
+        region=lambda x: int(loops[makers.get(x, 0)]),
+    )
     found = [
         ReduceGroup(
             tuple(values),

@@ -141,6 +141,10 @@ class _Emitter:
             if group.fetch == self.at:
                 tie = self._tie(group.fetch_tie) if self.plan.fetched(i) else None
                 self.done.append(Fetch(at=self.at, group=i, tie=tie))
+        # Where a group is sent ahead over its last axis, this iteration's is decoded before.
+        first = {i for i, x in groups if x.prefetched and x.at == x.issues[-1] == self.at}
+        for i in sorted(first):
+            self._decode(i)
         for i, group in groups:
             for axis, issue in enumerate(group.issues):
                 if issue != self.at:
@@ -152,7 +156,10 @@ class _Emitter:
                     self.done.append(Encode(at=self.at, lag=lag, group=i, tie=tie, pin=pin))
                     pin = None
                 if axis in self.plan.hops(group):
-                    self.done.append(Send(at=self.at, lag=lag, group=i, axis=axis, pin=pin))
+                    is_last = lag < 0 and axis == self.plan.num_hops - 1
+                    waits = is_last and not self.plan.deferred_groups
+                    send = Send(at=self.at, group=i, axis=axis, pin=pin, after_decode=waits)
+                    self.done.append(dataclasses.replace(send, lag=lag))
         for index, loop in self.plan.loops.items():
             if loop.issue == self.at and loop.is_pipelined and loop.continues is None:
                 gathers = any(group.prefetched for group in loop.body.gather_groups)
@@ -160,9 +167,13 @@ class _Emitter:
                 tie = self._tie(loop.tie) if gathers or fetches else None
                 self.done.append(StartLoop(at=self.at, loop=index, tie=tie))
         for i, group in groups:
-            if group.at == self.at:
-                self.done.append(Decode(at=self.at, group=i))
-                self._full.update(((x.weight, x.ops), x) for x in group.gathers)
+            if group.at == self.at and i not in first:
+                self._decode(i)
+
+    def _decode(self, group: int) -> None:
+        self.done.append(Decode(at=self.at, group=group))
+        gathers = self.plan.gather_groups[group].gathers
+        self._full.update(((x.weight, x.ops), x) for x in gathers)
 
     def _drop(self) -> None:
         dead = tuple(key for key, gather in self._full.items() if gather.until == self.at)
@@ -211,8 +222,14 @@ class _Emitter:
         self._unmade[group] -= 1
         if self._unmade[group]:
             return
-        self.done.append(EncodeGradients(at=self.at, group=group))
-        if self.plan.reduce_groups[group].deferred:
+        is_deferred = self.plan.reduce_groups[group].deferred
+        early = any(isinstance(x, Reduce) and x.group == group for x in self.done)
+        if self._in_pipeline and is_deferred and not early and self._num_axes(group):
+            # The message of the iteration before is sent: this one is written in its place.
+            self.done.append(Reduce(at=self.at, lag=1, group=group, axis=0))
+        waits = self._in_pipeline and is_deferred and not self.plan.reduce_early
+        self.done.append(EncodeGradients(at=self.at, group=group, after_sent=waits))
+        if is_deferred:
             return
         if self.plan.overlaps:
             self._in_flight.append((group, 0))

@@ -1,4 +1,6 @@
-"""Mark gradients that are final once reduced: nothing but a cast follows.
+"""Mark gradients that are final once reduced, and those that loops add to sums.
+
+Final means that nothing but a cast follows.
 
 (A cast of a reduced gradient is delayed until its mean is taken.) They are divided where they are
 reduced, which a loop does one layer in each iteration: its stack is then the gradient that the step
@@ -7,6 +9,10 @@ to be: a host array cannot be computed with. A loop copies them one layer in eac
 updates a layer of the leaf with it. Outside of loops a bucket is divided as a whole, if all of its
 gradients are final. Any other gradient is divided, or copied, at the end of the step: a pass over
 memory of its own, because a barrier lies between.
+
+[Note: sums in place] A loop inside another one, such as the layers of a micro-batch, makes a stack
+of gradients, which the outer loop adds to a sum that it carries. The inner loop adds each layer to
+the sum's layer instead, so that the stack does not exist beside the sum.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from .._program import Atom, Loop, Value, movable_ops
+from .._program import ADDITIONS, Atom, Loop, Value, movable_ops
 from .._sharding import LeafSpec
 from .block_plan import BlockPlan, LoopPlan
 
@@ -77,6 +83,35 @@ def mark_final_gradients(
         means={value: leaves[i] for value, i in divided.items()},
         mean_outputs=frozenset({*means, *divided.values()}),
     )
+
+
+def mark_sums(plan: BlockPlan) -> BlockPlan:
+    """Let loops add their stacks of gradients to the sums of the block around, in all blocks.
+
+    See [Note: sums in place].
+    """
+    operations = plan.block.operations
+    makers = {value: index for index, x in enumerate(operations) for value in x.outputs}
+    added: dict[int, dict[int, Value]] = {}  # by loop and output of it, the sum
+    additions = []
+    for index in plan.gradients.on_shards:
+        sums = [x for x in operations[index].values if x in plan.gradients.sums]
+        if operations[index].name not in ADDITIONS or len(sums) != 1:
+            continue
+        (term,) = (x for x in operations[index].inputs if x not in sums)
+        made = _before_casts(plan, makers, term)
+        loop = makers.get(made, -1) if isinstance(made, Value) else -1
+        operation = operations[loop] if loop in plan.gradients.loops else None
+        if isinstance(operation, Loop) and made not in plan.gradients.reduces:
+            number = operation.outputs.index(made)
+            if number >= operation.num_carry and number not in added.get(loop, {}):
+                added.setdefault(loop, {})[number] = sums[0]
+                additions.append(index)
+    loops = {
+        index: dataclasses.replace(loop, body=mark_sums(loop.body), sums=added.get(index, {}))
+        for index, loop in plan.loops.items()
+    }
+    return dataclasses.replace(plan, loops=loops, added=frozenset(additions))
 
 
 def _marked(

@@ -11,7 +11,8 @@ padding of a slice's gradient to the size of the stack; and before a widening ca
 carry the same values. The operations that a reduction was moved over then run on shards.
 
 The gradient of a loop's constant is a sum that the loop carries. Where the sums of a loop take too
-much memory (`held_by_loops`), their terms are reduced in each iteration, and summed as shards.
+much memory (`held_by_loops`), their terms are reduced in each iteration, and summed as shards. A
+loop may go on with the sum of an earlier one.
 
 Legend: `below` an operation means on its inputs, `above` it on its output.
 """
@@ -140,6 +141,10 @@ class _Search:
                 layout = reduce_spec.layout.moved(reduce_spec.layout.dim - 1)
                 name = f"{reduce_spec.name}[i]"
                 inside = dataclasses.replace(reduce_spec, name=name, layout=layout)
+            else:
+                start = operation.inputs[operation.num_constants + position]
+                if isinstance(start, Value) and not self._is_zero(start):
+                    self.place(start, reduce_spec)
             self.loops.setdefault(index, {})[position] = inside
             return
         if operation.name in ADDITIONS:
@@ -165,13 +170,24 @@ class _Search:
         if index not in self._sums:
             loop = self.operations[index]
             assert isinstance(loop, Loop)
-            found = carried_sums(loop, self._is_zero)
+            found = carried_sums(loop, self._starts_sum)
             arrays = [x for x in found.values() if x.before.is_array]
             size = sum(x.before.num_bytes for x in arrays)
             at_once = max((_most_at_once(loop.body, x) for x in arrays), default=0)
             is_inside = is_better_inside(loop, size, at_once, self.loop_constant_bytes)
             self._sums[index] = found if is_inside else {}
         return self._sums[index]
+
+    def _starts_sum(self, atom: Atom) -> bool:
+        """Whether a sum of shards can start from an atom: from zero, or from another such sum."""
+        if self._is_zero(atom):
+            return True
+        index, operation = (
+            self.maker.get(atom, (-1, None)) if isinstance(atom, Value) else (-1, None)
+        )
+        if not isinstance(operation, Loop) or not self.only_use(atom):
+            return False
+        return operation.outputs.index(atom) in self.sums(index)
 
     def _is_zero(self, atom: Atom) -> bool:
         if isinstance(atom, Constant):

@@ -95,11 +95,15 @@ class Encode(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Send(Instruction):
-    """All-gather the messages of a group over one axis; before it, they pass the barrier `pin`."""
+    """All-gather the messages of a group over one axis; before it, they pass the barrier `pin`.
+
+    With `after_decode`, a message for a later iteration waits until this one's is decoded.
+    """
 
     group: int
     axis: int
     pin: Value | None
+    after_decode: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,9 +178,13 @@ class RunLoop(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodeGradients(Instruction):
-    """Encode the gradients of a group, all of which have been made, for its first axis."""
+    """Encode the gradients of a group, all of which have been made, for its first axis.
+
+    With `after_sent`, they wait until the message of the iteration before has been sent.
+    """
 
     group: int
+    after_sent: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

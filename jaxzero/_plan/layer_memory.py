@@ -161,12 +161,15 @@ class LayerMemory:
                 needed.update(x for x in operation.inputs if isinstance(x, Value))
         return found
 
-    def held_bytes(self, layer: range) -> np.ndarray:
-        """For each operation of a layer, the bytes of arrays made in it that exist meanwhile."""
+    def held_bytes(self, layer: range, others: Container[Value] = ()) -> np.ndarray:
+        """For each operation of a layer, the bytes of arrays made in it that exist meanwhile.
+
+        Weights do not count, nor do `others`.
+        """
         change = np.zeros(len(layer) + 1, np.int64)
         for i in layer:
             for value in self._block.operations[i].outputs:
-                if value.is_array and value not in self._uses.views:
+                if value.is_array and value not in self._uses.views and value not in others:
                     stop = min(self._reads.get(value, i) + 1, layer.stop)
                     change[i - layer.start] += value.num_bytes
                     change[stop - layer.start] -= value.num_bytes

@@ -60,6 +60,7 @@ class Plan:
     host_transfers: tuple[HostTransfer, ...] = ()  # every copy from or to host memory
     codecs: tuple[str, ...] = ()  # a line for each axis with a codec: what arrays are sent as
     microbatches: int = 1  # in a step
+    stages: tuple[str, ...] = ()  # lines about pipeline stages, if there are any
     # With hpZ and several micro-batches, `top` and `steps` are those of the first, which keeps node
     # slices. This is the plan of the others, which gather from the slices.
     later: BlockPlan | None = None
@@ -101,7 +102,7 @@ class Plan:
         return tuple(f"{_COMBINED[how]} of {', '.join(x)}" for how, x in leaves.items())
 
     def __str__(self) -> str:
-        lines = _lines(self.steps)
+        lines = [*self.stages, *_lines(self.steps)]
         if self.later is not None:
             lines.append("in each later micro-batch, which gathers from node slices (hpZ):")
             lines += _lines(tuple(steps_of(self.later, ())))

@@ -4,7 +4,8 @@ A plan is data. It is made from two analyses (`param_uses`, `gradient_reductions
 by `_execute` without further decisions. `lifetimes` decides how long a gathered weight is held,
 `bucketing` which weights are sent together. The groups of a block and its loops form a sequence in
 program order; with prefetch distance `n`, a group is sent where the group `n` places before it is
-first used. What it waits for there is in [Note: ties] in `ties`.
+first used, or earlier if it would be late (`lookahead`). What it waits for there is in [Note: ties]
+in `ties`.
 
 Each mesh axis gets the time of one group: a group that is gathered over two axes is sent over the
 first of them one group earlier, so that no collective waits for another while nothing computes.
@@ -41,8 +42,9 @@ from .block_plan import BlockPlan, GatherGroup, LoopPlan
 from .bucketing import ReduceAxes, find_reduce_groups, layers_of_body, split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
-from .layer_memory import NO_PEAK, LayerMemory, Peak
+from .layer_memory import NO_PEAK, LayerMemory, Peak, work_done
 from .lifetimes import Gather, Live, find_gathers, find_passes
+from .lookahead import Room, issued_early, latest_issues
 from .param_uses import BlockUses, ShardedParam, View
 from .ties import find_ties, largest_input, start_of_backward
 
@@ -109,18 +111,20 @@ def _plan_block(
     ties = find_ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
     num_prefetched = _num_prefetched(groups, live, schedule) if repeats else 0
-    peaks: dict[int, Peak] = {}
-    if repeats or not in_loop:
-        memory = LayerMemory(block, uses, gradients.reduces)
-        peaks = memory.find_peaks(reduces, None if in_loop else starts)
+    memory, layers = LayerMemory(block, uses, gradients.reduces), None if in_loop else starts
+    peaks = memory.find_peaks(reduces, layers) if repeats or not in_loop else {}
+    every = [_issues(gathers, starts, live, schedule, len(gather_axes)) for gathers in groups]
+    if boundary is not None and schedule.prefetch and not schedule.is_bounded:
+        wanted = latest_issues(groups, reduces, starts, work_done(block), boundary, gather_axes)
+        room = Room(block, memory, live, gradients)
+        every = issued_early(groups, every, wanted, starts, boundary, room)
     gather_groups = []
-    for number, gathers in enumerate(groups):
-        issues = _issues(gathers, starts, live, schedule, len(gather_axes))
+    for number, (gathers, issues) in enumerate(zip(groups, every, strict=True)):
         is_prefetched = number < num_prefetched
         if is_prefetched:  # sent for a later layer, beside the last groups of this one
             at = groups[len(groups) - num_prefetched + number][0].at
             last = max(at, peaks.get(0, NO_PEAK).gather_after or 0)
-            issues = *((at,) * (len(gather_axes) - 1)), last
+            issues = (*[at] * (len(gather_axes) - 1), last)
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
         if not in_loop:
             issues = _around_peaks(issues, gathers[0].at, peaks)
@@ -210,6 +214,9 @@ def _grouped(
     until backward: its buffer would be live from then on in any case.
     """
 
+    def region(gather: Gather) -> tuple:
+        return gather.region, sum(index < gather.at for index in loops)
+
     def split(gathers: list[Gather]) -> list[list[Gather]]:
         return split_into_groups(
             gathers,
@@ -218,6 +225,7 @@ def _grouped(
             schedule.bucket_bytes,
             body is not None,
             1 if body is None else body.num_layers,
+            region,
         )
 
     groups = split(gathers)

@@ -136,12 +136,16 @@ class Operation:
 
     @functools.cached_property
     def products(self) -> int:
-        """The number of multiplications of a matrix product; 0 for other operations."""
-        if self.name != "dot_general":
+        """The multiplications of a matrix product or a convolution; 0 for other operations."""
+        if self.name not in ("dot_general", "conv_general_dilated"):
             return 0
-        (contracted, _), _ = self.equation.params["dimension_numbers"]
-        left = self.equation.invars[0].aval.shape
-        return math.prod(self.outputs[0].shape) * math.prod(left[dim] for dim in contracted)
+        left, right = (x.aval.shape for x in self.equation.invars)
+        numbers, made = self.equation.params["dimension_numbers"], math.prod(self.outputs[0].shape)
+        if self.name == "conv_general_dilated":
+            channels = right[numbers.rhs_spec[0]]
+            return made * math.prod(right) // max(channels, 1)
+        (contracted, _), _ = numbers
+        return made * math.prod(left[dim] for dim in contracted)
 
     @property
     def where(self) -> str:
@@ -277,10 +281,18 @@ def exchanged_or_effect(operation: Operation) -> str | None:
     `axis_index` is none: it tells a device where it is, and sends nothing.
     """
     for equation in equations_inside(operation.equation):
-        has_effects = any("Named" not in type(effect).__name__ for effect in equation.effects)
-        if has_effects or _exchanged_axes(equation):
+        if _has_effects(equation) or _exchanged_axes(equation):
             return equation.primitive.name
     return None
+
+
+def has_host_effect(operation: Operation) -> bool:
+    """Whether an operation has an effect on the host, such as a print."""
+    return _has_effects(operation.equation)
+
+
+def _has_effects(equation: Any) -> bool:
+    return any("Named" not in type(effect).__name__ for effect in equation.effects)
 
 
 def is_matrix_product(equation: Any) -> bool:
@@ -317,6 +329,12 @@ def is_ref(aval: Any) -> bool:
 def is_mutable(x: Any) -> bool:
     """Whether `x` is a mutable array (`jax.Ref`), traced or not."""
     return isinstance(x, jax.Ref) or (is_traced(x) and is_ref(jax.typeof(x)))
+
+
+def at_line_of(operation: Operation) -> contextlib.AbstractContextManager:
+    """Let what is traced in this context come from the line that an operation comes from."""
+    equation = operation.caller or operation.equation
+    return source_info_util.user_context(equation.source_info.traceback)
 
 
 def _frames(equation: Any) -> list[tuple[str, int]]:

@@ -273,19 +273,19 @@ def _moved(operation: Operation) -> LayerForm | None:
 
 @dataclasses.dataclass(frozen=True)
 class CarriedSum:
-    """A value that a loop carries, starts from zero, and only adds to in each iteration."""
+    """A value that a loop carries and only adds to in each iteration."""
 
     before: Value  # the sum before an iteration: an input of the body
     additions: tuple[int, ...]  # operations of the body
     terms: tuple[Value, ...]  # what they add
 
 
-def carried_sums(loop: Loop, is_zero: Callable[[Atom], bool]) -> dict[int, CarriedSum]:
+def carried_sums(loop: Loop, starts: Callable[[Atom], bool]) -> dict[int, CarriedSum]:
     """The sums that a loop carries, by index of the output.
 
     Args:
         loop: the loop.
-        is_zero: whether a value outside of it is known to be zero.
+        starts: whether a sum may start from a value outside of it, such as zero.
     """
     body, found = loop.body, {}
     readers: dict[Atom, list[int]] = {atom: [] for atom in (*body.inputs, *body.outputs)}
@@ -308,7 +308,7 @@ def carried_sums(loop: Loop, is_zero: Callable[[Atom], bool]) -> dict[int, Carri
             readers.setdefault(value, [])
         alone = all(len(readers[x]) == 1 and not num_outputs[x] for x in terms)
         is_sum = value is out and not readers[value] and num_outputs[value] == 1
-        if terms and is_sum and alone and is_zero(loop.inputs[first + position]):
+        if terms and is_sum and alone and starts(loop.inputs[first + position]):
             found[position] = CarriedSum(before, tuple(additions), tuple(terms))
     return found
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._mesh import is_traced
+from .._mesh import STAGE, is_traced
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value
 from .operation_kinds import is_elementwise
 
@@ -255,6 +255,9 @@ class _Rule(NamedTuple):
 
 
 def _is_deterministic(operation: Operation) -> bool:
+    if operation.name == "axis_index":  # of a stage: its devices decide alike
+        axes = operation.equation.params["axis_name"]
+        return axes in (STAGE, (STAGE,))
     return is_elementwise(operation) or operation.name in _DETERMINISTIC
 
 

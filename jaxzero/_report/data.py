@@ -17,6 +17,7 @@ from .._plan import Plan
 from .timeline import spans
 
 PARTS = ("forward", "backward", "update")
+OF_LEAVES = ("weights", "gradients", "fragments", "tangents")  # purposes of transfers
 _REGIONS = {"before forward": "forward", "the end": "backward"}  # others are parts themselves
 
 
@@ -33,6 +34,7 @@ class Row:
     total_bytes: int  # of the true shape
     device_bytes: int  # in the memory of one device, padding included; 0 if offloaded
     host_bytes: int = 0  # in host memory, for one device, padding included
+    padding_layers: int = 0  # number of layers that pipeline stages pad a stack by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Traffic:
     @property
     def groups(self) -> tuple[str, ...]:
         """The parts of the model that leaves belong to: where their paths begin to differ."""
-        return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose != "other"))
+        return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose in OF_LEAVES))
 
     def of_group(self, group: str, axis: str) -> Amount:
         """The amount of the weights and gradients of one of `groups`, on one axis.
@@ -107,7 +109,7 @@ class Traffic:
         """
 
         def belongs(t: Transfer) -> bool:
-            return t.purpose != "other" and t.axis == axis and self._group(t) == group
+            return t.purpose in OF_LEAVES and t.axis == axis and self._group(t) == group
 
         some = [t for t in self._by_leaf if belongs(t)]
         involved = [t for t in self.transfers if any(belongs(part) for part in t.by_leaf())]
@@ -123,7 +125,7 @@ class Traffic:
 
     @functools.cached_property
     def _shared_components(self) -> int:
-        paths = [_components(t) for t in self._by_leaf if t.purpose != "other" and t.name]
+        paths = [_components(t) for t in self._by_leaf if t.purpose in OF_LEAVES and t.name]
         columns = zip(*(path[:-1] for path in paths), strict=False)
         return next((i for i, column in enumerate(columns) if len(set(column)) > 1), 0)
 

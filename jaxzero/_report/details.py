@@ -8,7 +8,7 @@ from collections.abc import Callable
 from .._collectives import readable_bytes
 from .._mesh import AXES
 from .._plan import ACTIONS, Plan
-from .data import ReportData, Traffic
+from .data import ReportData, Row, Traffic
 from .text_table import TextTable, merge_layers, ranges, summarized
 from .timeline import Span, spans, waits
 
@@ -47,7 +47,7 @@ def _leaves(report: ReportData) -> TextTable:
             str(list(row.shape)),
             row.dtype,
             "whole" if row.dim is None else f"dim {row.dim}",
-            str(row.padding or ""),
+            _padding(row),
             readable_bytes(row.device_bytes + row.host_bytes),
             "host" if row.host_bytes else "",
         )
@@ -63,6 +63,11 @@ def _leaves(report: ReportData) -> TextTable:
         footer=(f"{readable_bytes(report.device_bytes('parameters'))} on each device{in_host}.",),
     )
     return table if host else table.without("in")
+
+
+def _padding(row: Row) -> str:
+    of_dims = (row.padding, ""), (row.padding_layers, " layers")
+    return ", ".join(f"{num}{unit}" for num, unit in of_dims if num)
 
 
 def _state(report: ReportData) -> TextTable:

@@ -10,7 +10,7 @@ from rich.console import Console
 from .._collectives import readable_bytes
 from .._mesh import HOST, AnyMesh
 from .._plan import Plan
-from .._sharding import LeafSpec, TreePlan
+from .._sharding import LeafSpec, TreePlan, axes_of
 from .capacity import LargestModel, largest_model
 from .data import HostTraffic, ReportData, Row, Traffic
 from .details import available_details, check_detail, detail_table
@@ -148,7 +148,8 @@ def _host_traffic(rows: Sequence[Row], plan: Plan | None, has_state: bool) -> Ho
 
 
 def _row(kind: str, leaf: LeafSpec, mesh: AnyMesh, axes: tuple[str, ...]) -> Row:
-    pieces = math.prod(mesh.shape[axis] for axis in axes) if leaf.layout else 1
+    split = (*axes, *axes_of(leaf.other_axes)) if leaf.layout else axes_of(leaf.other_axes)
+    pieces = math.prod(mesh.shape[axis] for axis in split)
     size = leaf.dtype.itemsize
     held = leaf.stored.size * leaf.stored.dtype.itemsize // pieces
     is_in_host = leaf.memory_kind == HOST
@@ -162,6 +163,7 @@ def _row(kind: str, leaf: LeafSpec, mesh: AnyMesh, axes: tuple[str, ...]) -> Row
         total_bytes=math.prod(leaf.shape) * size,
         device_bytes=0 if is_in_host else held,
         host_bytes=held if is_in_host else 0,
+        padding_layers=leaf.stages.padded - leaf.stages.size if leaf.stages else 0,
     )
 
 
@@ -212,7 +214,7 @@ def _without_unit(size: str, total: str) -> str:
 def _sent(traffic: Traffic | None) -> list[str]:
     if traffic is None:
         return ["Into a node", _NO_PLAN]
-    purposes = ("weights", "gradients", "tangents", "other")
+    purposes = ("weights", "gradients", "activations", "tangents", "other")
     if traffic.node_bytes:
         label, total = "Into a node", traffic.node_bytes
         amounts = [traffic.node_bytes_for(purpose) for purpose in purposes]
@@ -222,9 +224,10 @@ def _sent(traffic: Traffic | None) -> list[str]:
             traffic.amount(lambda t, purpose=purpose: t.purpose == purpose).device_bytes
             for purpose in purposes
         ]
-    weights, gradients, tangents, other = map(readable_bytes, amounts)
+    weights, gradients, activations, tangents, other = map(readable_bytes, amounts)
     text = f"{readable_bytes(total)} per step: {weights} weights, {gradients} gradients"
-    text += f", {tangents} tangents" if amounts[2] else ""
+    text += f", {activations} activations" if amounts[2] else ""
+    text += f", {tangents} tangents" if amounts[3] else ""
     return [label, f"{text}, {other} other", text]
 
 

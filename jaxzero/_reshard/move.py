@@ -7,8 +7,8 @@ this grid, so that what is sent is encoded once by its owner, and decoded once, 
 [Note: windows] Some cuts do not fit each other: of an array that is padded on a dim that the
 destination splits, of meshes whose devices are in an order that is no reshaped form of the old one,
 of dims that 3 devices split and 2 are to split. Then all devices gather a window of rows, which is
-a move to no split, and each keeps those that it is to have. A row crosses into a node once, but
-into every device of it. At any time a device has its part of the result and one window.
+a move to no split of any dim, and each keeps those that it is to have. A row crosses into a node
+once, but into every device of it. At any time a device has its part of the result and one window.
 
 Legend: f, g factors before and after, each of its size or of 1 where it is split; m, n numbers of a
 piece, or bytes of its message; K devices of a collective; k shards, h rows of each in a window.
@@ -141,7 +141,8 @@ class Move:
         def add_window(total: Array, window: Array) -> tuple[Array, None]:
             first = jnp.minimum(window * windows.height, windows.rows - windows.height)
             piece = lax.dynamic_slice_in_dim(x, first, windows.height)
-            pieces: Shaped[Array, "k h ..."] = self._moved(piece, mesh).reshape(-1, *piece.shape)
+            pieces: Shaped[Array, "k h ..."] = self._moved(piece, mesh)
+            pieces = pieces.reshape(-1, windows.height, *pieces.shape[1:])
             zero = jnp.zeros((), jnp.int32)
             pieces = lax.dynamic_slice(pieces, (zero, zero, *starts), (*pieces.shape[:2], *sizes))
             inside = (rows >= first) & (rows < first + windows.height)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec
-from .._mesh import NODE
+from .._mesh import NODE, STAGE
 from .._sharding import LeafSpec, axes_of
 from .move import Move, Windows
 from .steps import Digits, Route, route
@@ -86,8 +86,8 @@ def make_plan(
     mesh, onto = sources[0].mesh, targets[0].mesh
     assert isinstance(mesh, Mesh) and isinstance(onto, Mesh)
     digits = Digits.of(mesh)
-    dim = mesh.axis_names.index(NODE)
-    nodes = np.indices(mesh.devices.shape)[dim].ravel()
+    places = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
+    nodes = (places.get(STAGE, 0) * mesh.shape[NODE] + places[NODE]).ravel()
     are_same = set(mesh.devices.flat) == set(onto.devices.flat)
     other = digits.over(onto) if are_same else None
     moves = tuple(
@@ -147,15 +147,8 @@ def _move(
     found, windows, shape = _route(leaf, before, target, digits, other), None, leaf.padded_shape
     if found is None:
         split = [dim for dim, names in enumerate(before) if names]
-        if len(split) > 1:
-            raise NotImplementedError(
-                f"`{leaf.path}` is split over several dims, {source.spec}, and `reshard` cannot "
-                f"take it to {target.spec} on a mesh {dict(target.mesh.shape)}, whose cuts do not "
-                "fit. Use a mesh whose devices are in the order of `zero.mesh`, or leave the dim "
-                "that `Zero` splits whole."
-            )
-        dim = split[0] if split else (leaf.layout.dim if leaf.layout else 0)
-        found, windows, shape = _by_windows(leaf, dim, before[dim], target, digits, options)
+        dim = leaf.layout.dim if leaf.layout else next(iter(split), 0)
+        found, windows, shape = _by_windows(leaf, dim, before, target, digits, options)
     dtype = sent_dtype(leaf, options.dtype)
     sends = any(step.kind != "slice" for step in found.steps)
     return Move(
@@ -173,24 +166,25 @@ def _move(
 def _by_windows(
     leaf: LeafSpec,
     dim: int,
-    axes: tuple[str, ...],
+    before: tuple[tuple[str, ...], ...],
     target: NamedSharding,
     digits: Digits,
     options: Options,
 ) -> tuple[Route, Windows, tuple[int, ...]]:
-    """How to gather windows of a leaf that `axes` split on `dim`, and the shape of a window."""
-    num = math.prod(digits.mesh.shape[name] for name in axes)
+    """How to gather windows along `dim` of a leaf, and the shape of a window; `before` split it."""
+    num = math.prod(digits.mesh.shape[name] for name in before[dim])
     rows = height = leaf.padded_shape[dim] // num
     others = leaf.padded_shape[:dim] + leaf.padded_shape[dim + 1 :]
-    if axes:
+    if any(before):
         of_window = math.prod(others) * sent_dtype(leaf, options.dtype).itemsize * num
         most = max(1, options.window_bytes // max(1, of_window))
         height = math.ceil(rows / math.ceil(rows / min(most, rows)))
     indices = target.devices_indices_map(leaf.shape)
     boxes = [known(indices[device]) for device in digits.mesh.devices.flat]
     starts = tuple(tuple(int(s.start or 0) for s in box) for box in boxes)
-    whole = ((),) * len(others)
-    found = route((axes, *whole), ((), *whole), dict(digits.mesh.shape), digits.is_between_nodes)
+    split = (before[dim], *before[:dim], *before[dim + 1 :])
+    sizes = dict(digits.mesh.shape)
+    found = route(split, ((),) * len(split), sizes, digits.is_between_nodes)
     assert found is not None
     return found, Windows(dim, rows, height, starts), (num * height, *others)
 
@@ -215,7 +209,7 @@ def _route(
         return None
     else:
         after = other.split(target.spec, len(leaf.shape))
-    if leaf.layout is not None and leaf.layout.is_padded and after[leaf.layout.dim]:
+    if any(after[padded.dim] for padded in leaf.padded_dims):
         return None
     sizes = dict(digits.mesh.shape)
     return route(before, after, sizes, digits.is_between_nodes)

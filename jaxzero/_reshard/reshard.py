@@ -73,9 +73,8 @@ def reshard(
         ValueError: `params` are traced, without an array, or not of this `zero`; `specs` is no tree
             prefix of them, names an axis that `mesh` lacks, or does not divide a dim; `dtype` is no
             float type.
-        NotImplementedError: an array that further mesh axes split has cuts that do not fit; `mesh`
-            has other devices than `zero.mesh`, and JAX cannot copy between them: CPUs of several
-            processes.
+        NotImplementedError: `mesh` has other devices than `zero.mesh`, and JAX cannot copy between
+            them: CPUs of several processes.
 
     Example:
         >>> specs = models.tensor_parallel_specs(graph, params, size=zero.mesh.shape["local"])

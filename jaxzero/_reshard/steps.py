@@ -31,7 +31,7 @@ from typing import Literal
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from .._mesh import NODE
+from .._mesh import NODE, STAGE
 
 Place = int | None  # index of a factor that a digit splits; None: it splits none
 
@@ -262,8 +262,8 @@ class Digits:
         return tuple(tuple(d for axis in axes for d in self.axes[axis]) for axes in named)
 
     def is_between_nodes(self, digit: str) -> bool:
-        """Whether the digit is one of the axis `node`."""
-        return digit in self.axes.get(NODE, ())
+        """Whether the digit is one of the axes `node` and `stage`."""
+        return any(digit in self.axes.get(axis, ()) for axis in (NODE, STAGE))
 
 
 def groups(digits: tuple[str, ...], mesh: Mesh) -> np.ndarray:

@@ -7,12 +7,7 @@ arrays that carry their layout. Nothing here runs a collective.
 from .config import CommSchedule as CommSchedule
 from .config import Offload as Offload
 from .config import ZeroConfig as ZeroConfig
-from .config import ddp as ddp
-from .config import hsdp as hsdp
 from .config import without_defaults as without_defaults
-from .config import zero3 as zero3
-from .config import zeropp as zeropp
-from .config import zeropp4 as zeropp4
 from .hops import ErrorFeedback as ErrorFeedback
 from .hops import GradientHop as GradientHop
 from .hops import HpZ as HpZ
@@ -35,7 +30,14 @@ from .modules import plain_arrays as plain_arrays
 from .modules import rng_leaves as rng_leaves
 from .modules import trained_leaves as trained_leaves
 from .modules import unboxed as unboxed
+from .presets import ddp as ddp
+from .presets import hsdp as hsdp
+from .presets import pipeline as pipeline
+from .presets import zero3 as zero3
+from .presets import zeropp as zeropp
+from .presets import zeropp4 as zeropp4
 from .registry import Registry as Registry
+from .stages import Stages as Stages
 from .stored_array import StoredArray as StoredArray
 from .stored_array import array_leaves as array_leaves
 from .stored_array import data_of as data_of

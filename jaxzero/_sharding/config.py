@@ -7,9 +7,9 @@ import fnmatch
 import math
 from typing import Any, Literal
 
-from .._codecs import Int4, Int8
 from .._mesh import AnyMesh
-from .hops import GradientHop, Hop, HpZ, PerAxis, WeightDelta, WeightHop, check_integer
+from .hops import GradientHop, Hop, HpZ, PerAxis, WeightHop, check_integer
+from .stages import Stages
 
 Leaves = bool | str | tuple[str, ...]
 Role = Literal["weights", "gradients", "optimizer"]
@@ -198,6 +198,8 @@ class ZeroConfig:
             in full on every device. 0 splits everything but scalars.
         schedule: when weights are gathered, and how long they are held.
         offload: which arrays live in host memory; `None`: none.
+        stages: divide the layers between nodes, as pipeline stages; `None`: every device
+            runs all layers.
 
     References:
         ZeRO (https://arxiv.org/abs/1910.02054), section 5;
@@ -213,6 +215,7 @@ class ZeroConfig:
     param_persistence_threshold: int = 0
     schedule: CommSchedule = CommSchedule()
     offload: Offload | None = None
+    stages: Stages | None = None
 
     def __post_init__(self):
         if self.stage not in (0, 1, 2, 3):
@@ -239,6 +242,8 @@ class ZeroConfig:
             self._check_offload(self.offload)
         self._check_hops()
         self._check_use()
+        if self.stages is not None:
+            self._check_stages(self.stages)
         if self.schedule.deterministic:
             self._check_deterministic()
 
@@ -295,6 +300,23 @@ class ZeroConfig:
                 "`jz.zero3()` and `jz.ddp()` can have it."
             )
 
+    def _check_stages(self, stages: Any) -> None:
+        if not isinstance(stages, Stages):
+            raise ValueError(f"`stages` must be a `jz.Stages(...)` or None; got {stages!r}.")
+        for refused, why in (
+            (self.stage < 3, f"a stage gathers its layers (`stage=3`); got `stage={self.stage}`"),
+            (self.needs_wire_state, "hops that keep arrays from step to step have no stages"),
+            (self._offloads_layers, "`offload` of weights and gradients copies all layers"),
+            (self.schedule.deterministic, "sums over stages have no order"),
+        ):
+            if refused:
+                raise ValueError(f"With `stages`, {why}. Leave out one of the two.")
+
+    @property
+    def _offloads_layers(self) -> bool:
+        offload = self.offload
+        return offload is not None and bool(offload.weights or offload.gradients)
+
     def _check_use(self) -> None:
         """Raise `ValueError` for options that would have no effect."""
         hop = self.gradients.node
@@ -341,52 +363,3 @@ def without_defaults(x: Any) -> str:
     fields = [(field, getattr(x, field.name)) for field in dataclasses.fields(x)]
     shown = [f"{f.name}={without_defaults(value)}" for f, value in fields if value != f.default]
     return f"{type(x).__name__}({', '.join(shown)})"
-
-
-def zero3(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
-    """Split parameters, gradients and optimizer state over all devices (ZeRO-3, FSDP)."""
-    return ZeroConfig(weights=weights, gradients=gradients)
-
-
-def zeropp() -> ZeroConfig:
-    """ZeRO++ with the bits of its paper: qwZ in 8 bits, hpZ, and qgZ in 4 bits on both hops.
-
-    Between nodes a step moves 0.5 M for weights and 0.25 M for gradients, where ZeRO-3 moves
-    3 M (M: the model in 16 bits). Micro-batches add nothing: it is sent once per optimizer step.
-    Unlike in the paper, blocks of gradients are small and rotated, which costs no bytes.
-
-    References:
-        ZeRO++ (https://arxiv.org/abs/2306.10209).
-    """
-    gradients = Int4(block=128, hadamard=32)
-    return ZeroConfig(
-        weights=PerAxis(node=Int8(block=256), local=Int8(block=256)),
-        gradients=PerAxis(node=gradients, local=gradients),
-        hpz=HpZ(codec=Int8(block=256)),
-    )
-
-
-def zeropp4() -> ZeroConfig:
-    """Send 4 bits between nodes: the differences of weights, and gradients in rotated blocks.
-
-    Between nodes a step moves 0.25 M for weights and 0.25 M for gradients (M: the model in 16
-    bits); inside a node both travel in 8 bits. It needs a wire state (`Zero.init_wire_state`).
-
-    References:
-        SDP4Bit (https://arxiv.org/abs/2410.15526).
-    """
-    return ZeroConfig(
-        weights=PerAxis(node=WeightDelta(Int4(block=128)), local=Int8(block=256)),
-        gradients=PerAxis(node=Int4(block=128, hadamard=32), local=Int8(block=128, hadamard=32)),
-        hpz=HpZ(codec=Int8(block=256)),
-    )
-
-
-def hsdp(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
-    """Split everything inside a node, and replicate it between nodes (HSDP, MiCS)."""
-    return ZeroConfig(split="local", weights=weights, gradients=gradients)
-
-
-def ddp() -> ZeroConfig:
-    """Split nothing: plain data parallelism."""
-    return ZeroConfig(stage=0)

@@ -15,6 +15,7 @@ largest is padded with zeros. Only scalars and empty leaves are replicated.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from .._codecs import Codec
-from .._mesh import AXES, AnyMesh, axes_of_dims
+from .._mesh import AXES, STAGE, AnyMesh, axes_of_dims
 from .config import ZeroConfig
 
 _LONG = 256  # a dim of at least this size is taken for features: large models have fewer layers
@@ -101,11 +102,25 @@ class LeafSpec:
     other_axes: PartitionSpec = PartitionSpec()  # the user's split over further mesh axes
     codec: Codec | None = None  # stored encoded, one message for each device; never trained
     memory_kind: str | None = None  # of the stored array: "pinned_host"; None for device memory
+    stages: DimSharding | None = None  # the split over pipeline stages, of `other_axes`
+
+    @property
+    def padded_dims(self) -> tuple[DimSharding, ...]:
+        """The splits that pad a dim with zeros, each another dim."""
+        return tuple(x for x in (self.layout, self.stages) if x is not None and x.is_padded)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """`shape` with the split dim at its padded size."""
-        return self.layout.pad_shape(self.shape) if self.layout else self.shape
+        """`shape` with the split dims at their padded sizes."""
+        return functools.reduce(lambda shape, x: x.pad_shape(shape), self.padded_dims, self.shape)
+
+    def pad(self, x: Shaped[Array, ...]) -> Shaped[Array, ...]:
+        """Append the zeros of all padded dims to an array of the true shape."""
+        return functools.reduce(pad, self.padded_dims, x)
+
+    def unpad(self, x: Shaped[Array, ...]) -> Shaped[Array, ...]:
+        """Drop the zeros that `pad` appended."""
+        return functools.reduce(unpad, self.padded_dims, x)
 
     @property
     def num_lead(self) -> int:
@@ -132,7 +147,7 @@ class LeafSpec:
     @property
     def is_plain(self) -> bool:
         """Whether the array is stored in its own shape and dtype, as a plain `jax.Array`."""
-        return self.codec is None and not (self.layout and self.layout.is_padded)
+        return self.codec is None and not self.padded_dims
 
     @property
     def stored(self) -> jax.ShapeDtypeStruct:
@@ -159,13 +174,14 @@ class LeafSpec:
         """The `PartitionSpec` of the global array, split over `axes`.
 
         With `manual_only`, the spec omits the user's own mesh axes (`other_axes`). The specs of
-        a `shard_map` that is manual over `node` and `local` may name only these two axes.
+        a `shard_map` may name only the axes that it is manual over: `stage`, `node` and `local`.
         """
         if self.codec is not None:
             return PartitionSpec(*[None] * self.num_lead, axes or None)
         entries: list[Any] = [None] * len(self.shape)
-        if not manual_only:
-            entries[: len(self.other_axes)] = self.other_axes
+        entries[: len(self.other_axes)] = [
+            None if manual_only and entry != STAGE else entry for entry in self.other_axes
+        ]
         if self.layout and axes:
             others = axes_of_dims(PartitionSpec(*entries))[self.layout.dim]
             entries[self.layout.dim] = (*axes, *others)
@@ -207,7 +223,23 @@ def layout_of_leaf(
     num_shards = config.num_shards(mesh)
     if num_shards == 1:
         return None
-    return next(iter(layouts_by_preference(shape, num_shards, busy)), None)
+    layouts = layouts_by_preference(shape, num_shards, busy)
+    return next((x for x in layouts if STAGE not in names[x.dim]), None)
+
+
+def split_over_stages(
+    shape: tuple[int, ...], other: PartitionSpec, mesh: AnyMesh
+) -> DimSharding | None:
+    """The split of an array over pipeline stages; None if `other` names no stages.
+
+    Args:
+        shape: its true shape.
+        other: its split over mesh axes other than `node` and `local`.
+        mesh: gives the number of stages.
+    """
+    dims = enumerate(axes_of_dims(other))
+    dim = next((dim for dim, axes in dims if STAGE in axes), None)
+    return None if dim is None else DimSharding(dim, shape[dim], mesh.shape[STAGE])
 
 
 def pad(x: Shaped[Array, ...], layout: DimSharding) -> Shaped[Array, ...]:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._mesh import AnyMesh, NodeMesh, axes_of_dims, is_traced, physical
 from .config import ZeroConfig
-from .layout import LeafSpec, layout_of_leaf
+from .layout import DimSharding, LeafSpec, axes_of, layout_of_leaf, split_over_stages
 from .stored_array import StoredArray, array_leaves, flatten, is_array, is_stored, path_name
 from .tree import TreePlan, as_placed, plan_as_stored, without_layout
 
@@ -210,8 +210,8 @@ class Registry:
         for leaf in plan.leaves:
             if leaf.is_plain:
                 continue
-            ours = layout_of_leaf(leaf, self._mesh, self._config, leaf.other_axes)
-            if ours != leaf.layout:
+            ours = self._splits(leaf)
+            if ours != [leaf.layout, leaf.stages]:
                 if isinstance(self._mesh, NodeMesh):
                     raise ValueError(
                         f"the leaf `{leaf.path}` is laid out over all nodes, and a step inside "
@@ -221,9 +221,21 @@ class Registry:
                     )
                 raise ValueError(
                     f"the leaf `{leaf.path}` was laid out by a `Zero` with another mesh or config: "
-                    f"{leaf.layout}, where this one has {ours}. Take `zero.unshard(tree)` of that "
-                    "one, and `zero.shard` it with this one."
+                    f"{_named(leaf.layout, leaf.stages)}, where this one has {_named(*ours)}. "
+                    "Take `zero.unshard(tree)` of that one, and `zero.shard` it with this one."
                 )
+
+    def _splits(self, leaf: LeafSpec) -> list[DimSharding | None]:
+        """How this mesh splits a leaf, over its shards and over stages; [] if it lacks an axis."""
+        other = leaf.other_axes
+        if not self._mesh.shape.keys() >= {*axes_of(other)}:
+            return []
+        layout = layout_of_leaf(leaf, self._mesh, self._config, other)
+        return [layout, split_over_stages(leaf.shape, other, self._mesh)]
+
+
+def _named(layout: DimSharding | None = None, stages: DimSharding | None = None) -> str:
+    return str(layout) if stages is None else f"{layout} and, over stages, {stages}"
 
 
 def _with_other_axes_of(known: TreePlan, plan: TreePlan) -> TreePlan:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec, check_is_value
-from .._mesh import HOST, AnyMesh, memory_kind_of
+from .._mesh import HOST, STAGE, AnyMesh, memory_kind_of
 from .config import Offload, Role, ZeroConfig
-from .layout import LeafSpec, axes_of, in_memory, layout_of_leaf
+from .layout import LeafSpec, axes_of, in_memory, layout_of_leaf, split_over_stages
 from .modules import overwritten_leaves, trained_leaves
+from .stages import stage_split
 from .stored_array import (
     StoredArray,
     array_leaves,
@@ -135,6 +136,8 @@ def plan_tree(
     paths, leaves, treedef = flatten(tree)
     _check_arrays(tree, paths, leaves)
     others = _spread_specs(specs, tree, len(leaves), config)
+    if config.stages is not None:
+        others = _split_over_stages(paths, leaves, others, mesh, config)
     planned = []
     states = overwritten_leaves(tree)
     for path, leaf, other, is_state in zip(paths, leaves, others, states, strict=True):
@@ -146,7 +149,9 @@ def plan_tree(
             continue
         # State that its gradient overwrites is small, read in full and never encoded: replicated.
         layout = None if is_state else layout_of_leaf(leaf, mesh, config, other)
-        new = LeafSpec(name, tuple(leaf.shape), _jax_dtype(leaf.dtype), layout, other)
+        shape = tuple(leaf.shape)
+        stages = split_over_stages(shape, other, mesh)
+        new = LeafSpec(name, shape, _jax_dtype(leaf.dtype), layout, other, stages=stages)
         if codec is not None and layout and not other and _is_large_float(new, config):
             new = dataclasses.replace(new, codec=codec)
         planned.append(new)
@@ -209,7 +214,9 @@ def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> LeafSpec:
 
 
 def without_layout(leaf: LeafSpec) -> LeafSpec:
-    """The leaf without a layout, which means replicated on every device."""
+    """The leaf without a layout, replicated on every device; over stages if these pad it."""
+    if leaf.stages is not None and leaf.stages.is_padded:
+        leaf = dataclasses.replace(leaf, stages=None, other_axes=PartitionSpec())
     return dataclasses.replace(leaf, layout=None)
 
 
@@ -233,6 +240,28 @@ def _jax_dtype(dtype: Any) -> Any:
     """The dtype that JAX converts to: without x64, 32 bits in place of 64."""
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _split_over_stages(
+    paths: Sequence[Any],
+    leaves: Sequence[Any],
+    others: Sequence[PartitionSpec],
+    mesh: AnyMesh,
+    config: ZeroConfig,
+) -> list[PartitionSpec]:
+    """The split of each leaf over stages, with the one over the user's axes, of which none may."""
+    if any(axes_of(other) for other in others):
+        raise ValueError(
+            "`specs` cannot be had with `stages` of the config. Leave out one of them."
+        )
+    assert config.stages is not None
+    num_stages, num_shards = mesh.shape[STAGE], config.num_shards(mesh)
+    return [
+        stage_split(path_name(path), tuple(leaf.shape), config.stages, num_stages, num_shards)
+        if is_array(leaf)
+        else PartitionSpec()
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
 
 
 def _spread_specs(specs: Any, tree: Any, num: int, config: ZeroConfig) -> list[PartitionSpec]:

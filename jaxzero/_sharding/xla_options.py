@@ -20,9 +20,10 @@ _Changes = dict[str, bool | int | str | None]  # None takes an option out
 
 _GPU: Options = {
     # How many collectives may be under way: a layer has the two hops of its gather and those
-    # of its reduction, each for another layer. With the default of 1 each waits for the last
-    # (ZeRO-3: 0.20 s of a step waited for, then 0.17; JAX 0.12.0).
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+    # of its reduction, each for another layer, and each with one for every large leaf. With the
+    # default of 1 each waits for the last (ZeRO-3: 0.20 s of a step waited for, then 0.17), and
+    # with 8 some still do (Llama-7B at 12.5 GB/s into a node: a step of 1.77 s, then 1.76).
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 32,
     # Once XLA has scheduled, each collective is moved to where its operands exist. Otherwise it
     # begins a guessed time before its end, and messages between nodes take far longer (ZeRO-3:
     # 0.24 s of a step waited for, then 0.08; JAX 0.12.0). None begins earlier than the plan says,

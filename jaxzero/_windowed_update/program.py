@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from .._mesh import with_automatic_axes
 from .._program import Atom, Block, Constant, Operation, Value, trace
-from .._sharding import DimSharding, LeafSpec, TreePlan, flatten, is_array, pad, unpad
+from .._sharding import DimSharding, LeafSpec, TreePlan, flatten, is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,13 +216,14 @@ class FullValues:
         """Compute values, in the stored form of `leaves` (None: replicated on every device)."""
         if not wanted:
             return []
-        layouts = [leaf and leaf.layout for _, leaf in self._known.values()]
+        known = [leaf for _, leaf in self._known.values()]
 
         def run(arrays: list[Array]) -> list[Any]:
-            whole = [unpad(x, y) if y else x for x, y in zip(arrays, layouts, strict=True)]
+            pairs = zip(arrays, known, strict=True)
+            whole = [leaf.unpad(x) if leaf else x for x, leaf in pairs]
             found = self._program.run(wanted, dict(zip(self._known, whole, strict=True)))
             return [
-                pad(jnp.asarray(x), leaf.layout) if leaf and leaf.layout else x
+                leaf.pad(jnp.asarray(x)) if leaf else x
                 for x, leaf in zip(found, leaves, strict=True)
             ]
 

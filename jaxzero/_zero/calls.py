@@ -50,6 +50,7 @@ from .optimizer_state import trained_tree
 from .outputs import flat_reductions
 from .rows import check_share_nodes, check_shares, known_shares
 from .sharded_trees import ShardedTrees
+from .stages import on_stages
 from .transform import Transform
 
 
@@ -74,7 +75,7 @@ def prepare(
     numbers = tuple(i + len(args) if i < 0 else i for i in options.argnums)
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"`argnums` names an argument twice; got {numbers}.")
-    options = dataclasses.replace(options, argnums=numbers)
+    options = on_stages(dataclasses.replace(options, argnums=numbers), zero.config)
     here = zero._here
     call, arrays = resolve(
         f,

@@ -53,6 +53,11 @@ class Freezing:
         before: Names,
         codec: Codec | None,
     ):
+        if zero.config.stages is not None:
+            raise NotImplementedError(
+                "`zero.freeze` does not work with `stages` of the config. Take a config without "
+                "stages, such as `jz.zero3()`."
+            )
         plan = zero._plan_of(params)
         for leaf in plan.leaves:
             if leaf.codec is not None:

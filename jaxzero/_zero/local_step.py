@@ -128,6 +128,11 @@ def check_kept(name: str, tree: Any, wanted: Any, nodes: int | None) -> None:
 
 def check_local_steps(mesh: AnyMesh, config: ZeroConfig) -> None:
     """Raise an error unless nodes of `mesh` can train by themselves with `config`."""
+    if config.stages is not None:
+        raise NotImplementedError(
+            "`local_steps` does not work with `stages` of the config, which divides the layers "
+            "between nodes. Take a config without stages, such as `jz.zero3()`."
+        )
     if mesh.shape[NODE] == 1:
         raise ValueError(
             "`local_steps` trains each node by itself, and the mesh has one node. Make one of "

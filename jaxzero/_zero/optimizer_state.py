@@ -126,7 +126,10 @@ def plan_state(
             and (is_wrapped or parameter.is_plain)
         ):
             leaf = dataclasses.replace(
-                leaf, layout=parameter.layout, other_axes=parameter.other_axes
+                leaf,
+                layout=parameter.layout,
+                other_axes=parameter.other_axes,
+                stages=parameter.stages,
             )
         planned.append(_in_memory(leaf, parameter, mesh, config))
     return dataclasses.replace(plan, leaves=tuple(planned))

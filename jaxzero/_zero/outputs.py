@@ -27,7 +27,6 @@ from .._sharding import (
     ZeroConfig,
     is_array,
     overwritten_leaves,
-    pad,
     path_name,
     rebuild,
     rng_leaves,
@@ -297,7 +296,7 @@ def combined_gradients(
         parts = jnp.split(joined, [*ends][:-1])
         for i, leaf, x in zip(rows, of_rows, parts, strict=True):
             x = x.reshape(leaf.shape).astype(leaf.dtype)
-            found[i] = pad(x, leaf.layout) if leaf.layout else x
+            found[i] = leaf.pad(x)
     return [found[i] for i in combined]
 
 

@@ -53,7 +53,7 @@ def warn_of_padding(
         remedy: the end of the warning.
         as_arrays: whether it sees padded leaves as arrays, and not as `StoredArray`s.
     """
-    padded = [leaf.path for leaf in plan.leaves if leaf.layout and leaf.layout.is_padded]
+    padded = [leaf.path for leaf in plan.leaves if leaf.padded_dims]
     if not padded or isinstance(tx, TrueShapes):
         return
     what = f"{len(padded)} leaves are padded with zeros on this mesh, `{padded[0]}` the first, and "
@@ -106,8 +106,7 @@ def _num_before_overflow(updates: np.ndarray) -> int:
 def _kind(leaf: LeafSpec) -> Any:
     """A key that is equal for leaves of different layers whose paths differ only by numbers."""
     path = re.sub("[0-9]+", "", leaf.path)
-    dim = None if leaf.layout is None or leaf.is_plain else leaf.layout.dim
-    return path, len(leaf.shape), leaf.dtype, dim
+    return path, len(leaf.shape), leaf.dtype, tuple(x.dim for x in leaf.padded_dims)
 
 
 def one_of_each_kind(plan: TreePlan) -> list[bool]:
@@ -257,18 +256,19 @@ def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[s
 
 
 def _widened(x: np.ndarray, leaf: LeafSpec) -> np.ndarray:
-    """`x` with one element of padding, if its leaf is padded; otherwise unchanged."""
-    if leaf.is_plain or leaf.layout is None or math.prod(x.shape) == 0:
+    """`x` with one element of padding in each padded dim of its leaf."""
+    if not leaf.padded_dims or math.prod(x.shape) == 0:
         return x
-    padded_dim = x.ndim - len(leaf.shape) + leaf.layout.dim
-    return np.pad(x, [(0, d == padded_dim) for d in range(x.ndim)])
+    dims = [x.ndim - len(leaf.shape) + each.dim for each in leaf.padded_dims]
+    return np.pad(x, [(0, d in dims) for d in range(x.ndim)])
 
 
 def _stored_wide(x: np.ndarray, leaf: LeafSpec) -> Any:
     """`_widened` as a `StoredArray`, if its leaf is padded."""
     wide = _widened(x, leaf)
-    if wide is x or leaf.layout is None:
+    if wide is x:
         return x
     shape = (2,) * len(leaf.shape)
-    form = LeafSpec("", shape, _dtype_of(leaf), DimSharding(leaf.layout.dim, size=2, num_shards=3))
+    tiny = [DimSharding(each.dim, size=2, num_shards=3) for each in leaf.padded_dims]
+    form = LeafSpec("", shape, _dtype_of(leaf), tiny[0], stages=tiny[1] if tiny[1:] else None)
     return StoredArray.of(wide, form)

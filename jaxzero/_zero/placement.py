@@ -32,7 +32,7 @@ from .._mesh import (
     to_host,
     without_node,
 )
-from .._sharding import LeafSpec, StoredArray, TreePlan, pad, unpad
+from .._sharding import LeafSpec, StoredArray, TreePlan
 from .host_memory import in_parts
 from .programs import Programs
 from .transfers import InTransfer, Placed, Transfers, copy_slices, finished
@@ -130,15 +130,13 @@ def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 def pad_leaf(leaf: LeafSpec, x: Any) -> Any:
     """Pad, and encode if the leaf has a codec, an array of true shape to its stored form."""
-    if leaf.layout is None:
-        return x
-    return pad(x, leaf.layout) if leaf.codec is None else to_stored(pad(x, leaf.layout), leaf)
+    return leaf.pad(x) if leaf.codec is None else to_stored(leaf.pad(x), leaf)
 
 
 def unpad_leaf(leaf: LeafSpec, x: Any) -> Any:
     """Decode and unpad an array in stored form to its true shape; the reverse of `pad_leaf`."""
     full = x if leaf.codec is None else from_stored(x, leaf).join()
-    return unpad(full, leaf.layout) if leaf.layout else full
+    return leaf.unpad(full)
 
 
 def place(

@@ -12,9 +12,17 @@ import optax
 from jax.sharding import NamedSharding
 
 from .._codecs import Codec
-from .._collectives import CommSpec, check_tree
+from .._collectives import CommSpec
 from .._execute import WireState, first_state
-from .._mesh import AXES, AnyMesh, NodeMesh, check_mesh, gloo_workaround, is_one_node, physical
+from .._mesh import (
+    AXES,
+    AnyMesh,
+    NodeMesh,
+    gloo_workaround,
+    is_one_node,
+    physical,
+    with_stages,
+)
 from .._plan import Plan
 from .._report import Report, make_report
 from .._sharding import (
@@ -27,12 +35,11 @@ from .._sharding import (
     offloaded,
     plan_tree,
     unboxed,
-    without_defaults,
-    zero3,
 )
 from .._simigrad import CodecNoise
 from .codec_noise import measure_codec_noise
-from .host_memory import check_offloaded, check_platform, check_room
+from .config_check import checked_config
+from .host_memory import check_offloaded, check_room
 from .optimizer_state import init_state, plan_state, trained_part, true_shapes
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
@@ -46,6 +53,7 @@ class ShardedTrees:
 
     def __init__(self, mesh: AnyMesh, config: ZeroConfig | None = None):
         self.config = checked_config(mesh, config)
+        mesh = mesh if self.config.stages is None else with_stages(mesh)
         self.mesh = physical(mesh)
         self._devices = mesh
         self._programs = Programs(self.mesh)
@@ -369,31 +377,6 @@ class ShardedTrees:
             return here.find_plan(tree) or here._plans.plan_of(tree)
         except ValueError as error:
             raise ValueError(f"The given tree: {error}") from error
-
-
-def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
-    """The configuration of a `Zero`, by default plain ZeRO-3.
-
-    Raises:
-        ValueError: an argument is of another kind, or the mesh does not suit the configuration.
-        NotImplementedError: the platform of the mesh has no host memory, and the config uses it.
-    """
-    if isinstance(mesh, ZeroConfig):
-        raise ValueError(
-            "`mesh` comes before `config`: `jz.Zero(jz.make_mesh(), config)`; got "
-            f"{without_defaults(mesh)}."
-        )
-    check_mesh(mesh)
-    config = zero3() if config is None else config
-    if not isinstance(config, ZeroConfig):
-        raise ValueError(
-            f"`config` must be a `jz.ZeroConfig`, such as `jz.zero3()`; got {config!r}."
-        )
-    if config.offload is not None:
-        check_platform(mesh)
-    if config.schedule.deterministic:
-        check_tree(mesh)
-    return config
 
 
 # Python's errors about missing arguments then name the class that users call.

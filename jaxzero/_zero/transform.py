@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from .._collectives import CommSpec, Ledger, accumulator_dtype, labelled, recording
-from .._execute import LocalWireState, run_on_device, specs_of, total_weight
+from .._execute import LocalWireState, Result, run_on_device, specs_of, total_weight
 from .._mesh import AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
 from .._program import OpenProgram
@@ -29,6 +29,7 @@ from .outputs import Outputs, combined_gradients, combined_leaves, parameters_of
 from .placement import constrain, constrain_tree
 from .programs import Rule, run_with_tangents, tangents_like, zeros
 from .rows import num_rows
+from .stages import check_no_tangents, run_on_stage
 from .tangents import Derivative, check_tangents, trace_along
 from .updates import ProgramUpdates
 from .user_function import (
@@ -157,6 +158,7 @@ class Transform:
             traced = dataclasses.replace(self._traced, constants=[])
 
             def tangents_of(primals: Any, tangents: Any, results: Any) -> Any:
+                check_no_tangents(self.config)
                 check_tangents(self.options, self._shares_loss, updates, tangents[1])
                 derivative = Derivative.along(traced, self.call, primals, tangents)
                 return self._tangents(derivative, outputs, results)
@@ -253,11 +255,11 @@ class Transform:
                 inputs += leaves
                 specs += argument.specs
         leaf_updates = updates.on_device(stored, given, self.differentiated)
-        ledger = Ledger(self.comm.sizes)
+        ledger = Ledger(self.devices.shape)
         flat = self.flat or self._flat
         with recording(ledger):
             share = self._share_of_loss(inputs, specs)
-            result = run_on_device(
+            result = self._step(
                 lambda stored, inputs: flat(stored, inputs, specs, outputs),
                 self.parameters,
                 stored,
@@ -296,6 +298,13 @@ class Transform:
             result.halves,
             updated,
         )
+
+    @property
+    def _step(self) -> Callable[..., Result]:
+        """The step of one device."""
+        if self.config.stages is None:
+            return run_on_device
+        return functools.partial(run_on_stage, stages=self.config.stages)
 
     def _share_of_loss(self, inputs: list[Any], specs: list[PartitionSpec]) -> Array | float | None:
         """What a device's loss is multiplied by to be its share of the loss of the full batch."""

@@ -1,4 +1,4 @@
-"""Collectives in the form for TPUs, forced on CPUs: the same numbers, in other shapes."""
+"""Collectives in the forms for TPUs and GPUs, forced on CPUs: equal numbers, in other shapes."""
 
 import contextlib
 import dataclasses
@@ -254,6 +254,61 @@ def _sent(program):
     """The types of what collectives send."""
     lines = [x for x in program.splitlines() if "all_gather" in x or "all_to_all" in x]
     return sorted(x.rpartition("->")[2] for x in lines)
+
+
+_LEAVES = {"wide": (64, 96), "tall": (96, 64), "small": (64, 64)}
+
+
+def _layers(params, x):
+    """Layers of three products, whose weights, and gradients, would be one message."""
+
+    def layer(x, leaves):
+        leaves = jax.tree.map(lambda w: w.astype(jnp.bfloat16), leaves)
+        return jnp.tanh(x @ leaves["wide"]) @ leaves["tall"] @ leaves["small"], None
+
+    x, _ = jax.lax.scan(layer, x.astype(jnp.bfloat16), params)
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def test_large_leaves_are_sent_as_they_lie():
+    """A leaf of 12 KiB, split on its first dim, is sent as it lies where 10 KiB are the limit.
+
+    Gathers between the 2 nodes of 4 devices have a quarter of it; there gradients are sent alone
+    from a quarter of the limit. `wide` is split on its second dim: its pieces are apart.
+    """
+    x = jax.random.normal(jax.random.key(1), (16, 64))
+    keys = jax.random.split(jax.random.key(0), len(_LEAVES))
+    values = {
+        name: jax.random.normal(key, (3, *shape)) * shape[-2] ** -0.5
+        for key, (name, shape) in zip(keys, _LEAVES.items(), strict=True)
+    }
+
+    def step():
+        zero = jz.Zero(jz.make_mesh(2), jz.zero3())
+        params = zero.init(lambda: values)
+        run = jax.jit(zero.value_and_grad(_layers))
+        return set(_sent(run.lower(params, x).as_text())), run(params, x)
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        joined, expected = step()
+        with _form(comm_spec.MessageForm(copy_below_bytes=10 * 2**10)):
+            sent, got = step()
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    elements = {name: math.prod(shape) for name, shape in _LEAVES.items()}
+    rest = elements["wide"] + elements["small"]
+    everything = rest + elements["tall"]
+    # Gathers return 2 rows between nodes, then 8 inside one, or 4 of what is joined again.
+    assert joined == {
+        f" tensor<{rows}x{everything // num}xui16>" for rows, num in [(2, 8), (8, 8), (4, 4)]
+    }
+    assert sent == {
+        f" tensor<2x{everything // 8}xui16>",
+        " tensor<96x64xui16>",
+        f" tensor<4x{rest // 4}xui16>",
+        f" tensor<4x{elements['tall'] // 4}xui16>",
+        f" tensor<2x{elements['tall'] // 8}xui16>",
+        f" tensor<2x{rest // 8}xui16>",
+    }
 
 
 @pytest.mark.parametrize("codec", [None, jz.Cast(jnp.bfloat16), jz.Int8(block=32)])

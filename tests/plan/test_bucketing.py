@@ -1,5 +1,7 @@
 """Grouping values into buckets, and laying them side by side in a message."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,46 @@ def test_a_period_is_a_layer():
 
 def test_without_layers_no_unit_is_larger_than_the_largest_value():
     assert _groups([8, 3, 4, 2, 9]) == [[8], [3, 4, 2], [9]]
+
+
+MIB = 2**20
+
+
+@given(
+    st.lists(st.sampled_from([2**11, 2**18, 5 * MIB, 12 * MIB, 30 * MIB, 59 * MIB]), max_size=60)
+)
+def test_no_group_is_too_small_while_a_neighbour_has_room(sizes):
+    """Below 8 MiB, or in a small program a sixteenth of its largest value."""
+    groups = [sum(group) for group in _groups(sizes)]
+    largest = max(sizes, default=0)
+    for pair in itertools.pairwise(groups):
+        assert min(pair) >= min(8 * MIB, largest // 16) or sum(pair) > largest + largest // 8, (
+            groups
+        )
+
+
+def test_the_gains_of_norms_are_sent_with_convolutions():
+    """The middle of a U-Net, of which every part is there twice in a row."""
+    block = [2560, 2560, 30 * MIB, 2560, 3 * MIB, 3 * MIB, 2560, 2560, 15 * MIB, 2560]
+    sizes = [size * 2 ** (i % 2) for i in range(4) for size in block]
+    groups = _groups(sizes)
+    assert min(map(sum, groups)) >= 8 * MIB
+    assert len(groups) <= 2 * sum(size >= 8 * MIB for size in sizes)
+
+
+def test_a_small_group_is_joined_within_its_region():
+    layer = [9 * MIB, 5 * MIB]
+    sizes = [*layer, *layer, 2]
+    assert _groups(sizes) == [layer, [*layer, 2]]
+    region = [2].__contains__
+    apart = split_into_groups(sizes, str, int, 10**9, is_layer=False, region=region)
+    assert apart == [layer, layer, [2]]
+
+
+def test_a_repetition_that_is_too_small_is_none():
+    sizes = [3, 1, 1, 1, 1, 9, 8, 9, 8, 2]
+    assert find_repetition(sizes, sizes) == (1, 1, 4)
+    assert find_repetition(sizes, sizes, least=10) == (5, 2, 2)
 
 
 def test_a_body_is_one_unit_up_to_the_limit():

@@ -121,8 +121,12 @@ def test_what_is_carried_follows_from_the_lags():
     for loop in pipelines(_plan_of("scanned_layers_of_divisible_width", "two ahead")):
         for i, each in enumerate(loop.instructions):
             if isinstance(each, kinds.Send) and each.axis:
+                # A group is decoded before it is sent for a later iteration.
+                listed = [*loop.instructions[:i], *loop.instructions[i + 1 :]]
+                decodes = [isinstance(x, kinds.Decode) and x.group == each.group for x in listed]
                 later = dataclasses.replace(each, lag=each.lag + 1)
-                walk_loop(_with(loop, i, later), loop)
+                listed.insert(min(i, decodes.index(True)), later)
+                walk_loop(dataclasses.replace(loop, instructions=tuple(listed)), loop)
                 moved.append(each)
             elif isinstance(each, (kinds.Decode, kinds.EncodeGradients)):
                 later = dataclasses.replace(each, lag=each.lag + 1)

@@ -169,3 +169,30 @@ def test_a_fusion_costs_the_same_however_it_is_started(form, done):
     assert (
         line.seconds == line.compute_seconds == 1
     )  # one row read and one written, and where it is
+
+
+_KERNEL, _IMAGES, _MADE = "bf16[640,3,3,320]", "bf16[16,32,32,320]", "bf16[16,32,32,640]"
+
+
+@pytest.mark.parametrize(
+    ("called", "result", "operands"),
+    [
+        ("$convForward", _MADE, (_IMAGES, _KERNEL)),
+        ("$convBiasActivationForward", _MADE, (_IMAGES, _KERNEL)),
+        ("$convBackwardInput", _IMAGES, (_MADE, _KERNEL)),
+        ("$convBackwardFilter", _KERNEL, (_IMAGES, _MADE)),
+    ],
+)
+def test_a_convolution_and_its_derivatives_cost_as_much(called, result, operands):
+    """Two for each element of the output, each channel of the input and each of 3 x 3 places."""
+    first, second = operands
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (a: {first}, b: {second}) -> ({result}, u8[0]) {{
+  %a = {first}{{3,2,1,0}} parameter(0)
+  %b = {second}{{3,2,1,0}} parameter(1)
+  ROOT %c = ({result}{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %b), window={{size=3x3 pad=1_1x1_1}}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn{called}"
+}}
+"""  # noqa: E501
+    line = timeline(text, Rates(flops=1.0, memory=1e30))
+    assert line.compute_seconds == 2 * (16 * 32 * 32 * 640) * 320 * 9

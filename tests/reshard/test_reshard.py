@@ -247,13 +247,34 @@ def test_what_is_not_of_this_zero_is_refused():
         jax.jit(lambda x: jz.reshard(x, zero, specs=P()))(params)
 
 
-def test_further_axes_whose_cuts_do_not_fit_are_refused():
+@pytest.mark.parametrize("spec", [P(), P("node"), P(None, "tensor")])
+@pytest.mark.parametrize("window_bytes", [1, 2**20])
+def test_further_axes_whose_cuts_do_not_fit(spec, window_bytes):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("node", "local", "tensor"))
     zero = jz.Zero(mesh)
-    params = zero.shard({"x": TREE["padded"]}, specs={"x": P(None, "tensor")})
-    np.testing.assert_array_equal(jz.reshard(params, zero, specs=P())["x"], TREE["padded"])
-    with pytest.raises(NotImplementedError, match="split over several dims"):
-        jz.reshard(params, zero, specs=P("node"))
+    tree = {"x": TREE["padded"]}
+    params = zero.shard(tree, specs={"x": P(None, "tensor")})
+    made = jz.reshard(params, zero, specs=spec, window_bytes=window_bytes)
+    check(made, mesh, {"x": spec}, tree)
+
+
+def test_stacks_that_stages_pad():
+    """Dim 0 of 4 layers on 3 stages, and for `padded` the dim of ZeRO: to specs that split both."""
+    devices = jax.devices()[:6]
+    zero = jz.Zero(jz.make_mesh(3, devices=devices), jz.pipeline(1))
+    draw = RANDOM.normal(size=(4, 5, 6)).astype(np.float32)
+    tree = {"layers": {"even": draw, "padded": draw[..., :3], "scale": draw[:, 0, 0]}}
+    flat = tree["layers"]
+    params = zero.shard(tree)
+    mesh = Mesh(np.array(devices[:6]).reshape(2, 3), ("x", "y"))
+    for spec in (P(), P("x")):
+        made = jz.reshard(params, zero, specs=spec, mesh=mesh)["layers"]
+        check(made, mesh, dict.fromkeys(flat, spec), flat)
+    made = jz.reshard(params, zero, specs=P(), mesh=other_mesh((4,), ("x",), slice(4)))["layers"]
+    for name, x in flat.items():
+        np.testing.assert_array_equal(made[name], x)
+    report = jz.reshard_report(params, zero, specs=P("x"), mesh=mesh)
+    assert report.into_node >= report.least_into_node > 0
 
 
 @pytest.mark.ci

@@ -15,7 +15,7 @@ from benchmarks.shared._llama import LlamaSize
 from jaxzero._hlo import Rates, timeline
 from jaxzero._hlo import collectives as _hlo
 from jaxzero._hlo.cost import collective_of, flops, link_bytes
-from jaxzero._hlo.instructions import parse
+from jaxzero._hlo.instructions import Instruction, parse
 
 SIZE = LlamaSize(layers=3, width=256, hidden=704, heads=4, vocabulary=512)
 NODES, LOCAL = 2, 8
@@ -89,6 +89,36 @@ def test_messages_between_nodes_have_a_whole_layer_of_time(scanned):
                 assert i > products[-1], x.text
                 num += 1
     assert num == 3  # a layer's weights in forward; in backward its weights and its gradients
+
+
+def test_messages_of_small_leaves_arrive_in_their_place(scanned):
+    """Joined, a layer's weights go from one iteration to the next; XLA copies none of it."""
+    message = 2 * (4 * DEEP.width + 3 * DEEP.hidden) * DEEP.width  # bytes
+    copies = [x for x in of_loops(scanned) if x.op == "copy" and x.num_bytes >= message]
+    assert not copies, [x.text[:120] for x in copies]
+
+
+WIDE = LlamaSize(layers=4, width=4096, hidden=4096, heads=32, vocabulary=512)
+
+
+def test_large_leaves_are_neither_packed_nor_unpacked(mesh):
+    """Those of 32 MiB: what is gathered is the weight, and gradients are sent as they are made."""
+    text = compiled_step(jz.Zero(mesh), WIDE, (16, 256)).as_text()
+    assert text is not None
+    leaf = 2 * WIDE.width**2  # bytes
+    kernels = [x for x in of_loops(text) if x.op == "fusion" and "jaxzero/" in x.text]
+    assert kernels  # norms are joined, and sums computed
+    large = [x.text[:120] for x in kernels if x.num_bytes >= leaf]
+    assert not large, large
+    assert f"u16[{WIDE.width},{WIDE.width}]" in text
+
+
+def of_loops(text: str) -> list[Instruction]:
+    """The instructions of the bodies of all loops."""
+    program = parse(text)
+    loops = [x for c in program.computations.values() for x in c.instructions if x.op == "while"]
+    bodies = (program.computations[x.called["body"][0]] for x in loops)
+    return [x for body in bodies for x in body.instructions]
 
 
 def test_no_whole_gradient_is_held_while_the_layers_run_backward(scanned):

@@ -13,6 +13,7 @@ from benchmarks.compiled import aot
 from benchmarks.compiled._tpu import tpu_mesh, traffic
 from benchmarks.shared import _llama
 from benchmarks.shared._llama import LlamaSize
+from benchmarks.shared._models import llama
 from jaxzero._collectives import CommSpec
 from jaxzero._collectives.comm_spec import TILED
 
@@ -29,7 +30,7 @@ def mesh():
 
 def _lowered(variant, mesh, size=SIZE):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return aot.lowered_step(variant, size, mesh, TOKENS, jz.CommSchedule())
+        return aot.lowered_step(variant, llama("", size), mesh, TOKENS, jz.CommSchedule())
 
 
 def _compiled(variant, mesh, size=SIZE):

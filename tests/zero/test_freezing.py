@@ -171,7 +171,9 @@ def test_frozen_layers_are_gathered_once_and_never_reduced(kind):
         for i in range(NUM_LAYERS):
             lines = [x for x in plan.splitlines() if f"layers.{i}.w" in x]
             reduced = [x for x in lines if "reduce" in x]
-            assert (len(lines), len(reduced)) == ((1, 0) if i < 4 else (3, 1)), plan
+            # The last layer is held until backward: its bucket is small, and sent so early.
+            num = 1 if i < 4 else 2 if i == NUM_LAYERS - 1 else 3
+            assert (len(lines), len(reduced)) == (num, i >= 4), plan
         return
     lines = [x for x in plan.splitlines() if "layers.w[i]" in x]
     reduced = [x for x in lines if "reduce" in x]

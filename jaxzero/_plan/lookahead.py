@@ -1,0 +1,167 @@
+"""Decide how early weights are gathered, in time.
+
+With prefetch distance `n` a group of weights is sent `n` groups before its first use. If layers are
+alike, that is early enough, or else the link is busy all the time and nothing is gained by sending
+earlier. In an irregular network, such as a U-Net, the layers with most weights compute least. Their
+weights are hidden only if they are sent while layers far before them compute.
+
+So the step is simulated at assumed rates: a device that computes, and a link that sends one message
+after the other. First, weights are sent as soon as the link is free, which gives the times at which
+groups are used. Then, from the last group to the first, each is sent as late as it can be while
+none is used later than that.
+
+Weights that wait take memory. They are sent more than `n` groups ahead only where no more is held
+than at the peak of the program (`Room`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .._mesh import NODE
+from .._program import Block
+from .block_plan import ReduceGroup
+from .gradient_reductions import BlockGradients
+from .held_by_loops import WORK_PER_BYTE
+from .layer_memory import LayerMemory
+from .lifetimes import Gather, Live
+
+# Multiplications that an H200 does while a byte of the full array is sent inside its node, and
+# between nodes of 8 at 50 GB/s; and while a message is launched.
+_WORK_INSIDE, _WORK_BETWEEN = 4 * WORK_PER_BYTE, 16 * WORK_PER_BYTE
+_WORK_TO_LAUNCH = 3_500_000_000
+# Only products are counted. Norms and activations may take as long, so groups are sent early enough
+# for a device that computes at either speed.
+_SLOWDOWNS = (1, 2)
+
+
+def latest_issues(
+    groups: Sequence[Sequence[Gather]],
+    reduces: Sequence[ReduceGroup],
+    starts: Sequence[int],
+    work: np.ndarray,
+    boundary: int,
+    axes: Sequence[str],
+) -> dict[int, tuple[int, ...]]:
+    """Find when groups must be sent over each axis so that they arrive as early as they can.
+
+    Args:
+        groups: of weights.
+        reduces: of gradients.
+        starts: the operations where groups are first used, or where loops begin, in order.
+        work: for each operation, the multiplications up to its end.
+        boundary: the last operation of forward, in which nothing is sent for backward.
+        axes: that weights are gathered over, in order.
+
+    Returns:
+        For the operation where a group is first used, and each axis, the entry of `starts` before
+        which the group is sent.
+    """
+    rates = np.array([_WORK_BETWEEN if axis == NODE else _WORK_INSIDE for axis in axes])
+    costs = np.zeros((len(starts), len(axes)), np.int64)  # of gathers, by their first use
+    for group in groups:
+        num_bytes = sum(gather.num_bytes for gather in group)
+        costs[bisect.bisect_left(starts, group[0].at)] += num_bytes * rates + _WORK_TO_LAUNCH
+    others = np.zeros(len(starts) + 1, np.int64)  # of reductions, which are sent before gathers
+    for reduce in reduces:  # once they are made, so not before those of the next start
+        num_bytes = sum(value.num_bytes for value in reduce.values)
+        after = min(bisect.bisect_right(starts, reduce.at) + 1, len(starts))
+        others[after] += num_bytes * rates.sum() + len(axes) * _WORK_TO_LAUNCH
+    backward = bisect.bisect_right(starts, boundary)
+    issues: dict[int, tuple[int, ...]] = {}
+    for slow in _SLOWDOWNS:
+        needed = [slow * int(work[start - 1]) if start else 0 for start in starts]
+        used = _times_of_use(needed, costs.sum(1), others, backward)
+        arrived = used[-1] if used else 0
+        for i in reversed(range(len(starts))):
+            arrived = min(arrived, used[i])
+            if costs[i].any():
+                left = np.cumsum(costs[i][::-1])[::-1]  # of the group's way, from each axis on
+                sent = [bisect.bisect_right(used, time) - 1 for time in (arrived - left).tolist()]
+                found = tuple(starts[max(x, 0)] for x in sent)
+                issues[starts[i]] = tuple(map(min, issues.get(starts[i], found), found))
+                arrived -= int(left[0])
+            arrived -= int(others[i])
+    return issues
+
+
+def _times_of_use(
+    needed: Sequence[int], costs: np.ndarray, others: np.ndarray, backward: int
+) -> list[int]:
+    """When each group is used, in multiplications, if the link rests only before backward."""
+    used, link = [], 0
+    for i, (done, more) in enumerate(itertools.pairwise((0, *needed))):
+        if i == backward and used:
+            link = max(link, used[-1])
+        link += int(costs[i] + others[i])
+        computed = (used[-1] if used else 0) + more - done
+        used.append(max(computed, link) if costs[i] else computed)
+    return used
+
+
+def issued_early(
+    groups: Sequence[Sequence[Gather]],
+    issues: Sequence[tuple[int, ...]],
+    wanted: Mapping[int, tuple[int, ...]],
+    starts: Sequence[int],
+    boundary: int,
+    room: Room,
+) -> list[tuple[int, ...]]:
+    """Send groups as early as wanted, as far as there is room; in backward not before it begins.
+
+    Args:
+        groups: of weights.
+        issues: for each group and axis, the operation before which it is sent at the latest.
+        wanted: from `latest_issues`.
+        starts: the operations where groups are first used, or where loops begin, in order.
+        boundary: the last operation of forward.
+        room: for weights that wait; it is taken.
+    """
+    backward = next((start for start in starts if start > boundary), 0)
+    found = []
+    for group, latest in zip(groups, issues, strict=True):
+        first = backward if group[0].at > boundary else 0
+        early: list[int] = []
+        for x, y in zip(latest, wanted[group[0].at], strict=True):
+            early.append(min(x, max(y, first)))
+            # Over an axis it is sent once it has arrived over the one before, for which the device
+            # would wait if both were sent at once.
+            first = starts[min(bisect.bisect_right(starts, early[-1]), len(starts) - 1)]
+        if early[-1] < latest[-1]:
+            free = room.take(group, early[-1], latest[-1])
+            early[-1] = min(latest[-1], starts[bisect.bisect_left(starts, free)])
+        found.append(tuple(early))
+    return found
+
+
+class Room:
+    """Bytes for weights at each operation of a program, up to what is held at its peak.
+
+    Activations are estimated (`LayerMemory`). Gradients that are reduced do not count, since they
+    exist only briefly.
+
+    Args:
+        block: the program.
+        memory: of it.
+        live: the weights that are in use or on their way.
+        gradients: of the program.
+    """
+
+    def __init__(self, block: Block, memory: LayerMemory, live: Live, gradients: BlockGradients):
+        operations = block.operations
+        on_shards = (x for i in gradients.on_shards for x in operations[i].outputs)
+        held = memory.held_bytes(range(len(operations)), {*gradients.reduces, *on_shards})
+        held = np.append(held, 0) + live.num_bytes
+        self._left = held.max(initial=0) - held
+
+    def take(self, group: Sequence[Gather], issue: int, stop: int) -> int:
+        """The first operation from `issue` on from which the group can wait until `stop`."""
+        num_bytes = sum(gather.num_bytes for gather in group)
+        full = np.flatnonzero(self._left[issue:stop] < num_bytes)
+        first = issue + int(full[-1]) + 1 if full.size else issue
+        self._left[first:stop] -= num_bytes
+        return first

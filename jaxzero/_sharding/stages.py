@@ -1,0 +1,88 @@
+"""Pipeline stages: which arrays are stacks of layers, and how others are split over stages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import PartitionSpec
+
+from .._mesh import STAGE
+from .hops import check_integer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """Divide the layers of a model between nodes, as the stages of a pipeline.
+
+    All layers are in stacks `[layers, ...]` that one `jax.lax.scan` runs through. A stage has
+    `ceil(layers / stages)` of them; where the stages do not divide the layers, the last stages have
+    fewer, possibly none, and stacks are stored padded with zeros. A step runs forward and backward
+    of one micro-batch after the other (1F1B).
+
+    Attributes:
+        microbatches: the number of micro-batches of a step, where `value_and_grad` is not given
+            one.
+        layers: the path of the stacks in the parameters, such as "layers" or
+            "params.decoder.layers", or several such paths.
+
+    Raises:
+        ValueError: one is of another type or out of range.
+
+    References:
+        DAPPLE (https://arxiv.org/abs/2007.01045).
+    """
+
+    microbatches: int
+    layers: str | tuple[str, ...] = "layers"
+
+    def __post_init__(self):
+        check_integer("microbatches", "Stages", self.microbatches, 1)
+        names = self.names
+        if not names or not all(isinstance(x, str) and x for x in names):
+            raise ValueError(
+                '`layers` of `Stages` must be a path of stacks in the parameters, such as "layers",'
+                f" or several; got {self.layers!r}."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths of stacks."""
+        return (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+
+    def has(self, path: str) -> bool:
+        """Whether the leaf at `path` is a stack of layers."""
+        return any(path == name or path.startswith(f"{name}.") for name in self.names)
+
+
+def stage_split(
+    path: str, shape: tuple[int, ...], stages: Stages, num_stages: int, num_shards: int
+) -> PartitionSpec:
+    """How a leaf is split over stages: a stack by its layers, another leaf by a dim of its own.
+
+    The devices of a stage split it further, along another dim. Another leaf without two dims that
+    divide evenly is replicated over stages.
+
+    Args:
+        path: of the leaf.
+        shape: of the leaf in full.
+        stages: the config.
+        num_stages: how many stages there are.
+        num_shards: into how many shards the devices of a stage split a leaf.
+
+    Raises:
+        ValueError: a stack has fewer layers than there are stages.
+    """
+    if stages.has(path):
+        if not shape or shape[0] < num_stages:
+            raise ValueError(
+                f"The stack `{path}` {list(shape)} must have at least {num_stages} layers in dim "
+                f"0, as there are as many stages. Change `layers` of `jz.Stages`, "
+                f"{stages.layers!r}, or take a mesh with fewer stages."
+            )
+        return PartitionSpec(STAGE)
+    evenly = [dim for dim, size in enumerate(shape) if size and size % num_stages == 0]
+    for dim in evenly:
+        others = (size for i, size in enumerate(shape) if i != dim)
+        if any(size % num_shards == 0 for size in others):
+            return PartitionSpec(*[None] * dim, STAGE)
+    return PartitionSpec()

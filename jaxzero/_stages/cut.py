@@ -1,0 +1,327 @@
+"""Cut a program of loss and gradients at its layer loops.
+
+The program of one micro-batch has a loop that scans the stacks of the layers' weights, forward, and
+one that makes their gradients, backward. A stage runs a part of the iterations of both. What lies
+around them belongs to the first or to the last stage:
+
+    before the forward loop            embeddings: the first stage
+    between the loops                  head and loss: the last stage
+    after the backward loop            gradients of the embeddings: the first stage
+
+What the loops read that does not come from either of them, such as positions and masks, is computed
+on every stage. `evaluation.Sums` divides the gradients of weights outside of the layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from jaxtyping import Array
+
+from .._program import (
+    Atom,
+    Barrier,
+    Block,
+    Loop,
+    Operation,
+    Value,
+    exchanges,
+    has_host_effect,
+    makes_zeros,
+    movable_ops,
+    scan_indexed_stacks,
+    sink_into_loops,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayersOf:
+    """A stack that is made of another one, layer by layer.
+
+    Attributes:
+        source: an input of the program, or an output of the backward loop.
+        ops: operations on one layer, in order.
+    """
+
+    source: Value
+    ops: tuple[movable_ops.Op, ...] = ()
+
+    def then(self, op: movable_ops.Op) -> LayersOf:
+        return LayersOf(self.source, (*self.ops, op))
+
+    def of(self, x: Array) -> Array:
+        """The stack, of some layers `x` of the source."""
+        for op in self.ops:
+            x = op.of_stack(len(x)).apply(x)
+        return x
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerCut:
+    """A program, cut at its layer loops.
+
+    Attributes:
+        block: the program.
+        forward: the loop that scans the stacks.
+        backward: the loop that makes their gradients; None if there are none.
+        stacks: the stacks of layers: inputs of the program, and what is made of one by operations
+            that only move, scale or round.
+        stack_gradients: by index of the program's output, those that are gradients of stacks;
+            None for zeros.
+        from_forward: all values that depend on the forward loop.
+        from_backward: all values that depend on the backward loop.
+        saved: the stacked outputs of the forward loop that the backward loop scans.
+        collected: those that something else reads, such as a loss of each layer.
+        travelling: values, made after the forward loop, that all layers of the backward loop read.
+    """
+
+    block: Block
+    forward: Loop
+    backward: Loop | None
+    stacks: Mapping[Value, LayersOf]
+    stack_gradients: Mapping[int, LayersOf | None]
+    from_forward: frozenset[Value]
+    from_backward: frozenset[Value]
+    saved: tuple[int, ...]
+    collected: tuple[int, ...]
+    travelling: tuple[Value, ...]
+
+    def effects(self, part: str) -> list[Operation]:
+        """Operations outside of the layers that only have an effect on the host, such as prints.
+
+        Args:
+            part: "start", which the first stage runs, "head", the last one, or "end", the first.
+        """
+        found = []
+        for operation in self.block.operations:
+            if not operation.outputs and has_host_effect(operation):
+                is_end = not self.from_backward.isdisjoint(operation.inputs)
+                is_head = not self.from_forward.isdisjoint(operation.inputs)
+                if part == ("end" if is_end else "head" if is_head else "start"):
+                    found.append(operation)
+        return found
+
+    def stacked(self, i: int) -> Value:
+        """Stacked output `i` of the forward loop."""
+        return self.forward.outputs[self.forward.num_carry + i]
+
+    @property
+    def activations(self) -> list[Value]:
+        """What a stage sends to the next one: values that the forward loop returns."""
+        carry = self.forward.outputs[: self.forward.num_carry]
+        return [*carry, *map(self.stacked, self.collected)]
+
+    @property
+    def cotangents(self) -> list[Atom]:
+        """What a stage receives from the next one; the last stage computes it."""
+        loop = self.backward
+        if loop is None:
+            return []
+        return [*loop.inputs[loop.num_constants : loop.first_stack], *self.travelling]
+
+
+def cut_at_layers(
+    block: Block,
+    stacks: Mapping[Value, str],
+    gradients: Mapping[int, Value],
+) -> LayerCut:
+    """Find the layer loops of a program, and what passes between its parts.
+
+    Args:
+        block: the program of one micro-batch.
+        stacks: its inputs that are stacks of layers, with their paths.
+        gradients: its outputs that are gradients of stacks, by index.
+
+    Raises:
+        NotImplementedError: the program is not one forward and one backward loop over the layers.
+            The error names the line and what to do.
+    """
+    weights = list(stacks)
+    block = scan_indexed_stacks(block, weights)
+    block = sink_into_loops(block, weights, list(gradients))
+    found = {k: _stack_gradient(block, k, stacks[gradients[k]]) for k in gradients}
+    backward = _backward(block, found.values())
+    views = _views(block, weights)
+    forward = _forward(block, backward, {x: stacks[views[x].source] for x in views}, views)
+    _check_exchanges(block, forward, backward)
+    from_forward = dependents(block, forward.outputs)
+    from_backward = dependents(block, backward.outputs) if backward else set()
+    return LayerCut(
+        block,
+        forward,
+        backward,
+        views,
+        found,
+        frozenset(from_forward),
+        frozenset(from_backward),
+        *_passed(block, forward, backward, from_forward),
+    )
+
+
+def dependents(block: Block, roots: Iterable[Value]) -> set[Value]:
+    """The roots, and all values of the block that are computed from one of them."""
+    found = set(roots)
+    for operation in block.operations:
+        if not found.isdisjoint(operation.inputs):
+            found.update(operation.outputs)
+    return found
+
+
+def dtypes_read(block: Block, value: Value) -> set[Any]:
+    """The narrower float dtypes that a value is rounded to by all that reads it.
+
+    None is among them if something reads it as it is, or in a way that is not known.
+    """
+    found: set[Any] = {None} if value in block.outputs else set()
+    for operation in block.operations:
+        for i, x in enumerate(operation.inputs):
+            if x is not value:
+                continue
+            op = operation.view()
+            if isinstance(op, movable_ops.ConvertDtype) and op.narrows:
+                found.add(operation.outputs[0].dtype)
+            elif isinstance(operation, Barrier):
+                found |= dtypes_read(block, operation.outputs[i])
+            elif isinstance(operation, Loop) and i < operation.num_constants:
+                found |= dtypes_read(operation.body, operation.body.inputs[i])
+            else:
+                found.add(None)
+    return found
+
+
+def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
+    """All stacks of a program: inputs, and what is made of one layer by layer."""
+    found = {x: LayersOf(x) for x in stacks}
+    for operation in block.operations:
+        if isinstance(operation, Barrier):
+            for x, out in zip(operation.inputs, operation.outputs, strict=True):
+                if x in found:
+                    found[out] = found[x]
+        elif (op := _of_layer(operation)) is not None and operation.source in found:
+            found[operation.outputs[0]] = found[operation.source].then(op)
+    return found
+
+
+def _of_layer(operation: Operation) -> movable_ops.Op | None:
+    """The operation on one layer of a stack, if it only moves, scales or rounds."""
+    op, source = operation.view(), operation.source
+    return None if op is None or source is None else op.of_slice(source.shape)
+
+
+def _stack_gradient(block: Block, k: int, path: str) -> LayersOf | None:
+    """The output of a loop that the gradient of a stack is made of; None for zeros."""
+    value, ops = block.outputs[k], []
+    while isinstance(value, Value) and value in block.makers:
+        maker = block.makers[value]
+        if isinstance(maker, Loop) and value in maker.outputs[maker.num_carry :]:
+            return LayersOf(value, tuple(reversed(ops)))
+        if isinstance(maker, Barrier):
+            value = maker.inputs[maker.outputs.index(value)]
+            continue
+        if makes_zeros(maker):
+            return None
+        if (op := _of_layer(maker)) is None:
+            break
+        ops.append(op)
+        value = maker.source
+    where = f" at {block.makers[value].where}" if value in block.makers else ""
+    raise NotImplementedError(
+        f"The gradient of the stack `{path}` is not made by one loop over the layers{where}, so "
+        "its layers cannot be on different nodes. Scan each stack of `layers` once, in one loop, "
+        "and read it nowhere else; or leave out `stages`."
+    )
+
+
+def _backward(block: Block, gradients: Iterable[LayersOf | None]) -> Loop | None:
+    makers = {block.makers[x.source] for x in gradients if x is not None}
+    loops = [x for x in makers if isinstance(x, Loop)]
+    if len(loops) > 1:
+        lines = ", ".join(sorted({loop.where for loop in loops}))
+        raise NotImplementedError(
+            f"The gradients of the layers are made by {len(loops)} loops ({lines}). Stages need "
+            "one loop over all layers: put them into one stack that one `jax.lax.scan` scans, or "
+            "leave the others out of `layers`."
+        )
+    return loops[0] if loops else None
+
+
+def _check_exchanges(block: Block, *loops: Loop | None) -> None:
+    """Raise `NotImplementedError` for a collective for which devices of all stages are needed."""
+    for operation in block.operations:
+        if operation not in loops and any(name == "ppermute" for name, _ in exchanges(operation)):
+            raise NotImplementedError(
+                f"`ppermute` at {operation.where} is outside of the layers, where only one stage "
+                "would take part, and XLA lets all devices wait for each other. Use `all_gather` "
+                "or `all_to_all`, or leave out `stages`."
+            )
+
+
+def _forward(
+    block: Block,
+    backward: Loop | None,
+    paths: Mapping[Value, str],
+    stacks: Mapping[Value, LayersOf],
+) -> Loop:
+    """The loop that scans the stacks; all of them are read by the two loops alone."""
+    found: dict[Loop, None] = {}
+    for operation in block.operations:
+        read = [x for x in operation.values if x in stacks]
+        is_view = isinstance(operation, Barrier) or stacks.keys() >= {*operation.outputs}
+        if not read or operation is backward or is_view:
+            continue
+        if not isinstance(operation, Loop) or not {*read}.isdisjoint(
+            operation.inputs[: operation.first_stack]
+        ):
+            raise NotImplementedError(
+                f"`{operation.name}` at {operation.where} reads the stack `{paths[read[0]]}` of "
+                "all layers, which lie on different nodes. Compute it in the loop over the layers, "
+                "or leave out `stages`."
+            )
+        found[operation] = None
+    if len(found) != 1:
+        lines = ", ".join(loop.where for loop in found) or "none"
+        raise NotImplementedError(
+            f"Stages need one forward loop over the layers, `jax.lax.scan`; the program has "
+            f"{len(found)} ({lines}). Put all layers into one stack, use `jax.checkpoint` on the "
+            "body of the loop and not around it, or leave out `stages`."
+        )
+    (forward,) = found
+    if backward is not None and backward.length != forward.length:
+        raise NotImplementedError(
+            f"The loop at {forward.where} runs {forward.length} layers and its derivative "
+            f"{backward.length}. Leave out `stages`."
+        )
+    return forward
+
+
+def _passed(
+    block: Block,
+    forward: Loop,
+    backward: Loop | None,
+    from_forward: Collection[Value],
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Value, ...]]:
+    """The stacked outputs of `forward` that are saved, and collected; and what travels."""
+    stacked = forward.outputs[forward.num_carry :]
+    others = [x for x in block.operations if x is not forward and x is not backward]
+    read = {x for operation in others for x in operation.values} | {*block.outputs}
+    saved: list[int] = []
+    travelling: dict[Value, None] = {}
+    if backward is not None:
+        first = backward.first_stack
+        in_layers = [x for x in backward.inputs[first:] if isinstance(x, Value)]
+        constants = [x for x in backward.inputs[: backward.num_constants] if isinstance(x, Value)]
+        saved = [i for i, x in enumerate(stacked) if x in in_layers]
+        for x in dict.fromkeys([*constants, *in_layers]):
+            if x not in from_forward:
+                continue
+            if x not in stacked:
+                travelling[x] = None
+            elif x in constants:
+                raise NotImplementedError(
+                    f"The loop over the layers at {forward.where} keeps something of all layers "
+                    "that each layer of backward reads. Leave out `stages`."
+                )
+    collected = tuple(i for i, x in enumerate(stacked) if x in read)
+    return tuple(saved), collected, tuple(travelling)

@@ -1,0 +1,246 @@
+"""Compute values of a program where they are asked for, and parts of sums.
+
+The gradient of a weight that lies outside of the layers may come from both ends of a pipeline: of
+an embedding that is also the head, from the first stage and from the last one. It is a sum
+
+    g = at_head + of_layers(cotangents),
+
+of a part that does not depend on what the backward loop returns, and one that is linear in it. The
+last stage knows what the first part reads, and the first stage what the second one reads. `Sums`
+evaluates either part: additions leave out the terms of the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._program import (
+    ADDITIONS,
+    Atom,
+    Block,
+    Constant,
+    Loop,
+    Operation,
+    Value,
+    at_line_of,
+    dtype_of,
+    has_host_effect,
+    makes_zeros,
+)
+
+# Operations that are linear in one input, whatever the others are; and if the others are zeros.
+_LINEAR = {
+    *("conv_general_dilated", "cumsum", "div", "dot_general", "dynamic_slice", "gather", "mul"),
+    *("psum", "reduce_sum", "reduce_window_sum"),
+}
+_LINEAR_BESIDE_ZEROS = {"dynamic_update_slice", "scatter-add", "select_n"}
+_SUMS = {*ADDITIONS, "sub"}
+
+
+class Evaluation:
+    """Values of a program, each computed once, when it is asked for.
+
+    Args:
+        block: the program.
+        given: the values that are known.
+        loops: the layer loops, which nothing that is asked for may need.
+    """
+
+    def __init__(
+        self, block: Block, given: Mapping[Value, Any], loops: Collection[Operation | None]
+    ):
+        self.block = block
+        self.known = dict(given)
+        self._loops = loops
+
+    def __call__(self, atoms: Sequence[Atom]) -> list[Any]:
+        """The values of some atoms.
+
+        Raises:
+            NotImplementedError: one of them depends on a layer loop whose results are not given.
+        """
+        for operation in _needed(self.block, atoms, self.known):
+            if operation in self._loops:
+                raise NotImplementedError(
+                    f"Results of the loop over the layers at {operation.where} are needed on a "
+                    "stage that does not have them, for the gradient of a weight outside of the "
+                    "layers or an output. If the loop scans a weight that `layers` of `jz.Stages` "
+                    "does not name, name it too; otherwise leave out `stages`."
+                )
+            made = run_operation(operation, [self.read(x) for x in operation.inputs])
+            self.known.update(zip(operation.outputs, made, strict=True))
+        return [self.read(x) for x in atoms]
+
+    def run(self, operations: Sequence[Operation], exists: Array) -> None:
+        """Run operations for their effects on the host, where `exists` is true."""
+        for operation in operations:
+            run_operation(operation, self(operation.inputs), exists)
+
+    def read(self, atom: Atom) -> Any:
+        return self.known[atom] if isinstance(atom, Value) else atom.value
+
+
+def _needed(block: Block, atoms: Iterable[Atom], known: Collection[Value]) -> list[Operation]:
+    """The operations, in order, that compute some atoms from what is known."""
+    wanted = {x for x in atoms if isinstance(x, Value) and x not in known}
+    found = []
+    for operation in reversed(block.operations):
+        if not wanted.isdisjoint(operation.outputs):
+            found.append(operation)
+            wanted.update(x for x in operation.values if x not in known)
+    return found[::-1]
+
+
+def run_operation(
+    operation: Operation, inputs: Sequence[Any], exists: Array | None = None
+) -> list[Any]:
+    """Run an operation; a loop by the operations of its body.
+
+    Effects on the host happen only where `exists` is true.
+    """
+    if not isinstance(operation, Loop):
+        with at_line_of(operation):
+            if exists is None or operation.outputs or not has_host_effect(operation):
+                return operation.bind(inputs)
+            return lax.cond(exists, lambda: operation.bind(inputs), lambda: [])
+    num, first = operation.num_constants, operation.first_stack
+
+    def body(carry: list[Any], layers: list[Any]) -> tuple[list[Any], list[Any]]:
+        outputs = run_block(operation.body, [*inputs[:num], *carry, *layers], exists=exists)
+        return outputs[: operation.num_carry], outputs[operation.num_carry :]
+
+    with at_line_of(operation):
+        carry, stacks = operation.scan(body, list(inputs[num:first]), list(inputs[first:]))
+    return [*carry, *stacks]
+
+
+def run_block(
+    block: Block,
+    inputs: Sequence[Any],
+    changed: Mapping[Value, Callable[[Any], Any]] | None = None,
+    exists: Array | None = None,
+) -> list[Any]:
+    """Run all operations of a block.
+
+    Args:
+        block: the block.
+        inputs: of the block.
+        changed: what becomes of some of its values.
+        exists: whether it is about a micro-batch; otherwise it has no effects on the host.
+    """
+    known = dict(zip(block.inputs, inputs, strict=True))
+
+    def read(atom: Atom) -> Any:
+        return atom.value if isinstance(atom, Constant) else known[atom]
+
+    for operation in block.operations:
+        made = run_operation(operation, [read(x) for x in operation.inputs], exists)
+        known.update(zip(operation.outputs, made, strict=True))
+        if changed is not None:
+            known.update((x, changed[x](known[x])) for x in operation.outputs if x in changed)
+    return [read(x) for x in block.outputs]
+
+
+class Sums:
+    """The two parts of the values that depend on the backward loop.
+
+    Args:
+        block: the program.
+        tainted: all values that depend on the backward loop.
+
+    Raises:
+        NotImplementedError: an operation is not known to be linear in what it adds up.
+    """
+
+    def __init__(self, block: Block, tainted: Set[Value]):
+        self.block = block
+        self._tainted = tainted
+        # Values that have a part that does not depend on the backward loop.
+        self._has_rest: set[Value] = set()
+        for operation in block.operations:
+            read = [x for x in operation.values if x in tainted]
+            if not read:
+                continue
+            rest = not self._has_rest.isdisjoint(read)
+            if operation.name in _SUMS:
+                rest |= any(
+                    not self._is_known_zero(x) for x in operation.inputs if x not in tainted
+                )
+            elif rest and not (len(read) == 1 and self._is_linear(operation, read[0])):
+                raise NotImplementedError(
+                    f"`{operation.name}` at {operation.where} mixes gradients of the first and of "
+                    "the last stage. Leave out `stages`."
+                )
+            if rest:
+                self._has_rest.update(operation.outputs)
+
+    def has_layers(self, atom: Atom) -> bool:
+        """Whether an atom has a part that is linear in what the backward loop returns."""
+        return atom in self._tainted
+
+    def has_rest(self, atom: Atom) -> bool:
+        """Whether an atom has a part that does not depend on what the backward loop returns."""
+        return atom in self._has_rest if atom in self._tainted else not self._is_known_zero(atom)
+
+    def of_layers(self, atoms: Sequence[Atom], values: Evaluation) -> list[Any]:
+        """The parts that are linear in what the backward loop returns, which `values` knows."""
+        return self._evaluated(atoms, values, self.has_layers)
+
+    def rest(self, atoms: Sequence[Atom], values: Evaluation) -> list[Any]:
+        """The parts that do not depend on what the backward loop returns."""
+        return self._evaluated(atoms, values, self.has_rest)
+
+    def _evaluated(
+        self, atoms: Sequence[Atom], values: Evaluation, is_part: Callable[[Atom], bool]
+    ) -> list[Any]:
+        parts: dict[Value, Any] = {}
+
+        def read(atom: Atom) -> Any:
+            """The part of an atom; all of what the backward loop has no part in; None for zero."""
+            if not is_part(atom):
+                return None
+            if not isinstance(atom, Value) or atom not in self._tainted or atom in values.known:
+                return values([atom])[0]
+            return parts[atom]
+
+        tainted = [x for x in atoms if isinstance(x, Value) and x in self._tainted]
+        for operation in _needed(self.block, tainted, values.known):
+            if self._tainted.isdisjoint(operation.outputs):
+                continue
+            if operation.name in _SUMS:
+                parts[operation.outputs[0]] = _sum(operation.name, *map(read, operation.inputs))
+                continue
+            if not all(is_part(x) for x in operation.outputs):
+                continue
+            inputs = [read(x) if x in self._tainted else values([x])[0] for x in operation.inputs]
+            parts.update(zip(operation.outputs, run_operation(operation, inputs), strict=True))
+        return [read(x) for x in atoms]
+
+    def _is_linear(self, operation: Operation, source: Value) -> bool:
+        if operation.name in _LINEAR or operation.view() is not None:
+            return True
+        floats = [
+            x
+            for x in operation.inputs
+            if x is not source and jnp.issubdtype(dtype_of(x), jnp.inexact)
+        ]
+        return operation.name in _LINEAR_BESIDE_ZEROS and all(map(self._is_known_zero, floats))
+
+    def _is_known_zero(self, atom: Atom) -> bool:
+        if isinstance(atom, Constant):
+            return atom.is_zero
+        return atom in self.block.makers and makes_zeros(self.block.makers[atom])
+
+
+def _sum(name: str, left: Any, right: Any) -> Any:
+    """`left + right` or `left - right`, where None is zero."""
+    if right is None:
+        return left
+    if name == "sub":
+        right = -right
+    return right if left is None else left + right

@@ -1,0 +1,98 @@
+"""Send arrays to the next stage or to the one before, also beside a loop over layers.
+
+[Note: messages beside layers] XLA starts a `ppermute` only after the layer loop that it should
+overlap with. So a message is cut into as many parts as a stage has layers. One part is sent in each
+iteration, and a barrier makes its receipt wait for the layer: activations travel to the next stage
+beside backward, cotangents to the stage before beside forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._collectives import labelled, permute, repeated
+from .._mesh import STAGE
+from .._program import Loop
+from .layers import Layer, Layers
+
+# Arrays of fewer bytes are sent at once: a part of them would take longer to launch than to send.
+_DIVIDED_BYTES = 2**16
+
+
+class Message(NamedTuple):
+    """Arrays that are sent to the stage `shift` further."""
+
+    arrays: list[Any]
+    shift: int
+
+
+def sent(message: Message) -> list[Any]:
+    """What a stage receives (None for None); zeros on the stages at the end."""
+    num, shift = lax.axis_size(STAGE), message.shift
+    pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
+    with labelled("activations"):
+        return [None if x is None else permute(x, STAGE, pairs) for x in message.arrays]
+
+
+def scan_beside(
+    loop: Loop, layer: Layer, carry: list[Any], layers: Layers, num: int, beside: Message | None
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Scan layers, and send a message beside them (see [Note: messages beside layers]).
+
+    Args:
+        loop: gives direction and unrolling.
+        layer: runs one layer.
+        carry: before the first.
+        layers: what is scanned, `[num, ...]`.
+        num: how many layers there are.
+        beside: the message; None: nothing is sent.
+
+    Returns:
+        The carry after the last layer, what the layers stack, and what was received.
+    """
+    if beside is None:
+        carry, stacked = loop.scan(layer, carry, layers, num)
+        return carry, stacked, []
+    arrays, shift = beside
+    divided = [_is_divided(x, num) for x in arrays]
+    at_once = [None if d else x for x, d in zip(arrays, divided, strict=True)]
+    at_once = sent(Message(at_once, shift))
+    parts = [_divided(x, num) for x, d in zip(arrays, divided, strict=True) if d]
+
+    def with_part(carry: list[Any], given: Any) -> tuple[list[Any], Any]:
+        layers, parts = given
+        parts = sent(Message(parts, shift))
+        carry, stacked = layer(carry, layers)
+        carry, parts = lax.optimization_barrier((carry, parts))
+        return carry, (stacked, parts)
+
+    traced, note = repeated(with_part, num)
+    carry, (stacked, parts) = loop.scan(traced, carry, (layers, parts), num)
+    note()
+    parts = iter(parts)
+    received = [
+        _joined(next(parts), old) if x is None else x
+        for x, old in zip(at_once, arrays, strict=True)
+    ]
+    return carry, stacked, received
+
+
+def _is_divided(x: Array, num: int) -> bool:
+    return num > 1 and x.size * x.dtype.itemsize >= _DIVIDED_BYTES
+
+
+def _divided(x: Array, num: int) -> Array:
+    """An array in `num` equal parts, on a new leading dim, padded if it must be."""
+    if x.shape[0] % num == 0:
+        return x.reshape(num, x.shape[0] // num, *x.shape[1:])
+    flat = x.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % num)).reshape(num, -1)
+
+
+def _joined(parts: Array, like: Array) -> Array:
+    """The array that `_divided` has divided."""
+    return parts.reshape(-1)[: like.size].reshape(like.shape)

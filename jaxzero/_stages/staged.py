@@ -1,0 +1,142 @@
+"""A function of one micro-batch, as a function of all micro-batches on one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._mesh import STAGE, microbatch_index
+from .._program import dtype_of, shape_of, trace
+from .cut import cut_at_layers, dtypes_read
+from .ticks import Pipeline
+
+
+class Staged:
+    """The program of one stage: a function on flat lists, as the one that it is made of.
+
+    Args:
+        flat: `(parameters, inputs) -> (loss, weight, gradients, others)` for one micro-batch. The
+            first three are None, None and [] in a forward-only program.
+        parameters: of all layers.
+        inputs: those with rows as `[microbatches, ...]`; only shapes and dtypes are read.
+        paths: for each parameter that is a stack of layers its path; None for the others.
+        differentiated: the parameters that `gradients` are of, by index.
+        is_rows: for each input whether it has another value in each micro-batch.
+        microbatches: how many micro-batches there are.
+        share: without weights of examples, what gradients are multiplied by.
+
+    Attributes:
+        block: the program of one micro-batch, as it was traced.
+        program: likewise, with the arrays that it closes over.
+    """
+
+    def __init__(
+        self,
+        flat: Callable[[list[Any], list[Any]], Any],
+        parameters: Sequence[jax.ShapeDtypeStruct],
+        inputs: Sequence[Any],
+        paths: Sequence[str | None],
+        differentiated: Sequence[int],
+        is_rows: Sequence[bool],
+        microbatches: int,
+        share: float,
+    ):
+        if not any(paths):
+            raise ValueError(
+                "No leaf of the parameters is a stack of layers. Give `jz.Stages` the path of the "
+                'stacks as `layers`, such as "params.layers".'
+            )
+        self.paths = paths
+        self.is_rows = is_rows
+        self.microbatches = microbatches
+        self.share = share
+        self._numbers = [jnp.arange(microbatches)] if microbatches > 1 else []
+
+        def function(*arrays: Any) -> Any:
+            index, arrays = (arrays[0], arrays[1:]) if microbatches > 1 else (None, arrays)
+            with microbatch_index(index):
+                return flat([*arrays[: len(parameters)]], [*arrays[len(parameters) :]])
+
+        pairs = zip(inputs, is_rows, strict=True)
+        one = [jax.eval_shape(lambda x: x[0], x) if rows else x for x, rows in pairs]
+        numbers = (x[0] for x in self._numbers)
+        self.block, self.program = trace(function, *numbers, *parameters, *one)
+        self._parameters = self.block.inputs[len(self._numbers) :][: len(parameters)]
+        stacks = zip(self._parameters, paths, strict=True)
+        first = len(jax.tree.leaves(self.program.shapes[:2]))
+        gradients = dict(enumerate(differentiated, first))
+        of_stacks = {k: self._parameters[i] for k, i in gradients.items() if paths[i]}
+        self._outer = [k for k in gradients if k not in of_stacks]
+        self._cut = cut_at_layers(self.block, {x: path for x, path in stacks if path}, of_stacks)
+
+    def dtype_read(self, i: int) -> Any:
+        """The dtype that a parameter is read in: a narrower one, if all that reads it rounds it."""
+        value = self._parameters[i]
+        found = dtypes_read(self._cut.block, value)
+        if len(found) == 1 and None not in found:
+            return found.pop()
+        return value.dtype
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether examples have weights."""
+        return self.program.shapes[1] is not None
+
+    @property
+    def described(self) -> tuple[str, ...]:
+        """Lines for a plan: the stages, what is idle, and what is sent between them."""
+        num, microbatches, cut = lax.axis_size(STAGE), self.microbatches, self._cut
+        ticks = microbatches + num - 1
+        first = (
+            f"{num} stages of {'at most ' if cut.forward.length % num else ''}"
+            f"{-(-cut.forward.length // num)} layers, {microbatches} micro-batches: "
+            f"{num - 1}/{ticks} of the time idle"
+        )
+        sent = ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in cut.activations)
+        lines = [first, f"to the next stage, in each micro-batch: {sent}"]
+        if cut.cotangents:
+            sent = ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in cut.cotangents)
+            lines.append(f"to the stage before: {sent}")
+        return tuple(lines)
+
+    def __call__(self, parameters: list[Any], inputs: list[Any]) -> Any:
+        """Run all micro-batches.
+
+        Args:
+            parameters: this stage's layers of the stacks, the last of them zeros where the stage
+                has fewer; and the other parameters in full.
+            inputs: those with rows as `[microbatches, ...]`.
+
+        Returns:
+            The loss: its mean over micro-batches, or its sum if there is a weight; the sum of the
+            weights; the sums of gradients, times `share` if there is none, of this stage's layers
+            and this stage's part of the others; and other outputs as `[microbatches, ...]`.
+        """
+        weights = dict(zip(self._parameters, parameters, strict=True))
+        rows = dict(zip(self.block.inputs, self._numbers, strict=False))
+        values = self.block.inputs[len(self._numbers) + len(parameters) :]
+        for x, array, has_rows in zip(values, inputs, self.is_rows, strict=True):
+            (rows if has_rows else weights)[x] = array
+        outputs = Pipeline(
+            self._cut,
+            weights,
+            rows,
+            self._outer,
+            self.microbatches,
+            self.share if not self.is_weighted else 1.0,
+        ).run()
+        program = self.program
+        return self._combined(jax.tree.unflatten(program.treedef, outputs), program.shapes)
+
+    def _combined(self, outputs: Any, shapes: Any) -> Any:
+        loss, weight, gradients, others = outputs
+        if loss is None:
+            return loss, weight, gradients, others
+        gradients = [x.astype(like.dtype) for x, like in zip(gradients, shapes[2], strict=True)]
+        if weight is None:
+            return jnp.mean(loss, axis=0), None, gradients, others
+        return jnp.sum(loss, axis=0), jnp.sum(weight, axis=0), gradients, others

@@ -1,0 +1,55 @@
+"""What a stage passes from tick to tick, and the micro-batch that a part of a tick works on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._program import Loop, Value
+
+
+class State(NamedTuple):
+    """What a stage passes from tick to tick.
+
+    Attributes:
+        activations: the message from the stage before: the forward loop's carry, and its stacked
+            outputs that the head reads, of all layers.
+        cotangents: a message to the stage before: the backward loop's carry, and what all of its
+            layers read.
+        saved: `[2 S - 1, layers, ...]`, for each output that forward saves for backward.
+        outputs: `[microbatches, ...]`, for each output of the program that is no gradient; those of
+            the last stage hold.
+    """
+
+    activations: list[Any]
+    cotangents: list[Any]
+    saved: list[Array]
+    outputs: list[Array]
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch of a tick.
+
+    Attributes:
+        index: its number, or of the nearest one if there is none.
+        exists: whether there is one.
+        given: the values of the program's inputs.
+        loops: the layer loops.
+    """
+
+    index: Array
+    exists: Array
+    given: dict[Value, Any]
+    loops: tuple[Loop | None, ...]
+
+    def runs(self, is_layer: Array | None) -> Array:
+        """Whether there is a micro-batch, and a layer that is no padding (None: it is none)."""
+        return self.exists if is_layer is None else self.exists & is_layer
+
+
+def masked(exists: Array, x: Array) -> Array:
+    """An array; zeros where nothing exists."""
+    return lax.select_n(exists, jnp.zeros_like(x), x)

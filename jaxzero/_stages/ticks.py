@@ -1,0 +1,377 @@
+"""One forward and one backward (1F1B): the micro-batches of a step on all stages, in one program.
+
+In tick `t`, stage `s` of `S` runs forward of micro-batch `t - s`, then backward of micro-batch
+`t - 2 (S - 1) + s`. The first `S - 1` ticks have only the forward part, the last `S - 1` only the
+backward part, so `m` micro-batches take the time of `m + S - 1` forwards and as many backwards, as
+in 1F1B. A message takes a tick, since all stages run the same program: at most `2 S - 1`
+micro-batches are in flight, whose saved activations lie in a ring of as many slots.
+
+A part of a tick that has no micro-batch works on another one. Nothing of it is kept: gradients are
+masked before they are reduced, outputs where they are stored.
+
+References:
+    PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
+    DAPPLE (https://arxiv.org/abs/2007.01045).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._collectives import accumulator_dtype, all_reduce, labelled, repeated
+from .._mesh import STAGE
+from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
+from .cut import LayerCut
+from .evaluation import Evaluation, Sums, run_block, run_operation
+from .layers import Layer, Layers, StageLayers, passing_padding
+from .messages import Message, scan_beside, sent
+from .state import MicroBatch, State, masked
+
+
+class Pipeline:
+    """The program of one stage.
+
+    Args:
+        cut: the program of one micro-batch.
+        weights: for each of its inputs that is the same in all micro-batches, the array: this
+            stage's layers of the stacks, and the others in full.
+        rows: for its other inputs, arrays `[microbatches, ...]`.
+        outer: its outputs that are gradients of weights outside of the layers.
+        microbatches: how many.
+        share: what gradients are multiplied by before they are added up.
+    """
+
+    def __init__(
+        self,
+        cut: LayerCut,
+        weights: Mapping[Value, Any],
+        rows: Mapping[Value, Array],
+        outer: Sequence[int],
+        microbatches: int,
+        share: float,
+    ):
+        self.cut = cut
+        self.weights = dict(weights)
+        self.rows = rows
+        self.microbatches = microbatches
+        self.share = share
+        self.num_stages = lax.axis_size(STAGE)
+        self.stage = lax.axis_index(STAGE)
+        self.layers = StageLayers(cut.forward.length, self.num_stages, self.stage)
+        outputs = cut.block.outputs
+        gradients = {*cut.stack_gradients, *outer}
+        self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
+        self.outer = {k: outputs[k] for k in outer}
+        self.sums = Sums(cut.block, cut.from_backward)
+        for operation in cut.block.operations:
+            # Casts of weights, once: loops that hold a weight then hold what is read of it.
+            known = operation.source in self.weights and operation.source not in cut.stacks
+            if known and operation.view() is not None:
+                made = run_operation(operation, [self._constant(x) for x in operation.inputs])
+                self.weights.update(zip(operation.outputs, made, strict=True))
+
+    def run(self) -> list[Any]:
+        """Run all ticks.
+
+        Returns:
+            For each output of the program, in order: of a gradient the sum over micro-batches, for
+            a stack of this stage's layers, for others this stage's part; of others their values
+            `[microbatches, ...]`, equal on all stages.
+        """
+        with at_line_of(self.cut.forward):
+            return self._run()
+
+    def _run(self) -> list[Any]:
+        num, fill = self.microbatches, self.num_stages - 1
+        state, _ = self._ticks(self._start(), range(fill), forward=True)
+        if self.cut.backward is None:
+            state, _ = self._ticks(state, range(fill, fill + num), forward=True, head=True)
+            found: dict[int, Any] = {}
+        else:
+            steady, drain = range(fill, fill + num), range(fill + num, 2 * fill + num)
+            parts = {"forward": True, "head": True, "backward": True}
+            state, sums = self._ticks(state, steady, self._no_sums(), **parts)
+            state, sums = self._ticks(state, drain, sums, backward=True)
+            found = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
+        found |= zip(self.others, map(self._of_last_stage, state.outputs), strict=True)
+        return [found[k] for k in range(len(self.cut.block.outputs))]
+
+    def _constant(self, atom: Atom) -> Any:
+        return self.weights[atom] if isinstance(atom, Value) else atom.value
+
+    def _start(self) -> State:
+        slots = 2 * self.num_stages - 1
+        return State(
+            [_zeros(x) for x in self.cut.activations],
+            [_zeros(x) for x in self.cut.cotangents],
+            [_zeros(self.cut.stacked(i), slots, layers=self.layers.num) for i in self.cut.saved],
+            [_zeros(x, self.microbatches) for x in self.others.values()],
+        )
+
+    def _ticks(
+        self, state: State, ticks: range, sums: Sequence[Any] = (), **parts: bool
+    ) -> tuple[State, list[Any]]:
+        """Run some ticks of the same parts.
+
+        Args:
+            state: before them.
+            ticks: their numbers.
+            sums: of gradients so far, in the order of `_no_sums`.
+            parts: of each tick; see `_tick`.
+
+        Returns:
+            State and sums after them. A loop carries only those sums that it adds to, so that they
+            are seen to be sums.
+        """
+        if not ticks:
+            return state, [*sums]
+        grow = [bool(sums) and self._has_terms(i, **parts) for i in range(len(sums))]
+
+        def tick(carry: Any, number: Array) -> tuple[Any, None]:
+            state, sums = carry
+            state, gradients = self._tick(state, number, **parts)
+            terms = [x for x, grows in zip(gradients, grow, strict=True) if grows]
+            sums = [
+                functools.reduce(jnp.add, [y.astype(x.dtype) for y in added], x)
+                for x, added in zip(sums, terms, strict=True)
+            ]
+            return (state, sums), None
+
+        carried = [x for x, grows in zip(sums, grow, strict=True) if grows]
+        traced, note = repeated(tick, len(ticks))
+        numbers = jnp.arange(ticks.start, ticks.stop, dtype=jnp.int32)
+        (state, carried), _ = lax.scan(traced, (state, carried), numbers)
+        note()
+        left = iter(carried)
+        return state, [next(left) if grows else x for x, grows in zip(sums, grow, strict=True)]
+
+    def _has_terms(self, i: int, head: bool = False, **_: bool) -> bool:
+        """Whether a tick adds to sum `i`; without a head, not what only the head reads."""
+        stacks = list(self.cut.stack_gradients.values())
+        if i < len(stacks):
+            return stacks[i] is not None
+        gradient = [*self.outer.values()][i - len(stacks)]
+        return self.sums.has_layers(gradient) or (head and self.sums.has_rest(gradient))
+
+    def _no_sums(self) -> list[Array]:
+        """Zeros for the sums of gradients of a stage: of its layers, and of the other weights."""
+        stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
+        shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
+        shapes += [shape_of(x) for x in self.outer.values()]
+        dtypes = [accumulator_dtype(dtype_of(x)) for x in (*stacks, *self.outer.values())]
+        return list(map(jnp.zeros, shapes, dtypes))
+
+    def _tick(
+        self,
+        state: State,
+        number: Array,
+        forward: bool = False,
+        head: bool = False,
+        backward: bool = False,
+    ) -> tuple[State, list[list[Array]]]:
+        """Run one tick; also return the terms of the gradients, in the order of `_no_sums`."""
+        activations, cotangents, saved, outputs = state
+        first = number - self.stage
+        if not forward:
+            cotangents = sent(Message(cotangents, -1))
+        else:
+            beside = Message(cotangents, -1) if backward else None
+            micro = self._micro(first)
+            activations, rows, received = self._forward(micro, activations, beside)
+            cotangents = received if backward else cotangents
+            saved = [_put(x, row, first % len(x)) for x, row in zip(saved, rows, strict=True)]
+        micro = self._micro(first - 2 * (self.num_stages - 1 - self.stage) if backward else first)
+        rest: list[list[Array]] = [[] for _ in self.outer]
+        if head:
+            cotangents, rest, made = self._head(micro, activations, cotangents)
+            outputs = [_put(x, y, micro.index) for x, y in zip(outputs, made, strict=True)]
+        if not backward:
+            return State(sent(Message(activations, 1)), cotangents, saved, outputs), []
+        rows = [x[micro.index % len(x)] for x in saved]
+        beside = Message(activations, 1) if forward else None
+        cotangents, stacks, outer, received = self._backward(micro, cotangents, rows, beside)
+        activations = received if forward else activations
+        outer = [[*x, *y] for x, y in zip(outer, rest, strict=True)]
+        return State(activations, cotangents, saved, outputs), [*stacks, *outer]
+
+    def _micro(self, number: Array) -> MicroBatch:
+        """Micro-batch `number`; the nearest one if there is none."""
+        index = jnp.clip(number, 0, self.microbatches - 1)
+        values = {x: rows[index] for x, rows in self.rows.items()}
+        loops = self.cut.forward, self.cut.backward
+        return MicroBatch(index, index == number, self.weights | values, loops)
+
+    def _forward(
+        self, micro: MicroBatch, activations: list[Any], beside: Message | None
+    ) -> tuple[list[Any], list[Array], list[Any]]:
+        """Run this stage's layers forward.
+
+        Returns:
+            The message to the next stage; what is saved for backward, `[layers, ...]`; and what
+            was received beside.
+        """
+        cut, loop = self.cut, self.cut.forward
+        num = loop.num_carry
+        values = Evaluation(cut.block, micro.given, micro.loops)
+        inside = values(loop.inputs[: loop.num_constants])
+        layers = self._layers(loop, values, {})
+
+        def embedded() -> list[Any]:
+            here = Evaluation(cut.block, values.known, micro.loops)
+            here.run(cut.effects("start"), micro.exists)
+            start = here(loop.inputs[loop.num_constants : loop.first_stack])
+            return [*start, *map(_zeros, self.cut.activations[num:])]
+
+        activations = self._where(self.stage == 0, embedded, activations, self.cut.activations)
+
+        def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
+            stacks, exists = layers[0], micro.runs(layers[1])
+            outputs = run_block(loop.body, [*inside, *carry, *stacks], exists=exists)
+            return outputs[:num], outputs[num:]
+
+        carry, stacked, received = self._scan(loop, layer, activations[:num], layers, beside)
+        pairs = zip(activations[num:], cut.collected, strict=True)
+        collected = [self.layers.put(x, stacked[i]) for x, i in pairs]
+        return [*carry, *collected], [stacked[i] for i in cut.saved], received
+
+    def _head(
+        self, micro: MicroBatch, activations: list[Any], cotangents: list[Any]
+    ) -> tuple[list[Any], list[list[Array]], list[Any]]:
+        """On the last stage, compute what lies between the loops.
+
+        Returns:
+            The cotangents that the backward loop begins with; for each gradient of the other
+            weights the term that does not depend on that loop, in a list that is empty if there is
+            none; and the program's outputs that are no gradients.
+        """
+        known = micro.given | dict(zip(self.cut.activations, activations, strict=True))
+        has_rest = [x for x in self.outer.values() if self.sums.has_rest(x)]
+        others = [*self.others.values()]
+
+        def made() -> list[Any]:
+            values = Evaluation(self.cut.block, known, micro.loops)
+            values.run(self.cut.effects("head"), micro.exists)
+            return [*values([*self.cut.cotangents, *others]), *self.sums.rest(has_rest, values)]
+
+        like = [*self.cut.cotangents, *others, *has_rest]
+        without = [*cotangents, *map(_zeros, [*others, *has_rest])]
+        found = iter(self._where(self.stage == self.num_stages - 1, made, without, like))
+        cotangents = [next(found) for _ in self.cut.cotangents]
+        outputs = [next(found) for _ in others]
+        terms = [[self._shared(next(found))] if x in has_rest else [] for x in self.outer.values()]
+        return cotangents, terms, outputs
+
+    def _backward(
+        self, micro: MicroBatch, cotangents: list[Any], saved: list[Array], beside: Message | None
+    ) -> tuple[list[Any], list[list[Array]], list[list[Array]], list[Any]]:
+        """Run this stage's layers backward.
+
+        Returns:
+            The message to the stage before; the terms of the gradients of this stage's layers, and
+            of the other weights; and what was received beside.
+        """
+        cut, loop = self.cut, self.cut.backward
+        assert loop is not None
+        num = loop.num_carry
+        travelling = dict(zip(cut.travelling, cotangents[num:], strict=True))
+        values = Evaluation(cut.block, micro.given | travelling, micro.loops)
+        inside = values(loop.inputs[: loop.num_constants])
+        rows = {cut.stacked(i): x for i, x in zip(cut.saved, saved, strict=True)}
+        layers = self._layers(loop, values, rows)
+        made_of = [x.source for x in cut.stack_gradients.values() if x is not None]
+        final = [_made(loop.body, loop.outputs.index(x)) for x in made_of]
+
+        def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
+            stacks, exists = layers[0], micro.runs(layers[1])
+            changed = dict.fromkeys(final, functools.partial(masked, exists))
+            outputs = run_block(loop.body, [*inside, *carry, *stacks], changed, exists)
+            for i in map(loop.outputs.index, made_of):
+                outputs[i] = self._shared(outputs[i])
+            return outputs[:num], outputs[num:]
+
+        carry, stacked, received = self._scan(loop, layer, cotangents[:num], layers, beside)
+        made = dict(zip(loop.outputs, [*carry, *stacked], strict=True))
+        of_stacks = [
+            [] if x is None else [x.of(made[x.source])] for x in cut.stack_gradients.values()
+        ]
+        known = values.known | dict(zip(loop.outputs[:num], carry, strict=True))
+        from_layers = [x for x in self.outer.values() if self.sums.has_layers(x)]
+
+        def outer_terms() -> list[Any]:
+            here = Evaluation(cut.block, known, micro.loops)
+            here.run(cut.effects("end"), micro.exists)
+            return self.sums.of_layers(from_layers, here)
+
+        here = (self.stage == 0) & micro.exists
+        terms = iter(self._where(here, outer_terms, [*map(_zeros, from_layers)], from_layers))
+        outer = [
+            [self._shared(next(terms))] if x in from_layers else [] for x in self.outer.values()
+        ]
+        return [*carry, *cotangents[num:]], of_stacks, outer, received
+
+    def _scan(
+        self, loop: Loop, layer: Layer, carry: list[Any], layers: Layers, beside: Message | None
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """`scan_beside`, of this stage's layers."""
+        return scan_beside(loop, passing_padding(layer), carry, layers, self.layers.num, beside)
+
+    def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
+        """What a layer loop scans, for this stage's layers; `rows` are known for them alone."""
+        stacks = []
+        for x in loop.inputs[loop.first_stack :]:
+            if isinstance(x, Value) and x in rows:
+                stacks.append(rows[x])
+                continue
+            if isinstance(x, Value) and (stack := self.cut.stacks.get(x)):
+                stacks.append(stack.of(self.weights[stack.source]))
+                continue
+            stacks.append(self.layers.of(jnp.asarray(values([x])[0])))
+        return stacks, self.layers.exist()
+
+    def _where(
+        self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
+    ) -> list[Any]:
+        """What `made()` returns, on devices where the condition holds; elsewhere `others`."""
+
+        def typed(arrays: list[Any]) -> list[Any]:
+            return [_typed(x, each) for x, each in zip(arrays, like, strict=True)]
+
+        return lax.cond(condition, lambda: typed(made()), lambda: typed(others))
+
+    def _shared(self, x: Array) -> Array:
+        """A gradient's share in the mean, in the dtype of sums."""
+        return x.astype(accumulator_dtype(x.dtype)) * self.share
+
+    def _of_last_stage(self, x: Array) -> Array:
+        """The last stage's array, on all stages."""
+        x = jnp.where(self.stage == self.num_stages - 1, x, jnp.zeros_like(x))
+        with labelled("other"):
+            return all_reduce(x.astype(jnp.int32) if x.dtype == bool else x, STAGE).astype(x.dtype)
+
+
+def _made(body: Block, output: int) -> Any:
+    """The value that an output is made of by operations that only move, scale or round."""
+    value = body.outputs[output]
+    while value in body.makers and body.makers[value].view() is not None:
+        value = body.makers[value].source
+    return value
+
+
+def _typed(x: Any, like: Atom) -> Any:
+    return lax.convert_element_type(x, dtype_of(like))
+
+
+def _put(x: Array, row: Array, index: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, row.astype(x.dtype), index, 0)
+
+
+def _zeros(like: Any, *lead: int, layers: int | None = None) -> Array:
+    """Zeros of an atom's dtype and shape, behind other dims; of `layers` layers of a stack."""
+    shape = shape_of(like) if layers is None else (layers, *shape_of(like)[1:])
+    return jnp.zeros((*lead, *shape), dtype_of(like))

@@ -1,0 +1,38 @@
+"""Check that a mesh and a configuration suit each other."""
+
+from __future__ import annotations
+
+from .._collectives import check_tree
+from .._mesh import STAGE, AnyMesh, check_mesh
+from .._sharding import ZeroConfig, without_defaults, zero3
+from .host_memory import check_platform
+
+
+def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
+    """The configuration of a `Zero`, by default plain ZeRO-3.
+
+    Raises:
+        ValueError: an argument is of another kind, or the mesh does not suit the configuration.
+        NotImplementedError: the platform of the mesh has no host memory, and the config uses it.
+    """
+    if isinstance(mesh, ZeroConfig):
+        raise ValueError(
+            "`mesh` comes before `config`: `jz.Zero(jz.make_mesh(), config)`; got "
+            f"{without_defaults(mesh)}."
+        )
+    check_mesh(mesh)
+    config = zero3() if config is None else config
+    if not isinstance(config, ZeroConfig):
+        raise ValueError(
+            f"`config` must be a `jz.ZeroConfig`, such as `jz.zero3()`; got {config!r}."
+        )
+    if config.stages is None and mesh.shape.get(STAGE, 1) > 1:
+        raise ValueError(
+            "`mesh` has stages, and `config` divides no layers between them. Leave out `stages` of "
+            "`jz.make_mesh`, or take a config such as `jz.pipeline(microbatches=16)`."
+        )
+    if config.offload is not None:
+        check_platform(mesh)
+    if config.schedule.deterministic:
+        check_tree(mesh)
+    return config

@@ -1,0 +1,139 @@
+"""One stage's step: its layers and this stage's slices of what is not a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from .._collectives import CommSpec, all_gather, all_reduce, labelled, reduce_scatter
+from .._execute import (
+    LeafUpdate,
+    LocalWireState,
+    Parameters,
+    Result,
+    run_on_device,
+    split_microbatches,
+)
+from .._mesh import STAGE
+from .._sharding import LeafSpec, Stages, ZeroConfig, split_dim
+from .._stages import Staged
+from .arguments import Options
+
+
+def on_stages(options: Options, config: ZeroConfig) -> Options:
+    """The options of a call, with the micro-batches that the config of stages asks for.
+
+    Raises:
+        NotImplementedError: an option does not work with stages.
+    """
+    if config.stages is None:
+        return options
+    for refused, name, instead in (
+        (options.halves, "halves", "give `jz.simigrad` several micro-batches' gradients apart"),
+        (options.shares is not None, "shares", "leave it out: all stages run all micro-batches"),
+        (options.gradient_reduce is not None, "gradient_reduce", "leave out `stages`"),
+    ):
+        if refused:
+            raise NotImplementedError(f"`{name}` does not work with `stages`: {instead}.")
+    if options.microbatches > 1 or not options.has_gradients:
+        return options
+    return dataclasses.replace(options, microbatches=config.stages.microbatches)
+
+
+def check_no_tangents(config: ZeroConfig) -> None:
+    """Raise `NotImplementedError` for tangents of a step of stages."""
+    if config.stages is not None:
+        raise NotImplementedError(
+            "`jax.jvp` of a step with `stages` is not possible. Take a config without stages, such "
+            "as `jz.zero3()`, for derivatives of gradients."
+        )
+
+
+def run_on_stage(
+    flat: Any,
+    parameters: Parameters,
+    stored: Sequence[Array],
+    wire_state: LocalWireState,
+    inputs: Sequence[Array],
+    specs: Sequence[Any],
+    microbatches: int,
+    comm: CommSpec,
+    updates: Mapping[int, LeafUpdate] | None = None,
+    share_of_loss: Array | float | None = None,
+    *,
+    stages: Stages,
+) -> Result:
+    """Run one step on one device of a stage; arguments are those of `run_on_device`."""
+    assert share_of_loss is None
+    leaves = parameters.leaves
+    is_stack = [stages.has(leaf.path) for leaf in leaves]
+    rows = [split_dim(spec) is not None for spec in specs]
+    given = [
+        split_microbatches(x, spec, microbatches) if has_rows else x
+        for x, spec, has_rows in zip(inputs, specs, rows, strict=True)
+    ]
+    staged = Staged(
+        flat,
+        [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
+        given,
+        [leaf.path if layers else None for leaf, layers in zip(leaves, is_stack, strict=True)],
+        parameters.differentiated,
+        rows,
+        microbatches,
+        1 / comm.num_runs(microbatches),
+    )
+    whole = [
+        x if layers else _gathered(x, leaf, staged.dtype_read(i))
+        for i, (x, leaf, layers) in enumerate(zip(stored, leaves, is_stack, strict=True))
+    ]
+    on_stage = map(_on_stage, leaves, stored, is_stack)
+    result = run_on_device(
+        staged,
+        dataclasses.replace(parameters, leaves=tuple(on_stage)),
+        whole,
+        wire_state,
+        given,
+        [PartitionSpec()] * len(given),
+        1,
+        comm,
+        updates,
+        share_of_gradients=None if staged.is_weighted else 1 / comm.num_devices,
+    )
+    gradients = zip(parameters.differentiated, result.gradients, strict=True)
+    return dataclasses.replace(
+        result,
+        gradients=[x if is_stack[i] else _scattered(x, leaves[i]) for i, x in gradients],
+        others=[x[0] for x in result.others],
+        plan=dataclasses.replace(result.plan, stages=staged.described),
+        program=staged.program,
+        block=staged.block,
+    )
+
+
+def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:
+    """A leaf as the program of a stage sees it: of a stack its layers, else all of it."""
+    shape = (stored.shape[0], *leaf.shape[1:]) if layers else leaf.shape
+    return dataclasses.replace(leaf, shape=shape, other_axes=PartitionSpec(), stages=None)
+
+
+def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
+    """This device's shard of a leaf that is no layer, of all stages, rounded to `dtype`."""
+    if leaf.stages is None:
+        return x
+    with labelled("weights", leaf.path):
+        return all_gather(x.astype(dtype), STAGE, leaf.stages.dim).astype(x.dtype)
+
+
+def _scattered(x: Array | None, leaf: LeafSpec) -> Array | None:
+    """The sum over stages of a gradient's shard, split over them as the leaf is."""
+    if x is None:
+        return None
+    with labelled("gradients", leaf.path):
+        if leaf.stages is None:
+            return all_reduce(x, STAGE)
+        return reduce_scatter(x, STAGE, leaf.stages.dim)

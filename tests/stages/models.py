@@ -1,0 +1,121 @@
+"""Small models whose layers one scan runs through, of the kinds that a pipeline divides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+LAYERS, WIDTH, VOCABULARY, TOKENS, ROWS = 4, 8, 16, 4, 16
+Params = dict[str, Any]
+
+
+def params(seed: int = 0, dtype: Any = np.float32) -> Params:
+    """An embedding, stacks of layers, a weight that all layers share, and a head."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) / WIDTH**0.5).astype(dtype)
+
+    return {
+        "embed": draw(VOCABULARY, WIDTH),
+        "layers": {
+            "up": draw(LAYERS, WIDTH, 2 * WIDTH),
+            "down": draw(LAYERS, 2 * WIDTH, WIDTH),
+            "gain": 1 + draw(LAYERS, WIDTH),
+            "scale": 1 + draw(LAYERS),
+        },
+        "shared": draw(WIDTH, WIDTH),
+        "head": draw(WIDTH, VOCABULARY),
+    }
+
+
+def batch(seed: int = 1) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shape = (ROWS, TOKENS)
+    return {
+        "ids": rng.integers(0, VOCABULARY, shape, np.int32),
+        "targets": rng.integers(0, VOCABULARY, shape, np.int32),
+    }
+
+
+def layer(x: jax.Array, w: Params) -> jax.Array:
+    x = x * w["scale"]
+    return x + jnp.tanh((x * w["gain"][None, None]) @ w["up"]) @ w["down"]
+
+
+def cross_entropy(x: jax.Array, head: jax.Array, rows: Params) -> jax.Array:
+    logp = jax.nn.log_softmax(x @ head)
+    return -jnp.mean(jnp.take_along_axis(logp, rows["targets"][..., None], -1))
+
+
+def _loss(
+    body: Callable = layer,
+    head: Callable = lambda p: p["head"],
+    end: Callable = lambda x, start, p: x,
+    extra: Callable = lambda p: 0.0,
+) -> Callable:
+    def loss(p: Params, rows: Params) -> jax.Array:
+        start = p["embed"][rows["ids"]]
+        x, _ = lax.scan(lambda x, w: (body(x, w), None), start, p["layers"])
+        return cross_entropy(end(x, start, p), head(p), rows) + extra(p)
+
+    return loss
+
+
+def shares_a_weight(p: Params, rows: Params) -> jax.Array:
+    """All layers read one more weight, whose gradient the backward loop sums up."""
+    body = lambda x, w: layer(x, w) + jnp.tanh(x @ p["shared"])  # noqa: E731
+    return _loss(body)(p, rows)
+
+
+def loss_of_each_layer(p: Params, rows: Params) -> tuple[jax.Array, Any]:
+    """The loss, and aux, read something of every layer."""
+
+    def body(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array]:
+        x = layer(x, w)
+        return x, jnp.mean(x**2)
+
+    x, squares = lax.scan(jax.checkpoint(body), p["embed"][rows["ids"]], p["layers"])
+    return cross_entropy(x, p["head"], rows) + 0.1 * jnp.mean(squares), {"squares": squares}
+
+
+def decays_in_layers(p: Params, rows: Params) -> jax.Array:
+    """The layers add to the loss without the head: their cotangents are constants."""
+
+    def body(carry: Any, w: Params) -> tuple[Any, jax.Array]:
+        x, total = carry
+        x = layer(x, w)
+        return (x, total + jnp.mean(x**2)), jnp.sum(w["up"] ** 2)
+
+    start = p["embed"][rows["ids"]], jnp.zeros((), p["embed"].dtype)
+    (x, total), squares = lax.scan(body, start, p["layers"])
+    return cross_entropy(x, p["head"], rows) + 0.01 * total + 0.02 * jnp.sum(squares)
+
+
+def indexes_layers(p: Params, rows: Params) -> jax.Array:
+    """A loop that takes layer `i` out of the stacks."""
+    take = lambda i: jax.tree.map(lambda w: w[i], p["layers"])  # noqa: E731
+    x = lax.fori_loop(0, LAYERS, lambda i, x: layer(x, take(i)), p["embed"][rows["ids"]])
+    return cross_entropy(x, p["head"], rows)
+
+
+LOSSES: dict[str, Callable] = {
+    "untied": _loss(),
+    "tied": _loss(head=lambda p: p["embed"].T),
+    "remat": _loss(jax.checkpoint(layer)),
+    "skip to the head": _loss(end=lambda x, start, p: x + start),
+    "skip, tied": _loss(head=lambda p: p["embed"].T, end=lambda x, start, p: x + start),
+    "product with the embedding": _loss(end=lambda x, start, p: x * start),
+    "decay": _loss(extra=lambda p: jnp.sum(p["embed"] ** 2) + jnp.sum(p["layers"]["up"] ** 2)),
+    "stacks changed as a whole": lambda p, rows: _loss()(
+        {**p, "layers": jax.tree.map(lambda x: 0.5 * x, p["layers"])}, rows
+    ),
+    "shares a weight": shares_a_weight,
+    "decays in layers": decays_in_layers,
+    "indexes layers": indexes_layers,
+}

@@ -1,0 +1,400 @@
+"""Pipeline stages against one device: losses, gradients, what is sent, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxzero as jz
+from jaxzero._hlo.collectives import collectives
+
+from . import models
+
+# Losses and gradients differ from those of one device by the order of sums alone: of 64 tokens, 4
+# layers and 16 products, in float64.
+_TOLERANCE = 1e-13
+
+
+def _zero(nodes: int = 2, num_devices: int = 4, microbatches: int = 2, **mesh: Any) -> jz.Zero:
+    devices = jax.devices()[:num_devices]
+    return jz.Zero(jz.make_mesh(nodes, devices=devices, **mesh), jz.pipeline(microbatches))
+
+
+def _assert_close(got: Any, want: Any, tolerance: float = _TOLERANCE) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        scale = max(1e-3, float(np.abs(y).max()))
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * scale)
+
+
+def _check(zero: jz.Zero, loss: Any, **options: Any) -> None:
+    """Compare a step in float64 with that of one device."""
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        params, batch = models.params(dtype=np.float64), models.batch()
+        want = jax.jit(jax.value_and_grad(loss, **options))(params, batch)
+        step = jax.jit(zero.value_and_grad(loss, **options))
+        value, grads = step(zero.shard(params), batch)
+        _assert_close((value, zero.unshard(grads)), want)
+
+
+@pytest.mark.parametrize("name", models.LOSSES)
+def test_a_step_is_that_of_one_device(name):
+    _check(_zero(), models.LOSSES[name])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_devices", "microbatches"),
+    [
+        (4, 4, 1),
+        (4, 8, 4),
+        (3, 6, 2),  # 2, 2 and no layers
+        pytest.param(4, 4, 4, marks=pytest.mark.exhaustive),
+        pytest.param(2, 8, 1, marks=pytest.mark.exhaustive),
+        pytest.param(1, 4, 4, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_stages_and_microbatches(nodes, num_devices, microbatches):
+    zero = _zero(nodes, num_devices, microbatches)
+    _check(zero, models.LOSSES["skip, tied"])
+
+
+def test_weights_gathered_in_every_tick():
+    """Gathers and reductions in loops over ticks, and in branches that one stage takes."""
+    config = dataclasses.replace(
+        jz.pipeline(4), schedule=jz.CommSchedule(loop_constant_bytes=0, prefetch=1)
+    )
+    zero = jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]), config)
+    _check(zero, models.LOSSES["skip, tied"])
+
+
+@pytest.mark.parametrize(("nodes", "num_devices"), [(4, 4), (3, 6)])
+def test_aux_of_every_layer(nodes, num_devices):
+    zero = _zero(nodes, num_devices, 4)
+    _check(zero, models.loss_of_each_layer, has_aux=True)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "simulated", "groups"])
+def test_meshes(kind):
+    if kind == "explicit":
+        zero = _zero(axis_type=AxisType.Explicit)
+    elif kind == "simulated":
+        zero = jz.Zero(jz.make_mesh(2, simulate=4), jz.pipeline(2))
+    else:  # two stages of two nodes each, whose gradients are summed
+        zero = _zero(4, 8, 2, stages=2)
+    _check(zero, models.LOSSES["tied"])
+
+
+def test_microbatches_of_the_call_come_first():
+    """Dropout is that of as many micro-batches without stages, from the same keys."""
+
+    def loss(params, batch, key):
+        key = jz.fold_in_device(key)
+        start = params["embed"][batch["ids"]]
+
+        def body(x, given):
+            w, key = given
+            return jnp.where(jax.random.bernoulli(key, 0.7, x.shape), models.layer(x, w), 0), None
+
+        keys = jax.random.split(key, models.LAYERS)
+        x, _ = lax.scan(body, start, (params["layers"], keys))
+        return models.cross_entropy(x, params["head"], batch)
+
+    zero = _zero(2, 4, 1)
+    plain = jz.Zero(jz.make_mesh(1, devices=jax.devices()[:2]))
+    key, params = jax.random.key(3), models.params()
+    losses = [
+        z.value_and_grad(loss, microbatches=4)(z.shard(params), models.batch(), key)[0]
+        for z in (zero, plain)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_layers_pass_keys_on():
+    def loss(params, batch, key):
+        def body(carry, w):
+            x, key = carry
+            key, here = jax.random.split(key)
+            noise = 1 + 0.1 * jax.random.normal(here, (1, 1, models.WIDTH))
+            return (models.layer(x, w) * noise, key), None
+
+        start = params["embed"][batch["ids"]], key
+        (x, _), _ = lax.scan(body, start, params["layers"])
+        return models.cross_entropy(x, params["head"], batch)
+
+    zero, params, key = _zero(4, 4, 2), models.params(), jax.random.key(2)
+    with pytest.warns(jz.RowsMixedWarning, match="equal on all devices"):
+        got, grads = zero.value_and_grad(loss)(zero.shard(params), models.batch(), key)
+    want, want_grads = jax.jit(jax.value_and_grad(loss))(params, models.batch(), key)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    _assert_close(zero.unshard(grads), want_grads, 1e-5)  # of float32
+
+
+def test_prints_happen_once_for_each_microbatch(capfd):
+    def loss(params, batch):
+        def body(x, w):
+            jax.debug.print("layer {}", w["scale"])
+            return models.layer(x, w), None
+
+        start = params["embed"][batch["ids"]]
+        jax.debug.print("start {}", start[0, 0, 0])
+        x, _ = lax.scan(body, start, params["layers"])
+        value = models.cross_entropy(x, params["head"], batch)
+        jax.debug.print("loss {}", value)
+        return value
+
+    zero = _zero(2, 2, 4)
+    jax.block_until_ready(zero.value_and_grad(loss)(zero.shard(models.params()), models.batch()))
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    counts = [printed.count(x) for x in ("start", "layer", "loss")]
+    assert counts == [4, 4 * models.LAYERS, 4]
+
+
+def test_weighted_and_narrow():
+    """The sum over the sum of weights; a 16-bit model's gradients are 16-bit sums of float32."""
+
+    def loss(params, batch):
+        mask = batch["targets"] > 4
+        x, _ = lax.scan(
+            lambda x, w: (models.layer(x, w), None), params["embed"][batch["ids"]], params["layers"]
+        )
+        logp = jax.nn.log_softmax((x @ params["head"]).astype(jnp.float32))
+        picked = jnp.take_along_axis(logp, batch["targets"][..., None], -1)[..., 0]
+        return -jnp.sum(picked, where=mask), jnp.sum(mask).astype(jnp.float32)
+
+    zero, batch = _zero(), models.batch()
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), models.params())
+    value, grads = zero.value_and_grad(loss, weighted=True)(zero.shard(params), batch)
+
+    def mean(params):
+        total, weight = loss(params, batch)
+        return total / weight
+
+    want, want_grads = jax.value_and_grad(mean)(params)
+    # Activations, their cotangents and the gradients are rounded to 8 bits in every layer.
+    np.testing.assert_allclose(value, want, rtol=2.0**-6)
+    for x, y in zip(*map(jax.tree.leaves, (zero.unshard(grads), want_grads)), strict=True):
+        assert x.dtype == y.dtype == jnp.bfloat16
+        scale = float(jnp.abs(y).astype(jnp.float32).max())
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        np.testing.assert_allclose(x, y, rtol=0, atol=scale * 2.0**-4)
+
+
+def test_an_nnx_model():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(8, 16, rngs=rngs)
+            self.down = nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(nnx.silu(self.up(x)))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(16, 8, rngs=rngs)
+            make = nnx.split_rngs(splits=4)(nnx.vmap(Block, in_axes=0, out_axes=0))
+            self.layers = make(rngs)
+
+        def __call__(self, ids):
+            run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return self.embed.attend(run(self.embed(ids), self.layers))
+
+    def loss(model, batch):
+        return jnp.mean(
+            optax.softmax_cross_entropy_with_integer_labels(model(batch["ids"]), batch["targets"])
+        )
+
+    model, zero, batch = Model(nnx.Rngs(0)), _zero(), models.batch()
+    value, grads = zero.value_and_grad(loss)(zero.shard(model), batch)
+    want, want_grads = nnx.value_and_grad(loss)(model, batch)
+    # Sums of at most 64 tokens and 16 products in float32.
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    _assert_close(jax.tree.leaves(zero.unshard(grads)), jax.tree.leaves(want_grads), 1e-5)
+
+
+def test_training_goes_on_with_other_stages(tmp_path):
+    """Parameters and optimizer state have their true shapes, whatever the stages are."""
+    tx, loss, batch = optax.adamw(1e-2), models.LOSSES["tied"], models.batch()
+    params = models.params()
+    state = tx.init(params)
+    zeros = _zero(2, 4), _zero(3, 6), _zero(4, 8, 4), jz.Zero(jz.make_mesh(2))
+    for step, zero in enumerate(zeros):
+        p = zero.shard(params)
+        tree = {"params": p, "state": zero.init_optimizer(tx, p)}
+        with jz.Checkpoints(tmp_path, zero) as checkpoints:
+            if step:
+                tree = checkpoints.restore(tree)[1]
+            _, grads = zero.value_and_grad(loss)(tree["params"], batch)
+            with jax.numpy_dtype_promotion("standard"):  # for optax
+                p, s = zero.apply_gradients(tx, grads, tree["state"], tree["params"])
+            checkpoints.save(step, {"params": p, "state": s})
+        grads = jax.jit(jax.grad(loss))(params, batch)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    found = zero.unshard(p), zero.unshard(s)
+    # Adam divides by the root of small second moments, which magnifies roundings of gradients.
+    for x, y in zip(*map(jax.tree.leaves, (found, (params, state))), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+
+
+def test_each_device_has_its_stage():
+    zero = _zero(4, 8)
+    params = zero.init(lambda: jax.tree.map(jnp.asarray, models.params()))
+    up, scale = params["layers"]["up"], params["layers"]["scale"]
+    assert up.sharding.shard_shape(up.shape) == (1, 8, 8)
+    assert scale.sharding.shard_shape(scale.shape) == (1,)
+    assert params["embed"].sharding.spec == PartitionSpec("stage", ("local", "node"))
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(models.params()), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_apply_runs_the_stages_forward():
+    def logits(params, batch):
+        x = params["embed"][batch["ids"]]
+        x, _ = lax.scan(lambda x, w: (models.layer(x, w), None), x, params["layers"])
+        return x @ params["head"]
+
+    zero, params, batch = _zero(4, 8, 4), models.params(), models.batch()
+    got = zero.apply(logits)(zero.shard(params), batch)
+    np.testing.assert_allclose(got, jax.jit(logits)(params, batch), rtol=1e-5, atol=1e-6)
+
+
+def _compiled(zero: jz.Zero) -> str:
+    params = zero.shard(models.params())
+    step = jax.jit(zero.value_and_grad(models.LOSSES["untied"]))
+    text = step.lower(params, models.batch()).compile().as_text()
+    assert text is not None
+    return text
+
+
+def test_loops_send_nothing_between_nodes_but_messages():
+    """Gathers and reductions in loops stay inside a node; each message crosses once in a tick."""
+    zero = _zero(2, 8, 4)
+    config = dataclasses.replace(zero.config, schedule=jz.CommSchedule(loop_constant_bytes=0))
+    found = [x for x in collectives(_compiled(jz.Zero(zero.mesh, config))) if x.trips > 1]
+    permutes = [x for x in found if x.op == "collective-permute"]
+    others = [x for x in found if x.op != "collective-permute"]
+    assert others and permutes
+    assert all(len({device // 4 for device in group}) == 1 for x in others for group in x.groups)
+    # 4 ticks have both messages, of `[1 row, tokens, width]`.
+    assert sum(x.trips for x in permutes) == 8
+
+
+def test_memory_does_not_grow_with_microbatches():
+    loss = models.LOSSES["remat"]
+
+    def temporaries(microbatches: int) -> int:
+        zero = _zero(2, 4, microbatches)
+        rows = {k: np.tile(x, (2 * microbatches, 1)) for k, x in models.batch().items()}
+        step = jax.jit(zero.value_and_grad(loss)).lower(zero.shard(models.params()), rows)
+        return step.compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temporaries(4), temporaries(16)
+    # The micro-batches' ids, targets and losses.
+    assert many - few < 12 * 32 * (2 * models.TOKENS * 4 + 4) * 2
+
+
+def test_plan_and_report_name_the_messages_and_the_users_lines():
+    zero, batch = _zero(2, 4, 4), models.batch()
+    params = zero.shard(models.params())
+    plan = zero.plan(models.LOSSES["untied"], params, batch)
+    sent = [x for x in plan.transfers if x.purpose == "activations"]
+    message = 2 * models.TOKENS * models.WIDTH * 4  # of 16 rows, on 2 devices in 4 micro-batches
+    # Activations in the first 5 ticks, cotangents in the last 5.
+    assert sum(x.node_bytes * x.trips for x in sent) == 10 * message
+    assert "activations" in str(zero.report(params, plan=plan))
+    assert "models.py" in str(plan)
+    assert "ticks.py" not in str(plan)
+
+
+@pytest.mark.parametrize(("nodes", "num_devices"), [(2, 4), (3, 6)])
+def test_verify_finds_a_step_of_stages_right(nodes, num_devices):
+    zero = _zero(nodes, num_devices)
+    report = zero.verify(models.LOSSES["tied"], zero.shard(models.params()), models.batch())
+    assert report.ok
+
+
+def _two_loops(params, batch):
+    x = params["embed"][batch["ids"]]
+    for _ in range(2):
+        x, _ = lax.scan(lambda x, w: (models.layer(x, w), None), x, params["layers"])
+    return models.cross_entropy(x, params["head"], batch)
+
+
+def _loop_in_remat(params, batch):
+    run = lambda x: lax.scan(lambda x, w: (models.layer(x, w), None), x, params["layers"])[0]  # noqa: E731
+    x = jax.checkpoint(run)(params["embed"][batch["ids"]])
+    return models.cross_entropy(x, params["head"], batch)
+
+
+def _unrolled(params, batch):
+    x = params["embed"][batch["ids"]]
+    for i in range(models.LAYERS):
+        x = models.layer(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
+    return models.cross_entropy(x, params["head"], batch)
+
+
+def _norm_of_layers(params, batch):
+    norm = jnp.linalg.svd(params["layers"]["up"], compute_uv=False)[0, 0]
+    return models.LOSSES["untied"](params, batch) + lax.stop_gradient(norm)
+
+
+def _permutes(params, batch):
+    everyone = lax.ppermute(params["head"], "local", [(0, 1), (1, 0)])
+    return models.LOSSES["untied"](params | {"head": everyone}, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (_permutes, "`ppermute` .* outside of the layers"),
+        (_two_loops, "loops"),
+        (_loop_in_remat, "one forward loop over the layers"),
+        (_unrolled, "is not made by one loop over the layers"),
+        (_norm_of_layers, "reads the stack `layers.up`"),
+    ],
+)
+def test_refused_programs(loss, message):
+    zero = _zero()
+    with pytest.raises(NotImplementedError, match=message):
+        zero.plan(loss, zero.shard(models.params()), models.batch())
+
+
+def test_refused_arguments():
+    params, batch = models.params(), models.batch()
+    with pytest.raises(ValueError, match=r"`layers.down` .* at least 2 layers"):
+        _zero().shard(jax.tree.map(lambda x: x[:1], params))
+    with pytest.raises(ValueError, match="`stages` must divide the number of nodes"):
+        jz.make_mesh(4, stages=3)
+    with pytest.raises(ValueError, match="`mesh` has stages"):
+        jz.Zero(jz.make_mesh(4, stages=2))
+    with pytest.raises(ValueError, match="`microbatches` of `Stages`"):
+        jz.pipeline(0)
+    with pytest.raises(ValueError, match="`layers` of `Stages`"):
+        jz.pipeline(4, layers="")
+    with pytest.raises(ValueError, match="wire|state from step to step|keep arrays"):
+        dataclasses.replace(jz.zeropp4(), stages=jz.Stages(microbatches=4))
+    zero = _zero()
+    sharded = zero.shard(params)
+    with pytest.raises(NotImplementedError, match="`zero.freeze` does not work with `stages`"):
+        zero.freeze(sharded, 2, layers="layers", before="embed")
+    with pytest.raises(NotImplementedError, match="`local_steps` does not work with `stages`"):
+        zero.local_steps(lambda *args: args)
+    with pytest.raises(NotImplementedError, match="`halves` does not work with `stages`"):
+        zero.value_and_grad(models.LOSSES["tied"], halves=True)(sharded, batch)
+    with pytest.raises(NotImplementedError, match="`layers` of `jz.Stages` does not name"):
+        other = jz.Zero(zero.mesh, jz.pipeline(2, layers=("layers.up", "layers.down")))
+        other.value_and_grad(models.LOSSES["tied"])(other.shard(params), batch)
+    with pytest.raises(ValueError, match="is a stack of layers"):
+        other = jz.Zero(zero.mesh, jz.pipeline(2, layers="blocks"))
+        other.value_and_grad(models.LOSSES["tied"])(other.shard(params), batch)
