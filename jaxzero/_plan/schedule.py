@@ -32,13 +32,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from .._collectives import ReduceSpec
-from .._program import Block, Branch, Loop, Value, makes_zeros
+from .._program import Block, Branch, Loop, Value, makes_zeros, movable_ops
 from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan
-from .bucketing import ReduceAxes, find_reduce_groups, split_into_groups
+from .bucketing import ReduceAxes, find_reduce_groups, layers_of_body, split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
 from .layer_memory import NO_PEAK, LayerMemory, Peak, work_done
@@ -100,10 +101,12 @@ def _plan_block(
     repeats = in_loop and repeats
     loops = _plan_loops(block, uses, gradients, schedule, axes, gather_axes, window)
     zeros = _zeros(block, gradients)
-    reduces = find_reduce_groups(block, gradients, zeros, schedule, axes, repeats)
     holding = limit_held(schedule) if unchanged else schedule
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule, holding)
-    groups = _grouped(gathers, loops, schedule, in_loop and not unchanged)
+    layers = _body_of(gathers) if in_loop and not unchanged else None
+    num_layers = layers.num_layers if layers else 1
+    reduces = find_reduce_groups(block, gradients, zeros, schedule, axes, repeats, num_layers)
+    groups = _grouped(gathers, loops, schedule, layers)
     first_tie = largest_input(block, uses, unchanged | gradients.sums.keys()) if in_loop else None
     ties = find_ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
@@ -203,9 +206,9 @@ def _with_prologues(
 
 
 def _grouped(
-    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, is_layer: bool
+    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, body: _Body | None
 ) -> list[list[Gather]]:
-    """Cut the gathers of a block into groups.
+    """Cut the gathers of a block, or of the `body` of a loop, into groups.
 
     A weight whose gather for backward would be sent while it is still held for forward is held
     until backward: its buffer would be live from then on in any case.
@@ -215,14 +218,14 @@ def _grouped(
         return gather.region, sum(index < gather.at for index in loops)
 
     def split(gathers: list[Gather]) -> list[list[Gather]]:
-        passes = find_passes(gathers)
-
-        def signature(gather: Gather) -> tuple:
-            return (*_signature(gather), passes.get(gather))
-
-        bucket_bytes = schedule.bucket_bytes
         return split_into_groups(
-            gathers, signature, lambda x: x.num_bytes, bucket_bytes, is_layer, region
+            gathers,
+            _signature_of(gathers, body is not None and body.by_row),
+            lambda x: x.num_bytes,
+            schedule.bucket_bytes,
+            body is not None,
+            1 if body is None else body.num_layers,
+            region,
         )
 
     groups = split(gathers)
@@ -241,9 +244,34 @@ def _grouped(
     return split(sorted(merged.values(), key=lambda x: x.at))
 
 
-def _signature(gather: Gather) -> tuple:
+class _Body(NamedTuple):
+    """The layers in the body of a loop."""
+
+    num_layers: int
+    by_row: bool  # whether matrices of a layer, equal ones, are told apart by their place in a leaf
+
+
+def _body_of(gathers: Sequence[Gather]) -> _Body:
+    """Count the layers in the body of a loop that has these gathers."""
+    passes = find_passes(gathers)
+    first = [x for x in gathers if not passes[x]]
+    for by_row in (False, True):
+        num = layers_of_body(first, _signature_of(first, by_row), lambda x: x.num_bytes)
+        if num > 1:
+            return _Body(num, by_row)
+    return _Body(1, False)
+
+
+def _signature_of(gathers: Sequence[Gather], by_row: bool) -> Callable[[Gather], tuple]:
     """A key that is equal for gathers with the same role in different layers."""
-    return gather.shape, gather.dtype, gather.region, gather.weight.layout.dim
+    passes = find_passes(gathers)
+
+    def signature(gather: Gather) -> tuple:
+        rows = [x.start for x in gather.ops if isinstance(x, movable_ops.Slice)][-1:]
+        role = gather.shape, gather.dtype, gather.region, gather.weight.layout.dim
+        return (*role, passes.get(gather), *(rows if by_row else ()))
+
+    return signature
 
 
 def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> list[int]:

@@ -78,9 +78,9 @@ def is_costly(operation: Operation) -> bool:
     XLA computes them in one kernel with what is around. So it does functions with a derivative of
     their own (`jax.custom_jvp`), if nothing in them is costly.
     """
-    is_call = operation.name in ("custom_jvp_call", "custom_vjp_call")
-    inside = equations_inside(operation.equation) if is_call else (operation.equation,)
-    return any(map(_is_costly, inside))
+    if operation.name in ("custom_jvp_call", "custom_vjp_call"):
+        return any(map(_is_costly, equations_inside(operation.equation)))
+    return _is_costly(operation.equation)
 
 
 def _is_costly(equation: Any) -> bool:
