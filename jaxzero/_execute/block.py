@@ -1,9 +1,8 @@
 """Run a block: a handler for each kind of instruction, in the order of the plan's list.
 
 A block is a traced program or a loop body. Everything here runs while JAX traces the `shard_map`:
-the operations of the block are bound again, one by one, with the collectives that the list
-(`_plan.instructions`) puts between them. Nothing is decided here. `buckets` gathers weights
-and reduces gradients, `loops` runs the loops of a block.
+operations are copied, with the collectives that the list (`_plan.instructions`) puts between them.
+`buckets` gathers weights and reduces gradients, `loops` runs loops. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .._collectives import (
 )
 from .._mesh import emit, in_host, is_simulating
 from .._plan import BlockPlan, ShardedParam, View, instructions, instructions_of, pipeline
-from .._program import Barrier, Constant, Operation, Value, movable_ops
+from .._program import Barrier, Constant, Operation, Value, may_be_copied, movable_ops
 from .buckets import (
     Bind,
     GatherSources,
@@ -236,11 +235,11 @@ class BlockRunner:
         there[key] = gather_next_axis(group, buckets, self.comm, num_left)
 
     def _decode(self, each: instructions.Decode) -> None:
-        group, key = self.plan.gather_groups[each.group], pipeline.message(each.group)
-        sources = self._sources(each.group, 0)
-        weights = decode_bucket(group, self.by_lag[0][key], sources, self.comm)
-        for gather, x in zip(group.gathers, weights, strict=True):
-            self._full[gather.weight, gather.ops] = x
+        group, here = self.plan.gather_groups[each.group], self.by_lag[0]
+        buckets, sources = here[pipeline.message(each.group)], self._sources(each.group, 0)
+        weights = decode_bucket(group, buckets, sources, self.comm)
+        keys = ((x.weight, x.ops) for x in group.gathers)
+        self._full.update(zip(keys, weights, strict=True))
 
     def _sources(self, group: int, lag: int) -> GatherSources:
         weights = (x.weight for x in self.plan.gather_groups[group].gathers)
@@ -277,17 +276,14 @@ class BlockRunner:
         if type(each) is not instructions.Run or is_simulating():
             return False
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views
-        if not operation.is_plain:
-            return False
-        read = () if views.keys().isdisjoint(operation.inputs) else operation.inputs
-        return not any(x in views and self._full_weight(views[x])[1] for x in read)
+        applied = (self._full_weight(views[x])[1] for x in operation.inputs if x in views)
+        return may_be_copied(operation) and not any(applied)
 
     def _run(self, each: instructions.Run) -> None:
         operation = self.plan.block.operations[each.at]
         # Views of weights have no array in a barrier, which is bound without them.
         views = self.plan.uses.views if isinstance(operation, Barrier) else {}
-        given = [atom for atom in operation.inputs if atom not in views]
-        inputs = [self.read(atom) for atom in given]
+        inputs = [self.read(atom) for atom in operation.inputs if atom not in views]
         outputs = operation.bind(inputs)
         if operation.name == "device_put":
             note_moves(inputs, outputs)
@@ -310,9 +306,8 @@ class BlockRunner:
     def _run_on_shards(self, each: instructions.RunOnShards) -> None:
         operation = self.plan.block.operations[each.operation]
         terms = operation.inputs if operation.source is None else [operation.source]
-        if each.operation in self.plan.added:  # a loop has added them
-            terms = [x for x in terms if x not in self.plan.gradients.sums]
-        arrays = [self.read(x, each.lag) for x in terms]
+        added = self.plan.gradients.sums if each.operation in self.plan.added else ()  # by a loop
+        arrays = [self.read(x, each.lag) for x in terms if x not in added]
         there = self.by_lag[each.lag]
         there[operation.outputs[0]] = self.gradients.on_shards(each.operation, arrays)
 

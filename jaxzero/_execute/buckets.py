@@ -283,11 +283,7 @@ class GradientBuckets:
             arrays: what it reads: its source, or the terms of an addition.
         """
         operation = self.plan.block.operations[index]
-        op, layout, source = (
-            operation.view(),
-            self.plan.gradients.on_shards[index],
-            operation.source,
-        )
+        op, source = operation.view(), operation.source
         if source is None:
             return functools.reduce(functools.partial(jax.tree.map, _add), arrays)
         (x,) = arrays
@@ -295,8 +291,8 @@ class GradientBuckets:
             # Sums stay in `accumulator_dtype`; the mean is cast at the end of the step.
             return x
         assert op is not None
-        run = functools.partial(movable_ops.apply_on_shard, (op,))
-        return jax.tree.map(lambda x: run(x, layout, source.shape), x)  # pyright: ignore
+        run, layout = movable_ops.apply_on_shard, self.plan.gradients.on_shards[index]
+        return jax.tree.map(lambda x: run((op,), x, layout, source.shape), x)
 
     def zeros(self, value: Value, spec: ReduceSpec) -> Sum:
         """The reduced shard of a gradient that is zero, for which nothing is sent."""

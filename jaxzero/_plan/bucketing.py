@@ -44,8 +44,7 @@ def split_into_groups(
     signature: Callable[[T], Hashable],
     num_bytes: Callable[[T], int],
     bucket_bytes: int,
-    is_layer: bool,
-    num_layers: int = 1,
+    num_layers: int = 0,
     region: Callable[[T], Hashable] = lambda _: None,
 ) -> list[list[T]]:
     """Cut a sequence of values, in the order of their first use, into groups.
@@ -56,14 +55,14 @@ def split_into_groups(
             shape and dtype.
         num_bytes: size of a value.
         bucket_bytes: most bytes of a group of several values; 0: each value by itself.
-        is_layer: whether all values belong to the body of a loop.
-        num_layers: the layers in such a body; of one layer nothing is cut apart.
+        num_layers: of the body of a loop that all values belong to; 0: they belong to none. Of
+            one layer nothing is cut apart.
         region: of a value; no group is joined with one of another region, such as behind a loop,
-             where one would wait for the other.
+            where one would wait for the other.
     """
     if not bucket_bytes:
         return [[value] for value in values]
-    if is_layer and num_layers == 1:
+    if num_layers == 1:
         return _fill(values, num_bytes, bucket_bytes)
     largest = max(map(num_bytes, values), default=0)
     worth = min(_WORTH, largest // _SMALL)
@@ -224,7 +223,7 @@ def find_reduce_groups(
         signature,
         lambda x: x.num_bytes,
         limit,
-        is_layer,
+        1 if is_layer else 0,
         region=lambda x: int(loops[makers.get(x, 0)]),
     )
     found = [

@@ -91,11 +91,10 @@ def _plan_block(
     unchanged: frozenset[Value] = frozenset(),
     repeats: bool = True,
 ) -> BlockPlan:
-    """Plan a block.
+    """Plan a block; `boundary` is the last operation of forward, or None in a loop's body.
 
-    `boundary` is the last operation of forward, or None in a loop's body. `unchanged` are inputs
-    of a body that gathers constants of the loop: those that are the same in each iteration. If
-    the body never `repeats`, as that of a branch, no message can move to another iteration.
+    `unchanged` are inputs of a body that gathers constants of the loop: those that are the same in
+    each iteration. If it never `repeats`, as a branch, no message can move to another iteration.
     """
     in_loop = boundary is None
     repeats = in_loop and repeats
@@ -103,10 +102,9 @@ def _plan_block(
     zeros = _zeros(block, gradients)
     holding = limit_held(schedule) if unchanged else schedule
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule, holding)
-    layers = _body_of(gathers) if in_loop and not unchanged else None
-    num_layers = layers.num_layers if layers else 1
-    reduces = find_reduce_groups(block, gradients, zeros, schedule, axes, repeats, num_layers)
-    groups = _grouped(gathers, loops, schedule, layers)
+    body = _body_of(gathers) if in_loop and not unchanged else _NO_BODY
+    reduces = find_reduce_groups(block, gradients, zeros, schedule, axes, repeats, body.num_layers)
+    groups = _grouped(gathers, loops, schedule, body)
     first_tie = largest_input(block, uses, unchanged | gradients.sums.keys()) if in_loop else None
     ties = find_ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
@@ -120,14 +118,14 @@ def _plan_block(
         every = issued_early(groups, every, wanted, starts, boundary, room)
     gather_groups = []
     for number, (gathers, issues) in enumerate(zip(groups, every, strict=True)):
-        is_prefetched = number < num_prefetched
-        if is_prefetched:  # sent for a later layer, beside the last groups of this one
+        if (
+            is_prefetched := number < num_prefetched
+        ):  # sent for a later layer, beside the last groups of this one
             at = groups[len(groups) - num_prefetched + number][0].at
             last = max(at, peaks.get(0, NO_PEAK).gather_after or 0)
             issues = (*[at] * (len(gather_axes) - 1), last)
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
-        if not in_loop:
-            issues = _around_peaks(issues, gathers[0].at, peaks)
+        issues = _around_peaks(issues, gathers[0].at, {} if in_loop else peaks)
         after = (ties[issue] if not in_loop or issue else first_tie for issue in issues)
         group = GatherGroup(tuple(gathers), issues, tuple(after), is_prefetched)
         if not in_loop and any(gather.weight.in_host for gather in gathers):
@@ -206,9 +204,9 @@ def _with_prologues(
 
 
 def _grouped(
-    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, body: _Body | None
+    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, body: _Body
 ) -> list[list[Gather]]:
-    """Cut the gathers of a block, or of the `body` of a loop, into groups.
+    """Cut the gathers of a block into groups; `body` has its layers, if it is the body of a loop.
 
     A weight whose gather for backward would be sent while it is still held for forward is held
     until backward: its buffer would be live from then on in any case.
@@ -220,11 +218,10 @@ def _grouped(
     def split(gathers: list[Gather]) -> list[list[Gather]]:
         return split_into_groups(
             gathers,
-            _signature_of(gathers, body is not None and body.by_row),
+            _signature_of(gathers, body.by_row),
             lambda x: x.num_bytes,
             schedule.bucket_bytes,
-            body is not None,
-            1 if body is None else body.num_layers,
+            body.num_layers,
             region,
         )
 
@@ -247,8 +244,11 @@ def _grouped(
 class _Body(NamedTuple):
     """The layers in the body of a loop."""
 
-    num_layers: int
+    num_layers: int  # 0: the block is no such body
     by_row: bool  # whether matrices of a layer, equal ones, are told apart by their place in a leaf
+
+
+_NO_BODY = _Body(0, False)
 
 
 def _body_of(gathers: Sequence[Gather]) -> _Body:

@@ -35,7 +35,6 @@ from .._warnings import is_of_user
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import movable_ops
 
-_MOVES = {"device_put", "optimization_barrier", *EXCHANGES}
 _ELEMENTWISE = {"neg", "reduce_precision"}
 ADDITIONS = ("add", "add_any")  # of the user, and of differentiation
 
@@ -112,11 +111,6 @@ class Operation:
                 return [reduce_scatter(inputs[0], axes, dim, tiled=equation.params["tiled"])]
         with scope(equation):
             return bind(equation, inputs)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its equation may be copied as it is: no barrier, collective or other effect."""
-        return not (self.equation.effects or self.name in _MOVES)
 
     def reading(self, others: Mapping[Any, Atom]) -> Operation:
         """This operation with other inputs in place of some."""

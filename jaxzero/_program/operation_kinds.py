@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._mesh import equations_inside
+from .._mesh import EXCHANGES, equations_inside
 from . import movable_ops
 from .ir import (
     ADDITIONS,
@@ -62,12 +62,18 @@ _COSTLY = {
     *("cond", "conv_general_dilated", "fft", "gather", "pallas_call", "ragged_dot", "scan"),
     *("ragged_dot_general", "scatter", "scatter-add", "shard_map", "sort", "while"),
 }
+_MOVES = {"device_put", "optimization_barrier", *EXCHANGES}
 REDUCTIONS = {*("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")}
 
 
 def is_elementwise(operation: Operation) -> bool:
     """Whether each output element depends only on the input elements at its index."""
     return operation.name in _ELEMENTWISE
+
+
+def may_be_copied(operation: Operation) -> bool:
+    """Whether its equation can be run as it is: no barrier, collective or other effect."""
+    return not (operation.has_effects or operation.name in _MOVES)
 
 
 def is_costly(operation: Operation) -> bool:

@@ -347,7 +347,8 @@ def test_half_batch_sums(codec):
 
 
 def test_the_platform_chooses_the_form():
-    assert comm_spec.MessageForm.of(jz.make_mesh(2)) == comm_spec.MessageForm()
+    form = comm_spec.MessageForm.of(jz.make_mesh(2))
+    assert form == comm_spec.MessageForm(join_below_bytes=2**15)
     with _form(comm_spec.TILED):
         assert CommSpec.of(jz.make_mesh(2), jz.zero3()).form == comm_spec.TILED
 

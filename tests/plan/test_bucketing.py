@@ -14,8 +14,8 @@ from jaxzero._codecs import column_bytes, join_columns, split_columns
 from jaxzero._plan.bucketing import find_repetition, layers_of_body, split_into_groups
 
 
-def _groups(sizes, bucket_bytes=10**9, is_layer=False, num_layers=1):
-    return split_into_groups(sizes, lambda x: x, lambda x: x, bucket_bytes, is_layer, num_layers)
+def _groups(sizes, bucket_bytes=10**9, num_layers=0):
+    return split_into_groups(sizes, lambda x: x, lambda x: x, bucket_bytes, num_layers)
 
 
 def test_a_period_is_a_layer():
@@ -60,7 +60,7 @@ def test_a_small_group_is_joined_within_its_region():
     sizes = [*layer, *layer, 2]
     assert _groups(sizes) == [layer, [*layer, 2]]
     region = [2].__contains__
-    apart = split_into_groups(sizes, str, int, 10**9, is_layer=False, region=region)
+    apart = split_into_groups(sizes, str, int, 10**9, region=region)
     assert apart == [layer, layer, [2]]
 
 
@@ -71,15 +71,15 @@ def test_a_repetition_that_is_too_small_is_none():
 
 
 def test_a_body_is_one_unit_up_to_the_limit():
-    assert _groups([5, 5, 5, 8], is_layer=True) == [[5, 5, 5, 8]]
-    assert _groups([5, 5, 5, 8], bucket_bytes=15, is_layer=True) == [[5, 5, 5], [8]]
-    assert _groups([5, 5, 5, 8], bucket_bytes=0, is_layer=True) == [[5], [5], [5], [8]]
+    assert _groups([5, 5, 5, 8], num_layers=1) == [[5, 5, 5, 8]]
+    assert _groups([5, 5, 5, 8], bucket_bytes=15, num_layers=1) == [[5, 5, 5], [8]]
+    assert _groups([5, 5, 5, 8], bucket_bytes=0, num_layers=1) == [[5], [5], [5], [8]]
     assert _groups([]) == []
 
 
-@given(st.lists(st.integers(1, 5), max_size=40), st.integers(0, 20), st.booleans())
-def test_units_keep_order_and_bound(sizes, bucket_bytes, is_layer):
-    gather_groups = _groups(sizes, bucket_bytes, is_layer)
+@given(st.lists(st.integers(1, 5), max_size=40), st.integers(0, 20), st.integers(0, 2))
+def test_units_keep_order_and_bound(sizes, bucket_bytes, num_layers):
+    gather_groups = _groups(sizes, bucket_bytes, num_layers)
     assert [x for group in gather_groups for x in group] == sizes
     assert all(len(group) == 1 or sum(group) <= bucket_bytes for group in gather_groups)
 
@@ -124,7 +124,7 @@ def test_layers_of_a_body():
     assert _num_layers([4, 8] * 2) == 1  # too small to be sent alone
     assert _num_layers([10**6, 10**5, 10**6, 10**5, 9 * 10**6]) == 1  # not the whole body
     assert _num_layers([]) == 1
-    assert _groups([*layer, *layer], is_layer=True, num_layers=2) == [layer, layer]
+    assert _groups([*layer, *layer], num_layers=2) == [layer, layer]
 
 
 def _num_layers(sizes):
