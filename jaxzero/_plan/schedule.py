@@ -118,10 +118,8 @@ def _plan_block(
         every = issued_early(groups, every, wanted, starts, boundary, room)
     gather_groups = []
     for number, (gathers, issues) in enumerate(zip(groups, every, strict=True)):
-        if (
-            is_prefetched := number < num_prefetched
-        ):  # sent for a later layer, beside the last groups of this one
-            at = groups[len(groups) - num_prefetched + number][0].at
+        if is_prefetched := number < num_prefetched:  # sent for a later layer, beside the last
+            at = groups[number - num_prefetched][0].at
             last = max(at, peaks.get(0, NO_PEAK).gather_after or 0)
             issues = (*[at] * (len(gather_axes) - 1), last)
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
