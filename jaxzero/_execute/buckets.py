@@ -135,24 +135,25 @@ def after_decode(
     """Messages for a later iteration of a loop, not known before this one's weights are decoded.
 
     A loop has one place for what it carries from one iteration to the next. If the next message
-    could arrive while the last is read, XLA would copy it. Where gradients are reduced too, the
-    order is known without the barrier.
+    could arrive while the last is read, XLA would copy it. XLA reads small leaves, such as the
+    gains of norms, from the message where they are used: until the end of a layer's backward pass.
+    Leaves that are sent alone are in no message.
 
     Args:
         group: what is sent.
         buckets: its messages for a later iteration.
-        full: the full weights of this iteration; they pass the barrier too.
+        full: the full weights of this iteration; those of messages pass the barrier too.
     """
-    if all(len(x.parts) == 1 for x in buckets):
-        return list(buckets)  # leaves sent as they lie, which are not copied out
-    keys = [(x.weight, x.ops) for x in group.gathers if (x.weight, x.ops) in full]
-
-    def bind(messages: list[Any]) -> list[Any]:
-        messages, weights = lax.optimization_barrier((messages, [full[x] for x in keys]))
-        full.update(zip(keys, weights, strict=True))
-        return messages
-
-    return with_barrier(buckets, bind)
+    joined = [x for x in buckets if len(x.parts) > 1]
+    gathers = [group.gathers[i] for x in joined for i in x.positions]
+    keys = [(x.weight, x.ops) for x in gathers if (x.weight, x.ops) in full]
+    if not keys:
+        return list(buckets)
+    operands = [x.data for x in joined], [full[x] for x in keys]
+    messages, weights = lax.optimization_barrier(operands)
+    full.update(zip(keys, weights, strict=True))
+    waiting = iter(messages)
+    return [x if len(x.parts) == 1 else dataclasses.replace(x, data=next(waiting)) for x in buckets]
 
 
 def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
