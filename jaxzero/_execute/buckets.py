@@ -291,8 +291,8 @@ class GradientBuckets:
         if isinstance(op, movable_ops.ConvertDtype):
             # Sums stay in `accumulator_dtype`; the mean is cast at the end of the step.
             return x
-        assert op is not None
         run, layout = movable_ops.apply_on_shard, self.plan.gradients.on_shards[index]
+        assert op is not None and layout is not None
         return jax.tree.map(lambda x: run((op,), x, layout, source.shape), x)
 
     def zeros(self, value: Value, spec: ReduceSpec) -> Sum:
