@@ -60,6 +60,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The seams to what JAX keeps to itself: jaxprs, and the client of its coordination service.
 JAXPRS = {
     "jaxzero._hlo.host_memory",
+    "jaxzero._mesh.emission",
     "jaxzero._mesh.loop_order",
     "jaxzero._mesh.per_device",
     "jaxzero._planner.flops",

@@ -4,6 +4,8 @@ In: encoded shards, or gradients, each with its `ReduceSpec`. Out: full weights,
 Runs inside `shard_map`; `primitives` issues every collective and records it in the ledger.
 """
 
+from .alike import alike_once as alike_once
+from .alike import for_alike as for_alike
 from .comm_spec import CommSpec as CommSpec
 from .comm_spec import ReduceSpec as ReduceSpec
 from .comm_spec import accumulator_dtype as accumulator_dtype

@@ -72,9 +72,11 @@ class MessageForm:
 
 
 TILED = MessageForm(tiled=True, join_below_bytes=2**16)
-# To read and write 32 MiB takes an H100 or H200 20 us, twice as long as to launch a collective.
+# To read and write 32 MiB takes an H100 or H200 20 us, twice as long as to launch a collective. To
+# copy 32 KiB into a message and out of it takes a CPU longer than another collective.
 _GPU = MessageForm(copy_below_bytes=2**25)
-_FORMS = {"tpu": TILED, "gpu": _GPU, "cuda": _GPU}
+_CPU = MessageForm(join_below_bytes=2**15)
+_FORMS = {"tpu": TILED, "gpu": _GPU, "cuda": _GPU, "cpu": _CPU}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +265,11 @@ class ReduceSpec:
     layout: DimSharding
     hops: tuple[str, ...] = REDUCTION_HOPS
     exact: bool = False
+
+    @functools.cached_property
+    def without_name(self) -> ReduceSpec:
+        """The same reduction of any leaf."""
+        return dataclasses.replace(self, name="")
 
     def scatters(self, axis: str, comm: CommSpec) -> bool:
         """Whether the reduction over `axis` scatters the gradient.

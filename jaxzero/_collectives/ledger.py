@@ -252,6 +252,31 @@ def picked(numbers: Sequence[int]) -> Iterator[None]:
         _label.reset(token)
 
 
+@contextlib.contextmanager
+def noted() -> Iterator[list[Transfer]]:
+    """List the collectives traced in this context, for `note_again`; none is recorded yet."""
+    outer, (purpose, names) = _ledger.get(), _label.get()
+    ledger = outer and Ledger(outer.sizes)
+    numbered = tuple(map(str, range(len(names))))
+    label = _label.set((purpose, numbered))
+    try:
+        with recording(ledger):
+            yield (ledger.transfers if ledger else [])
+    finally:
+        _label.reset(label)
+
+
+def note_again(transfers: Sequence[Transfer]) -> None:
+    """Record collectives that `noted` has listed, with the label of this context."""
+    ledger, (purpose, names) = _ledger.get(), _label.get()
+    if ledger is None:
+        return
+    for x in transfers:
+        parts = tuple((names[int(number)], size) for number, size in x.parts)
+        name = names[int(x.name)]
+        ledger.transfers.append(dataclasses.replace(x, purpose=purpose, name=name, parts=parts))
+
+
 def repeated(
     body: Callable, trips: int, *, microbatches: bool = False
 ) -> tuple[Callable, Callable[[], None]]:

@@ -1,9 +1,8 @@
 """Run a block: a handler for each kind of instruction, in the order of the plan's list.
 
 A block is a traced program or a loop body. Everything here runs while JAX traces the `shard_map`:
-the operations of the block are bound again, one by one, with the collectives that the list
-(`_plan.instructions`) puts between them. Nothing is decided here. `buckets` gathers weights
-and reduces gradients, `loops` runs the loops of a block.
+operations are copied, with the collectives that the list (`_plan.instructions`) puts between them.
+`buckets` gathers weights and reduces gradients, `loops` runs loops. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,20 +23,20 @@ from jaxtyping import Array
 from .._collectives import (
     CommSpec,
     EncodedShards,
+    alike_once,
     in_loop,
     in_region,
     labelled,
     note_moves,
     reduce_gradient,
 )
-from .._mesh import in_host
+from .._mesh import emit, in_host, is_simulating
 from .._plan import BlockPlan, ShardedParam, View, instructions, instructions_of, pipeline
-from .._program import Barrier, Constant, Operation, Value, movable_ops
+from .._program import Barrier, Constant, Operation, Value, may_be_copied, movable_ops
 from .buckets import (
     Bind,
     GatherSources,
     GradientBuckets,
-    added,
     after_decode,
     decode_bucket,
     encode_bucket,
@@ -76,7 +76,8 @@ def run_block(
     here = runner.by_lag[0]
     here.update({pipeline.shards(x): source for x, source in sources.items()})
     here.update(zip(plan.block.inputs, inputs, strict=True))
-    runner.execute(instructions_of(plan))
+    with alike_once():
+        runner.execute(instructions_of(plan))
     outputs = [runner.output(i, 0) for i in range(len(plan.block.outputs))]
     return outputs, {x: here[pipeline.shards(x)] for x in sources}, runner.updated
 
@@ -117,9 +118,15 @@ class BlockRunner:
 
     def execute(self, listed: Iterable[instructions.Instruction]) -> None:
         """Execute instructions in their order."""
-        for each in listed:
-            with self._region(each.at):
-                self._execute((each,))
+        for is_plain, run in itertools.groupby(listed, self._is_plain):
+            if is_plain:
+                operations = (self.plan.block.operations[each.at] for each in run)
+                equations = ((x.equation, x.inputs, x.outputs) for x in operations)
+                self.by_lag[0].update(emit(equations, self.read))
+                continue
+            for each in run:
+                with self._region(each.at):
+                    self._execute((each,))
 
     def _execute(self, listed: Iterable[instructions.Instruction]) -> None:
         for each in listed:
@@ -228,11 +235,11 @@ class BlockRunner:
         there[key] = gather_next_axis(group, buckets, self.comm, num_left)
 
     def _decode(self, each: instructions.Decode) -> None:
-        group, key = self.plan.gather_groups[each.group], pipeline.message(each.group)
-        sources = self._sources(each.group, 0)
-        weights = decode_bucket(group, self.by_lag[0][key], sources, self.comm)
-        for gather, x in zip(group.gathers, weights, strict=True):
-            self._full[gather.weight, gather.ops] = x
+        group, here = self.plan.gather_groups[each.group], self.by_lag[0]
+        buckets, sources = here[pipeline.message(each.group)], self._sources(each.group, 0)
+        weights = decode_bucket(group, buckets, sources, self.comm)
+        keys = ((x.weight, x.ops) for x in group.gathers)
+        self._full.update(zip(keys, weights, strict=True))
 
     def _sources(self, group: int, lag: int) -> GatherSources:
         weights = (x.weight for x in self.plan.gather_groups[group].gathers)
@@ -264,12 +271,19 @@ class BlockRunner:
 
     # Operations.
 
+    def _is_plain(self, each: instructions.Instruction) -> bool:
+        """Whether it runs a plain operation, which applies none to a weight that it reads."""
+        if type(each) is not instructions.Run or is_simulating():
+            return False
+        operation, views = self.plan.block.operations[each.at], self.plan.uses.views
+        applied = (self._full_weight(views[x])[1] for x in operation.inputs if x in views)
+        return may_be_copied(operation) and not any(applied)
+
     def _run(self, each: instructions.Run) -> None:
         operation = self.plan.block.operations[each.at]
         # Views of weights have no array in a barrier, which is bound without them.
         views = self.plan.uses.views if isinstance(operation, Barrier) else {}
-        given = [atom for atom in operation.inputs if atom not in views]
-        inputs = [self.read(atom) for atom in given]
+        inputs = [self.read(atom) for atom in operation.inputs if atom not in views]
         outputs = operation.bind(inputs)
         if operation.name == "device_put":
             note_moves(inputs, outputs)
@@ -290,22 +304,12 @@ class BlockRunner:
         self.by_lag[0].update(zip(made, outputs, strict=True))
 
     def _run_on_shards(self, each: instructions.RunOnShards) -> None:
-        """Run an operation that the plan moved after a reduction, on the reduced shards."""
         operation = self.plan.block.operations[each.operation]
-        there, layout = self.by_lag[each.lag], self.plan.gradients.on_shards[each.operation]
-        op, source = operation.view(), operation.source
-        if source is None:  # an addition
-            sums = self.plan.gradients.sums if each.operation in self.plan.added else ()
-            terms = (self.read(atom, each.lag) for atom in operation.inputs if atom not in sums)
-            there[operation.outputs[0]] = functools.reduce(added, terms)
-            return
-        x = self.read(source, each.lag)
-        if not isinstance(op, movable_ops.ConvertDtype):
-            # Sums stay in `accumulator_dtype`; the mean is cast at the end of the step.
-            assert op is not None
-            run = functools.partial(movable_ops.apply_on_shard, (op,))
-            x = jax.tree.map(lambda x: run(x, layout, source.shape), x)  # pyright: ignore
-        there[operation.outputs[0]] = x
+        terms = operation.inputs if operation.source is None else [operation.source]
+        added = self.plan.gradients.sums if each.operation in self.plan.added else ()  # by a loop
+        arrays = [self.read(x, each.lag) for x in terms if x not in added]
+        there = self.by_lag[each.lag]
+        there[operation.outputs[0]] = self.gradients.on_shards(each.operation, arrays)
 
     def _zeros(self, each: instructions.Zeros) -> None:
         spec = self.plan.gradients.reduces[each.value]

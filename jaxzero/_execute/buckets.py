@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from .._collectives import (
     Sum,
     accumulator_dtype,
     arrays,
+    for_alike,
     gather_hop,
     labelled,
     node_slices,
@@ -99,7 +101,7 @@ def encode_bucket(
             assert shard.kept is None, f"{gather.weight.name} has no node slice yet"
             ops, _ = _split_ops(gather, shard, comm)
             shards.append(on_shard(shard, ops, gather.weight)[0] if ops else shard)
-        buckets = start_gather(shards, _sizes(group), comm)
+        buckets = for_alike(start_gather, shards, _sizes(group), comm)
         # The messages of kept slices were pinned above; what is encoded here depends on them.
         return buckets if kept else with_barrier(buckets, pin)
 
@@ -118,7 +120,7 @@ def gather_next_axis(
     if not ready:
         return list(buckets)
     with _labelled(group):
-        return [*gather_hop(ready, _sizes(group), comm), *others]
+        return [*for_alike(gather_hop, ready, _sizes(group), comm), *others]
 
 
 def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBucket]:
@@ -133,24 +135,25 @@ def after_decode(
     """Messages for a later iteration of a loop, not known before this one's weights are decoded.
 
     A loop has one place for what it carries from one iteration to the next. If the next message
-    could arrive while the last is read, XLA would copy it. Where gradients are reduced too, the
-    order is known without the barrier.
+    could arrive while the last is read, XLA would copy it. XLA reads small leaves, such as the
+    gains of norms, from the message where they are used: until the end of a layer's backward pass.
+    Leaves that are sent alone are in no message.
 
     Args:
         group: what is sent.
         buckets: its messages for a later iteration.
-        full: the full weights of this iteration; they pass the barrier too.
+        full: the full weights of this iteration; those of messages pass the barrier too.
     """
-    if all(len(x.parts) == 1 for x in buckets):
-        return list(buckets)  # leaves sent as they lie, which are not copied out
-    keys = [(x.weight, x.ops) for x in group.gathers if (x.weight, x.ops) in full]
-
-    def bind(messages: list[Any]) -> list[Any]:
-        messages, weights = lax.optimization_barrier((messages, [full[x] for x in keys]))
-        full.update(zip(keys, weights, strict=True))
-        return messages
-
-    return with_barrier(buckets, bind)
+    joined = [x for x in buckets if len(x.parts) > 1]
+    gathers = [group.gathers[i] for x in joined for i in x.positions]
+    keys = [(x.weight, x.ops) for x in gathers if (x.weight, x.ops) in full]
+    if not keys:
+        return list(buckets)
+    operands = [x.data for x in joined], [full[x] for x in keys]
+    messages, weights = lax.optimization_barrier(operands)
+    full.update(zip(keys, weights, strict=True))
+    waiting = iter(messages)
+    return [x if len(x.parts) == 1 else dataclasses.replace(x, data=next(waiting)) for x in buckets]
 
 
 def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
@@ -170,14 +173,25 @@ def decode_bucket(
 ) -> list[jax.Array]:
     """Decode gathered buckets into full weights, and apply the operations of their gathers."""
     splits = [_split_ops(gather, sources[gather.weight], comm) for gather in group.gathers]
-    dtypes = [_leading_cast(after) for _, after in splits]
-    with _labelled(group):
-        gathered = arrays(buckets, dtypes)
-    full_weights = []
-    for gather, (before, after), x in zip(group.gathers, splits, gathered, strict=True):
+    layouts = []
+    for gather, (before, _) in zip(group.gathers, splits, strict=True):
         pushed = movable_ops.push(before, gather.weight.layout, gather.weight.shape)
         assert pushed is not None
-        x = unpad(x, pushed[0])
+        layouts.append(pushed[0])
+    with _labelled(group):
+        return for_alike(_decoded, list(buckets), layouts, [after for _, after in splits])
+
+
+def _decoded(
+    buckets: Sequence[GatherBucket],
+    layouts: Sequence[DimSharding],
+    ops: Sequence[tuple[movable_ops.Op, ...]],
+) -> list[jax.Array]:
+    """Decode gathered buckets, remove the padding of each weight, and apply its operations."""
+    full_weights = []
+    gathered = arrays(buckets, [_leading_cast(x) for x in ops])
+    for x, layout, after in zip(gathered, layouts, ops, strict=True):
+        x = unpad(x, layout)
         for op in after:
             x = op.apply(x)
         full_weights.append(x)
@@ -243,7 +257,7 @@ class GradientBuckets:
     def encode(self, number: int, gradients: Sequence[Any]) -> ReduceBucket:
         """Encode the gradients of a group as a bucket for the first axis."""
         with labelled("gradients", *(spec.name for spec in self.specs(number))):
-            return start_reduction(gradients, self.specs(number), self.comm)
+            return for_alike(start_reduction, list(gradients), self.specs(number), self.comm)
 
     def reduce_next(self, group: int, axis: int, bucket: ReduceBucket) -> ReduceBucket:
         """Reduce a group's bucket over one more of its axes."""
@@ -252,7 +266,7 @@ class GradientBuckets:
         is_mean = self.plan.reduce_groups[group].values[0] in self.plan.means
         divisor = self.comm.divisor if is_mean else 1
         with labelled("gradients", *(spec.name for spec in specs)):
-            return reduce_next_axis(bucket, specs, axis, self.comm, divisor)
+            return for_alike(reduce_next_axis, bucket, specs, axis, self.comm, divisor)
 
     def finish(self, number: int, bucket: ReduceBucket) -> dict[Value, Any]:
         """Take the gradients, this device's shards, out of a fully reduced bucket."""
@@ -261,6 +275,25 @@ class GradientBuckets:
             x, is_mean = bucket.rest[i], value in self.plan.means
             gradients[value] = rounded_mean(x, self.plan.means[value].dtype) if is_mean else x
         return gradients
+
+    def on_shards(self, index: int, arrays: Sequence[Any]) -> Any:
+        """Run an operation that the plan moved after a reduction, on the reduced shards.
+
+        Args:
+            index: of the operation.
+            arrays: what it reads: its source, or the terms of an addition.
+        """
+        operation = self.plan.block.operations[index]
+        op, source = operation.view(), operation.source
+        if source is None:
+            return functools.reduce(functools.partial(jax.tree.map, _add), arrays)
+        (x,) = arrays
+        if isinstance(op, movable_ops.ConvertDtype):
+            # Sums stay in `accumulator_dtype`; the mean is cast at the end of the step.
+            return x
+        run, layout = movable_ops.apply_on_shard, self.plan.gradients.on_shards[index]
+        assert op is not None and layout is not None
+        return jax.tree.map(lambda x: run((op,), x, layout, source.shape), x)
 
     def zeros(self, value: Value, spec: ReduceSpec) -> Sum:
         """The reduced shard of a gradient that is zero, for which nothing is sent."""
@@ -277,11 +310,7 @@ class GradientBuckets:
         return [self.plan.gradients.reduces[x] for x in self.plan.reduce_groups[number].values]
 
 
-def added(left: Any, right: Any) -> Any:
-    """Add sums, in the wider dtype, since each term was reduced in a dtype of its own."""
-
-    def add(x: jax.Array, y: jax.Array) -> jax.Array:
-        dtype = jnp.promote_types(x.dtype, y.dtype)
-        return x.astype(dtype) + y.astype(dtype)
-
-    return jax.tree.map(add, left, right)
+def _add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Add in the wider of the two dtypes, since each term was reduced in a dtype of its own."""
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    return x.astype(dtype) + y.astype(dtype)

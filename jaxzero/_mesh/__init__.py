@@ -6,6 +6,8 @@ Any package above may use the names listed here.
 """
 
 from . import gloo_workaround as gloo_workaround
+from .emission import Recording as Recording
+from .emission import emit as emit
 from .gloo_workaround import reduce_scatter as reduce_scatter
 from .loop_order import NAMING_ONLY as NAMING_ONLY
 from .loop_order import in_turn as in_turn

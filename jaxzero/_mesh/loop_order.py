@@ -26,10 +26,13 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jaxtyping import Array, Int32
 
+from .emission import Recording
 from .mesh_kinds import LOCAL, NODE
 from .per_device import (
     CALLS,
     REMAT,
+    appended,
+    bare,
     bind,
     equations_inside,
     evaluate,
@@ -81,19 +84,42 @@ def remember(tokens: Sequence[Token]) -> None:
     _last_tokens.set((*others, *((state, weakref.ref(token)) for token in tokens)))
 
 
-def in_order(function: Callable) -> Callable:
-    """Wrap a function that runs on each device as a program for `in_turn`."""
+def in_order(program: Any, tokens: list[Token]) -> Any:
+    """Make of a program that runs on each device one for `in_turn`.
 
-    def program(tokens: list[Token], *args: Any) -> tuple[list[Token], Any]:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        order = _Order(tokens[0] if tokens else None)
-        outputs = order.run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+    Args:
+        program: a closed jaxpr.
+        tokens: those that the new program will be given before the inputs of this one.
+
+    Returns:
+        A closed jaxpr, with a token or none before the outputs.
+    """
+    jaxpr, inputs = program.jaxpr, [x.aval for x in program.jaxpr.invars]
+    sent = [x for x in jaxpr.eqns if communicates(x)]
+    if not tokens and all(map(_is_collective, sent)):
+        return _with_token(program, sent) if sent else program
+
+    def run(*arrays: Any) -> list[Any]:
+        order = _Order(arrays[0] if tokens else None)
+        outputs = order.run(jaxpr, program.consts, arrays[len(tokens) :])
         if order.since:
             order.wait_for_all()
-        tokens = [] if order.token is None else [order.token]
-        return tokens, jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        return [*([] if order.token is None else [order.token]), *outputs]
 
-    return program
+    return jax.make_jaxpr(run)(*map(bare, tokens), *inputs)
+
+
+def _with_token(program: Any, sent: Sequence[Any]) -> Any:
+    """Append the token to a program whose collectives, `sent`, need not wait for any.
+
+    The program is not evaluated again: of an unrolled model that would take as long as a trace.
+    """
+
+    def last(*arrays: Any) -> Token:
+        return _Order(None, list(arrays)).wait_for_all()
+
+    read = [equation.outvars[0] for equation in sent]
+    return appended(program, jax.make_jaxpr(last)(*(x.aval for x in read)), read)
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
@@ -225,9 +251,17 @@ def _read(token: Token, arrays: Sequence[Any]) -> Token:
     By `minimum`, not by `&`: an array may be a known zero, such as a bucket of gradients before the
     first iteration, and XLA would then know the result.
     """
+
+    def read(token: Token, x: Any) -> Token:
+        return jnp.minimum(token, (x[(0,) * x.ndim] != 0).astype(token.dtype))
+
+    recordings: dict[Any, Recording] = {}  # an unrolled program has hundreds of equal types
     for x in arrays:
         if x.size and jnp.issubdtype(x.dtype, jnp.number):
-            token = jnp.minimum(token, (x[(0,) * x.ndim] != 0).astype(token.dtype))
+            kind = jax.typeof(x)
+            if kind not in recordings:
+                recordings[kind] = Recording(read, [token, x])
+            token = recordings[kind].put([token, x])
     return token
 
 

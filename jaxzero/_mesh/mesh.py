@@ -187,7 +187,7 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
     if devices.devices.flat[0].platform != "cpu":
         return _mapped(without_mesh(function), mesh, in_specs, out_specs)
     everywhere = PartitionSpec()  # of tokens
-    program = without_mesh(in_order(function))
+    program = without_mesh(function, in_order)
     run = _mapped(program, mesh, (everywhere, *in_specs), (everywhere, out_specs))
     return functools.partial(in_turn, run)
 

@@ -51,27 +51,40 @@ _fill = mlir.lower_fun(
 mlir.register_lowering(_empty_p, _fill)
 
 
-def without_mesh(function: Callable) -> Callable:
-    """Wrap a function of trees of arrays as a `shard_map` body that is traced without the mesh."""
+def without_mesh(function: Callable, order: Callable | None = None) -> Callable:
+    """Wrap a function of trees of arrays as a `shard_map` body that is traced without the mesh.
+
+    Args:
+        function: the function.
+        order: changes the traced program, `loop_order.in_order`; the body then takes the tokens
+            as its first argument, and returns those of the program, and what `function` returns.
+    """
 
     @functools.wraps(function)
     def body(*args):
-        leaves, treedef = jax.tree.flatten(args)
+        tokens, args = (args[0], args[1:]) if order else ([], args)
+        leaves, given = jax.tree.flatten(args)
         mesh = jax.sharding.get_abstract_mesh()
 
         def per_device(*leaves):
-            return function(*jax.tree.unflatten(treedef, leaves))
+            return function(*jax.tree.unflatten(given, leaves))
 
         automatic = dict.fromkeys(mesh.axis_names, AxisType.Auto)
         # Tracing makes so many objects that Python's collector takes a fifth of its time.
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(automatic)), without_gc():
             closed, shapes = jax.make_jaxpr(per_device, return_shape=True)(*map(bare, leaves))
+            treedef = jax.tree.structure(shapes)
+            if order:
+                closed = order(closed, tokens)
+                leaves = [*tokens, *leaves]
             constants = closed.consts
-            called = _as_one_call(closed.jaxpr, constants, leaves)
+            called = _as_one_call(closed, leaves)
         if len(mesh.manual_axes) < len(mesh.axis_names):
             called = _with_mesh_context(mesh, called)
         outputs = jex.jaxpr_as_fun(called)(*constants, *leaves)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        num_tokens = len(outputs) - treedef.num_leaves
+        results = jax.tree.unflatten(treedef, outputs[num_tokens:])
+        return (outputs[:num_tokens], results) if order else results
 
     return body
 
@@ -153,18 +166,39 @@ batching.primitive_batchers[_without_refs_p] = _run_batched
 mlir.register_lowering(_without_refs_p, mlir.lower_fun(_run))
 
 
-def _as_one_call(jaxpr: Any, constants: list[Any], leaves: list[Any]) -> Any:
-    """Wrap `jaxpr` in a jaxpr with one equation, a `jit` that calls it.
+def with_inputs_alone(jaxpr: Any) -> Any:
+    """A jaxpr that takes its constants as its first inputs."""
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    return jaxpr.replace(constvars=[], invars=inputs, debug_info=unnamed)
+
+
+# Takes the place of a program with results of these types.
+_results_p = Primitive("results")
+_results_p.multiple_results = True
+_results_p.def_abstract_eval(lambda *avals, results: list(results))
+
+
+def _as_one_call(closed: Any, leaves: list[Any]) -> Any:
+    """Wrap `closed` in a jaxpr with one equation, a `jit` that calls it.
 
     Arrays that the user's function closes over become arguments of the `jit`: as constants of the
     compiled program they would keep it from being reused with other values.
     """
+    jaxpr, results = closed.jaxpr, tuple(x.aval for x in closed.jaxpr.outvars)
 
     @jax.jit
     def call(constants, leaves):
-        return eval_jaxpr(jaxpr, constants, *leaves)
+        return _results_p.bind(*constants, *leaves, results=results)
 
-    return jax.make_jaxpr(call)([*map(bare, constants)], [*map(bare, leaves)])
+    outer = jax.make_jaxpr(call)([*map(bare, closed.consts)], [*map(bare, leaves)])
+    # The jaxpr takes the place of what was traced: to trace it again would take longer than the
+    # trace of the user's function.
+    inner = with_inputs_alone(jaxpr)
+    (equation,) = outer.jaxpr.eqns
+    params = {**equation.params, "jaxpr": equation.params["jaxpr"].replace(jaxpr=inner)}
+    equation = equation.replace(params=params, effects=jaxpr.effects)
+    return outer.replace(jaxpr=outer.jaxpr.replace(eqns=[equation], effects=jaxpr.effects))
 
 
 def bare(x: Any) -> Any:
@@ -193,6 +227,7 @@ def _with_mesh_context(mesh: Any, closed: Any) -> Any:
     return rewrite(closed, change)
 
 
+_JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -240,6 +275,30 @@ def evaluate(
     return [read(var) for var in jaxpr.outvars]
 
 
+def appended(first: Any, second: Any, read: Sequence[Any]) -> Any:
+    """A closed jaxpr that runs `first`, then `second` on its variables `read`.
+
+    Returns:
+        A closed jaxpr of the inputs of `first`, with the outputs of `second` before those of
+        `first`.
+    """
+    one, two = first.jaxpr, second.jaxpr
+    names = dict(zip(two.invars, read, strict=True))
+
+    def renamed(atoms: Sequence[Any]) -> list[Any]:
+        return [x if isinstance(x, jex.Literal) else names.get(x, x) for x in atoms]
+
+    equations = [x.replace(invars=renamed(x.invars)) for x in two.eqns]
+    jaxpr = one.replace(
+        constvars=[*one.constvars, *two.constvars],
+        outvars=[*renamed(two.outvars), *one.outvars],
+        eqns=[*one.eqns, *equations],
+        effects=one.effects | two.effects,
+        debug_info=one.debug_info.with_unknown_names(),
+    )
+    return jex.ClosedJaxpr(jaxpr, [*first.consts, *second.consts])
+
+
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation, closed ones opened."""
     for param in equation.params.values():
@@ -274,6 +333,8 @@ def _rewrite_inside(equation: Any, change: Callable[[Any], Any]) -> Any:
     for name, param in equation.params.items():
         several = isinstance(param, tuple)
         before = param if several else (param,)
+        if not any(map(_is_jaxpr, before)):
+            continue
         after = [rewrite(x, change) if _is_jaxpr(x) else x for x in before]
         if any(x is not y for x, y in zip(before, after, strict=True)):
             new[name] = _like(param, after) if several else after[0]
@@ -286,7 +347,7 @@ def _like(old: tuple, items: list[Any]) -> tuple:
 
 
 def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)
+    return isinstance(x, _JAXPRS)
 
 
 def is_traced(x: Any) -> bool:

@@ -1,9 +1,9 @@
 """Decide which weights or gradients share a collective: one group for each layer, where possible.
 
 Every collective has a fixed cost, so values are sent in groups. A group is a layer: the body of a
-loop, or, where a program repeats itself, one repetition, found as the period in the sequence of
-shapes (`find_repetition`). Values before, between and after repetitions are joined up to the size
-of the largest layer or value, so that grouping does not raise the peak of live weights.
+loop, or, where a program or a body repeats itself, one repetition, found as the period in the
+sequence of shapes (`find_repetition`). Values before, between and after repetitions are joined up
+to the size of the largest layer or value, so that grouping does not raise the peak of live weights.
 `bucket_bytes` bounds every group of several values.
 
 An irregular network repeats itself in small parts, such as the gains of two norms in a row. A
@@ -30,6 +30,7 @@ from .gradient_reductions import BlockGradients
 T = TypeVar("T")
 
 _MAX_PERIOD = 512  # values in a repetition
+_LEAST_LAYER = 2**18  # bytes, of a layer that the body of a loop is cut into
 _SLACK = 8  # a group may exceed the largest layer by an eighth, to take in biases and norms
 # Bytes of a message worth sending: inside a node of 8 it takes twice as long as its launch, at the
 # rates that predicted steps assume. In a small program, a part of its largest value.
@@ -43,7 +44,7 @@ def split_into_groups(
     signature: Callable[[T], Hashable],
     num_bytes: Callable[[T], int],
     bucket_bytes: int,
-    is_layer: bool,
+    num_layers: int = 0,
     region: Callable[[T], Hashable] = lambda _: None,
 ) -> list[list[T]]:
     """Cut a sequence of values, in the order of their first use, into groups.
@@ -54,13 +55,14 @@ def split_into_groups(
             shape and dtype.
         num_bytes: size of a value.
         bucket_bytes: most bytes of a group of several values; 0: each value by itself.
-        is_layer: whether all values belong to one layer, the body of a loop.
+        num_layers: of the body of a loop that all values belong to; 0: they belong to none. Of
+            one layer nothing is cut apart.
         region: of a value; no group is joined with one of another region, such as behind a loop,
             where one would wait for the other.
     """
     if not bucket_bytes:
         return [[value] for value in values]
-    if is_layer:
+    if num_layers == 1:
         return _fill(values, num_bytes, bucket_bytes)
     largest = max(map(num_bytes, values), default=0)
     worth = min(_WORTH, largest // _SMALL)
@@ -71,6 +73,22 @@ def split_into_groups(
     for run, repeated in runs:
         groups += _fill(run, num_bytes, *((bucket_bytes,) if repeated else (limit, worth)))
     return _without_small(groups, num_bytes, worth, limit, region)
+
+
+def layers_of_body(
+    values: Sequence[T], signature: Callable[[T], Hashable], num_bytes: Callable[[T], int]
+) -> int:
+    """Count the layers in the body of a loop: repetitions that are nearly all of it.
+
+    Each is large enough to be sent by itself, and has values of several roles: one layer may have
+    several equal matrices.
+    """
+    runs = _split_at_repetitions(values, signature, num_bytes, _LEAST_LAYER)
+    sizes = [(sum(map(num_bytes, run)), is_repeated) for run, is_repeated in runs]
+    layers = [size for size, is_repeated in sizes if is_repeated]
+    roles = max((len(set(map(signature, run))) for run, repeats in runs if repeats), default=0)
+    is_all = sum(layers) * _SLACK >= sum(size for size, _ in sizes) * (_SLACK - 1)
+    return len(layers) if roles > 1 and is_all and min(layers) >= _LEAST_LAYER else 1
 
 
 def find_repetition(
@@ -177,8 +195,13 @@ def find_reduce_groups(
     schedule: CommSchedule,
     axes: ReduceAxes,
     in_loop: bool,
+    num_layers: int,
 ) -> list[ReduceGroup]:
-    """Cut the reduced gradients of a block into groups, in the order in which they are made."""
+    """Cut the reduced gradients of a block into groups, in the order in which they are made.
+
+    The layers in a loop's body, `num_layers`, get equal parts of their bytes: the gradients of a
+    layer are made in no certain order.
+    """
     makers = {value: i for i, op in enumerate(block.operations) for value in op.outputs}
     reduced = sorted(
         (value for value in gradients.reduces if value not in zeros),
@@ -190,14 +213,18 @@ def find_reduce_groups(
         return value.shape, value.dtype, reduce_spec.layout.dim, reduce_spec.hops
 
     is_layer = in_loop and not gradients.sums
+    limit = schedule.bucket_bytes
+    if num_layers > 1:
+        layer = sum(x.num_bytes for x in reduced) // num_layers
+        limit = min(limit, layer + layer // _SLACK)
     loops = np.cumsum([0, *(isinstance(operation, Loop) for operation in block.operations)])
     groups = split_into_groups(
         reduced,
         signature,
         lambda x: x.num_bytes,
-        schedule.bucket_bytes,
-        is_layer,
-        lambda x: int(loops[makers.get(x, 0)]),
+        limit,
+        1 if is_layer else 0,
+        region=lambda x: int(loops[makers.get(x, 0)]),
     )
     found = [
         ReduceGroup(

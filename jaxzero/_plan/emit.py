@@ -156,8 +156,7 @@ class _Emitter:
                     self.done.append(Encode(at=self.at, lag=lag, group=i, tie=tie, pin=pin))
                     pin = None
                 if axis in self.plan.hops(group):
-                    is_last = lag < 0 and axis == self.plan.num_hops - 1
-                    waits = is_last and not self.plan.deferred_groups
+                    waits = lag < 0 and axis == self.plan.num_hops - 1
                     self.done.append(
                         Send(at=self.at, lag=lag, group=i, axis=axis, pin=pin, after_decode=waits)
                     )

@@ -32,13 +32,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from .._collectives import ReduceSpec
-from .._program import Block, Branch, Loop, Value, makes_zeros
+from .._program import Block, Branch, Loop, Value, makes_zeros, movable_ops
 from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan
-from .bucketing import ReduceAxes, find_reduce_groups, split_into_groups
+from .bucketing import ReduceAxes, find_reduce_groups, layers_of_body, split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, unchanged_inputs
 from .layer_memory import NO_PEAK, LayerMemory, Peak, work_done
@@ -90,20 +91,20 @@ def _plan_block(
     unchanged: frozenset[Value] = frozenset(),
     repeats: bool = True,
 ) -> BlockPlan:
-    """Plan a block.
+    """Plan a block; `boundary` is the last operation of forward, or None in a loop's body.
 
-    `boundary` is the last operation of forward, or None in a loop's body. `unchanged` are inputs
-    of a body that gathers constants of the loop: those that are the same in each iteration. If
-    the body never `repeats`, as that of a branch, no message can move to another iteration.
+    `unchanged` are inputs of a body that gathers constants of the loop: those that are the same in
+    each iteration. If it never `repeats`, as a branch, no message can move to another iteration.
     """
     in_loop = boundary is None
     repeats = in_loop and repeats
     loops = _plan_loops(block, uses, gradients, schedule, axes, gather_axes, window)
     zeros = _zeros(block, gradients)
-    reduces = find_reduce_groups(block, gradients, zeros, schedule, axes, repeats)
     holding = limit_held(schedule) if unchanged else schedule
     gathers, live = find_gathers(len(block.operations), uses, boundary, schedule, holding)
-    groups = _grouped(gathers, loops, schedule, in_loop and not unchanged)
+    body = _body_of(gathers) if in_loop and not unchanged else _NO_BODY
+    reduces = find_reduce_groups(block, gradients, zeros, schedule, axes, repeats, body.num_layers)
+    groups = _grouped(gathers, loops, schedule, body)
     first_tie = largest_input(block, uses, unchanged | gradients.sums.keys()) if in_loop else None
     ties = find_ties(block, uses, gradients, boundary, first_tie if unchanged else None)
     starts = _starts(groups, loops)
@@ -117,14 +118,12 @@ def _plan_block(
         every = issued_early(groups, every, wanted, starts, boundary, room)
     gather_groups = []
     for number, (gathers, issues) in enumerate(zip(groups, every, strict=True)):
-        is_prefetched = number < num_prefetched
-        if is_prefetched:  # sent for a later layer, beside the last groups of this one
-            at = groups[len(groups) - num_prefetched + number][0].at
+        if is_prefetched := number < num_prefetched:  # sent for a later layer, beside the last
+            at = groups[number - num_prefetched][0].at
             last = max(at, peaks.get(0, NO_PEAK).gather_after or 0)
             issues = (*[at] * (len(gather_axes) - 1), last)
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
-        if not in_loop:
-            issues = _around_peaks(issues, gathers[0].at, peaks)
+        issues = _around_peaks(issues, gathers[0].at, {} if in_loop else peaks)
         after = (ties[issue] if not in_loop or issue else first_tie for issue in issues)
         group = GatherGroup(tuple(gathers), issues, tuple(after), is_prefetched)
         if not in_loop and any(gather.weight.in_host for gather in gathers):
@@ -203,9 +202,9 @@ def _with_prologues(
 
 
 def _grouped(
-    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, is_layer: bool
+    gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, body: _Body
 ) -> list[list[Gather]]:
-    """Cut the gathers of a block into groups.
+    """Cut the gathers of a block into groups; `body` has its layers, if it is the body of a loop.
 
     A weight whose gather for backward would be sent while it is still held for forward is held
     until backward: its buffer would be live from then on in any case.
@@ -215,14 +214,13 @@ def _grouped(
         return gather.region, sum(index < gather.at for index in loops)
 
     def split(gathers: list[Gather]) -> list[list[Gather]]:
-        passes = find_passes(gathers)
-
-        def signature(gather: Gather) -> tuple:
-            return (*_signature(gather), passes.get(gather))
-
-        bucket_bytes = schedule.bucket_bytes
         return split_into_groups(
-            gathers, signature, lambda x: x.num_bytes, bucket_bytes, is_layer, region
+            gathers,
+            _signature_of(gathers, body.by_row),
+            lambda x: x.num_bytes,
+            schedule.bucket_bytes,
+            body.num_layers,
+            region,
         )
 
     groups = split(gathers)
@@ -241,9 +239,37 @@ def _grouped(
     return split(sorted(merged.values(), key=lambda x: x.at))
 
 
-def _signature(gather: Gather) -> tuple:
+class _Body(NamedTuple):
+    """The layers in the body of a loop."""
+
+    num_layers: int  # 0: the block is no such body
+    by_row: bool  # whether matrices of a layer, equal ones, are told apart by their place in a leaf
+
+
+_NO_BODY = _Body(0, False)
+
+
+def _body_of(gathers: Sequence[Gather]) -> _Body:
+    """Count the layers in the body of a loop that has these gathers."""
+    passes = find_passes(gathers)
+    first = [x for x in gathers if not passes[x]]
+    for by_row in (False, True):
+        num = layers_of_body(first, _signature_of(first, by_row), lambda x: x.num_bytes)
+        if num > 1:
+            return _Body(num, by_row)
+    return _Body(1, False)
+
+
+def _signature_of(gathers: Sequence[Gather], by_row: bool) -> Callable[[Gather], tuple]:
     """A key that is equal for gathers with the same role in different layers."""
-    return gather.shape, gather.dtype, gather.region, gather.weight.layout.dim
+    passes = find_passes(gathers)
+
+    def signature(gather: Gather) -> tuple:
+        rows = [x.start for x in gather.ops if isinstance(x, movable_ops.Slice)][-1:]
+        role = gather.shape, gather.dtype, gather.region, gather.weight.layout.dim
+        return (*role, passes.get(gather), *(rows if by_row else ()))
+
+    return signature
 
 
 def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> list[int]:

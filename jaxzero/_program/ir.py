@@ -45,16 +45,13 @@ class Value:
     Values compare by identity and carry no data.
     """
 
-    __slots__ = ("dtype", "shape")
+    __slots__ = ("dtype", "is_array", "shape")
 
     def __init__(self, aval: Any):
         self.shape: tuple[int, ...] = getattr(aval, "shape", ())
         self.dtype: Any = None if is_ref(aval) else getattr(aval, "dtype", None)
-
-    @property
-    def is_array(self) -> bool:
-        """Whether this is an ordinary array of numbers rather than a key, token or reference."""
-        return isinstance(self.dtype, np.dtype) and self.dtype != jax.dtypes.float0
+        # Whether this is an ordinary array of numbers rather than a key, token or reference.
+        self.is_array: bool = isinstance(self.dtype, np.dtype) and self.dtype != jax.dtypes.float0
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +118,7 @@ class Operation:
             return self
         return dataclasses.replace(self, inputs=tuple(others.get(x, x) for x in self.inputs))
 
-    @property
+    @functools.cached_property
     def values(self) -> list[Value]:
         """The inputs that are not constants."""
         return [atom for atom in self.inputs if isinstance(atom, Value)]
@@ -131,7 +128,7 @@ class Operation:
         """The input that is not a constant; None unless there is exactly one."""
         return self.values[0] if len(self.values) == 1 else None
 
-    @property
+    @functools.cached_property
     def products(self) -> int:
         """The multiplications of a matrix product or a convolution; 0 for other operations."""
         if self.name not in ("dot_general", "conv_general_dilated"):
@@ -166,6 +163,10 @@ class Operation:
 
     def view(self) -> movable_ops.Op | None:
         """This operation as an `Op` that can be moved past a gather; None if it cannot."""
+        return self._op
+
+    @functools.cached_property
+    def _op(self) -> movable_ops.Op | None:
         return _view(self)
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._mesh import equations_inside
+from .._mesh import EXCHANGES, equations_inside
 from . import movable_ops
 from .ir import (
     ADDITIONS,
@@ -62,12 +62,18 @@ _COSTLY = {
     *("cond", "conv_general_dilated", "fft", "gather", "pallas_call", "ragged_dot", "scan"),
     *("ragged_dot_general", "scatter", "scatter-add", "shard_map", "sort", "while"),
 }
+_MOVES = {"device_put", "optimization_barrier", *EXCHANGES}
 REDUCTIONS = {*("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")}
 
 
 def is_elementwise(operation: Operation) -> bool:
     """Whether each output element depends only on the input elements at its index."""
     return operation.name in _ELEMENTWISE
+
+
+def may_be_copied(operation: Operation) -> bool:
+    """Whether its equation can be run as it is: no barrier, collective or other effect."""
+    return not (operation.has_effects or operation.name in _MOVES)
 
 
 def is_costly(operation: Operation) -> bool:
@@ -78,9 +84,9 @@ def is_costly(operation: Operation) -> bool:
     XLA computes them in one kernel with what is around. So it does functions with a derivative of
     their own (`jax.custom_jvp`), if nothing in them is costly.
     """
-    is_call = operation.name in ("custom_jvp_call", "custom_vjp_call")
-    inside = equations_inside(operation.equation) if is_call else (operation.equation,)
-    return any(map(_is_costly, inside))
+    if operation.name in ("custom_jvp_call", "custom_vjp_call"):
+        return any(map(_is_costly, equations_inside(operation.equation)))
+    return _is_costly(operation.equation)
 
 
 def _is_costly(equation: Any) -> bool:

@@ -40,7 +40,7 @@ def scan_indexed_stacks(block: Block, weights: Collection[Value]) -> Block:
         block: the program.
         weights: its inputs that are sharded weights.
     """
-    if not weights:
+    if not weights or not any(isinstance(x, Loop) for x in block.operations):
         return block
     changed = _Block(block, weights, dict).changed()
     return block if changed is block else without_dead_code(changed)

@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from .._mesh import in_turn, is_traced, is_tracing, last_tokens, remember
 from .._program import OpenProgram, is_mutable, open_program
 from .._sharding import array_leaves, flatten, is_array, rebuild, statics_of, trained_leaves
+from .._without_gc import without_gc
 
 _MOST_KEPT = 64  # compiled programs of one `Zero`, for various functions, shapes and dtypes
 
@@ -59,7 +60,10 @@ class Programs:
             out_shardings: a sharding for each array that is returned, or one for all; None leaves
                 them to the compiler.
         """
-        with jax.disable_jit(False):
+        # Where a trace calls it, all that it does is trace, which makes so many objects that
+        # Python's collector takes a fifth of the time. Most are garbage when it is done.
+        tracing = is_tracing() or any(map(is_traced, jax.tree.leaves(args)))
+        with jax.disable_jit(False), without_gc() if tracing else nullcontext():
             return self.ready(program, *args, out_shardings=out_shardings)(*args)
 
     def ready(self, program: Callable, *args: Any, out_shardings: Any = None) -> Callable:

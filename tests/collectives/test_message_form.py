@@ -347,6 +347,24 @@ def test_half_batch_sums(codec):
 
 
 def test_the_platform_chooses_the_form():
-    assert comm_spec.MessageForm.of(jz.make_mesh(2)) == comm_spec.MessageForm()
+    form = comm_spec.MessageForm.of(jz.make_mesh(2))
+    assert form == comm_spec.MessageForm(join_below_bytes=2**15)
     with _form(comm_spec.TILED):
         assert CommSpec.of(jz.make_mesh(2), jz.zero3()).form == comm_spec.TILED
+
+
+def test_on_cpus_a_large_leaf_is_sent_alone():
+    """Its bytes are then copied neither into a message nor out of it."""
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+    shapes = {"small": (16, 16), "other": (16,), "large": (512, 512)}
+    params = zero.abstract(lambda: {name: jnp.ones(shape) for name, shape in shapes.items()})
+
+    def loss(params, x):
+        h = jnp.tanh(x @ params["small"] + params["other"][None])
+        return jnp.mean((jnp.tile(h, (1, 32)) @ params["large"]) ** 2)
+
+    plan = zero.plan(loss, params, jnp.ones((8, 16)))
+    joined = {name for x in plan.transfers for name, _ in x.parts}
+    assert "large" not in joined and joined <= {"small", "other"}
+    for purpose in ("weights", "gradients"):
+        assert any(x.name == "large" for x in plan.transfers if x.purpose == purpose)

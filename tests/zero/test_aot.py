@@ -91,7 +91,6 @@ def test_messages_between_nodes_have_a_whole_layer_of_time(scanned):
     assert num == 3  # a layer's weights in forward; in backward its weights and its gradients
 
 
-@pytest.mark.xfail(reason="XLA copies one carried message of the loop of backward", strict=False)
 def test_messages_of_small_leaves_arrive_in_their_place(scanned):
     """Joined, a layer's weights go from one iteration to the next; XLA copies none of it."""
     message = 2 * (4 * DEEP.width + 3 * DEEP.hidden) * DEEP.width  # bytes

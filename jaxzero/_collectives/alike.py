@@ -1,0 +1,82 @@
+"""Trace what is done with a bucket once, and copy it for all buckets that are alike.
+
+An unrolled model has a bucket for each layer, with the same shapes in each. To encode, gather and
+decode one takes hundreds of calls into JAX, more than its layer computes. What is traced once is
+recorded in the ledger, and labelled, each time that it is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._mesh import Recording, is_simulating, is_traced
+from .comm_spec import CommSpec, ReduceSpec
+from .ledger import Transfer, current_ledger, note_again, noted
+
+_Known = dict[Any, tuple[Recording, list[Transfer]] | None]
+_known: contextvars.ContextVar[_Known | None] = contextvars.ContextVar(
+    "jaxzero_alike", default=None
+)
+
+
+@contextlib.contextmanager
+def alike_once() -> Iterator[None]:
+    """Trace functions once for arguments that are alike, in this context (`for_alike`)."""
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def for_alike(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`; it is copied if `args` are like those of a call before.
+
+    Args:
+        function: a function of trees of arrays and of other, hashable values. It reads nothing
+            that changes in a program, and leaves nothing but records in the ledger.
+        args: its arguments. They are alike if they differ in the values of arrays alone, and in
+            the names of leaves.
+    """
+    known = _known.get()
+    if known is None or is_simulating():
+        return function(*args)
+    leaves, treedef = jax.tree.flatten(args)
+    numbers = [i for i, x in enumerate(leaves) if _is_array(x)]
+    key = function, treedef, tuple(map(_kind, leaves)), current_ledger() is None
+    arrays = [leaves[i] for i in numbers]
+    if key not in known:
+
+        def of_arrays(*arrays: Any) -> Any:
+            merged = list(leaves)
+            for i, x in zip(numbers, arrays, strict=True):
+                merged[i] = x
+            return function(*jax.tree.unflatten(treedef, merged))
+
+        with noted() as transfers:
+            recording = Recording(of_arrays, arrays)
+        known[key] = (recording, transfers) if recording.is_closed else None
+    if (found := known[key]) is None:
+        return function(*args)
+    recording, transfers = found
+    note_again(transfers)
+    return recording.put(arrays)
+
+
+def _is_array(x: Any) -> bool:
+    return is_traced(x) or isinstance(x, jax.Array | np.ndarray)
+
+
+def _kind(x: Any) -> Any:
+    """What two arguments have in common that are alike."""
+    if _is_array(x):
+        return jax.typeof(x)
+    if isinstance(x, CommSpec):
+        return id(x)  # there is one for a program, and its hash is that of many values
+    return x.without_name if isinstance(x, ReduceSpec) else x
