@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection
 
@@ -36,15 +37,18 @@ class Chosen:
 
     Attributes:
         block: the program.
-        num_bytes: of what it keeps, on one device.
         choices: the parts of forward, and what was chosen for each.
         in_host: the kept values that are in host memory between forward and backward.
     """
 
     block: Block
-    num_bytes: int
     choices: list[tuple[Part, Choice]]
     in_host: frozenset[Value] = frozenset()
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Bytes that a device keeps from forward to backward."""
+        return kept_bytes(self.residuals)
 
     @property
     def seconds(self) -> float:
@@ -66,6 +70,7 @@ def choose_activations(
     weights: Collection[Value],
     results: Collection[Atom],
     activations: Activations | None,
+    times: float | None = None,
 ) -> Chosen:
     """Choose what forward keeps and what backward computes again.
 
@@ -74,14 +79,16 @@ def choose_activations(
         weights: its inputs that are gathered where they are used.
         results: its outputs that are no gradients.
         activations: the budget; None leaves the program as it is.
+        times: how many times the residuals of all layers are on a device, if it runs only loops
+            over layers; None: it runs all of the program once.
 
     Raises:
         ValueError: the program cannot keep as little as the budget allows.
     """
     budget = activations.budget_bytes if activations else None
     if activations is None or budget is None:
-        return Chosen(block, 0, [])
-    program = _Program(block, weights, results)
+        return Chosen(block, [])
+    program = _Program(block, weights, results, times)
     low, high = _PRICES
     most = program.at(low)
     if most.num_bytes <= budget:
@@ -128,8 +135,16 @@ def _search(
 class _Program:
     """A program, for which prices of a byte give choices."""
 
-    def __init__(self, block: Block, weights: Collection[Value], results: Collection[Atom]):
+    def __init__(
+        self,
+        block: Block,
+        weights: Collection[Value],
+        results: Collection[Atom],
+        times: float | None,
+    ):
         self.block = block
+        self.times = 1.0 if times is None else times
+        self.outside_loops = times is None
         self.weights = {*weights}
         self.results = results
         self.inputs = {*block.inputs}
@@ -153,24 +168,19 @@ class _Program:
         block, choices, done, in_host = self.block, [], set(), set()
         while pair := self._next_pair(block, done):
             done.add(pair.forward.outputs[0])
-            part = loops.part_of(pair, self.outside, _not_repeated(pair.forward.body))
+            part = loops.part_of(pair, self.outside, _not_repeated(pair.forward.body), self.times)
             choices.append((part, cheapest(part, price, keep)))
             hosted = _in_host(pair, choices[-1][1], link)
             in_host.update(hosted)
             block = loops.repeating(block, pair, choices[-1][1], hosted)
         block = without_dead_code(block)
+        if not self.outside_loops:
+            return Chosen(block, choices, frozenset(in_host))
         forward = unrolled.Forward(block, self.weights, self._end(block))
         part = forward.part(self.outside, _not_repeated(block))
         choices.append((part, cheapest(part, price, keep)))
         block = without_dead_code(unrolled.repeating(forward, choices[-1][1]))
-        forward = unrolled.Forward(block, self.weights, self._end(block))
-        num_bytes = forward.num_bytes - sum(
-            bytes_of(x) * part.trips
-            for part, choice in choices
-            for x in choice.kept
-            if x in in_host
-        )
-        return Chosen(block, num_bytes, choices, frozenset(in_host))
+        return Chosen(block, choices, frozenset(in_host))
 
     def _next_pair(self, block: Block, done: Collection[Value]) -> loops.Pair | None:
         pairs = loops.find_pairs(block, self._end(block))

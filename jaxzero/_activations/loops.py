@@ -72,13 +72,16 @@ def _scans(reader: Operation, i: int, loop: Loop) -> bool:
     return is_loop and i >= reader.first_stack and reader.length == loop.length
 
 
-def part_of(pair: Pair, outside: dict[Value, Cost], never: Collection[Operation]) -> Part:
+def part_of(
+    pair: Pair, outside: dict[Value, Cost], never: Collection[Operation], times: float
+) -> Part:
     """The body of the forward loop of a pair.
 
     Args:
         pair: the pair.
         outside: what values of the block cost that do not exist in backward anyway.
         never: operations of the body that are not repeated.
+        times: how many times the residuals of all layers are on a device.
     """
     loop = pair.forward
     body = loop.body
@@ -95,6 +98,7 @@ def part_of(pair: Pair, outside: dict[Value, Cost], never: Collection[Operation]
         {x for x in others if isinstance(x, Value)},
         never,
         loop.length,
+        times,
     )
 
 

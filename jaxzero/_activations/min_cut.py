@@ -49,6 +49,7 @@ class Part:
         stored: values that are kept anyway.
         never: operations that are not repeated.
         trips: how often the part runs.
+        times: how many times what all trips keep is on a device: less, if it runs a part of them.
     """
 
     operations: Sequence[Operation]
@@ -58,6 +59,11 @@ class Part:
     stored: Collection[Value]
     never: Collection[Operation]
     trips: int = 1
+    times: float = 1.0
+
+    def kept_bytes(self, value: Value) -> int:
+        """Bytes on a device, if a value is kept."""
+        return round(bytes_of(value) * self.trips * self.times)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +93,7 @@ def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
 
     def kept(x: Value) -> float:
         is_free = x in part.stored or x in keep
-        return 0.0 if is_free else price * bytes_of(x) * part.trips
+        return 0.0 if is_free else price * part.kept_bytes(x)
 
     for value in part.wanted:
         graph.edges[node(value), _SINK] = np.inf

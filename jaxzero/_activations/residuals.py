@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from .._collectives import readable_bytes
-from .costs import bytes_of, flops_of
+from .._program import Value
+from .costs import flops_of
 from .min_cut import Choice, Part
 
 _DONE = {"keep": "kept", "host": "in host memory", "recompute": "recomputed"}
@@ -60,6 +61,7 @@ def described(alike: Sequence[Residual]) -> tuple[str, ...]:
 
 
 def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iterator[Residual]:
+    """What a part keeps, and what else backward reads of it."""
     makers = {x: operation for operation in part.operations for x in operation.outputs}
     repeated = {*choice.repeated}
     for value in dict.fromkeys((*choice.kept, *part.wanted)):
@@ -72,7 +74,7 @@ def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iter
             value.shape,
             str(value.dtype),
             part.trips,
-            bytes_of(value) * part.trips,
+            part.kept_bytes(value),
             maker.where if maker else "what a layer reads of the one before",
             "recompute" if again else kept,
             part.trips * flops_of(maker) if maker and again else 0,

@@ -28,7 +28,6 @@ class Forward:
     Attributes:
         end: how many of the operations are forward.
         wanted: the values that they make and backward reads, but for the stacks of loops.
-        num_bytes: of these, with the stacks of loops.
     """
 
     def __init__(self, block: Block, weights: Collection[Value], end: int):
@@ -40,7 +39,6 @@ class Forward:
         stacks = {x for loop in self._pairs for x in loop.outputs[loop.num_carry :]}
         later = (x for operation in block.operations[end:] for x in operation.values)
         kept = dict.fromkeys(x for x in later if x in self._at and not self.is_weight(x))
-        self.num_bytes = sum(map(bytes_of, kept))
         self.wanted = [x for x in kept if x not in stacks]
         self._last: dict[Value, int] = {}
         for i, operation in enumerate(block.operations[:end]):

@@ -125,8 +125,7 @@ def run_on_device(
     traces = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
     block, traced, as_traced = traces
     chosen = _choose(block, traced.shapes, parameters, microbatches, activations, num_combined)
-    block = chosen.block
-    shapes = traced.shapes
+    block, shapes = chosen.block, traced.shapes
     share, not_derived = _share(share_of_loss, block, shapes, parameters)
     share = share_of_gradients or share
     comm = _with_divisor(comm, share)

@@ -223,7 +223,7 @@ class _Emitter:
         if self._unmade[group]:
             return
         is_deferred = self.plan.reduce_groups[group].deferred
-        early = any(isinstance(x, Reduce) and x.group == group for x in self.done)
+        early = self._is_reduced(group)
         if self._in_pipeline and is_deferred and not early and self._num_axes(group):
             # The message of the iteration before is sent: this one is written in its place.
             self.done.append(Reduce(at=self.at, lag=1, group=group, axis=0))
@@ -255,6 +255,10 @@ class _Emitter:
 
     # Gradients.
 
+    def _is_reduced(self, group: int) -> bool:
+        """Whether a group, or in a pipeline that of the iteration before, has been sent."""
+        return any(isinstance(x, Reduce) and x.group == group for x in self.done)
+
     def _num_axes(self, group: int) -> int:
         return len(self.plan.reduce_groups[group].axes)
 
@@ -275,7 +279,7 @@ class _Emitter:
         In a pipelined loop these are the deferred groups of the iteration before.
         """
         if self._in_pipeline:
-            groups = tuple(self.plan.deferred_groups)
+            groups = tuple(x for x in self.plan.deferred_groups if not self._is_reduced(x))
             self.done += [
                 Reduce(at=self.at, lag=1, group=x, axis=0) for x in groups if self._num_axes(x)
             ]

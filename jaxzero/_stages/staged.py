@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._activations import choose_activations
+from .._activations import Chosen, choose_activations
 from .._mesh import STAGE, microbatch_index
-from .._program import dtype_of, shape_of, trace
+from .._program import Atom, dtype_of, shape_of, trace
 from .._sharding import Activations
 from .cut import cut_at_layers, dtypes_read
+from .state import num_slots
 from .ticks import Pipeline
 
 
@@ -79,11 +80,21 @@ class Staged:
         of_stacks = {k: self._parameters[i] for k, i in gradients.items() if paths[i]}
         self._outer = [k for k in gradients if k not in of_stacks]
         end = len(self.block.outputs) - num_combined
-        others = self.block.outputs[first + len(differentiated) : end]
-        results = [*self.block.outputs[:first], *others]
-        chosen = choose_activations(self.block, self._parameters, results, activations)
+        results = [
+            *self.block.outputs[:first],
+            *self.block.outputs[first + len(differentiated) : end],
+        ]
+        chosen = self._chosen(results, activations)
         self.residuals = chosen.residuals
         self._cut = cut_at_layers(chosen.block, {x: path for x, path in stacks if path}, of_stacks)
+
+    def _chosen(self, results: Sequence[Atom], activations: Activations | None) -> Chosen:
+        """Choose what the layers of a stage keep, for all micro-batches in flight."""
+        pairs = zip(self._parameters, self.paths, strict=True)
+        layers = max(x.shape[0] for x, path in pairs if path)
+        num = lax.axis_size(STAGE)
+        times = num_slots(num) * -(-layers // num) / layers
+        return choose_activations(self.block, self._parameters, results, activations, times)
 
     def dtype_read(self, i: int) -> Any:
         """The dtype that a parameter is read in: a narrower one, if all that reads it rounds it."""

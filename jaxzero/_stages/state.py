@@ -50,6 +50,11 @@ class MicroBatch(NamedTuple):
         return self.exists if is_layer is None else self.exists & is_layer
 
 
+def num_slots(num_stages: int) -> int:
+    """How many micro-batches a stage keeps what forward saves of."""
+    return 2 * num_stages - 1
+
+
 def masked(exists: Array, x: Array) -> Array:
     """An array; zeros where nothing exists."""
     return lax.select_n(exists, jnp.zeros_like(x), x)

@@ -31,7 +31,7 @@ from .cut import LayerCut
 from .evaluation import Evaluation, Sums, run_block
 from .layers import Layer, Layers, StageLayers, passing_padding
 from .messages import Message, scan_beside, sent
-from .state import MicroBatch, State, masked
+from .state import MicroBatch, State, masked, num_slots
 
 
 class Pipeline:
@@ -104,7 +104,7 @@ class Pipeline:
         return [found[k] for k in range(len(self.cut.block.outputs))]
 
     def _start(self) -> State:
-        slots = 2 * self.num_stages - 1
+        slots = num_slots(self.num_stages)
         return State(
             [_zeros(x) for x in self.cut.activations],
             [_zeros(x) for x in self.cut.cotangents],

@@ -76,7 +76,7 @@ def run_on_stage(
     leaves = parameters.leaves
     is_stack = [stages.has(leaf.path) for leaf in leaves]
     rows = [split_dim(spec) is not None for spec in specs]
-    split = functools.partial(split_microbatches, microbatches=microbatches)
+    split = functools.partial(split_microbatches, num=microbatches)
     triples = zip(inputs, specs, rows, strict=True)
     given = [split(x, spec) if has_rows else x for x, spec, has_rows in triples]
     staged = Staged(
