@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 Params = Any
+# What forward keeps of a layer for backward.
+Policy = Literal["nothing", "everything", "dots", "dots_without_batch_dims", "names", "offload"]
+_saveable = jax.checkpoint_policies
+_POLICIES: dict[Policy, Callable[..., Any]] = {
+    "nothing": _saveable.nothing_saveable,
+    "dots": _saveable.dots_saveable,
+    "dots_without_batch_dims": _saveable.dots_with_no_batch_dims_saveable,
+    "names": _saveable.save_only_these_names("attention", "mlp"),
+    "offload": _saveable.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
 _FILTER = 4  # numbers that the convolution of Mamba sees, of each channel
 
 
@@ -29,6 +40,7 @@ class LlamaSize:
     unrolled: bool = False
     tied: bool = False  # whether the embedding is the head too
     rank: int = 0  # of the adapters of `init_adapters`
+    keeps: Policy = "nothing"  # of each layer, until backward
 
 
 def init(size: LlamaSize, key: Array) -> Params:
@@ -120,7 +132,7 @@ def loss(
     tokens: Int[Array, "b t"],
     constrain: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, ""]:
-    """Mean cross-entropy of the next token; computed in bfloat16, layers rematerialised.
+    """Mean cross-entropy of the next token; computed in bfloat16.
 
     Args:
         size: of the model.
@@ -132,12 +144,13 @@ def loss(
     x = constrain(params["embedding"][tokens])
     mlp = _experts if size.experts else _mlp
 
-    @jax.checkpoint
     def layer(x, weights):
         if size.state:
             return constrain(_state_space(x, weights)), None
         return constrain(mlp(_attention(x, weights, size), weights)), None
 
+    if size.keeps != "everything":
+        layer = jax.checkpoint(layer, policy=_POLICIES[size.keeps])
     if size.unrolled:
         for weights in params["layers"]:
             x, _ = layer(x, weights)
@@ -176,7 +189,7 @@ def _attention(x: Array, weights: Params, size: LlamaSize) -> Array:
         for name in ("key", "value")
     )
     mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    return x + _project(mixed.reshape(x.shape), weights, "out")
+    return x + checkpoint_name(_project(mixed.reshape(x.shape), weights, "out"), "attention")
 
 
 def _project(x: Array, weights: Params, name: str) -> Array:
@@ -188,7 +201,8 @@ def _project(x: Array, weights: Params, name: str) -> Array:
 
 def _mlp(x: Array, weights: Params) -> Array:
     y = _norm(x, weights["norm2"])
-    return x + (jax.nn.silu(y @ weights["gate"]) * (y @ weights["up"])) @ weights["down"]
+    hidden = jax.nn.silu(y @ weights["gate"]) * (y @ weights["up"])
+    return x + checkpoint_name(hidden @ weights["down"], "mlp")
 
 
 def _experts(x: Array, weights: Params) -> Array:
