@@ -51,6 +51,7 @@ from .trace import operations_for as operations_for
 from .trace import rewritten as rewritten
 from .trace import trace as trace
 from .trace import traced_once as traced_once
+from .trace import without_checkpoints as without_checkpoints
 from .trace import without_dead_code as without_dead_code
 from .uniform import values_made_of as values_made_of
 from .weight_values import fixed_of as fixed_of

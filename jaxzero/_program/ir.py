@@ -145,10 +145,10 @@ class Operation:
     def where(self) -> str:
         """File, line and function, outside of JAX, that it comes from.
 
-        JAX caches what a nested `jit` traces to, with the lines of the first call. So for an
-        operation in one, it is the line that calls the outermost `jit`.
+        For an operation in a nested `jit`, whose lines JAX caches, of the call of the outermost.
         """
-        return source_info_util.summarize((self.caller or self.equation).source_info)
+        callers = (x.source_info for x in (self.caller, self.equation) if x is not None)
+        return next(filter(None, map(source_info_util.summarize, callers)), "")
 
     @property
     def frames(self) -> list[tuple[str, int]]:

@@ -15,6 +15,7 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend import core as jex
 from jax.extend import source_info_util
+from jax.extend.core.primitives import closed_call_p
 from jax.sharding import NamedSharding
 
 from .._mesh import CALLS, REMAT, bare, evaluate, rewrite, scan_sizes, without_refs
@@ -163,6 +164,24 @@ def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
         return jax.tree.unflatten(program.treedef, outputs)
 
     return traced, program.shapes
+
+
+def without_checkpoints(function: Callable) -> Callable:
+    """`function`, of which differentiation keeps what a `jax.checkpoint` in it would recompute."""
+
+    def plain(equation: Any) -> Any:
+        if equation.primitive.name not in REMAT:
+            return equation
+        body = jex.ClosedJaxpr(equation.params["jaxpr"], ())
+        return equation.replace(primitive=closed_call_p, params={"call_jaxpr": body})
+
+    def run(*args: Any) -> Any:
+        program = open_program(function, *args)
+        jaxpr = rewrite(program.jaxpr, plain)
+        outputs = eval_jaxpr(jaxpr, program.constants, *jax.tree.leaves(args))
+        return jax.tree.unflatten(program.treedef, outputs)
+
+    return run
 
 
 def rewritten(

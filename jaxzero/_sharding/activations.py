@@ -14,7 +14,7 @@ class Activations:
     The choice is the one that takes the least time by the cost model: a minimum cut of the program
     between what is kept and what backward reads. It changes neither the model nor its results:
     random bits are made again from the same keys, and effects and collectives of the user's are not
-    repeated. What `jax.checkpoint` says to recompute is recomputed.
+    repeated.
 
     Args:
         budget_bytes: the most bytes of activations that a device keeps from forward to backward, of
@@ -23,6 +23,8 @@ class Activations:
         host: whether activations of layers in a loop may also wait in pinned host memory: as many
             as can be copied there while forward computes, so that as little as possible is
             computed again. They are copied back one layer ahead.
+        override: whether to leave out every `jax.checkpoint` of the model, so that the budget alone
+            decides. False: what they say to recompute is recomputed.
 
     Raises:
         ValueError: it is negative or no integer.
@@ -33,11 +35,13 @@ class Activations:
 
     budget_bytes: int | None = None
     host: bool = False
+    override: bool = False
 
     def __post_init__(self):
         check_integer("budget_bytes", "Activations", self.budget_bytes, 0, optional=True)
-        if not isinstance(self.host, bool):
-            raise ValueError(f"`host` of `Activations` must be True or False; got {self.host!r}.")
+        for name in ("host", "override"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"`{name}` of `Activations` must be True or False; got {value!r}.")
         if self.host and self.budget_bytes is None:
             raise ValueError(
                 "`host=True` of `Activations` needs `budget_bytes`: what does not fit on the "

@@ -20,7 +20,7 @@ from .._collectives import CommSpec, Ledger, accumulator_dtype, labelled, record
 from .._execute import LocalWireState, Result, run_on_device, specs_of, total_weight
 from .._mesh import AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
-from .._program import OpenProgram
+from .._program import OpenProgram, without_checkpoints
 from .._sharding import HpZ, PerAxis, ZeroConfig
 from .._simigrad import GradientHalves
 from .arguments import BATCH, Argument, Call, Options
@@ -372,6 +372,9 @@ class Transform:
             share_of_loss = value if share is None else value * share.astype(value.dtype)
             return share_of_loss, (value, weight, outputs.record(aux, doubled))
 
+        activations = self.config.activations
+        if activations is not None and activations.override:
+            loss = without_checkpoints(loss)
         (_, (value, weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(
             [stored[i] for i in numbers]
         )

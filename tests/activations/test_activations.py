@@ -226,6 +226,14 @@ def test_what_a_checkpoint_recomputes_is_not_kept():
     kept = _residuals(_zero(10**9), loss)
     assert sum(x.layers == LAYERS for x in kept) == 1
     _check(_zero(10**9), loss)
+    override = jz.Activations(budget_bytes=10**9, override=True)
+    zero = jz.Zero(_zero(0).mesh, dataclasses.replace(jz.zero3(), activations=override))
+    of_layers = [
+        [x for x in _residuals(*each) if x.layers > 1]
+        for each in ((zero, loss), (_zero(10**9), _scanned))
+    ]
+    assert of_layers[0] == of_layers[1]
+    _check(zero, loss)
 
 
 def test_value_and_update():
@@ -272,6 +280,7 @@ def test_a_budget_that_is_too_small_says_what_remains():
         ({"budget_bytes": -1}, "`budget_bytes`"),
         ({"budget_bytes": 1.5}, "`budget_bytes`"),
         ({"budget_bytes": 10, "host": 1}, "`host`"),
+        ({"budget_bytes": 10, "override": "yes"}, "`override`"),
         ({"host": True}, "needs `budget_bytes`"),
     ],
 )
