@@ -21,6 +21,7 @@ README = Path(__file__).parents[2] / "README.md"
 DOCS = README.parent / "docs"
 PAGES = (
     "start/first_step.md",
+    "howto/does_not_fit.md",
     "howto/fp8.md",
     "howto/freezing.md",
     "howto/from_deepspeed.md",
