@@ -106,7 +106,8 @@ class Bounder:
             self._flops[form] = flops / cluster.num_devices
         flops = self._flops[form] * cluster.num_devices
         state = shapes.arguments.get("wire_state")
-        return Work.of(report, state, flops, cluster), report.device_bytes("gradients")
+        found = Work.of(report, state, flops, cluster, candidate.config.stage)
+        return found, report.device_bytes("gradients")
 
     def _check_rounds(self, candidate: Candidate) -> None:
         """Raise what local steps refuse of a loss, found by tracing it once."""

@@ -188,7 +188,9 @@ def _with_stages(
             yield dataclasses.replace(
                 inside,
                 preset=f"{inside.preset} in {num} stages",
-                config=dataclasses.replace(config, stages=Stages(microbatches=total, layers=layers)),
+                config=dataclasses.replace(
+                    config, stages=Stages(microbatches=total, layers=layers)
+                ),
                 microbatches=total,
                 stages=num,
             )

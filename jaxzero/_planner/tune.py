@@ -44,7 +44,7 @@ def tune(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plans:
-    """Choose a config, pipeline stages, micro-batches, a form of the loss and offload for a cluster.
+    """Choose a config, stages, micro-batches, a form of the loss and offload for a cluster.
 
     Plans are enumerated, and discarded if their state alone does not fit. Of the others, up to 8
     from which most is expected are compiled for the cluster's devices as proxies, without fused
