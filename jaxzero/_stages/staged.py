@@ -12,6 +12,7 @@ from jax import lax
 from .._mesh import STAGE, microbatch_index
 from .._program import dtype_of, shape_of, trace
 from .cut import cut_at_layers, dtypes_read
+from .frozen import cut_behind_frozen
 from .ticks import Pipeline
 
 
@@ -71,12 +72,17 @@ class Staged:
         gradients = dict(enumerate(differentiated, first))
         of_stacks = {k: self._parameters[i] for k, i in gradients.items() if paths[i]}
         self._outer = [k for k in gradients if k not in of_stacks]
-        self._cut = cut_at_layers(self.block, {x: path for x, path in stacks if path}, of_stacks)
+        named = {x: path for x, path in stacks if path}
+        self._frozen = cut_behind_frozen(self.block, named, of_stacks.values())
+        rest = self.block if self._frozen is None else self._frozen.rest
+        self._cut = cut_at_layers(rest, named, of_stacks)
+        self._frozen_cut = self._frozen and cut_at_layers(self._frozen.first, named, {})
 
     def dtype_read(self, i: int) -> Any:
         """The dtype that a parameter is read in: a narrower one, if all that reads it rounds it."""
         value = self._parameters[i]
-        found = dtypes_read(self._cut.block, value)
+        cuts = [x for x in (self._frozen_cut, self._cut) if x is not None]
+        found = set().union(*(dtypes_read(cut.block, value) for cut in cuts))
         if len(found) == 1 and None not in found:
             return found.pop()
         return value.dtype
@@ -104,7 +110,11 @@ class Staged:
             to: ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in atoms)
             for to, atoms in sent.items()
         }
-        return first, *(f"{to}: {named}" for to, named in arrays.items() if named)
+        lines = [first, *(f"{to}: {named}" for to, named in arrays.items() if named)]
+        if self._frozen_cut is not None:
+            frozen = -(-self._frozen_cut.forward.length // num)
+            lines.insert(1, f"before them {frozen} frozen layers of each stage, forward alone")
+        return tuple(lines)
 
     def __call__(self, parameters: list[Any], inputs: list[Any]) -> Any:
         """Run all micro-batches.
@@ -124,6 +134,9 @@ class Staged:
         values = self.block.inputs[len(self._numbers) + len(parameters) :]
         for x, array, has_rows in zip(values, inputs, self.is_rows, strict=True):
             (rows if has_rows else weights)[x] = array
+        if self._frozen is not None and self._frozen_cut is not None:
+            made = Pipeline(self._frozen_cut, weights, rows, (), self.microbatches, 1.0).run()
+            rows |= zip(self._frozen.passed, made, strict=True)
         outputs = Pipeline(
             self._cut,
             weights,

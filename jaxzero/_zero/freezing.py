@@ -53,10 +53,10 @@ class Freezing:
         before: Names,
         codec: Codec | None,
     ):
-        if zero.config.stages is not None:
+        if zero.config.stages is not None and codec is not None:
             raise NotImplementedError(
-                "`zero.freeze` does not work with `stages` of the config. Take a config without "
-                "stages, such as `jz.zero3()`."
+                "`codec` of `zero.freeze` does not work with `stages` of the config: a message of "
+                "a stack has no layers to divide. Leave out one of the two."
             )
         plan = zero._plan_of(params)
         for leaf in plan.leaves:

@@ -112,7 +112,7 @@ def _lay_out(
     structs = [jax.ShapeDtypeStruct(s, leaf.dtype) if k else None for leaf, k, s in triples]
     statics = [s if s is None or has_statics else Static(None) for s in whole.statics]
     specs = None
-    if any(leaf.other_axes for leaf in whole.leaves):
+    if config.stages is None and any(leaf.other_axes for leaf in whole.leaves):
         pairs = zip(whole.leaves, kept, strict=True)
         none = [s and Static(PartitionSpec() if has_statics else None) for s in statics]
         given = [leaf.other_axes if k else None for leaf, k in pairs]
