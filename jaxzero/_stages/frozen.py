@@ -63,8 +63,8 @@ def cut_behind_frozen(
     for other in scanned.keys() - {loop}:
         if not scanned[other].isdisjoint(scanned[loop]):
             raise NotImplementedError(
-                f"Gradients pass through the frozen layers at {loop.where}, to parameters that they "
-                "read. With `stages`, name these in `before` of `zero.freeze`, or leave out "
+                f"Gradients pass through the frozen layers at {loop.where}, to parameters before "
+                "or in them. With `stages`, name these in `before` of `zero.freeze`, or leave out "
                 "`stages`."
             )
     others = [x for x in block.operations if x is not loop]

@@ -172,6 +172,11 @@ class Freezing:
             max_bytes: of host memory, in this process; batches beyond it are computed each time.
             batch_argnums: as for `value_and_grad`, where positions count `frozen` as argument 0.
         """
+        if self._zero.config.stages is not None:
+            raise NotImplementedError(
+                "`freezing.cache` does not work with `stages` of the config, whose micro-batches "
+                "it does not divide. Leave out one of the two."
+            )
         self._check("frozen", self._zero._plan_of(frozen), self._cut.frozen)
         plan = self._cut.active
         structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]

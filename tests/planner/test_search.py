@@ -384,11 +384,6 @@ def test_ctrl_c_before_the_first_bound():
         _ = plans.best
 
 
-def test_a_plan_is_made_for_one_kind():
-    with pytest.raises(NotImplementedError, match="nodes of different devices"):
-        tune(loss, init, BATCH, jz.Cluster(nodes=2, local=2, device=("h100", "a100")))
-
-
 def test_arguments():
     with pytest.raises(ValueError, match="`batch` has 6 rows, which 4 devices cannot share"):
         tune(loss, init, jax.ShapeDtypeStruct((6, 64), jnp.float32), CLUSTER)
