@@ -143,7 +143,7 @@ def cut_at_layers(
     block = scan_indexed_stacks(block, weights)
     block = sink_into_loops(block, weights, list(gradients))
     found = {k: _stack_gradient(block, k, stacks[gradients[k]]) for k in gradients}
-    views = stack_views(block, weights)
+    views = _views(block, weights)
     backward = _backward(block, found.values(), views)
     forward = _forward(block, backward, {x: stacks[views[x].source] for x in views}, views)
     _check_loops(forward, backward)
@@ -193,7 +193,7 @@ def dtypes_read(block: Block, value: Value) -> set[Any]:
     return found
 
 
-def stack_views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
+def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
     """All stacks of a program: inputs, and what is made of one layer by layer."""
     found = {x: LayersOf(x) for x in stacks}
     for operation in block.operations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -69,7 +70,10 @@ class Freezing:
         self._zero = zero
         self.prefix = prefix
         self.num_layers, rows = find_prefix(plan.leaves, prefix, layers, before)
-        self._cut = make_cut(plan, rows, zero._devices, zero.config, codec)
+        # All stages have all frozen layers; if no others are left, stages divide these.
+        is_cut = any(n for n in rows)
+        of_frozen = dataclasses.replace(zero.config, stages=None) if is_cut else None
+        self._cut = make_cut(plan, rows, zero._devices, zero.config, codec, of_frozen)
         for part in (self._cut.active, self._cut.frozen):
             zero._plans.add(part)
 

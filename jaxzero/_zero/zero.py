@@ -78,9 +78,9 @@ class Zero(VerifiedTrees):
                 `"encoder.layers.*"`; or several such paths.
             before: paths of what is computed before layer 0, and is frozen with it, such as
                 `"embeddings"`; `()` if there is nothing. If it is not frozen, gradients pass
-                through the frozen layers to it, which `stages` of the config refuse.
+                through the frozen layers to it.
             codec: store large frozen leaves encoded by this codec, such as `jz.Int8()`, and gather
-                them without encoding them again, as `shard` does. Not with `stages`.
+                them without encoding them again, as `shard` does; without `stages` only.
 
         Raises:
             ValueError: `params` is not from this `Zero`; a path fits no leaf, or `layers` no stack

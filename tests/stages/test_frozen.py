@@ -22,7 +22,7 @@ from .test_stages import _assert_close, _zero
 
 def _frozen(zero: jz.Zero, params: Any, prefix: int = 2, **how: Any) -> tuple[Any, Any, Any]:
     sharded = zero.shard(params)
-    freezing = zero.freeze(sharded, prefix, layers="layers", before="embed", **how)
+    freezing = zero.freeze(sharded, prefix, layers="layers", **{"before": "embed", **how})
     return freezing, *freezing.split(sharded)
 
 
@@ -53,6 +53,7 @@ def _check(zero: jz.Zero, loss: Any, prefix: int = 2, **options: Any) -> None:
         "skip, tied",
         "product with the embedding",
         "stacks changed as a whole",
+        "shares a weight",
         "decays in layers",
         "sums a stack by layer",
         "trains the head",
@@ -76,7 +77,7 @@ def test_meshes_and_prefixes(nodes, num_devices, microbatches, stages, prefix):
 
 
 def test_layers_that_stages_do_not_divide():
-    """3 of 6 layers on 2 stages: each part has a padding layer."""
+    """3 of 6 layers on 2 stages: the active part has a padding layer."""
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         params, batch = models.params(dtype=np.float64), models.batch()
         params["layers"] = jax.tree.map(lambda x: np.concatenate([x, x[:2]]), params["layers"])
@@ -122,9 +123,22 @@ def _products(params: Any, batch: Any) -> Any:
     return jnp.mean(x**2)
 
 
+@pytest.mark.parametrize("name", ["skip, tied", "shares a weight"])
+def test_gradients_pass_through_frozen_layers(name):
+    """To an embedding before them, which is trained."""
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        params, batch, zero = models.params(dtype=np.float64), models.batch(), _zero(2, 4, 4)
+        loss = models.LOSSES[name]
+        freezing, active, frozen = _frozen(zero, params, before=())
+        found, grads = jax.jit(zero.value_and_grad(freezing.wrap(loss)))(active, frozen, batch)
+        value, want = jax.jit(jax.value_and_grad(loss))(params, batch)
+        want = {**want, "layers": jax.tree.map(lambda x: x[2:], want["layers"])}
+        _assert_close((found, zero.unshard(grads)), (value, want))
+
+
 @pytest.mark.parametrize("prefix", [0, 4, 6])
-def test_stages_divide_frozen_and_active_layers(prefix):
-    """Of 12 layers on 4 stages, in each tick: a product for a frozen layer, three for others."""
+def test_what_frozen_layers_cost(prefix):
+    """A product in a quarter of 8 micro-batches; others of 12 layers three in each of 11 ticks."""
     zero = _zero(4, 4, 8)
     freezing, active, frozen = _frozen(zero, _wide(), prefix)
     batch = {"ids": np.zeros((16, 4), np.int32)}
@@ -132,21 +146,21 @@ def test_stages_divide_frozen_and_active_layers(prefix):
     found = matrix_flops(step, active, frozen, batch) / 4
     rows, ticks = 2 * 4, 8 + 3
     product = 2 * rows * 64 * 64
-    of_stage = -(-prefix // 4) * product + -(-(12 - prefix) // 4) * 3 * product
-    assert found == ticks * of_stage
+    assert found == 2 * prefix * product + ticks * -(-(12 - prefix) // 4) * 3 * product
     lines = str(zero.plan(freezing.wrap(_products), active, frozen, batch))
-    assert ("frozen layers of each stage, forward alone" in lines) == (prefix > 0)
+    said = f"{prefix} frozen layers, of which each stage computes all for 2 micro-batches"
+    assert (said in lines) == (prefix > 0)
 
 
-def test_frozen_layers_send_activations_once_and_no_gradients():
+def test_frozen_layers_send_their_result_once():
     zero, batch = _zero(2, 4, 4), models.batch()
     freezing, active, frozen = _frozen(zero, models.params())
     loss = freezing.wrap(models.LOSSES["untied"])
     plan = zero.plan(loss, active, frozen, batch)
     sent = [x for x in plan.transfers if x.purpose == "activations"]
     message = 2 * models.TOKENS * models.WIDTH * 4  # of 16 rows, on 2 devices in 4 micro-batches
-    # To the next stage in 5 ticks of either part; cotangents in 5 of the active one alone.
-    assert sum(x.node_bytes * x.trips for x in sent) == 15 * message
+    # To the next stage in 5 ticks, cotangents in 5, and before them half of 4 micro-batches.
+    assert sum(x.node_bytes * x.trips for x in sent) == 12 * message
     step = jax.jit(zero.value_and_grad(loss))
     text = step.lower(active, frozen, batch).compile().as_text()
     assert text is not None
@@ -155,18 +169,14 @@ def test_frozen_layers_send_activations_once_and_no_gradients():
 
 
 def test_what_freezing_refuses_with_stages():
-    zero, params, batch = _zero(), models.params(), models.batch()
+    zero, params = _zero(), models.params()
     with pytest.raises(NotImplementedError, match="`codec` of `zero.freeze` .* `stages`"):
         _frozen(zero, params, codec=jz.Int8())
     with pytest.raises(ValueError, match=r"`layers.down` \[1, .* at least 2 layers.* fewer stages"):
         _frozen(zero, params, 3)
-    freezing = zero.freeze(zero.shard(params), 2, layers="layers", before=())
-    active, frozen = freezing.split(zero.shard(params))
+    freezing, _, frozen = _frozen(zero, params)
     with pytest.raises(NotImplementedError, match="`freezing.cache` does not work with `stages`"):
         freezing.cache(models.LOSSES["untied"], frozen)
-    for name in ("untied", "shares a weight"):
-        with pytest.raises(NotImplementedError, match="name these in `before`"):
-            zero.plan(freezing.wrap(models.LOSSES[name]), active, frozen, batch)
 
 
 def test_a_pipeline_shrinks_as_layers_freeze(tmp_path):
