@@ -63,13 +63,15 @@ class FrozenCut(NamedTuple):
         num = -(-microbatches // lax.axis_size(STAGE))
         share = lax.axis_index(STAGE) * num + jnp.arange(num, dtype=jnp.int32)
 
-        def one(carry: None, index: Array) -> tuple[None, list[Any]]:
+        def one(carry: None, number: Array) -> tuple[None, list[Any]]:
+            index = jnp.minimum(number, microbatches - 1)
             given = {x: array[index] for x, array in rows.items()}
-            return carry, Evaluation(self.first, {**weights, **given}, ())(self.passed)
+            values = Evaluation(self.first, {**weights, **given}, exists=number == index)
+            return carry, values(self.passed)
 
         traced, note = repeated(one, num)
         with at_line_of(self.loop):
-            _, made = lax.scan(traced, None, jnp.minimum(share, microbatches - 1))
+            _, made = lax.scan(traced, None, share)
             note()
             with labelled("activations"):
                 return [all_gather(x, STAGE, 0)[:microbatches] for x in made]

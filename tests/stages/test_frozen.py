@@ -112,6 +112,27 @@ def test_apply_runs_both_parts():
     np.testing.assert_allclose(found, jax.jit(logits)(params, batch), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_each_layer_prints_once(capfd, microbatches):
+    """Also if a stage has no micro-batch in the frozen layers."""
+
+    def layer(x, w):
+        jax.debug.print("layer {}", jnp.sum(w["scale"]))
+        return models.layer(x, w)
+
+    def loss(params, batch):
+        x = params["embed"][batch["ids"]]
+        x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
+        return models.cross_entropy(x, params["head"], batch)
+
+    zero = _zero(2, 2, microbatches)
+    freezing, active, frozen = _frozen(zero, models.params())
+    step = zero.value_and_grad(freezing.wrap(loss))
+    jax.block_until_ready(step(active, frozen, models.batch()))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("layer") == microbatches * models.LAYERS
+
+
 def _wide() -> Any:
     """Parameters whose products can be counted: 12 layers of `[64, 64]`, no other weight."""
     return {"embed": np.ones((16, 64), np.float32), "layers": np.ones((12, 64, 64), np.float32)}
