@@ -71,9 +71,15 @@ class Freezing:
         self.prefix = prefix
         self.num_layers, rows = find_prefix(plan.leaves, prefix, layers, before)
         # All stages have all frozen layers; if no others are left, stages divide these.
-        is_cut = any(n for n in rows)
+        is_cut = zero.config.stages is not None and any(n for n in rows)
         of_frozen = dataclasses.replace(zero.config, stages=None) if is_cut else None
         self._cut = make_cut(plan, rows, zero._devices, zero.config, codec, of_frozen)
+        if is_cut and self._cut.active.treedef == self._cut.frozen.treedef:
+            raise NotImplementedError(
+                "`params` are stacks of layers and nothing else, so the active and the frozen tree "
+                "look alike, of which `stages` of the config divide one. Add a leaf to `params` "
+                "that is not in `layers`, such as a head."
+            )
         for part in (self._cut.active, self._cut.frozen):
             zero._plans.add(part)
 

@@ -195,6 +195,8 @@ def test_what_freezing_refuses_with_stages():
         _frozen(zero, params, codec=jz.Int8())
     with pytest.raises(ValueError, match=r"`layers.down` \[1, .* at least 2 layers.* fewer stages"):
         _frozen(zero, params, 3)
+    with pytest.raises(NotImplementedError, match="`params` are stacks of layers and nothing else"):
+        _frozen(zero, {"layers": params["layers"]}, before=())
     freezing, _, frozen = _frozen(zero, params)
     with pytest.raises(NotImplementedError, match="`freezing.cache` does not work with `stages`"):
         freezing.cache(models.LOSSES["untied"], frozen)
