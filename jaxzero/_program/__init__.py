@@ -50,6 +50,7 @@ from .trace import open_program as open_program
 from .trace import operations_for as operations_for
 from .trace import trace as trace
 from .trace import traced_once as traced_once
+from .trace import without_dead_code as without_dead_code
 from .uniform import values_made_of as values_made_of
 from .weight_values import kept_values as kept_values
 from .weight_values import recompute_in_backward as recompute_in_backward

@@ -71,7 +71,7 @@ def run_on_stage(
     """Run one step on one device of a stage; arguments are those of `run_on_device`."""
     assert share_of_loss is None
     leaves = parameters.leaves
-    is_stack = [stages.has(leaf.path) for leaf in leaves]
+    is_stack = [_is_divided(leaf, stages) for leaf in leaves]
     rows = [split_dim(spec) is not None for spec in specs]
     given = [
         split_microbatches(x, spec, microbatches) if has_rows else x
@@ -82,6 +82,7 @@ def run_on_stage(
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
         given,
         [leaf.path if layers else None for leaf, layers in zip(leaves, is_stack, strict=True)],
+        [i for i, leaf in enumerate(leaves) if stages.has(leaf.path) and not is_stack[i]],
         parameters.differentiated,
         rows,
         microbatches,
@@ -113,6 +114,11 @@ def run_on_stage(
         program=staged.program,
         block=staged.block,
     )
+
+
+def _is_divided(leaf: LeafSpec, stages: Stages) -> bool:
+    """Whether a leaf is a stack of layers, and no frozen one that `zero.freeze` has cut off."""
+    return stages.has(leaf.path) and leaf.stages is not None
 
 
 def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:
