@@ -56,6 +56,7 @@ from .loop_inputs import LeafUpdate
 from .mean_gradients import MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, check_exchanges, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
+from .table_rows import shard_of_table, with_rows
 from .wire_state import LocalWireState
 
 # The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,
@@ -117,8 +118,14 @@ def run_on_device(
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
-    traces = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    block, traced, as_traced = traces
+    as_traced, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
+    block, moved = with_rows(as_traced, traced.shapes, parameters, microbatches, comm)
+    parameters = dataclasses.replace(parameters, tables=frozenset(moved))
+    full = [
+        shard_of_table(stored[i], parameters.leaves[i]) if i in moved else x
+        for i, x in enumerate(full)
+    ]
+    block = _prepared(block, traced.shapes, parameters, specs, microbatches, comm)
     if comm.node_microbatches is not None:
         check_exchanges(block)
     shapes = traced.shapes
@@ -144,11 +151,13 @@ def run_on_device(
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
     plan = _plan_of_step(program, sources, microbatches, comm)
+    plan = dataclasses.replace(plan, rows=tuple(moved.values()))
     result = Result(None, [], others, wire_state, plan, traced, as_traced)
     if shapes[0] is None:
         return result
     means, residuals = _means(sums, program, parameters, wire_state, microbatches, comm, share)
     made = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
+    made |= {i: x for i, x in wire_state.slices.items() if i in moved}  # as they were
     return dataclasses.replace(
         result,
         loss=means.loss.astype(shapes[0].dtype),
@@ -289,12 +298,8 @@ def _trace(
     specs: Sequence[Any],
     microbatches: int,
     comm: CommSpec,
-) -> tuple[Block, OpenProgram, Block]:
-    """Trace one micro-batch on the shapes of the full parameters; nothing is gathered.
-
-    Returns:
-        The block to plan, the trace that it is made of, and the block that is the trace unchanged.
-    """
+) -> tuple[Block, OpenProgram]:
+    """Trace one micro-batch on the shapes of the full parameters; nothing is gathered."""
     full = []
     avals: dict[Any, Any] = {}  # layers of an unrolled program have equal ones
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):
@@ -324,16 +329,26 @@ def _trace(
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
-    as_traced, program = trace(function, *index, *full, *rows)
-    block = as_traced
-    values = block.inputs[len(index) : len(index) + len(stored)]
-    weights = {i: x for i, x in enumerate(values) if parameters.weight_layout(i)}
-    others = zip(block.inputs[len(index) + len(stored) :], specs, strict=True)
+    return trace(function, *index, *full, *rows)
+
+
+def _prepared(
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    specs: Sequence[Any],
+    microbatches: int,
+    comm: CommSpec,
+) -> Block:
+    """A program to plan: conds as branches, loops that scan stacks, weights where they are used."""
+    first = 1 if microbatches > 1 else 0
+    last = first + len(parameters.leaves)
+    weights = {i: x for i, x in enumerate(block.inputs[first:last]) if parameters.weight_layout(i)}
+    others = zip(block.inputs[last:], specs, strict=True)
     uniform = [value for value, spec in others if split_dim(spec) is None]
-    uniform += block.inputs[: len(index)]
+    uniform += block.inputs[:first]
     block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
-    block = _without_whole_weights(block, program.shapes, weights, parameters)
-    return block, program, as_traced
+    return _without_whole_weights(block, shapes, weights, parameters)
 
 
 def _without_whole_weights(

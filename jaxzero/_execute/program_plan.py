@@ -47,9 +47,12 @@ class Parameters:
     num_shards: int = 1  # that a sharded leaf is split into
     exact: frozenset[int] = frozenset()  # indices of those that no codec of the config encodes
     offload: Offload | None = None
+    moves_rows: bool = True  # whether rows of tables may be sent in place of tables
+    tables: frozenset[int] = frozenset()  # indices of those of which rows are sent
 
     def weight_layout(self, i: int) -> DimSharding | None:
-        return self.leaves[i].layout if self.weights_split else None
+        """How the program gets leaf `i` as a weight to gather; None if it does not."""
+        return self.leaves[i].layout if self.weights_split and i not in self.tables else None
 
     def has_host_gradient(self, i: int) -> bool:
         """Whether the gradient of leaf `i` goes to host memory."""
@@ -274,6 +277,11 @@ def _targets(
     sum_nodes_once |= comm.node_microbatches is not None
     for i in parameters.differentiated:
         leaf, stored = parameters.leaves[i], parameters.gradient_layout(i)
+        if i in parameters.tables:
+            assert stored is not None
+            spec = ReduceSpec(leaf.path, leaf.shape, leaf.dtype, stored)
+            targets.append(GradientTarget(leaf, stored, spec, leaf.layer_size, is_summed=True))
+            continue
         layout = weights[i].layout if i in weights else stored
         reduce_spec = None
         if layout is not None:
@@ -302,7 +310,7 @@ def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[Reduce
     num_before = len(jax.tree.leaves((loss, weight)))
     return [
         *[None] * num_before,
-        *[target.reduce_spec for target in targets],
+        *[None if target.is_summed else target.reduce_spec for target in targets],
         *[None] * len(others),
     ]
 

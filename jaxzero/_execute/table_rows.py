@@ -1,0 +1,183 @@
+"""Choose the tables of which rows are sent, and let the program read and add rows of shards.
+
+Rows are sent where a weight is only looked up, and over each mesh axis fewer bytes enter a device
+for the rows of a step, forward and back, than for the weight and its gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._collectives import (
+    CommSpec,
+    ReduceSpec,
+    RowExchange,
+    copy_to_device,
+    from_stored,
+    labelled,
+)
+from .._mesh import AXES, NODE
+from .._plan import MovedRows
+from .._program import (
+    Block,
+    Lookup,
+    Table,
+    TableOperations,
+    find_tables,
+    with_table_shards,
+)
+from .._sharding import LeafSpec
+from .program_plan import Parameters
+
+# Rows are sent if so many bytes fewer enter a device in a micro-batch: about what it receives
+# inside a node while it launches the collectives of rows beside those of other weights.
+MIN_SAVED_BYTES = 2**22
+# Lookups with more bytes of rows, of all devices, are made one after the other.
+_LARGE = 2**23
+
+
+def with_rows(
+    block: Block, shapes: Any, parameters: Parameters, microbatches: int, comm: CommSpec
+) -> tuple[Block, dict[int, MovedRows]]:
+    """Let a program exchange rows of tables.
+
+    Args:
+        block: the traced program.
+        shapes: of its outputs, as in `plan_program`.
+        parameters: the leaves.
+        microbatches: how many there are; with several their index is the first input.
+        comm: mesh axes, codecs and schedule.
+
+    Returns:
+        The program, of which some inputs are shards of tables, and the outputs that are their
+        gradients shards of the sum over all devices; and these tables, by index of the leaf.
+    """
+    first = 1 if microbatches > 1 else 0
+    values = block.inputs[first : first + len(parameters.leaves)]
+    weights = {x: i for i, x in enumerate(values) if _may_move(i, parameters, comm)}
+    gradients = {}
+    if shapes[0] is not None:
+        start = len(jax.tree.leaves(shapes[:2]))
+        numbered = enumerate(parameters.differentiated, start)
+        gradients = {k: i for k, i in numbered if i in {*weights.values()}}
+    moved: dict[int, MovedRows] = {}
+    chosen: dict[int, TableOperations] = {}
+    for i, table in find_tables(block, weights, gradients).items() if weights else ():
+        leaf = parameters.leaves[i]
+        assert leaf.layout is not None
+        exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm)
+        rows, weight = _bytes_of_rows(table, exchange), _bytes_of_weight(table, leaf, comm)
+        if comm.hpz is not None:  # between nodes, weights are sent once in a step
+            weight[NODE] //= microbatches
+        is_less = all(rows[axis] <= weight[axis] for axis in AXES)
+        if is_less and sum(weight.values()) - sum(rows.values()) >= MIN_SAVED_BYTES:
+            chosen[i] = _operations(leaf, exchange)
+            num = sum(x.num * x.trips for x in table.reads)
+            moved[i] = MovedRows(leaf.path, leaf.shape, leaf.dtype, num, rows, weight)
+    return (with_table_shards(block, weights, gradients, chosen) if chosen else block), moved
+
+
+def shard_of_table(stored: Array, leaf: LeafSpec) -> Array:
+    """This device's shard of a table, decoded, in device memory."""
+    with labelled("weights", leaf.path):
+        stored = copy_to_device(stored, "weights", leaf.path, windowed=False)
+    return stored if leaf.codec is None else from_stored(stored, leaf).join()
+
+
+def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
+    """Whether rows of leaf `i` can be sent.
+
+    Not with sums that are kept in halves, added in a tree, or made by other numbers of
+    micro-batches on each node; not of a leaf that the user splits over further axes.
+    """
+    leaf = parameters.leaves[i]
+    is_table = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.dtype(leaf.dtype).itemsize >= 2
+    return (
+        parameters.moves_rows
+        and comm.num_shards > 1
+        and not comm.halves
+        and not comm.sums_in_tree
+        and comm.node_microbatches is None
+        and parameters.weight_layout(i) is not None
+        and len(leaf.shape) >= 2
+        and is_table
+        and not any(leaf.other_axes)
+    )
+
+
+def _operations(leaf: LeafSpec, exchange: RowExchange) -> TableOperations:
+    """What a device does to look up rows of a table, and to add to its gradient."""
+
+    def ids(ids: Array, back: bool) -> Array:
+        with labelled("gradients" if back else "weights", leaf.path):
+            return exchange.ids(ids, back)
+
+    def read(shard: Array, of_all: Array, ids: Array, lookup: Lookup, wait: Any) -> Array:
+        fill = None if lookup.is_clipped else lookup.fill
+        with labelled("weights", leaf.path):
+            return exchange.read(shard, of_all, ids, lookup.dtypes, fill, wait)
+
+    def add(total: Array, of_all: Array, rows: Array, lookup: Lookup) -> Array:
+        with labelled("gradients", leaf.path):
+            return exchange.add(total, of_all, rows, lookup.is_clipped)
+
+    def is_large(lookup: Lookup) -> bool:
+        num = lookup.num * exchange.comm.num_devices
+        return num * exchange.row_bytes(lookup.dtypes[-1]) >= _LARGE
+
+    return TableOperations(
+        jax.ShapeDtypeStruct(exchange.shard_shape, leaf.dtype),
+        jax.ShapeDtypeStruct(exchange.shard_shape, exchange.sum_dtype),
+        ids,
+        exchange.ids_of_all,
+        read,
+        add,
+        is_large,
+    )
+
+
+def _bytes_of_rows(table: Table, exchange: RowExchange) -> dict[str, int]:
+    """Bytes that enter a device over each axis in a micro-batch, if rows are sent."""
+    total = dict.fromkeys(AXES, 0)
+    for lookups, back in ((table.reads, False), (table.adds, True)):
+        for x in lookups:
+            num = x.num, x.num_ids // max(x.num, 1), x.dtypes[-1]
+            for axis, size in exchange.entering_bytes(*num, back=back).items():
+                total[axis] += x.trips * size
+    return total
+
+
+def _bytes_of_weight(table: Table, leaf: LeafSpec, comm: CommSpec) -> dict[str, int]:
+    """Bytes that enter a device over each axis, if the table is gathered and its gradient reduced.
+
+    The table is gathered once, as the narrowest that a lookup reads.
+    """
+    assert leaf.layout is not None
+    num = math.prod(leaf.padded_shape)
+    dtypes = (dtype for x in table.reads for dtype in x.dtypes)
+    dtype = min(dtypes, key=lambda x: jnp.dtype(x).itemsize)
+    spec = ReduceSpec(leaf.path, leaf.shape, dtype, leaf.layout)
+    found = {}
+    for axis in AXES:
+        size = comm.sizes[axis]
+        # The last axis of a gather, and the first of a reduction, has the full array.
+        part = num // size if axis == comm.axes[0] else num // comm.num_shards
+        codecs: list[Any] = []
+        if axis in comm.axes:
+            codec = leaf.codec or comm.weight_codec(axis, leaf.layer_size, dtype)
+            codecs.append((codec, dtype))
+        else:
+            part = 2 * num // comm.num_shards // size  # an all-reduce of the gradient's shards
+        if table.adds:
+            codecs.append((spec.codec(axis, comm), spec.dtype_at(axis, comm)))
+        found[axis] = sum(
+            (size - 1)
+            * (part * jnp.dtype(dtype).itemsize if codec is None else codec.num_bytes(part, dtype))
+            for codec, dtype in codecs
+        )
+    return found

@@ -1,0 +1,272 @@
+"""Rewrite a program so that it gets shards of tables, and exchanges ids and rows.
+
+    rows = table[ids]                    ->  rows = read(shard, everyone's ids)
+    grads = zeros.at[ids].add(ct) + ...  ->  grads = add(add(zeros of a shard, ids, ct), ...)
+
+The gradient is then a shard of the sum over all devices. A loop that sums it up carries a shard.
+What is done on a device is given (`TableOperations`); this module says where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .ir import Atom, Barrier, Block, Loop, Operation, Value, scope
+from .table_uses import (
+    Lookup,
+    TableGradient,
+    TableView,
+    find_gradients,
+    find_reads,
+    is_loop,
+    views_after,
+)
+from .trace import without_dead_code
+
+
+@dataclasses.dataclass(frozen=True)
+class TableOperations:
+    """What takes the place of the lookups of one table.
+
+    Attributes:
+        shard: the shape and dtype of a shard of the table.
+        total: those of a shard of its gradient.
+        ids: from the ids `[n, k]` of this device those of all devices, to read or to add rows.
+        ids_of_all: shape and dtype of the result, from n, k and whether it is to add rows.
+        read: the sum of `k` rows each. Of a shard, the ids of all devices, those of this one, the
+            `Lookup`, and a function that lets arrays wait. Returns `[n, *row]`.
+        add: of a shard of sums, the ids of all devices, the cotangents `[n, *row]` and the
+            `Lookup`: the new shard of sums.
+        is_large: whether a lookup is to be made after the one before it, so that only one of them
+            has the rows of all devices at a time.
+    """
+
+    shard: jax.ShapeDtypeStruct
+    total: jax.ShapeDtypeStruct
+    ids: Callable[[Any, bool], Any]
+    ids_of_all: Callable[[int, int, bool], jax.ShapeDtypeStruct]
+    read: Callable[[Any, Any, Any, Lookup, Callable[[Any], Any]], Any]
+    add: Callable[[Any, Any, Any, Lookup], Any]
+    is_large: Callable[[Lookup], bool]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Replaced(Operation):
+    """A function in place of an operation, whose equation says where it comes from."""
+
+    run: Callable[..., Any]
+
+    def bind(self, inputs: Sequence[Any]) -> list[Any]:
+        with scope(self.equation):
+            return [self.run(*inputs)]
+
+
+def with_table_shards(
+    block: Block,
+    weights: Mapping[Value, int],
+    gradients: Mapping[int, int],
+    tables: Mapping[int, TableOperations],
+) -> Block:
+    """Rewrite a program so that it gets shards of tables, and makes shards of their gradients.
+
+    Args:
+        block: the program.
+        weights: numbers of its inputs that are weights.
+        gradients: by index of the output, the number of the weight that it is the gradient of.
+        tables: by number, some of those that `find_tables` has found.
+    """
+    views = {x: TableView(i) for x, i in weights.items() if i in tables}
+    found = find_gradients(block, {k: i for k, i in gradients.items() if i in tables})
+    return without_dead_code(_BlockRewriter(tables, block, views, found).rewritten())
+
+
+class _BlockRewriter:
+    """Rewrites a program, or the body of a loop.
+
+    Args:
+        tables: what takes the place of lookups.
+        block: the program, or the body.
+        views: its inputs that are tables.
+        gradients: those that it makes, by table.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[int, TableOperations],
+        block: Block,
+        views: Mapping[Value, TableView],
+        gradients: Mapping[int, TableGradient],
+    ):
+        self.tables = tables
+        self.old = block
+        self.views: dict[Any, TableView] = {**views}
+        self.gradients = gradients
+        self.new: dict[Any, Value] = {x: Value(tables[v.table].shard) for x, v in views.items()}
+        self.shards = {view.table: self.new[x] for x, view in views.items()}
+        self.made: list[Operation] = []
+        self.ids: dict[tuple, Value] = {}  # those of all devices
+        self.totals: dict[tuple[int, Loop, int], Value] = {}  # sums of loops
+        self.last_large: Value | None = None  # an array that the next large lookup waits for
+
+    def rewritten(self) -> Block:
+        block, reads = self.old, find_reads(self.old, self.views)
+        for i, gradient in self.gradients.items():
+            if gradient.before is not None:
+                self.new[gradient.before] = Value(self.tables[i].total)
+        done = {x for gradient in self.gradients.values() for x in gradient.done}
+        done.update(x for lookup in reads.values() for x in lookup.done)
+        for operation in block.operations:
+            read = {i: self.views[x] for i, x in enumerate(operation.inputs) if x in self.views}
+            self.views |= views_after(operation, self.views)
+            if operation in reads:
+                self._read(reads[operation], read[0].table)
+            elif is_loop(operation):
+                self._loop(operation, read)
+            elif isinstance(operation, Barrier) and read:
+                self.made += _without(operation, read)
+            elif not read and operation not in done:
+                self.made.append(operation)
+        self.last_large = None
+        for i, gradient in self.gradients.items():
+            self._add(gradient, i)
+        inputs = tuple(self.new.get(x, x) for x in block.inputs)
+        outputs = tuple(self.new.get(x, x) for x in block.outputs)
+        return Block(inputs, outputs, tuple(self.made))
+
+    def _read(self, lookup: Lookup, number: int) -> None:
+        """Read rows of a shard."""
+        table, shard = self.tables[number], self.shards[number]
+        is_large = table.is_large(lookup)
+        waits_for = [self.last_large] if is_large and self.last_large is not None else []
+
+        def run(shard: Any, of_all: Any, ids: Any, *others: Any) -> Any:
+            rows = table.read(shard, of_all, _matrix(ids, lookup), lookup, _waiting(others))
+            rows = rows.reshape(*(ids.shape[dim] for dim in lookup.kept), *rows.shape[1:])
+            batch = [dim for dim in range(rows.ndim) if dim not in lookup.rows]
+            return lax.transpose(rows, _inverse([*batch, *lookup.rows]))
+
+        inputs = (shard, self._ids(lookup, number, back=False), lookup.ids, *waits_for)
+        self._make("read rows", lookup.operation, inputs, lookup.array, run)
+        if is_large:
+            self.last_large = lookup.array
+
+    def _add(self, gradient: TableGradient, number: int) -> None:
+        """Add rows to a shard of a gradient, after all other operations of the block."""
+        table, adds = self.tables[number], gradient.adds
+        starts = [] if gradient.before is None else [self.new[gradient.before]]
+        starts += [self.totals[number, loop, i] for loop, i, _ in gradient.loops]
+        is_large = any(map(table.is_large, adds))
+        waits_for = [self.last_large] if is_large and self.last_large is not None else []
+        num, last = len(starts), len(starts) + 2 * len(adds)
+
+        def run(*arrays: Any) -> Any:
+            total = sum(arrays[1:num], arrays[0]) if num else _zeros(table.total)
+            wait = _waiting([lax.slice_in_dim(x, 0, 1) for x in arrays[last:]])
+            for lookup, i in zip(adds, range(num, last, 2), strict=True):
+                rows = _cast(arrays[i + 1], lookup.dtypes)
+                batch = [dim for dim in range(rows.ndim) if dim not in lookup.rows]
+                rows = lax.transpose(rows, [*batch, *lookup.rows])
+                rows = rows.reshape(lookup.num, *rows.shape[len(batch) :])
+                total = table.add(total, arrays[i], wait(rows), lookup)
+            return total
+
+        pairs = [(self._ids(x, number, back=True), x.array) for x in adds]
+        inputs = (*starts, *(x for pair in pairs for x in pair), *waits_for)
+        out = self.new[gradient.root] = Value(table.total)
+        self._make("add rows", self.old.makers[gradient.root], inputs, out, run)
+        if is_large:
+            self.last_large = out
+
+    def _ids(self, lookup: Lookup, number: int, *, back: bool) -> Value:
+        """The ids of all devices; they are sent once for lookups with the same."""
+        table = self.tables[number]
+        num, ids = lookup.num, lookup.ids
+        shape = table.ids_of_all(num, lookup.num_ids // max(num, 1), back)
+        key = number, ids, lookup.kept, shape.shape
+        if key not in self.ids:
+            self.ids[key] = Value(shape)
+
+            def run(ids: Any) -> Any:
+                return table.ids(_matrix(ids, lookup), back)
+
+            self._make("gather ids", lookup.operation, (ids,), self.ids[key], run)
+        return self.ids[key]
+
+    def _loop(self, loop: Any, read: Mapping[int, TableView]) -> None:
+        """A loop that may read tables, or sum up their gradients."""
+        sums = {
+            i: (position, inside)
+            for i, gradient in self.gradients.items()
+            for other, position, inside in gradient.loops
+            if other is loop
+        }
+        if not read and not sums:
+            self.made.append(loop)
+            return
+        views = {loop.body.inputs[i]: view for i, view in read.items()}
+        gradients = {i: inside for i, (_, inside) in sums.items()}
+        body = _BlockRewriter(self.tables, loop.body, views, gradients).rewritten()
+        inputs, outputs = [*loop.inputs], [*loop.outputs]
+        for i, view in read.items():
+            inputs[i] = self.shards[view.table]
+        for i, (position, _) in sums.items():
+            total = self.tables[i].total
+            zeros = inputs[loop.num_constants + position] = Value(total)
+            self._make("zeros", loop, (), zeros, lambda total=total: _zeros(total))
+            outputs[position] = self.totals[i, loop, position] = Value(total)
+        changes = {"inputs": tuple(inputs), "outputs": tuple(outputs), "body": body}
+        self.made.append(dataclasses.replace(loop, **changes))
+
+    def _make(
+        self, name: str, operation: Operation, inputs: Sequence[Atom], out: Value, run: Callable
+    ) -> None:
+        """Append a function as an operation that comes from the line of another one."""
+        equation, caller = operation.equation, operation.caller
+        made = Replaced(name, tuple(inputs), (out,), equation, caller=caller, run=run)
+        self.made.append(made)
+
+
+def _matrix(ids: Any, lookup: Lookup) -> Any:
+    """Ids as `[n, k]`: of each row of `lookup.array` those that it sums over."""
+    ids = lax.squeeze(ids, (ids.ndim - 1,))
+    return lax.transpose(ids, (*lookup.kept, *lookup.summed)).reshape(lookup.num, -1)
+
+
+def _waiting(values: Sequence[Any]) -> Callable[[Any], Any]:
+    """A function that returns an array which is available only once `values` are."""
+
+    def wait(x: Any) -> Any:
+        for _ in range(2 if values else 0):  # XLA drops what one barrier alone reads
+            x, _ = lax.optimization_barrier((x, tuple(values)))
+        return x
+
+    return wait
+
+
+def _cast(x: Any, dtypes: Sequence[Any]) -> Any:
+    for dtype in dtypes:
+        x = x.astype(dtype)
+    return x
+
+
+def _without(barrier: Barrier, positions: Mapping[int, Any]) -> list[Operation]:
+    """The barrier without some of its operands."""
+    kept = [i for i in range(len(barrier.inputs)) if i not in positions]
+    if not kept:
+        return []
+    inputs, outputs = ([x[i] for i in kept] for x in (barrier.inputs, barrier.outputs))
+    return [dataclasses.replace(barrier, inputs=tuple(inputs), outputs=tuple(outputs))]
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> Any:
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _inverse(permutation: Sequence[int]) -> list[int]:
+    return sorted(range(len(permutation)), key=permutation.__getitem__)
