@@ -18,6 +18,7 @@ are in `accumulator_dtype`. Rows are sent without codecs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ from .._mesh import AXES, NODE, program_axes
 from .._sharding import DimSharding, pad, unpad
 from .comm_spec import CommSpec, accumulator_dtype
 from .primitives import all_gather, all_to_all, reduce_scatter
+
+Wait = Callable[[Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +106,8 @@ class RowExchange:
         ids: Int[Array, "n k"],
         dtypes: Sequence[Any],
         fill: Any = None,
-        wait: Callable[[Any], Any] = lambda x: x,
-    ) -> Shaped[Array, "n ..."]:
+        wait: Wait = lambda x: x,
+    ) -> tuple[Shaped[Array, "n ..."], Shaped[Array, " 1"]]:
         """The sums of k rows of the table, at this device's ids.
 
         Args:
@@ -114,6 +117,10 @@ class RowExchange:
             dtypes: rows are cast to them in turn; they are summed up and sent in the last one.
             fill: read at ids out of bounds; None: the nearest row is.
             wait: passes ids through a barrier, so that rows are read only then.
+
+        Returns:
+            The rows, and an element of what is known once the first axis has been sent over: the
+            rows of all devices have been dropped then.
         """
         axes, lead = self._axes(back=False), len(self._axes(back=False))
         local, is_owned = self._owned(wait(ids_of_all), fill is None)
@@ -122,20 +129,23 @@ class RowExchange:
             rows = rows.astype(dtype)
         rows = jnp.where(_like(is_owned, rows), rows, jnp.zeros((), rows.dtype))
         rows = rows.sum(lead + 1) if ids.shape[1] > 1 else jnp.squeeze(rows, lead + 1)
+        sent: Any = None
         if self.layout.dim == 0:
             for dim, axis in enumerate(axes):
                 rows = reduce_scatter(rows, axis, dim)
+                sent = rows if sent is None else sent
             rows = rows.reshape(len(ids), *self.shape[1:])
         else:
             for dim, axis in reversed([*enumerate(axes)]):
                 rows = all_to_all(rows, axis, dim, lead + self.layout.dim)
+                sent = rows if sent is None else sent
             rows = unpad(rows.reshape(len(ids), *rows.shape[lead + 1 :]), self.layout)
         if fill is not None:
             own = self._int32(ids)
             num = _like(((own < 0) | (own == self.shape[0])).sum(1), rows)
             filled = num.astype(rows.dtype) * jnp.asarray(fill, rows.dtype)
             rows += jnp.where(num > 0, filled, jnp.zeros((), rows.dtype))
-        return rows
+        return rows, lax.slice(sent, [0] * sent.ndim, [1] * sent.ndim).reshape(1)
 
     def add(
         self,
@@ -143,6 +153,8 @@ class RowExchange:
         ids_of_all: Int32[Array, ...],
         cotangents: Float[Array, "n ..."],
         clips: bool,
+        divisor: float | None = None,
+        waits: Sequence[Wait] = (),
     ) -> Shaped[Array, ...]:
         """Add the cotangents of all devices, each at its k ids, to a shard of sums.
 
@@ -151,23 +163,26 @@ class RowExchange:
             ids_of_all: from `ids`, with `back`.
             cotangents: of this device, sent in their dtype.
             clips: whether ids out of bounds stand for the nearest row; otherwise for none.
+            divisor: of the cotangents.
+            waits: for each axis, in the order in which they are sent over, see `read`.
         """
         axes = self._axes(back=True)
         rows = cotangents if self.layout.dim == 0 else pad(cotangents, self.layout)
         rows = rows.reshape(*[1] * len(axes), *rows.shape)
         is_split = self.layout.dim != 0  # then devices get their columns of all rows
-        for dim, axis in enumerate(axes) if is_split else reversed([*enumerate(axes)]):
+        numbered = [*enumerate(axes)] if is_split else [*reversed([*enumerate(axes)])]
+        for (dim, axis), wait in itertools.zip_longest(numbered, waits[: len(axes)]):
+            rows = rows if wait is None else wait(rows)
             if is_split and axis in self.comm.axes:
                 rows = all_to_all(rows, axis, len(axes) + self.layout.dim, dim)
             else:
                 rows = all_gather(rows, axis, dim)
         local, is_owned = self._owned(ids_of_all, clips)
         local = jnp.where(is_owned, local, jnp.int32(self.shard_shape[0]))  # others are dropped
-        rows = jnp.expand_dims(rows, len(axes) + 1)
+        rows = jnp.expand_dims(rows, len(axes) + 1).astype(total.dtype)
+        rows = rows if divisor is None else rows / jnp.asarray(divisor, rows.dtype)
         rows = jnp.broadcast_to(rows, (*ids_of_all.shape, *rows.shape[len(axes) + 2 :]))
-        return total.at[local].add(
-            rows.astype(total.dtype), mode="drop", wrap_negative_indices=False
-        )
+        return total.at[local].add(rows, mode="drop", wrap_negative_indices=False)
 
     def _axes(self, back: bool) -> tuple[str, ...]:
         """The axes that rows are sent over, major first; cotangents are summed over all."""

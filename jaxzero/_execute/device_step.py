@@ -119,10 +119,12 @@ def run_on_device(
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
     as_traced, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    block, moved = with_rows(as_traced, traced.shapes, parameters, microbatches, comm)
-    parameters = dataclasses.replace(parameters, tables=frozenset(moved))
+    is_plain = share_of_loss is None and share_of_gradients is None and microbatches == 1
+    divides = is_plain and traced.shapes[1] is None
+    block, tables = with_rows(as_traced, traced.shapes, parameters, microbatches, comm, divides)
+    parameters = dataclasses.replace(parameters, tables=tables)
     full = [
-        shard_of_table(stored[i], parameters.leaves[i]) if i in moved else x
+        shard_of_table(stored[i], parameters.leaves[i]) if i in tables else x
         for i, x in enumerate(full)
     ]
     block = _prepared(block, traced.shapes, parameters, specs, microbatches, comm)
@@ -151,13 +153,13 @@ def run_on_device(
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
     plan = _plan_of_step(program, sources, microbatches, comm)
-    plan = dataclasses.replace(plan, rows=tuple(moved.values()))
+    plan = dataclasses.replace(plan, rows=tuple(tables.values()))
     result = Result(None, [], others, wire_state, plan, traced, as_traced)
     if shapes[0] is None:
         return result
     means, residuals = _means(sums, program, parameters, wire_state, microbatches, comm, share)
     made = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
-    made |= {i: x for i, x in wire_state.slices.items() if i in moved}  # as they were
+    made |= {i: x for i, x in wire_state.slices.items() if i in tables}  # as they were
     return dataclasses.replace(
         result,
         loss=means.loss.astype(shapes[0].dtype),

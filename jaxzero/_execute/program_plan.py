@@ -18,6 +18,7 @@ from .._mesh import HOST, LOCAL, NODE, REDUCTION_HOPS
 from .._plan import (
     BlockPlan,
     BlockUses,
+    MovedRows,
     ShardedParam,
     View,
     cut_last_updates,
@@ -48,7 +49,8 @@ class Parameters:
     exact: frozenset[int] = frozenset()  # indices of those that no codec of the config encodes
     offload: Offload | None = None
     moves_rows: bool = True  # whether rows of tables may be sent in place of tables
-    tables: frozenset[int] = frozenset()  # indices of those of which rows are sent
+    # Those of which rows are sent, by index.
+    tables: Mapping[int, MovedRows] = dataclasses.field(default_factory=dict)
 
     def weight_layout(self, i: int) -> DimSharding | None:
         """How the program gets leaf `i` as a weight to gather; None if it does not."""
@@ -280,7 +282,8 @@ def _targets(
         if i in parameters.tables:
             assert stored is not None
             spec = ReduceSpec(leaf.path, leaf.shape, leaf.dtype, stored)
-            targets.append(GradientTarget(leaf, stored, spec, leaf.layer_size, is_summed=True))
+            target = GradientTarget(leaf, stored, spec, leaf.layer_size, is_summed=True)
+            targets.append(dataclasses.replace(target, is_mean=parameters.tables[i].is_mean))
             continue
         layout = weights[i].layout if i in weights else stored
         reduce_spec = None
@@ -332,7 +335,9 @@ def _with_means(
     )
     pairs = zip(_outputs(shapes, targets), targets, strict=True)
     means = top.mean_outputs
-    return top, [dataclasses.replace(target, is_mean=k in means) for k, target in pairs]
+    return top, [
+        dataclasses.replace(target, is_mean=target.is_mean or k in means) for k, target in pairs
+    ]
 
 
 def _final_gradients(

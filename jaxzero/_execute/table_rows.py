@@ -42,7 +42,12 @@ _LARGE = 2**23
 
 
 def with_rows(
-    block: Block, shapes: Any, parameters: Parameters, microbatches: int, comm: CommSpec
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    microbatches: int,
+    comm: CommSpec,
+    divides: bool,
 ) -> tuple[Block, dict[int, MovedRows]]:
     """Let a program exchange rows of tables.
 
@@ -52,10 +57,12 @@ def with_rows(
         parameters: the leaves.
         microbatches: how many there are; with several their index is the first input.
         comm: mesh axes, codecs and schedule.
+        divides: whether gradients are to be divided by the number of devices as they are added.
 
     Returns:
         The program, of which some inputs are shards of tables, and the outputs that are their
-        gradients shards of the sum over all devices; and these tables, by index of the leaf.
+        gradients shards of the sum over all devices, or of the mean; and these tables, by index of
+        the leaf.
     """
     first = 1 if microbatches > 1 else 0
     values = block.inputs[first : first + len(parameters.leaves)]
@@ -76,9 +83,10 @@ def with_rows(
             weight[NODE] //= microbatches
         is_less = all(rows[axis] <= weight[axis] for axis in AXES)
         if is_less and sum(weight.values()) - sum(rows.values()) >= MIN_SAVED_BYTES:
-            chosen[i] = _operations(leaf, exchange)
+            is_mean = divides and exchange.sum_dtype == leaf.dtype
+            chosen[i] = _operations(leaf, exchange, comm.num_devices if is_mean else None)
             num = sum(x.num * x.trips for x in table.reads)
-            moved[i] = MovedRows(leaf.path, leaf.shape, leaf.dtype, num, rows, weight)
+            moved[i] = MovedRows(leaf.path, leaf.shape, leaf.dtype, num, rows, weight, is_mean)
     return (with_table_shards(block, weights, gradients, chosen) if chosen else block), moved
 
 
@@ -110,21 +118,21 @@ def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
     )
 
 
-def _operations(leaf: LeafSpec, exchange: RowExchange) -> TableOperations:
+def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> TableOperations:
     """What a device does to look up rows of a table, and to add to its gradient."""
 
     def ids(ids: Array, back: bool) -> Array:
         with labelled("gradients" if back else "weights", leaf.path):
             return exchange.ids(ids, back)
 
-    def read(shard: Array, of_all: Array, ids: Array, lookup: Lookup, wait: Any) -> Array:
+    def read(shard: Array, of_all: Array, ids: Array, lookup: Lookup, wait: Any) -> Any:
         fill = None if lookup.is_clipped else lookup.fill
         with labelled("weights", leaf.path):
             return exchange.read(shard, of_all, ids, lookup.dtypes, fill, wait)
 
-    def add(total: Array, of_all: Array, rows: Array, lookup: Lookup) -> Array:
+    def add(total: Array, of_all: Array, rows: Array, lookup: Lookup, waits: Any) -> Array:
         with labelled("gradients", leaf.path):
-            return exchange.add(total, of_all, rows, lookup.is_clipped)
+            return exchange.add(total, of_all, rows, lookup.is_clipped, divisor, waits)
 
     def is_large(lookup: Lookup) -> bool:
         num = lookup.num * exchange.comm.num_devices

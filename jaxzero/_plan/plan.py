@@ -54,6 +54,7 @@ class MovedRows:
         num: rows that a device reads in a micro-batch.
         rows: bytes that enter a device over each axis in a micro-batch, ids included.
         weight: what they would be if the table were gathered and its gradient reduced.
+        is_mean: whether the program leaves the mean of its gradient; otherwise the sum.
     """
 
     name: str
@@ -62,6 +63,7 @@ class MovedRows:
     num: int
     rows: Mapping[str, int]
     weight: Mapping[str, int]
+    is_mean: bool
 
     def __str__(self) -> str:
         axes = [axis for axis in self.weight if self.weight[axis]]

@@ -29,6 +29,8 @@ from .table_uses import (
 )
 from .trace import without_dead_code
 
+Wait = Callable[[Any], Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class TableOperations:
@@ -40,19 +42,22 @@ class TableOperations:
         ids: from the ids `[n, k]` of this device those of all devices, to read or to add rows.
         ids_of_all: shape and dtype of the result, from n, k and whether it is to add rows.
         read: the sum of `k` rows each. Of a shard, the ids of all devices, those of this one, the
-            `Lookup`, and a function that lets arrays wait. Returns `[n, *row]`.
-        add: of a shard of sums, the ids of all devices, the cotangents `[n, *row]` and the
-            `Lookup`: the new shard of sums.
+            `Lookup`, and a function that lets an array wait. Returns `[n, *row]`, and an array
+            `[1]` that is known once the rows of all devices have been dropped.
+        add: of a shard of sums, the ids of all devices, the cotangents `[n, *row]`, the `Lookup`,
+            and two functions that let an array wait, before the first axis and before the others:
+            the new shard of sums.
         is_large: whether a lookup is to be made after the one before it, so that only one of them
-            has the rows of all devices at a time.
+            has the rows of all devices at a time. Over the first axis cotangents have not been
+            spread yet, and are sent while those before are added.
     """
 
     shard: jax.ShapeDtypeStruct
     total: jax.ShapeDtypeStruct
     ids: Callable[[Any, bool], Any]
     ids_of_all: Callable[[int, int, bool], jax.ShapeDtypeStruct]
-    read: Callable[[Any, Any, Any, Lookup, Callable[[Any], Any]], Any]
-    add: Callable[[Any, Any, Any, Lookup], Any]
+    read: Callable[[Any, Any, Any, Lookup, Wait], tuple[Any, Any]]
+    add: Callable[[Any, Any, Any, Lookup, Sequence[Wait]], Any]
     is_large: Callable[[Lookup], bool]
 
 
@@ -60,11 +65,11 @@ class TableOperations:
 class Replaced(Operation):
     """A function in place of an operation, whose equation says where it comes from."""
 
-    run: Callable[..., Any]
+    run: Callable[..., Sequence[Any]]
 
     def bind(self, inputs: Sequence[Any]) -> list[Any]:
         with scope(self.equation):
-            return [self.run(*inputs)]
+            return list(self.run(*inputs))
 
 
 def with_table_shards(
@@ -112,7 +117,7 @@ class _BlockRewriter:
         self.made: list[Operation] = []
         self.ids: dict[tuple, Value] = {}  # those of all devices
         self.totals: dict[tuple[int, Loop, int], Value] = {}  # sums of loops
-        self.last_large: Value | None = None  # an array that the next large lookup waits for
+        self.large: list[Value] = []  # of each large lookup an array to wait for
 
     def rewritten(self) -> Block:
         block, reads = self.old, find_reads(self.old, self.views)
@@ -132,7 +137,7 @@ class _BlockRewriter:
                 self.made += _without(operation, read)
             elif not read and operation not in done:
                 self.made.append(operation)
-        self.last_large = None
+        self.large = []
         for i, gradient in self.gradients.items():
             self._add(gradient, i)
         inputs = tuple(self.new.get(x, x) for x in block.inputs)
@@ -143,18 +148,18 @@ class _BlockRewriter:
         """Read rows of a shard."""
         table, shard = self.tables[number], self.shards[number]
         is_large = table.is_large(lookup)
-        waits_for = [self.last_large] if is_large and self.last_large is not None else []
+        waits_for = self.large[-1:] if is_large else []
 
         def run(shard: Any, of_all: Any, ids: Any, *others: Any) -> Any:
-            rows = table.read(shard, of_all, _matrix(ids, lookup), lookup, _waiting(others))
+            rows, sent = table.read(shard, of_all, _matrix(ids, lookup), lookup, _waiting(others))
             rows = rows.reshape(*(ids.shape[dim] for dim in lookup.kept), *rows.shape[1:])
             batch = [dim for dim in range(rows.ndim) if dim not in lookup.rows]
-            return lax.transpose(rows, _inverse([*batch, *lookup.rows]))
+            return lax.transpose(rows, _inverse([*batch, *lookup.rows])), sent
 
         inputs = (shard, self._ids(lookup, number, back=False), lookup.ids, *waits_for)
-        self._make("read rows", lookup.operation, inputs, lookup.array, run)
-        if is_large:
-            self.last_large = lookup.array
+        sent = Value(jax.ShapeDtypeStruct((1,), lookup.array.dtype))
+        self._make("read rows", lookup.operation, inputs, (lookup.array, sent), run)
+        self.large += [sent] if is_large else []
 
     def _add(self, gradient: TableGradient, number: int) -> None:
         """Add rows to a shard of a gradient, after all other operations of the block."""
@@ -162,26 +167,26 @@ class _BlockRewriter:
         starts = [] if gradient.before is None else [self.new[gradient.before]]
         starts += [self.totals[number, loop, i] for loop, i, _ in gradient.loops]
         is_large = any(map(table.is_large, adds))
-        waits_for = [self.last_large] if is_large and self.last_large is not None else []
+        waits_for = self.large[-2:] if is_large else []
         num, last = len(starts), len(starts) + 2 * len(adds)
 
         def run(*arrays: Any) -> Any:
             total = sum(arrays[1:num], arrays[0]) if num else _zeros(table.total)
-            wait = _waiting([lax.slice_in_dim(x, 0, 1) for x in arrays[last:]])
+            waits = [_waiting(arrays[last : len(arrays) - 1]), _waiting(arrays[last:])]
             for lookup, i in zip(adds, range(num, last, 2), strict=True):
                 rows = _cast(arrays[i + 1], lookup.dtypes)
                 batch = [dim for dim in range(rows.ndim) if dim not in lookup.rows]
                 rows = lax.transpose(rows, [*batch, *lookup.rows])
                 rows = rows.reshape(lookup.num, *rows.shape[len(batch) :])
-                total = table.add(total, arrays[i], wait(rows), lookup)
-            return total
+                total = table.add(total, arrays[i], rows, lookup, waits)
+            return total, lax.slice(total, [0] * total.ndim, [1] * total.ndim).reshape(1)
 
         pairs = [(self._ids(x, number, back=True), x.array) for x in adds]
         inputs = (*starts, *(x for pair in pairs for x in pair), *waits_for)
         out = self.new[gradient.root] = Value(table.total)
-        self._make("add rows", self.old.makers[gradient.root], inputs, out, run)
-        if is_large:
-            self.last_large = out
+        done = Value(jax.ShapeDtypeStruct((1,), table.total.dtype))
+        self._make("add rows", self.old.makers[gradient.root], inputs, (out, done), run)
+        self.large += [done] if is_large else []
 
     def _ids(self, lookup: Lookup, number: int, *, back: bool) -> Value:
         """The ids of all devices; they are sent once for lookups with the same."""
@@ -193,9 +198,9 @@ class _BlockRewriter:
             self.ids[key] = Value(shape)
 
             def run(ids: Any) -> Any:
-                return table.ids(_matrix(ids, lookup), back)
+                return (table.ids(_matrix(ids, lookup), back),)
 
-            self._make("gather ids", lookup.operation, (ids,), self.ids[key], run)
+            self._make("gather ids", lookup.operation, (ids,), (self.ids[key],), run)
         return self.ids[key]
 
     def _loop(self, loop: Any, read: Mapping[int, TableView]) -> None:
@@ -218,17 +223,22 @@ class _BlockRewriter:
         for i, (position, _) in sums.items():
             total = self.tables[i].total
             zeros = inputs[loop.num_constants + position] = Value(total)
-            self._make("zeros", loop, (), zeros, lambda total=total: _zeros(total))
+            self._make("zeros", loop, (), (zeros,), lambda total=total: (_zeros(total),))
             outputs[position] = self.totals[i, loop, position] = Value(total)
         changes = {"inputs": tuple(inputs), "outputs": tuple(outputs), "body": body}
         self.made.append(dataclasses.replace(loop, **changes))
 
     def _make(
-        self, name: str, operation: Operation, inputs: Sequence[Atom], out: Value, run: Callable
+        self,
+        name: str,
+        operation: Operation,
+        inputs: Sequence[Atom],
+        outputs: tuple[Value, ...],
+        run: Callable[..., Sequence[Any]],
     ) -> None:
         """Append a function as an operation that comes from the line of another one."""
         equation, caller = operation.equation, operation.caller
-        made = Replaced(name, tuple(inputs), (out,), equation, caller=caller, run=run)
+        made = Replaced(name, tuple(inputs), outputs, equation, caller=caller, run=run)
         self.made.append(made)
 
 
@@ -238,7 +248,7 @@ def _matrix(ids: Any, lookup: Lookup) -> Any:
     return lax.transpose(ids, (*lookup.kept, *lookup.summed)).reshape(lookup.num, -1)
 
 
-def _waiting(values: Sequence[Any]) -> Callable[[Any], Any]:
+def _waiting(values: Sequence[Any]) -> Wait:
     """A function that returns an array which is available only once `values` are."""
 
     def wait(x: Any) -> Any:
