@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
@@ -77,7 +76,7 @@ class RowExchange:
             dtype: that rows are sent in.
             back: of cotangents, which all devices get; of rows that are read otherwise.
         """
-        found, axes = dict.fromkeys(AXES, 0), self._axes(back)
+        found, axes = dict.fromkeys(AXES, 0), self.axes(back)
         sizes = [self.comm.sizes[axis] for axis in axes]
         for i, axis in enumerate(axes):
             # What the axes after this one bring is sent over it too.
@@ -89,15 +88,17 @@ class RowExchange:
             found[axis] = ids + int(n * self.row_bytes(dtype) * rows)
         return found
 
-    def ids_of_all(self, n: int, k: int, back: bool) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of `ids`: `[*sizes of the axes, n, k]`, int32."""
-        sizes = (self.comm.sizes[axis] for axis in self._axes(back))
-        return jax.ShapeDtypeStruct((*sizes, n, k), jnp.int32)
+    def axes(self, back: bool) -> tuple[str, ...]:
+        """The axes that rows are sent over, major first; cotangents are summed over all."""
+        others = tuple(x for x in AXES if x not in self.comm.axes) if back else ()
+        return self.comm.axes_with_peers((*self.comm.axes, *others))
 
-    def ids(self, ids: Int[Array, "n k"], back: bool) -> Int32[Array, ...]:
-        """The ids of all devices, of the shape `ids_of_all`; see `_int32`."""
-        of_all = all_gather(self._int32(ids), self._axes(back), 0)
-        return of_all.reshape(self.ids_of_all(*ids.shape, back).shape)
+    def int32(self, ids: Int[Array, "n k"]) -> Int32[Array, "n k"]:
+        """Ids as int32; those out of bounds are -1, or the number of rows."""
+        num, largest = self.shape[0], jnp.iinfo(ids.dtype).max
+        is_high = ids >= num if num <= largest else jnp.zeros_like(ids, bool)
+        inside = jnp.clip(ids, 0, min(num - 1, largest)).astype(jnp.int32)
+        return jnp.where(ids < 0, jnp.int32(-1), jnp.where(is_high, jnp.int32(num), inside))
 
     def read(
         self,
@@ -112,7 +113,7 @@ class RowExchange:
 
         Args:
             shard: this device's shard.
-            ids_of_all: from `ids`.
+            ids_of_all: from `gather_ids`.
             ids: of this device, of any integer dtype.
             dtypes: rows are cast to them in turn; they are summed up and sent in the last one.
             fill: read at ids out of bounds; None: the nearest row is.
@@ -122,7 +123,7 @@ class RowExchange:
             The rows, and an element of what is known once the first axis has been sent over: the
             rows of all devices have been dropped then.
         """
-        axes, lead = self._axes(back=False), len(self._axes(back=False))
+        axes, lead = self.axes(back=False), len(self.axes(back=False))
         local, is_owned = self._owned(wait(ids_of_all), fill is None)
         rows = shard.at[local].get(mode="clip", wrap_negative_indices=False)
         for dtype in dtypes:
@@ -141,7 +142,7 @@ class RowExchange:
                 sent = rows if sent is None else sent
             rows = unpad(rows.reshape(len(ids), *rows.shape[lead + 1 :]), self.layout)
         if fill is not None:
-            own = self._int32(ids)
+            own = self.int32(ids)
             num = _like(((own < 0) | (own == self.shape[0])).sum(1), rows)
             filled = num.astype(rows.dtype) * jnp.asarray(fill, rows.dtype)
             rows += jnp.where(num > 0, filled, jnp.zeros((), rows.dtype))
@@ -160,13 +161,13 @@ class RowExchange:
 
         Args:
             total: a shard of the table's shape, in `sum_dtype`.
-            ids_of_all: from `ids`, with `back`.
+            ids_of_all: from `gather_ids`.
             cotangents: of this device, sent in their dtype.
             clips: whether ids out of bounds stand for the nearest row; otherwise for none.
             divisor: of the cotangents.
             waits: for each axis, in the order in which they are sent over, see `read`.
         """
-        axes = self._axes(back=True)
+        axes = self.axes(back=True)
         rows = cotangents if self.layout.dim == 0 else pad(cotangents, self.layout)
         rows = rows.reshape(*[1] * len(axes), *rows.shape)
         is_split = self.layout.dim != 0  # then devices get their columns of all rows
@@ -184,18 +185,6 @@ class RowExchange:
         rows = jnp.broadcast_to(rows, (*ids_of_all.shape, *rows.shape[len(axes) + 2 :]))
         return total.at[local].add(rows, mode="drop", wrap_negative_indices=False)
 
-    def _axes(self, back: bool) -> tuple[str, ...]:
-        """The axes that rows are sent over, major first; cotangents are summed over all."""
-        others = tuple(x for x in AXES if x not in self.comm.axes) if back else ()
-        return self.comm.axes_with_peers((*self.comm.axes, *others))
-
-    def _int32(self, ids: Int[Array, "n k"]) -> Int32[Array, "n k"]:
-        """Ids as int32; those out of bounds are -1, or the number of rows."""
-        num, largest = self.shape[0], jnp.iinfo(ids.dtype).max
-        is_high = ids >= num if num <= largest else jnp.zeros_like(ids, bool)
-        inside = jnp.clip(ids, 0, min(num - 1, largest)).astype(jnp.int32)
-        return jnp.where(ids < 0, jnp.int32(-1), jnp.where(is_high, jnp.int32(num), inside))
-
     def _owned(
         self, ids: Int32[Array, ...], clips: bool
     ) -> tuple[Int32[Array, ...], Bool[Array, ...]]:
@@ -210,6 +199,17 @@ class RowExchange:
             ids = ids - first
             is_owned &= (ids >= 0) & (ids < num)
         return ids, is_owned
+
+
+def gather_ids(
+    ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...], sizes: Sequence[int]
+) -> list[Int32[Array, ...]]:
+    """The ids `[n, k]` of several lookups, of all devices, `[*sizes, n, k]`, in one message."""
+    of_all = all_gather(jnp.concatenate([x.reshape(-1) for x in ids]), axes, 0)
+    of_all = of_all.reshape(*sizes, -1)
+    stops = [*itertools.accumulate(x.size for x in ids)]
+    parts = jnp.split(of_all, stops[:-1], axis=-1)
+    return [part.reshape(*sizes, *x.shape) for part, x in zip(parts, ids, strict=True)]
 
 
 def _like(mask: Shaped[Array, ...], rows: Shaped[Array, ...]) -> Shaped[Array, ...]:

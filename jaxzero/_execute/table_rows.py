@@ -7,6 +7,7 @@ for the rows of a step, forward and back, than for the weight and its gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from .._collectives import (
     RowExchange,
     copy_to_device,
     from_stored,
+    gather_ids,
     labelled,
 )
 from .._mesh import AXES, NODE
@@ -28,6 +30,7 @@ from .._program import (
     Lookup,
     Table,
     TableOperations,
+    Tools,
     find_tables,
     with_table_shards,
 )
@@ -87,7 +90,15 @@ def with_rows(
             chosen[i] = _operations(leaf, exchange, comm.num_devices if is_mean else None)
             num = sum(x.num * x.trips for x in table.reads)
             moved[i] = MovedRows(leaf.path, leaf.shape, leaf.dtype, num, rows, weight, is_mean)
-    return (with_table_shards(block, weights, gradients, chosen) if chosen else block), moved
+    if not chosen:
+        return block, {}
+
+    def ids_of_all(axes: tuple[str, ...], ids: Sequence[Array], numbers: Sequence[int]) -> Any:
+        with labelled("weights", *(moved[i].name for i in numbers)):
+            return gather_ids(ids, axes, [comm.sizes[axis] for axis in axes])
+
+    tools = Tools(chosen, ids_of_all, comm.sizes)
+    return with_table_shards(block, weights, gradients, tools), moved
 
 
 def shard_of_table(stored: Array, leaf: LeafSpec) -> Array:
@@ -121,10 +132,6 @@ def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
 def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> TableOperations:
     """What a device does to look up rows of a table, and to add to its gradient."""
 
-    def ids(ids: Array, back: bool) -> Array:
-        with labelled("gradients" if back else "weights", leaf.path):
-            return exchange.ids(ids, back)
-
     def read(shard: Array, of_all: Array, ids: Array, lookup: Lookup, wait: Any) -> Any:
         fill = None if lookup.is_clipped else lookup.fill
         with labelled("weights", leaf.path):
@@ -141,8 +148,8 @@ def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> T
     return TableOperations(
         jax.ShapeDtypeStruct(exchange.shard_shape, leaf.dtype),
         jax.ShapeDtypeStruct(exchange.shard_shape, exchange.sum_dtype),
-        ids,
-        exchange.ids_of_all,
+        exchange.int32,
+        exchange.axes,
         read,
         add,
         is_large,

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .ir import Atom, Barrier, Block, Loop, Operation, Value, scope
+from .operation_kinds import is_costly
 from .table_uses import (
     Lookup,
     TableGradient,
@@ -27,7 +28,7 @@ from .table_uses import (
     is_loop,
     views_after,
 )
-from .trace import without_dead_code
+from .trace import operations_for, without_dead_code
 
 Wait = Callable[[Any], Any]
 
@@ -39,8 +40,8 @@ class TableOperations:
     Attributes:
         shard: the shape and dtype of a shard of the table.
         total: those of a shard of its gradient.
-        ids: from the ids `[n, k]` of this device those of all devices, to read or to add rows.
-        ids_of_all: shape and dtype of the result, from n, k and whether it is to add rows.
+        ids: from the ids `[n, k]` of this device, as int32 to send.
+        axes: the mesh axes that rows are sent over, from whether they are added.
         read: the sum of `k` rows each. Of a shard, the ids of all devices, those of this one, the
             `Lookup`, and a function that lets an array wait. Returns `[n, *row]`, and an array
             `[1]` that is known once the rows of all devices have been dropped.
@@ -54,11 +55,27 @@ class TableOperations:
 
     shard: jax.ShapeDtypeStruct
     total: jax.ShapeDtypeStruct
-    ids: Callable[[Any, bool], Any]
-    ids_of_all: Callable[[int, int, bool], jax.ShapeDtypeStruct]
+    ids: Callable[[Any], Any]
+    axes: Callable[[bool], tuple[str, ...]]
     read: Callable[[Any, Any, Any, Lookup, Wait], tuple[Any, Any]]
     add: Callable[[Any, Any, Any, Lookup, Sequence[Wait]], Any]
     is_large: Callable[[Lookup], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What a program is rewritten with.
+
+    Attributes:
+        tables: by number, some of the tables that `find_tables` has found.
+        ids_of_all: from mesh axes, the ids `[n, k]` of several lookups, and the numbers of their
+            tables: the ids of all devices, each `[*sizes of the axes, n, k]`.
+        sizes: of the mesh axes.
+    """
+
+    tables: Mapping[int, TableOperations]
+    ids_of_all: Callable[[tuple[str, ...], Sequence[Any], Sequence[int]], Sequence[Any]]
+    sizes: Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +93,7 @@ def with_table_shards(
     block: Block,
     weights: Mapping[Value, int],
     gradients: Mapping[int, int],
-    tables: Mapping[int, TableOperations],
+    tools: Tools,
 ) -> Block:
     """Rewrite a program so that it gets shards of tables, and makes shards of their gradients.
 
@@ -84,18 +101,18 @@ def with_table_shards(
         block: the program.
         weights: numbers of its inputs that are weights.
         gradients: by index of the output, the number of the weight that it is the gradient of.
-        tables: by number, some of those that `find_tables` has found.
+        tools: the tables, and what is done on a device.
     """
-    views = {x: TableView(i) for x, i in weights.items() if i in tables}
-    found = find_gradients(block, {k: i for k, i in gradients.items() if i in tables})
-    return without_dead_code(_BlockRewriter(tables, block, views, found).rewritten())
+    views = {x: TableView(i) for x, i in weights.items() if i in tools.tables}
+    found = find_gradients(block, {k: i for k, i in gradients.items() if i in tools.tables})
+    return without_dead_code(_BlockRewriter(tools, block, views, found).rewritten())
 
 
 class _BlockRewriter:
     """Rewrites a program, or the body of a loop.
 
     Args:
-        tables: what takes the place of lookups.
+        tools: the tables, and what is done on a device.
         block: the program, or the body.
         views: its inputs that are tables.
         gradients: those that it makes, by table.
@@ -103,16 +120,18 @@ class _BlockRewriter:
 
     def __init__(
         self,
-        tables: Mapping[int, TableOperations],
+        tools: Tools,
         block: Block,
         views: Mapping[Value, TableView],
         gradients: Mapping[int, TableGradient],
     ):
-        self.tables = tables
+        self.tools, self.tables = tools, tools.tables
         self.old = block
         self.views: dict[Any, TableView] = {**views}
         self.gradients = gradients
-        self.new: dict[Any, Value] = {x: Value(tables[v.table].shard) for x, v in views.items()}
+        self.new: dict[Any, Value] = {
+            x: Value(self.tables[v.table].shard) for x, v in views.items()
+        }
         self.shards = {view.table: self.new[x] for x, view in views.items()}
         self.made: list[Operation] = []
         self.ids: dict[tuple, Value] = {}  # those of all devices
@@ -126,7 +145,10 @@ class _BlockRewriter:
                 self.new[gradient.before] = Value(self.tables[i].total)
         done = {x for gradient in self.gradients.values() for x in gradient.done}
         done.update(x for lookup in reads.values() for x in lookup.done)
+        hoisted = self._send_early(reads)
         for operation in block.operations:
+            if operation in hoisted:
+                continue
             read = {i: self.views[x] for i, x in enumerate(operation.inputs) if x in self.views}
             self.views |= views_after(operation, self.views)
             if operation in reads:
@@ -189,19 +211,56 @@ class _BlockRewriter:
         self.large += [done] if is_large else []
 
     def _ids(self, lookup: Lookup, number: int, *, back: bool) -> Value:
-        """The ids of all devices; they are sent once for lookups with the same."""
-        table = self.tables[number]
-        num, ids = lookup.num, lookup.ids
-        shape = table.ids_of_all(num, lookup.num_ids // max(num, 1), back)
-        key = number, ids, lookup.kept, shape.shape
+        """The ids of all devices, which are sent here if they have not been."""
+        axes = self.tables[number].axes(back)
+        key = number, lookup.ids, lookup.kept, axes
         if key not in self.ids:
-            self.ids[key] = Value(shape)
-
-            def run(ids: Any) -> Any:
-                return (table.ids(_matrix(ids, lookup), back),)
-
-            self._make("gather ids", lookup.operation, (ids,), (self.ids[key],), run)
+            self._send_ids([(lookup, number)], axes)
         return self.ids[key]
+
+    def _send_ids(self, lookups: Sequence[tuple[Lookup, int]], axes: tuple[str, ...]) -> None:
+        """Send the ids of several lookups, in tables by number, over axes."""
+        outputs = []
+        for lookup, number in lookups:
+            shape = (lookup.num, lookup.num_ids // max(lookup.num, 1))
+            sizes = (self.tools.sizes[axis] for axis in axes)
+            outputs.append(Value(jax.ShapeDtypeStruct((*sizes, *shape), jnp.int32)))
+            self.ids[number, lookup.ids, lookup.kept, axes] = outputs[-1]
+        numbers = [number for _, number in lookups]
+
+        def run(*ids: Any) -> Sequence[Any]:
+            pairs = zip(ids, lookups, strict=True)
+            sent = [self.tables[i].ids(_matrix(x, lookup)) for x, (lookup, i) in pairs]
+            return self.tools.ids_of_all(axes, sent, numbers)
+
+        inputs = [lookup.ids for lookup, _ in lookups]
+        self._make("gather ids", lookups[0][0].operation, inputs, tuple(outputs), run)
+
+    def _send_early(self, reads: Mapping[Operation, Lookup]) -> set[Operation]:
+        """Send the ids of all lookups that cost little to compute from inputs, in one message.
+
+        Returns:
+            The operations that compute them, which come before it.
+        """
+        early, hoisted = [], {}
+        views = dict(self.views)
+        for operation in self.old.operations:
+            views |= views_after(operation, views)
+            if operation not in reads:
+                continue
+            lookup = reads[operation]
+            makers = operations_for(self.old, [lookup.ids], {*self.old.inputs})
+            if not any(map(_must_stay, makers)):
+                early.append((lookup, views[operation.inputs[0]].table))
+                hoisted |= dict.fromkeys(makers)
+        by_axes: dict[tuple[str, ...], dict[tuple, tuple[Lookup, int]]] = {}
+        for lookup, number in early:
+            same = by_axes.setdefault(self.tables[number].axes(False), {})
+            same[number, lookup.ids, lookup.kept] = lookup, number
+        self.made += [x for x in self.old.operations if x in hoisted]
+        for axes, lookups in by_axes.items():
+            self._send_ids([*lookups.values()], axes)
+        return {*hoisted}
 
     def _loop(self, loop: Any, read: Mapping[int, TableView]) -> None:
         """A loop that may read tables, or sum up their gradients."""
@@ -216,7 +275,7 @@ class _BlockRewriter:
             return
         views = {loop.body.inputs[i]: view for i, view in read.items()}
         gradients = {i: inside for i, (_, inside) in sums.items()}
-        body = _BlockRewriter(self.tables, loop.body, views, gradients).rewritten()
+        body = _BlockRewriter(self.tools, loop.body, views, gradients).rewritten()
         inputs, outputs = [*loop.inputs], [*loop.outputs]
         for i, view in read.items():
             inputs[i] = self.shards[view.table]
@@ -240,6 +299,12 @@ class _BlockRewriter:
         equation, caller = operation.equation, operation.caller
         made = Replaced(name, tuple(inputs), outputs, equation, caller=caller, run=run)
         self.made.append(made)
+
+
+def _must_stay(operation: Operation) -> bool:
+    """Whether an operation cannot run earlier, or computes too much for it to pay."""
+    is_barrier = isinstance(operation, Barrier | Loop)
+    return is_barrier or operation.has_effects or is_costly(operation)
 
 
 def _matrix(ids: Any, lookup: Lookup) -> Any:
