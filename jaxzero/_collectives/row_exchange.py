@@ -85,6 +85,8 @@ class RowExchange:
                 rows = (sizes[i] - 1) / sizes[i]
             devices = math.prod(sizes) // sizes[i] if axis == NODE else 1
             ids = 4 * n * k * (sizes[i] - 1) * devices
+            if back and axes == self.axes(back=False):
+                ids = 0  # they have been sent
             found[axis] = ids + int(n * self.row_bytes(dtype) * rows)
         return found
 
@@ -205,7 +207,8 @@ def gather_ids(
     ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...], sizes: Sequence[int]
 ) -> list[Int32[Array, ...]]:
     """The ids `[n, k]` of several lookups, of all devices, `[*sizes, n, k]`, in one message."""
-    of_all = all_gather(jnp.concatenate([x.reshape(-1) for x in ids]), axes, 0)
+    message = jnp.concatenate([x.reshape(-1) for x in ids])
+    of_all = all_gather(message, axes, 0, tuple(x.nbytes for x in ids))
     of_all = of_all.reshape(*sizes, -1)
     stops = [*itertools.accumulate(x.size for x in ids)]
     parts = jnp.split(of_all, stops[:-1], axis=-1)

@@ -31,6 +31,7 @@ from .._collectives import (
 from .._mesh import in_host, microbatch_index
 from .._plan import (
     BlockPlan,
+    MovedRows,
     Plan,
     ShardedParam,
     most_held,
@@ -56,7 +57,7 @@ from .loop_inputs import LeafUpdate
 from .mean_gradients import MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, check_exchanges, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
-from .table_rows import shard_of_table, with_rows
+from .table_rows import with_rows, with_table_shards
 from .wire_state import LocalWireState
 
 # The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,
@@ -119,18 +120,10 @@ def run_on_device(
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
     as_traced, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    is_plain = share_of_loss is None and share_of_gradients is None and microbatches == 1
-    divides = is_plain and traced.shapes[1] is None
-    block, tables = with_rows(as_traced, traced.shapes, parameters, microbatches, comm, divides)
-    parameters = dataclasses.replace(parameters, tables=tables)
-    full = [
-        shard_of_table(stored[i], parameters.leaves[i]) if i in tables else x
-        for i, x in enumerate(full)
-    ]
-    block = _prepared(block, traced.shapes, parameters, specs, microbatches, comm)
-    if comm.node_microbatches is not None:
-        check_exchanges(block)
-    shapes = traced.shapes
+    shapes, is_plain = traced.shapes, share_of_loss is None and share_of_gradients is None
+    block, parameters = with_rows(as_traced, shapes, parameters, microbatches, comm, is_plain)
+    full = with_table_shards(full, stored, parameters)
+    block = _prepared(block, shapes, parameters, specs, microbatches, comm)
     share, not_derived = _share(share_of_loss, block, shapes, parameters)
     share = share if share_of_gradients is None else share_of_gradients
     comm = _with_divisor(comm, share)
@@ -152,19 +145,18 @@ def run_on_device(
     first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
-    plan = _plan_of_step(program, sources, microbatches, comm)
-    plan = dataclasses.replace(plan, rows=tuple(tables.values()))
+    plan = _plan_of_step(program, sources, parameters.tables, microbatches, comm)
     result = Result(None, [], others, wire_state, plan, traced, as_traced)
     if shapes[0] is None:
         return result
     means, residuals = _means(sums, program, parameters, wire_state, microbatches, comm, share)
     made = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
-    made |= {i: x for i, x in wire_state.slices.items() if i in tables}  # as they were
     return dataclasses.replace(
         result,
         loss=means.loss.astype(shapes[0].dtype),
         gradients=means.gradients,
-        wire_state=LocalWireState(made | slices, residuals),
+        # The slices of tables, which are not gathered, stay as they are.
+        wire_state=LocalWireState({**wire_state.slices, **made, **slices}, residuals),
         halves=means.halves,
         updated=updated,
     )
@@ -181,6 +173,7 @@ def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array
 def _plan_of_step(
     program: ProgramPlan,
     sources: Mapping[ShardedParam, EncodedShards],
+    tables: Mapping[int, MovedRows],
     microbatches: int,
     comm: CommSpec,
 ) -> Plan:
@@ -191,6 +184,7 @@ def _plan_of_step(
         at_end=tuple(x.leaf.path for x in program.targets if x.reduce_spec is None),
         slice_bytes=sum(x.nbytes for x in slices),
         microbatches=microbatches,
+        rows=tuple(tables.values()),
         later=program.later,
     )
 
@@ -350,7 +344,10 @@ def _prepared(
     uniform = [value for value, spec in others if split_dim(spec) is None]
     uniform += block.inputs[:first]
     block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
-    return _without_whole_weights(block, shapes, weights, parameters)
+    block = _without_whole_weights(block, shapes, weights, parameters)
+    if comm.node_microbatches is not None:
+        check_exchanges(block)
+    return block
 
 
 def _without_whole_weights(

@@ -6,8 +6,9 @@ for the rows of a step, forward and back, than for the weight and its gradient.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,15 +32,15 @@ from .._program import (
     Table,
     TableOperations,
     Tools,
+    exchange_rows,
     find_tables,
-    with_table_shards,
 )
 from .._sharding import LeafSpec
 from .program_plan import Parameters
 
 # Rows are sent if so many bytes fewer enter a device in a micro-batch: about what it receives
 # inside a node while it launches the collectives of rows beside those of other weights.
-MIN_SAVED_BYTES = 2**22
+_MIN_SAVED_BYTES = 2**22
 # Lookups with more bytes of rows, of all devices, are made one after the other.
 _LARGE = 2**23
 
@@ -51,7 +52,7 @@ def with_rows(
     microbatches: int,
     comm: CommSpec,
     divides: bool,
-) -> tuple[Block, dict[int, MovedRows]]:
+) -> tuple[Block, Parameters]:
     """Let a program exchange rows of tables.
 
     Args:
@@ -60,12 +61,13 @@ def with_rows(
         parameters: the leaves.
         microbatches: how many there are; with several their index is the first input.
         comm: mesh axes, codecs and schedule.
-        divides: whether gradients are to be divided by the number of devices as they are added.
+        divides: whether gradients may be divided by the number of devices as they are added: the
+            program differentiates the loss of a device itself.
 
     Returns:
         The program, of which some inputs are shards of tables, and the outputs that are their
-        gradients shards of the sum over all devices, or of the mean; and these tables, by index of
-        the leaf.
+        gradients shards of the sum over all devices, or of the mean; and the parameters with
+        these tables.
     """
     first = 1 if microbatches > 1 else 0
     values = block.inputs[first : first + len(parameters.leaves)]
@@ -84,28 +86,37 @@ def with_rows(
         rows, weight = _bytes_of_rows(table, exchange), _bytes_of_weight(table, leaf, comm)
         if comm.hpz is not None:  # between nodes, weights are sent once in a step
             weight[NODE] //= microbatches
-        is_less = all(rows[axis] <= weight[axis] for axis in AXES)
-        if is_less and sum(weight.values()) - sum(rows.values()) >= MIN_SAVED_BYTES:
-            is_mean = divides and exchange.sum_dtype == leaf.dtype
+        if _pays(rows, weight):
+            is_mean = divides and microbatches == 1 and shapes[1] is None
+            is_mean &= exchange.sum_dtype == leaf.dtype
             chosen[i] = _operations(leaf, exchange, comm.num_devices if is_mean else None)
             num = sum(x.num * x.trips for x in table.reads)
             moved[i] = MovedRows(leaf.path, leaf.shape, leaf.dtype, num, rows, weight, is_mean)
     if not chosen:
-        return block, {}
+        return block, parameters
 
     def ids_of_all(axes: tuple[str, ...], ids: Sequence[Array], numbers: Sequence[int]) -> Any:
         with labelled("weights", *(moved[i].name for i in numbers)):
             return gather_ids(ids, axes, [comm.sizes[axis] for axis in axes])
 
     tools = Tools(chosen, ids_of_all, comm.sizes)
-    return with_table_shards(block, weights, gradients, tools), moved
+    block = exchange_rows(block, weights, gradients, tools)
+    return block, dataclasses.replace(parameters, tables=moved)
 
 
-def shard_of_table(stored: Array, leaf: LeafSpec) -> Array:
-    """This device's shard of a table, decoded, in device memory."""
-    with labelled("weights", leaf.path):
-        stored = copy_to_device(stored, "weights", leaf.path, windowed=False)
-    return stored if leaf.codec is None else from_stored(stored, leaf).join()
+def with_table_shards(
+    full: Sequence[Array | None], stored: Sequence[Array], parameters: Parameters
+) -> list[Array | None]:
+    """The arrays that the program gets for parameters, of tables their shards.
+
+    These are decoded, and in device memory.
+    """
+    arrays = [*full]
+    for i in parameters.tables:
+        leaf = parameters.leaves[i]
+        shard = copy_to_device(stored[i], "weights", leaf.path, windowed=False)
+        arrays[i] = shard if leaf.codec is None else from_stored(shard, leaf).join()
+    return arrays
 
 
 def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
@@ -127,6 +138,12 @@ def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
         and is_table
         and not any(leaf.other_axes)
     )
+
+
+def _pays(rows: Mapping[str, int], weight: Mapping[str, int]) -> bool:
+    """Whether to send rows, from the bytes that enter a device over each axis."""
+    saved = [weight[axis] - rows[axis] for axis in AXES]
+    return min(saved) >= 0 and sum(saved) >= _MIN_SAVED_BYTES
 
 
 def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> TableOperations:

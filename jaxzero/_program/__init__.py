@@ -44,7 +44,7 @@ from .sink_into_loops import sink_into_loops as sink_into_loops
 from .split_conds import split_conds as split_conds
 from .table_shards import TableOperations as TableOperations
 from .table_shards import Tools as Tools
-from .table_shards import with_table_shards as with_table_shards
+from .table_shards import exchange_rows as exchange_rows
 from .table_uses import Lookup as Lookup
 from .table_uses import Table as Table
 from .table_uses import find_tables as find_tables

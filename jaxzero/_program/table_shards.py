@@ -89,7 +89,7 @@ class Replaced(Operation):
             return list(self.run(*inputs))
 
 
-def with_table_shards(
+def exchange_rows(
     block: Block,
     weights: Mapping[Value, int],
     gradients: Mapping[int, int],
