@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
-from .._mesh import AXES, NODE, program_axes
+from .._mesh import AXES, program_axes
 from .._sharding import DimSharding, pad, unpad
 from .comm_spec import CommSpec, accumulator_dtype
 from .primitives import all_gather, all_to_all, reduce_scatter
@@ -83,11 +83,9 @@ class RowExchange:
             rows = (sizes[i] - 1) * math.prod(sizes[i + 1 :])
             if self.layout.dim != 0 and axis in self.comm.axes:
                 rows = (sizes[i] - 1) / sizes[i]
-            devices = math.prod(sizes) // sizes[i] if axis == NODE else 1
-            ids = 4 * n * k * (sizes[i] - 1) * devices
-            if back and axes == self.axes(back=False):
-                ids = 0  # they have been sent
-            found[axis] = ids + int(n * self.row_bytes(dtype) * rows)
+            found[axis] = int(n * self.row_bytes(dtype) * rows)
+            if not back or axes != self.axes(back=False):  # ids have not been sent yet
+                found[axis] += 4 * n * k * (sizes[i] - 1) * math.prod(sizes[i + 1 :])
         return found
 
     def axes(self, back: bool) -> tuple[str, ...]:
@@ -203,15 +201,15 @@ class RowExchange:
         return ids, is_owned
 
 
-def gather_ids(
-    ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...], sizes: Sequence[int]
-) -> list[Int32[Array, ...]]:
-    """The ids `[n, k]` of several lookups, of all devices, `[*sizes, n, k]`, in one message."""
+def gather_ids(ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...]) -> list[Int32[Array, ...]]:
+    """The ids `[n, k]` of several lookups, of all devices, `[*axes, n, k]`, in one message."""
     message = jnp.concatenate([x.reshape(-1) for x in ids])
-    of_all = all_gather(message, axes, 0, tuple(x.nbytes for x in ids))
-    of_all = of_all.reshape(*sizes, -1)
+    of_all = message.reshape(*[1] * len(axes), -1)
+    for dim, axis in reversed([*enumerate(axes)]):
+        of_all = all_gather(of_all, axis, dim, tuple(x.nbytes for x in ids))
     stops = [*itertools.accumulate(x.size for x in ids)]
     parts = jnp.split(of_all, stops[:-1], axis=-1)
+    sizes = of_all.shape[:-1]
     return [part.reshape(*sizes, *x.shape) for part, x in zip(parts, ids, strict=True)]
 
 

@@ -97,7 +97,7 @@ def with_rows(
 
     def ids_of_all(axes: tuple[str, ...], ids: Sequence[Array], numbers: Sequence[int]) -> Any:
         with labelled("weights", *(moved[i].name for i in numbers)):
-            return gather_ids(ids, axes, [comm.sizes[axis] for axis in axes])
+            return gather_ids(ids, axes)
 
     tools = Tools(chosen, ids_of_all, comm.sizes)
     block = exchange_rows(block, weights, gradients, tools)

@@ -73,7 +73,7 @@ class MovedRows:
             for axis in axes
         )
         array = f"{self.dtype}{list(self.shape)}"
-        return f"rows move: {self.name} {array}, {self.num} rows: {sent}"
+        return f"rows move: {self.name} {array}, {self.num} rows of a device: {sent}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,7 +124,7 @@ MODELS: dict[str, Model] = {
     "cube": _lookup(lambda table, ids: table[ids], (64, 3, 8)),
     "columns": _lookup(lambda table, ids: table[ids], (62, 8)),
     "columns_bag": _lookup(lambda table, ids: table[ids].sum(1), (62, 16)),
-    "padded": _lookup(lambda table, ids: table[ids].sum(1)[:, :, None] * jnp.ones(8), (61, 6)),
+    "padded": dataclasses.replace(_lookup(lambda table, ids: table[ids].sum(1), (61, 6)), width=6),
     "padded_columns": dataclasses.replace(
         _lookup(lambda table, ids: table[ids][..., :8], (7, 12)), high=7
     ),
