@@ -247,3 +247,56 @@ def test_an_embedding_that_is_stored_encoded():
     decoded = {"t": jnp.asarray(zero.unshard(frozen)["t"], jnp.float64)}
     want = jax.value_and_grad(loss)(trained, decoded, batch)
     _equal((value, zero.unshard(grads)), want)
+
+
+@pytest.mark.parametrize("name", ["several", "columns_bag", "scanned"])
+def test_local_steps(name):
+    """Nodes step alone: the devices of a node exchange rows, and none between nodes."""
+    model, lr = MODELS[name], 0.1
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+
+    def descend(params, grads):
+        return jax.tree.map(lambda x, g: x - lr * g, params, grads)
+
+    def step(params, opt_state, batch):
+        loss, grads = zero.value_and_grad(model.loss)(params, batch)
+        return descend(params, grads), opt_state, {"loss": loss}
+
+    params, batch = model.init(jax.random.key(0)), model.batch()
+    rounds = zero.local_steps(step, every=2)
+    batches = jax.tree.map(lambda x: np.stack([x, x[::-1]]), batch)
+    _, metrics = jax.jit(rounds)(rounds.init(zero.shard(params), ()), batches)
+    half = ROWS // 2
+    for node in range(2):
+        alone = params
+        for i in range(2):
+            own = jax.tree.map(lambda x, i=i: x[i, node * half :][:half], batches)
+            loss, grads = jax.value_and_grad(model.loss)(alone, own)
+            alone = descend(alone, grads)
+            _equal(metrics["loss"][i, node], loss)
+
+
+@pytest.mark.parametrize("name", ["several", "scanned", "columns"])
+def test_derivatives_of_gradients(name):
+    model, zero = MODELS[name], jz.Zero(jz.make_mesh(nodes=2))
+    params, batch = model.init(jax.random.key(0)), model.batch()
+    vector = model.init(jax.random.key(1))
+
+    def derivative(step, params, vector):
+        return jax.jvp(lambda p: step(p, batch), (params,), (vector,))
+
+    step = zero.value_and_grad(model.loss)
+    got = jax.jit(lambda p, v: derivative(step, p, v))(zero.shard(params), zero.shard(vector))
+    want = derivative(jax.value_and_grad(model.loss), params, vector)
+    _equal(zero.unshard(got[0][1]), want[0][1])
+    _equal((got[1][0], zero.unshard(got[1][1])), want[1])
+
+
+def test_ensembles():
+    model, zero = MODELS["several"], jz.Zero(jz.make_mesh(nodes=2))
+    members = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 2))
+    batch = jax.tree.map(lambda x: np.stack([x, x[::-1]]), model.batch())
+    params = jax.vmap(zero.shard)(members)
+    loss, grads = jax.jit(jax.vmap(zero.value_and_grad(model.loss)))(params, batch)
+    want = jax.vmap(jax.value_and_grad(model.loss))(members, batch)
+    _equal((loss, jax.vmap(zero.unshard)(grads)), want)
