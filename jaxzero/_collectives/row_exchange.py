@@ -76,7 +76,8 @@ class RowExchange:
             dtype: that rows are sent in.
             back: of cotangents, which all devices get; of rows that are read otherwise.
         """
-        found, axes = dict.fromkeys(AXES, 0), self.axes(back)
+        found: dict[str, int] = dict.fromkeys(AXES, 0)
+        axes = self.axes(back)
         sizes = [self.comm.sizes[axis] for axis in axes]
         for i, axis in enumerate(axes):
             # What the axes after this one bring is sent over it too.

@@ -175,7 +175,7 @@ def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> T
 
 def _bytes_of_rows(table: Table, exchange: RowExchange) -> dict[str, int]:
     """Bytes that enter a device over each axis in a micro-batch, if rows are sent."""
-    total = dict.fromkeys(AXES, 0)
+    total: dict[str, int] = dict.fromkeys(AXES, 0)
     for lookups, back in ((table.reads, False), (table.adds, True)):
         for x in lookups:
             num = x.num, x.num_ids // max(x.num, 1), x.dtypes[-1]

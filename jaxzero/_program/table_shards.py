@@ -10,6 +10,7 @@ What is done on a device is given (`TableOperations`); this module says where.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -193,15 +194,18 @@ class _BlockRewriter:
         num, last = len(starts), len(starts) + 2 * len(adds)
 
         def run(*arrays: Any) -> Any:
-            total = sum(arrays[1:num], arrays[0]) if num else _zeros(table.total)
-            waits = [_waiting(arrays[last : len(arrays) - 1]), _waiting(arrays[last:])]
+            sums = arrays[:num] or (_zeros(table.total),)
+            total = functools.reduce(jnp.add, sums)
+            before = [*arrays[last:]]  # elements of what is known once rows have been added
             for lookup, i in zip(adds, range(num, last, 2), strict=True):
                 rows = _cast(arrays[i + 1], lookup.dtypes)
                 batch = [dim for dim in range(rows.ndim) if dim not in lookup.rows]
                 rows = lax.transpose(rows, [*batch, *lookup.rows])
                 rows = rows.reshape(lookup.num, *rows.shape[len(batch) :])
+                waits = [_waiting(before[-2:-1]), _waiting(before[-1:])]
                 total = table.add(total, arrays[i], rows, lookup, waits)
-            return total, lax.slice(total, [0] * total.ndim, [1] * total.ndim).reshape(1)
+                before += [_first_element(total)] if is_large else []
+            return total, _first_element(total)
 
         pairs = [(self._ids(x, number, back=True), x.array) for x in adds]
         inputs = (*starts, *(x for pair in pairs for x in pair), *waits_for)
@@ -337,6 +341,10 @@ def _without(barrier: Barrier, positions: Mapping[int, Any]) -> list[Operation]:
         return []
     inputs, outputs = ([x[i] for i in kept] for x in (barrier.inputs, barrier.outputs))
     return [dataclasses.replace(barrier, inputs=tuple(inputs), outputs=tuple(outputs))]
+
+
+def _first_element(x: Any) -> Any:
+    return lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(1)
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> Any:

@@ -238,7 +238,8 @@ def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient 
     """Follow a sum of rows from its result to what is added up; None if there is more in it."""
     counts = Counter(x for operation in block.operations for x in operation.inputs)
     counts.update(block.outputs)
-    found, pending = TableGradient(root, before), [root]
+    found = TableGradient(root, before)
+    pending: list[Any] = [root]
     is_carried = before is None
     while pending:
         atom = pending.pop()

@@ -52,6 +52,11 @@ def test_models(name):
     _check(MODELS[name], jz.Zero(jz.make_mesh(nodes=2)))
 
 
+def _some(*names: str) -> list:
+    """The model with all kinds of lookups, and others in `make test-exhaustive`."""
+    return ["several", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in names)]
+
+
 EXACT = {"min_quantized_size": 2**20}  # no array is large enough to be encoded
 CONFIGS = {
     "hpz": jz.zero3(hpz=jz.HpZ()),
@@ -61,7 +66,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["several", "columns_bag", "scanned"])
+@pytest.mark.parametrize("name", _some("columns_bag", "scanned"))
 @pytest.mark.parametrize("config", CONFIGS)
 def test_configs(config, name):
     _check(MODELS[name], jz.Zero(jz.make_mesh(nodes=2), CONFIGS[config]))
@@ -78,19 +83,19 @@ def test_codecs_of_weights_and_gradients_leave_rows_alone():
 MESHES = {
     "one node": lambda: jz.make_mesh(nodes=1),
     "nodes of one": lambda: jz.make_mesh(nodes=8),
-    "six devices": lambda: jz.make_mesh(nodes=2, devices=jax.devices()[:4]),
+    "four devices": lambda: jz.make_mesh(nodes=2, devices=jax.devices()[:4]),
     "explicit": lambda: jz.make_mesh(nodes=2, axis_type=AxisType.Explicit),
     "simulated": lambda: jz.make_mesh(nodes=2, simulate=8),
 }
 
 
-@pytest.mark.parametrize("name", ["several", "columns", "scanned"])
+@pytest.mark.parametrize("name", _some("columns", "scanned"))
 @pytest.mark.parametrize("mesh", MESHES)
 def test_meshes(mesh, name):
     _check(MODELS[name], jz.Zero(MESHES[mesh]()))
 
 
-@pytest.mark.parametrize("name", ["several", "columns_bag", "checkpointed", "scanned"])
+@pytest.mark.parametrize("name", _some("columns_bag", "checkpointed", "scanned"))
 @pytest.mark.parametrize("config", [jz.zero3(), jz.zero3(hpz=jz.HpZ())])
 def test_microbatches(name, config):
     _check(MODELS[name], jz.Zero(jz.make_mesh(nodes=2), config), microbatches=2)
@@ -249,7 +254,7 @@ def test_an_embedding_that_is_stored_encoded():
     _equal((value, zero.unshard(grads)), want)
 
 
-@pytest.mark.parametrize("name", ["several", "columns_bag", "scanned"])
+@pytest.mark.parametrize("name", _some("columns_bag", "scanned"))
 def test_local_steps(name):
     """Nodes step alone: the devices of a node exchange rows, and none between nodes."""
     model, lr = MODELS[name], 0.1
@@ -270,13 +275,13 @@ def test_local_steps(name):
     for node in range(2):
         alone = params
         for i in range(2):
-            own = jax.tree.map(lambda x, i=i: x[i, node * half :][:half], batches)
+            own = jax.tree.map(lambda x, i=i, node=node: x[i, node * half :][:half], batches)
             loss, grads = jax.value_and_grad(model.loss)(alone, own)
             alone = descend(alone, grads)
             _equal(metrics["loss"][i, node], loss)
 
 
-@pytest.mark.parametrize("name", ["several", "scanned", "columns"])
+@pytest.mark.parametrize("name", _some("scanned", "columns"))
 def test_derivatives_of_gradients(name):
     model, zero = MODELS[name], jz.Zero(jz.make_mesh(nodes=2))
     params, batch = model.init(jax.random.key(0)), model.batch()
