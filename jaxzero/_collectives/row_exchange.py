@@ -127,8 +127,7 @@ class RowExchange:
         axes, lead = self.axes(back=False), len(self.axes(back=False))
         local, is_owned = self._owned(wait(ids_of_all), fill is None)
         rows = shard.at[local].get(mode="clip", wrap_negative_indices=False)
-        for dtype in dtypes:
-            rows = rows.astype(dtype)
+        rows = _cast(rows, dtypes)
         rows = jnp.where(_like(is_owned, rows), rows, jnp.zeros((), rows.dtype))
         rows = rows.sum(lead + 1) if ids.shape[1] > 1 else jnp.squeeze(rows, lead + 1)
         sent: Any = None
@@ -145,7 +144,7 @@ class RowExchange:
         if fill is not None:
             own = self.int32(ids)
             num = _like(((own < 0) | (own == self.shape[0])).sum(1), rows)
-            filled = num.astype(rows.dtype) * jnp.asarray(fill, rows.dtype)
+            filled = num.astype(rows.dtype) * _cast(jnp.asarray(fill, self.dtype), dtypes)
             rows += jnp.where(num > 0, filled, jnp.zeros((), rows.dtype))
         return rows, lax.slice(sent, [0] * sent.ndim, [1] * sent.ndim).reshape(1)
 
@@ -212,6 +211,12 @@ def gather_ids(ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...]) -> list[
     parts = jnp.split(of_all, stops[:-1], axis=-1)
     sizes = of_all.shape[:-1]
     return [part.reshape(*sizes, *x.shape) for part, x in zip(parts, ids, strict=True)]
+
+
+def _cast(x: Any, dtypes: Sequence[Any]) -> Any:
+    for dtype in dtypes:
+        x = x.astype(dtype)
+    return x
 
 
 def _like(mask: Shaped[Array, ...], rows: Shaped[Array, ...]) -> Shaped[Array, ...]:

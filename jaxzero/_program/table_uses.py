@@ -360,6 +360,7 @@ def _takes_rows(operation: Operation) -> bool:
     numbers = params["dimension_numbers"]
     return (
         isinstance(table, Value)
+        and 0 not in operation.inputs[1].shape
         and _is_first(numbers.collapsed_slice_dims)
         and _is_first(numbers.start_index_map)
         and not numbers.operand_batching_dims
@@ -377,6 +378,7 @@ def _adds_rows(operation: Operation) -> bool:
     return (
         isinstance(ids, Value)
         and isinstance(rows, Value)
+        and 0 not in ids.shape
         and _is_first(numbers.inserted_window_dims)
         and _is_first(numbers.scatter_dims_to_operand_dims)
         and not numbers.operand_batching_dims

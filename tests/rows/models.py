@@ -94,6 +94,17 @@ def _several(params: Any, batch: Any) -> Any:
     return head(params, rows, batch["x"]) + 0.1 * jnp.mean(params["t"][jnp.arange(5)] ** 3)
 
 
+def _rounded(params: Any, batch: Any) -> Any:
+    """Filled with a number that 16 bits round, and summed up in another dtype."""
+    rows = params["t"].at[batch["ids"]].get(mode="fill", fill_value=1 / 3)
+    rows = rows.astype(jnp.bfloat16).astype(params["w"].dtype)
+    return head(params, rows.sum(1), batch["x"])
+
+
+def _no_ids(params: Any, batch: Any) -> Any:
+    return _tied(params, batch) + jnp.sum(params["u"][batch["ids"][:, :0]])
+
+
 def _tied(params: Any, batch: Any) -> Any:
     rows = params["t"][batch["ids"]].sum(1)
     return head(params, rows, batch["x"]) + jnp.mean(jnp.sin(rows @ params["t"].T))
@@ -134,6 +145,8 @@ MODELS: dict[str, Model] = {
     "scanned": Model(_scanned, {"t": (64, 8)}, ("t",)),
     "checkpointed": Model(_checkpointed, {"t": (64, 8)}, ("t",)),
     "tied": Model(_tied, {"t": (64, 8)}, ()),
+    "rounded": Model(_rounded, {"t": (64, 8)}, ("t",), high=90),
+    "no_ids": Model(_no_ids, {"t": (64, 8), "u": (64, 8)}, ()),
     "one_hot": Model(_one_hot, {"t": (64, 8)}, ()),
     "mixed": Model(_mixed, {"t": (64, 8), "u": (64, 8)}, ("t", "u")),
 }
