@@ -108,6 +108,7 @@ def _from_both_ends(params, ids):
         {"config": jz.ZeroConfig(stage=2)},
         {"config": jz.ZeroConfig(schedule=jz.CommSchedule(deterministic="mesh"))},
         {"halves": True},
+        {"shares": (2, 1), "microbatches": 2},
     ],
     ids=["small", "many", "loop", "branch", "multiplied", "reversed", "stage", "mesh", "halves"],
 )
