@@ -110,7 +110,7 @@ def _from_both_ends(params, ids):
         {"halves": True},
         {"shares": (2, 1), "microbatches": 2},
     ],
-    ids=["small", "many", "loop", "branch", "multiplied", "reversed", "stage", "mesh", "halves"],
+    ids=lambda case: "-".join(f"{k}={getattr(v, '__name__', k)}" for k, v in case.items()),
 )
 def test_tables_that_are_gathered(case):
     assert _plan().rows
