@@ -31,6 +31,7 @@ from .._collectives import (
 from .._mesh import in_host, microbatch_index
 from .._plan import (
     BlockPlan,
+    MovedRows,
     Plan,
     ShardedParam,
     most_held,
@@ -56,6 +57,7 @@ from .loop_inputs import LeafUpdate
 from .mean_gradients import MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, check_exchanges, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
+from .table_rows import with_rows, with_table_shards
 from .wire_state import LocalWireState
 
 # The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,
@@ -117,11 +119,11 @@ def run_on_device(
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
-    traces = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    block, traced, as_traced = traces
-    if comm.node_microbatches is not None:
-        check_exchanges(block)
-    shapes = traced.shapes
+    as_traced, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
+    shapes, is_plain = traced.shapes, share_of_loss is None and share_of_gradients is None
+    block, parameters = with_rows(as_traced, shapes, parameters, microbatches, comm, is_plain)
+    full = with_table_shards(full, stored, parameters)
+    block = _prepared(block, shapes, parameters, specs, microbatches, comm)
     share, not_derived = _share(share_of_loss, block, shapes, parameters)
     share = share if share_of_gradients is None else share_of_gradients
     comm = _with_divisor(comm, share)
@@ -143,7 +145,7 @@ def run_on_device(
     first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
-    plan = _plan_of_step(program, sources, microbatches, comm)
+    plan = _plan_of_step(program, sources, parameters.tables, microbatches, comm)
     result = Result(None, [], others, wire_state, plan, traced, as_traced)
     if shapes[0] is None:
         return result
@@ -153,7 +155,8 @@ def run_on_device(
         result,
         loss=means.loss.astype(shapes[0].dtype),
         gradients=means.gradients,
-        wire_state=LocalWireState(made | slices, residuals),
+        # The slices of tables, which are not gathered, stay as they are.
+        wire_state=LocalWireState({**wire_state.slices, **made, **slices}, residuals),
         halves=means.halves,
         updated=updated,
     )
@@ -170,6 +173,7 @@ def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array
 def _plan_of_step(
     program: ProgramPlan,
     sources: Mapping[ShardedParam, EncodedShards],
+    tables: Mapping[int, MovedRows],
     microbatches: int,
     comm: CommSpec,
 ) -> Plan:
@@ -180,6 +184,7 @@ def _plan_of_step(
         at_end=tuple(x.leaf.path for x in program.targets if x.reduce_spec is None),
         slice_bytes=sum(x.nbytes for x in slices),
         microbatches=microbatches,
+        rows=tuple(tables.values()),
         later=program.later,
     )
 
@@ -289,12 +294,8 @@ def _trace(
     specs: Sequence[Any],
     microbatches: int,
     comm: CommSpec,
-) -> tuple[Block, OpenProgram, Block]:
-    """Trace one micro-batch on the shapes of the full parameters; nothing is gathered.
-
-    Returns:
-        The block to plan, the trace that it is made of, and the block that is the trace unchanged.
-    """
+) -> tuple[Block, OpenProgram]:
+    """Trace one micro-batch on the shapes of the full parameters; nothing is gathered."""
     full = []
     avals: dict[Any, Any] = {}  # layers of an unrolled program have equal ones
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):
@@ -324,16 +325,29 @@ def _trace(
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
-    as_traced, program = trace(function, *index, *full, *rows)
-    block = as_traced
-    values = block.inputs[len(index) : len(index) + len(stored)]
-    weights = {i: x for i, x in enumerate(values) if parameters.weight_layout(i)}
-    others = zip(block.inputs[len(index) + len(stored) :], specs, strict=True)
+    return trace(function, *index, *full, *rows)
+
+
+def _prepared(
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    specs: Sequence[Any],
+    microbatches: int,
+    comm: CommSpec,
+) -> Block:
+    """A program to plan: conds as branches, loops that scan stacks, weights where they are used."""
+    first = 1 if microbatches > 1 else 0
+    last = first + len(parameters.leaves)
+    weights = {i: x for i, x in enumerate(block.inputs[first:last]) if parameters.weight_layout(i)}
+    others = zip(block.inputs[last:], specs, strict=True)
     uniform = [value for value, spec in others if split_dim(spec) is None]
-    uniform += block.inputs[: len(index)]
+    uniform += block.inputs[:first]
     block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
-    block = _without_whole_weights(block, program.shapes, weights, parameters)
-    return block, program, as_traced
+    block = _without_whole_weights(block, shapes, weights, parameters)
+    if comm.node_microbatches is not None:
+        check_exchanges(block)
+    return block
 
 
 def _without_whole_weights(

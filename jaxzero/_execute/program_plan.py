@@ -18,6 +18,7 @@ from .._mesh import HOST, LOCAL, NODE, REDUCTION_HOPS
 from .._plan import (
     BlockPlan,
     BlockUses,
+    MovedRows,
     ShardedParam,
     View,
     cut_last_updates,
@@ -47,9 +48,13 @@ class Parameters:
     num_shards: int = 1  # that a sharded leaf is split into
     exact: frozenset[int] = frozenset()  # indices of those that no codec of the config encodes
     offload: Offload | None = None
+    moves_rows: bool = True  # whether rows of tables may be sent in place of tables
+    # Those of which rows are sent, by index.
+    tables: Mapping[int, MovedRows] = dataclasses.field(default_factory=dict)
 
     def weight_layout(self, i: int) -> DimSharding | None:
-        return self.leaves[i].layout if self.weights_split else None
+        """How the program gets leaf `i` as a weight to gather; None if it does not."""
+        return self.leaves[i].layout if self.weights_split and i not in self.tables else None
 
     def has_host_gradient(self, i: int) -> bool:
         """Whether the gradient of leaf `i` goes to host memory."""
@@ -274,6 +279,12 @@ def _targets(
     sum_nodes_once |= comm.node_microbatches is not None
     for i in parameters.differentiated:
         leaf, stored = parameters.leaves[i], parameters.gradient_layout(i)
+        if i in parameters.tables:
+            assert stored is not None
+            spec = ReduceSpec(leaf.path, leaf.shape, leaf.dtype, stored)
+            target = GradientTarget(leaf, stored, spec, leaf.layer_size, is_summed=True)
+            targets.append(dataclasses.replace(target, is_mean=parameters.tables[i].is_mean))
+            continue
         layout = weights[i].layout if i in weights else stored
         reduce_spec = None
         if layout is not None:
@@ -302,7 +313,7 @@ def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[Reduce
     num_before = len(jax.tree.leaves((loss, weight)))
     return [
         *[None] * num_before,
-        *[target.reduce_spec for target in targets],
+        *[None if target.is_summed else target.reduce_spec for target in targets],
         *[None] * len(others),
     ]
 
@@ -324,7 +335,9 @@ def _with_means(
     )
     pairs = zip(_outputs(shapes, targets), targets, strict=True)
     means = top.mean_outputs
-    return top, [dataclasses.replace(target, is_mean=k in means) for k, target in pairs]
+    return top, [
+        dataclasses.replace(target, is_mean=target.is_mean or k in means) for k, target in pairs
+    ]
 
 
 def _final_gradients(

@@ -95,7 +95,7 @@ def run_on_stage(
     on_stage = map(_on_stage, leaves, stored, is_stack)
     result = run_on_device(
         staged,
-        dataclasses.replace(parameters, leaves=tuple(on_stage)),
+        dataclasses.replace(parameters, leaves=tuple(on_stage), moves_rows=False),
         whole,
         wire_state,
         given,
