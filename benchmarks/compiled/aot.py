@@ -92,6 +92,7 @@ def main(
     durations: bool = False,
     form: Literal["plain", "linen"] = "plain",
     microbatches: int = 1,
+    frozen: int = 0,
     resume: bool = False,
     keep_hlo: Path | None = None,
 ) -> None:
@@ -112,6 +113,8 @@ def main(
         form: how the model is written: as `_llama`, or in Flax Linen (scanned and dense only).
         microbatches: that the rows of a device are cut into (jaxzero's variants only); with
             `pipeline`, of which each node is a stage, between one and 2 S - 1 are in flight.
+        frozen: layers of a plain scanned decoder that `zero.freeze` freezes, with the embedding
+            (jaxzero's variants only); rows are those of `aot_frozen`.
         resume: leave out programs that have a row of the same code and version of JAX.
         keep_hlo: a folder for the compiled programs.
 
@@ -128,6 +131,7 @@ def main(
     written = in_form(model, form)
     rows, size = batch or written.rows, tokens or written.size
     run = dict(nodes=nodes, local=local, batch=rows, tokens=size, microbatches=microbatches)
+    run |= {"frozen": frozen} if frozen else {}
     for variant in variants:
         ours = not variant.startswith("gspmd")
         step = {
@@ -142,7 +146,7 @@ def main(
         missing = [each for each in programs if not (resume and _has_row(each))]
         if not missing:
             continue
-        args = variant, written, mesh, written.batch(rows, size), schedule, microbatches
+        args = variant, written, mesh, written.batch(rows, size), schedule, microbatches, frozen
         lowered, lower_seconds = _timed("lower", lambda args=args: lowered_step(*args))
         for program in missing:
             chosen = OPTION_SETS[program["option_set"]]
@@ -153,7 +157,7 @@ def main(
             if keep_hlo is not None:
                 _keep(keep_hlo / f"{model}_{variant}_{program['option_set']}.hlo", text)
             append_row(
-                "aot",
+                "aot_frozen" if frozen else "aot",
                 {
                     **program,
                     "parameters": written.num_parameters,
@@ -178,7 +182,7 @@ def _has_row(program: dict[str, Any]) -> bool:
         wanted <= row["results"].items()
         and row["versions"]["jax"] == jax.__version__
         and is_current(row, *_CODE[program["variant"].startswith("gspmd") :])
-        for row in read_rows("aot")
+        for row in read_rows("aot_frozen" if "frozen" in program else "aot")
     )
 
 
@@ -212,6 +216,7 @@ def lowered_step(
     batch: Any,
     schedule: jz.CommSchedule,
     microbatches: int = 1,
+    num_frozen: int = 0,
 ) -> Any:
     """One step's loss and gradients, split as the parameters are."""
     if variant.startswith("gspmd"):
@@ -229,7 +234,11 @@ def lowered_step(
     state = {}
     if config.needs_wire_state:
         state["wire_state"] = jax.eval_shape(zero.init_wire_state, params)
-    step = zero.value_and_grad(model.per_device or model.loss, microbatches=microbatches)
+    loss = model.per_device or model.loss
+    if num_frozen:
+        freezing = zero.freeze(params, num_frozen, layers="layers", before="embedding")
+        loss, (params, *frozen) = freezing.wrap(loss), freezing.split(params)
+    step = zero.value_and_grad(loss, microbatches=microbatches)
     return jax.jit(step).lower(params, *frozen, batch, **state)
 
 

@@ -15,6 +15,14 @@ from jaxtyping import Array
 from . import _linen_llama, _llama
 from ._convolutions import ResNet, UNet, init_resnet, init_unet, resnet_loss, unet_loss
 from ._llama import LlamaSize
+from ._recommenders import (
+    Recommender,
+    TwoTower,
+    init_recommender,
+    init_two_tower,
+    recommender_loss,
+    two_tower_loss,
+)
 from ._transformers import (
     CLIP,
     GPT2,
@@ -39,15 +47,21 @@ LlamaName = Literal[
     "mixtral",
     "mamba",
     "gemma",
+    "gemma-untied",
     "70b",
     "70b-unrolled",
     "tiny",
     "tiny-unrolled",
 ]
-ModelName = Literal[LlamaName, "lora", "gpt2", "t5", "clip", "unet", "resnet"]
+ModelName = Literal[
+    LlamaName, "lora", "gpt2", "t5", "clip", "unet", "resnet", "recommender", "two-tower"
+]
 
 _LARGE = LlamaSize(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
 _TINY_LLAMA = LlamaSize(layers=22, width=2048, hidden=5632, kv_heads=4)
+_GEMMA = LlamaSize(
+    layers=18, width=2048, hidden=16384, heads=8, kv_heads=1, vocabulary=256000, tied=True
+)
 _TINY = LlamaSize(layers=4, width=256, hidden=512, heads=4, vocabulary=512)
 SIZES: dict[LlamaName, LlamaSize] = {
     "7b": LlamaSize(),
@@ -57,9 +71,8 @@ SIZES: dict[LlamaName, LlamaSize] = {
     "moe": LlamaSize(layers=16, width=2048, hidden=4096, heads=16, kv_heads=4, experts=8),
     "mixtral": LlamaSize(hidden=14336, kv_heads=8, experts=8),
     "mamba": LlamaSize(layers=64, width=2560, hidden=5120, vocabulary=50280, state=16),
-    "gemma": LlamaSize(
-        layers=18, width=2048, hidden=16384, heads=8, kv_heads=1, vocabulary=256000, tied=True
-    ),
+    "gemma": _GEMMA,
+    "gemma-untied": dataclasses.replace(_GEMMA, tied=False),
     "70b": _LARGE,
     "70b-unrolled": dataclasses.replace(_LARGE, unrolled=True),
     "tiny": _TINY,
@@ -125,6 +138,7 @@ _LLAMAS: dict[LlamaName, str] = {
     "mixtral": "Mixtral 8x7B, scanned",
     "mamba": "Mamba-2.8B, scanned",
     "gemma": "Gemma-2B, tied 256k vocabulary, scanned",
+    "gemma-untied": "Gemma-2B, untied 256k vocabulary, scanned",
     "70b": "Llama-70B, scanned",
     "70b-unrolled": "Llama-70B, unrolled",
     "tiny": "tiny, scanned",
@@ -149,6 +163,19 @@ def _noisy(rows: int, size: int) -> Batch:
 
 def _labelled(rows: int, size: int) -> Batch:
     return {"images": _images(rows, size), "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+
+
+def _clicks(rows: int, size: int) -> Batch:
+    return {
+        "dense": jax.ShapeDtypeStruct((rows, size), jnp.float32),
+        "ids": _tokens(rows, Recommender().tables),
+        "clicks": jax.ShapeDtypeStruct((rows,), jnp.float32),
+    }
+
+
+def _seen(rows: int, size: int) -> Batch:
+    ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    return {"users": ids, "items": ids, "seen": _tokens(rows, size)}
 
 
 def _gathered(x: Array) -> Array:
@@ -207,6 +234,25 @@ MODELS: dict[ModelName, Model] = {
         rows=1024,
         size=224,
         rows_of="{rows} images of {size} x {size}",
+    ),
+    "recommender": Model(
+        label="recommender, 8 tables of 2M x 128",
+        init=functools.partial(init_recommender, Recommender()),
+        loss=functools.partial(recommender_loss, Recommender()),
+        batch=_clicks,
+        rows=65536,
+        size=Recommender().dense,
+        rows_of="{rows} rows, {size} numbers and 8 ids",
+    ),
+    "two-tower": Model(
+        label="two towers, 8M users and 4M items x 128",
+        init=functools.partial(init_two_tower, TwoTower()),
+        loss=functools.partial(two_tower_loss, TwoTower()),
+        per_device=functools.partial(two_tower_loss, TwoTower(), gather=_gathered),
+        batch=_seen,
+        rows=8192,
+        size=TwoTower().seen,
+        rows_of="{rows} users with {size} items",
     ),
 }
 

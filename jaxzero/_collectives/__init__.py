@@ -51,5 +51,7 @@ from .reductions import ReduceBucket as ReduceBucket
 from .reductions import reduce_gradient as reduce_gradient
 from .reductions import reduce_next_axis as reduce_next_axis
 from .reductions import start_reduction as start_reduction
+from .row_exchange import RowExchange as RowExchange
+from .row_exchange import gather_ids as gather_ids
 from .tree_sums import check_tree as check_tree
 from .tree_sums import sum_over_devices as sum_over_devices

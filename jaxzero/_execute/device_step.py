@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from .._activations import Chosen, Residual, choose_activations
+from .._activations import Chosen, choose_activations
 from .._collectives import (
     CommSpec,
     EncodedShards,
@@ -32,6 +32,7 @@ from .._collectives import (
 from .._mesh import in_host, microbatch_index
 from .._plan import (
     BlockPlan,
+    MovedRows,
     Plan,
     ShardedParam,
     most_held,
@@ -49,7 +50,7 @@ from .._program import (
     trace,
     values_made_of,
 )
-from .._sharding import Activations, split_dim
+from .._sharding import split_dim
 from .._simigrad import GradientHalves
 from .block import run_block
 from .gather_sources import gather_source, kept_slice, next_slice
@@ -57,6 +58,7 @@ from .loop_inputs import LeafUpdate
 from .mean_gradients import MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, check_exchanges, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
+from .table_rows import with_rows, with_table_shards
 from .wire_state import LocalWireState
 
 # The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,
@@ -93,8 +95,6 @@ def run_on_device(
     updates: Mapping[int, LeafUpdate] | None = None,
     share_of_loss: Array | float | None = None,
     share_of_gradients: float | None = None,
-    activations: Activations | None = None,
-    num_combined: int = 0,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
 
@@ -113,8 +113,6 @@ def run_on_device(
             sum over devices and micro-batches is the mean; given to it as one more input. None: it
             differentiates the loss itself.
         share_of_gradients: what `flat` has multiplied the gradients by, and not the loss.
-        activations: what forward keeps for backward.
-        num_combined: how many of the last outputs of `flat` are gradients too.
     """
     updates = updates or {}
     comm = _with_loop_limit(comm)
@@ -122,15 +120,16 @@ def run_on_device(
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
-    traces = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    block, traced, as_traced = traces
-    chosen = _choose(block, traced.shapes, parameters, microbatches, activations, num_combined)
-    block, shapes = chosen.block, traced.shapes
-    share, not_derived = _share(share_of_loss, block, shapes, parameters)
-    share = share_of_gradients or share
-    comm = _with_divisor(comm, share)
+    as_traced, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
+    shapes, is_plain = traced.shapes, share_of_loss is None and share_of_gradients is None
+    block, parameters = with_rows(as_traced, shapes, parameters, microbatches, comm, is_plain)
+    full = with_table_shards(full, stored, parameters)
+    block = _prepared(block, shapes, parameters, specs, microbatches, comm)
+    chosen = _choose(block, shapes, parameters, microbatches)
+    share, not_derived = _share(share_of_loss, chosen.block, shapes, parameters)
+    comm = _with_divisor(comm, share := share_of_gradients or share)
     program = plan_program(
-        block, shapes, parameters, wire_state, microbatches, comm, updates, not_derived
+        chosen.block, shapes, parameters, wire_state, microbatches, comm, updates, not_derived
     )
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
@@ -147,7 +146,7 @@ def run_on_device(
     first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
-    plan = _plan_of_step(program, sources, chosen.residuals, microbatches, comm)
+    plan = _plan_of_step(program, sources, parameters.tables, chosen, microbatches, comm)
     result = Result(None, [], others, wire_state, plan, traced, as_traced)
     if shapes[0] is None:
         return result
@@ -157,7 +156,8 @@ def run_on_device(
         result,
         loss=means.loss.astype(shapes[0].dtype),
         gradients=means.gradients,
-        wire_state=LocalWireState(made | slices, residuals),
+        # The slices of tables, which are not gathered, stay as they are.
+        wire_state=LocalWireState({**wire_state.slices, **made, **slices}, residuals),
         halves=means.halves,
         updated=updated,
     )
@@ -168,20 +168,18 @@ def _choose(
     shapes: Any,
     parameters: Parameters,
     microbatches: int,
-    activations: Activations | None,
-    num_combined: int,
 ) -> Chosen:
-    """Choose what forward keeps for backward; arguments are those of `run_on_device`."""
+    """Choose what forward keeps for backward."""
     if shapes[0] is None:
-        return Chosen(block, 0, [])
+        return Chosen(block, [])
     first = 1 if microbatches > 1 else 0
     leaves = block.inputs[first : first + len(parameters.leaves)]
     weights = [x for i, x in enumerate(leaves) if parameters.weight_layout(i)]
     gradients = len(jax.tree.leaves(shapes[:2]))
     others = gradients + len(parameters.differentiated)
-    end = len(block.outputs) - num_combined
+    end = len(block.outputs) - len(parameters.exact)
     results = [*block.outputs[:gradients], *block.outputs[others:end]]
-    return choose_activations(block, weights, results, activations)
+    return choose_activations(block, weights, results, parameters.activations)
 
 
 def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array | None]:
@@ -195,7 +193,8 @@ def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array
 def _plan_of_step(
     program: ProgramPlan,
     sources: Mapping[ShardedParam, EncodedShards],
-    kept: tuple[Residual, ...],
+    tables: Mapping[int, MovedRows],
+    chosen: Chosen,
     microbatches: int,
     comm: CommSpec,
 ) -> Plan:
@@ -206,8 +205,9 @@ def _plan_of_step(
         at_end=tuple(x.leaf.path for x in program.targets if x.reduce_spec is None),
         slice_bytes=sum(x.nbytes for x in slices),
         microbatches=microbatches,
+        rows=tuple(tables.values()),
         later=program.later,
-        residuals=kept,
+        residuals=chosen.residuals,
     )
 
 
@@ -316,12 +316,8 @@ def _trace(
     specs: Sequence[Any],
     microbatches: int,
     comm: CommSpec,
-) -> tuple[Block, OpenProgram, Block]:
-    """Trace one micro-batch on the shapes of the full parameters; nothing is gathered.
-
-    Returns:
-        The block to plan, the trace that it is made of, and the block that is the trace unchanged.
-    """
+) -> tuple[Block, OpenProgram]:
+    """Trace one micro-batch on the shapes of the full parameters; nothing is gathered."""
     full = []
     avals: dict[Any, Any] = {}  # layers of an unrolled program have equal ones
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):
@@ -351,18 +347,29 @@ def _trace(
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
-    as_traced, program = trace(function, *index, *full, *rows)
-    block = as_traced
-    values = block.inputs[len(index) : len(index) + len(stored)]
-    weights = {i: x for i, x in enumerate(values) if parameters.weight_layout(i)}
-    others = zip(block.inputs[len(index) + len(stored) :], specs, strict=True)
+    return trace(function, *index, *full, *rows)
+
+
+def _prepared(
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    specs: Sequence[Any],
+    microbatches: int,
+    comm: CommSpec,
+) -> Block:
+    """A program to plan: conds as branches, loops that scan stacks, weights where they are used."""
+    first = 1 if microbatches > 1 else 0
+    last = first + len(parameters.leaves)
+    weights = {i: x for i, x in enumerate(block.inputs[first:last]) if parameters.weight_layout(i)}
+    others = zip(block.inputs[last:], specs, strict=True)
     uniform = [value for value, spec in others if split_dim(spec) is None]
-    uniform += block.inputs[: len(index)]
+    uniform += block.inputs[:first]
     block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
-    block = _without_whole_weights(block, program.shapes, weights, parameters)
+    block = _without_whole_weights(block, shapes, weights, parameters)
     if comm.node_microbatches is not None:
         check_exchanges(block)
-    return block, program, as_traced
+    return block
 
 
 def _without_whole_weights(

@@ -62,6 +62,7 @@ class GradientTarget:
     reduce_spec: ReduceSpec | None  # the reduction inside the program; None if there is none
     size: int  # elements of the leaf, or of one layer if the program scans it
     is_mean: bool = False  # whether the program leaves the mean, in the dtype of the leaf
+    is_summed: bool = False  # whether operations of the program sum it over devices (tables)
     is_value: bool = False  # whether it does not depend on the loss: no derivative, but a value
 
     @property
@@ -76,6 +77,7 @@ class GradientTarget:
         return (
             spec is not None
             and not self.is_value
+            and not self.is_summed
             and not self.in_node_only
             and self.stored is not None
             and self.stored.dim == spec.layout.dim
@@ -177,9 +179,9 @@ def _mean(
     """Average one gradient; return the mean as stored, the residual, and the half-batch sums."""
     if x is None:
         return None, error, None
-    leaf, residual = target.leaf, None
+    leaf, residual = target.leaf, error if target.is_summed else None
     if target.is_mean or in_host(x):
-        return x, None, None
+        return x, residual, None
     if not target.in_node_only:
         x = x / total.astype(x.dtype)
         half_sum = jax.tree.map(lambda part: part / total.astype(part.dtype), half_sum)

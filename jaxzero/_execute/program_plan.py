@@ -18,6 +18,7 @@ from .._mesh import HOST, LOCAL, NODE, REDUCTION_HOPS
 from .._plan import (
     BlockPlan,
     BlockUses,
+    MovedRows,
     ShardedParam,
     View,
     cut_last_updates,
@@ -30,7 +31,14 @@ from .._plan import (
     slices_kept_in_program,
 )
 from .._program import Block, Value
-from .._sharding import CommSchedule, DimSharding, LeafSpec, Offload, layouts_by_preference
+from .._sharding import (
+    Activations,
+    CommSchedule,
+    DimSharding,
+    LeafSpec,
+    Offload,
+    layouts_by_preference,
+)
 from .gather_sources import kept_slice, scan_depths
 from .mean_gradients import GradientTarget
 from .wire_state import LocalWireState
@@ -45,11 +53,17 @@ class Parameters:
     weights_split: bool  # whether weights are sharded (stage 3)
     gradients_split: bool  # whether gradients are sharded (stages 2 and 3)
     num_shards: int = 1  # that a sharded leaf is split into
-    exact: frozenset[int] = frozenset()  # indices of those that no codec of the config encodes
+    # Indices of those whose gradients are combined with the other outputs, and never encoded.
+    exact: frozenset[int] = frozenset()
     offload: Offload | None = None
+    activations: Activations | None = None
+    moves_rows: bool = True  # whether rows of tables may be sent in place of tables
+    # Those of which rows are sent, by index.
+    tables: Mapping[int, MovedRows] = dataclasses.field(default_factory=dict)
 
     def weight_layout(self, i: int) -> DimSharding | None:
-        return self.leaves[i].layout if self.weights_split else None
+        """How the program gets leaf `i` as a weight to gather; None if it does not."""
+        return self.leaves[i].layout if self.weights_split and i not in self.tables else None
 
     def has_host_gradient(self, i: int) -> bool:
         """Whether the gradient of leaf `i` goes to host memory."""
@@ -274,6 +288,12 @@ def _targets(
     sum_nodes_once |= comm.node_microbatches is not None
     for i in parameters.differentiated:
         leaf, stored = parameters.leaves[i], parameters.gradient_layout(i)
+        if i in parameters.tables:
+            assert stored is not None
+            spec = ReduceSpec(leaf.path, leaf.shape, leaf.dtype, stored)
+            target = GradientTarget(leaf, stored, spec, leaf.layer_size, is_summed=True)
+            targets.append(dataclasses.replace(target, is_mean=parameters.tables[i].is_mean))
+            continue
         layout = weights[i].layout if i in weights else stored
         reduce_spec = None
         if layout is not None:
@@ -302,7 +322,7 @@ def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[Reduce
     num_before = len(jax.tree.leaves((loss, weight)))
     return [
         *[None] * num_before,
-        *[target.reduce_spec for target in targets],
+        *[None if target.is_summed else target.reduce_spec for target in targets],
         *[None] * len(others),
     ]
 
@@ -324,7 +344,9 @@ def _with_means(
     )
     pairs = zip(_outputs(shapes, targets), targets, strict=True)
     means = top.mean_outputs
-    return top, [dataclasses.replace(target, is_mean=k in means) for k, target in pairs]
+    return top, [
+        dataclasses.replace(target, is_mean=target.is_mean or k in means) for k, target in pairs
+    ]
 
 
 def _final_gradients(

@@ -26,6 +26,7 @@ from .param_uses import Stack as Stack
 from .param_uses import View as View
 from .param_uses import find_uses as find_uses
 from .pipeline import Pipeline as Pipeline
+from .plan import MovedRows as MovedRows
 from .plan import Plan as Plan
 from .plan_step import ACTIONS as ACTIONS
 from .plan_step import PlanStep as PlanStep

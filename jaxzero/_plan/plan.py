@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from .._activations import Residual, by_kind, described
@@ -47,6 +47,38 @@ class HeldWhole:
 
 
 @dataclasses.dataclass(frozen=True)
+class MovedRows:
+    """A table of which rows are sent in place of the table.
+
+    Attributes:
+        name: of the leaf.
+        shape, dtype: of the full table.
+        num: rows that a device reads in a micro-batch.
+        rows: bytes that enter a device over each axis in a micro-batch, ids included.
+        weight: what they would be if the table were gathered and its gradient reduced.
+        is_mean: whether the program leaves the mean of its gradient; otherwise the sum.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    num: int
+    rows: Mapping[str, int]
+    weight: Mapping[str, int]
+    is_mean: bool
+
+    def __str__(self) -> str:
+        axes = [axis for axis in self.weight if self.weight[axis]]
+        sent = ", ".join(
+            f"{readable_bytes(self.rows[axis])} over {axis} (the table: "
+            f"{readable_bytes(self.weight[axis])})"
+            for axis in axes
+        )
+        array = f"{self.dtype}{list(self.shape)}"
+        return f"rows move: {self.name} {array}, {self.num} rows of a device: {sent}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Everything that one training step gathers, reduces and copies, in program order.
 
@@ -62,6 +94,7 @@ class Plan:
     host_transfers: tuple[HostTransfer, ...] = ()  # every copy from or to host memory
     codecs: tuple[str, ...] = ()  # a line for each axis with a codec: what arrays are sent as
     microbatches: int = 1  # in a step
+    rows: tuple[MovedRows, ...] = ()  # tables that are not gathered
     stages: tuple[str, ...] = ()  # lines about pipeline stages, if there are any
     # With hpZ and several micro-batches, `top` and `steps` are those of the first, which keeps node
     # slices. This is the plan of the others, which gather from the slices.
@@ -109,6 +142,7 @@ class Plan:
         if self.later is not None:
             lines.append("in each later micro-batch, which gathers from node slices (hpZ):")
             lines += _lines(tuple(steps_of(self.later, ())))
+        lines += map(str, self.rows)
         lines += map(str, self.held_whole)
         lines += _in_columns([*map(described, by_kind(self.residuals))])
         if self.at_end:

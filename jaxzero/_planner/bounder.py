@@ -51,10 +51,10 @@ class Bounder:
     job: Job
     cluster: Cluster
     is_absent: bool
-    _flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of a device, by loss
+    _flops: dict[Any, float] = dataclasses.field(default_factory=dict)  # of a device, by loss
     _nodes: dict[Candidate, tuple[Bounds, int]] = dataclasses.field(default_factory=dict)
     _costs: dict[Any, RoundCost] = dataclasses.field(default_factory=dict)
-    _refused: dict[str, Exception | None] = dataclasses.field(default_factory=dict)  # by loss
+    _refused: dict[Any, Exception | None] = dataclasses.field(default_factory=dict)  # of losses
 
     def bounds(self, candidate: Candidate) -> Bounds | RoundBounds:
         """The bounds of a candidate.
@@ -62,6 +62,8 @@ class Bounder:
         Raises:
             NotImplementedError, ValueError: it cannot be traced.
         """
+        if candidate.stages > 1:
+            return self._of_stages(candidate)
         if candidate.local_steps is None:
             return self._of_step(candidate)[0]
         self._check_rounds(candidate)
@@ -74,6 +76,17 @@ class Bounder:
             self._costs[of_round] = round_cost(self.job, candidate, mesh, rates)
         return RoundBounds(*self._nodes[step], self._costs[of_round])
 
+    def _of_stages(self, candidate: Candidate) -> Bounds:
+        """The bounds of a candidate with stages; a form of the loss is refused once for all."""
+        key = "stages", candidate.loss
+        if (error := self._refused.get(key)) is not None:
+            raise error
+        try:
+            return self._of_step(candidate)[0]
+        except NotImplementedError as error:
+            self._refused[key] = error
+            raise
+
     def _of_step(self, candidate: Candidate) -> tuple[Bounds, int]:
         """The bounds of a candidate's program, and the bytes of its gradients."""
         work, gradients = self.work(candidate)
@@ -82,29 +95,35 @@ class Bounder:
     def work(self, candidate: Candidate) -> tuple[Work, int]:
         """The work of a candidate's program, and the bytes of its gradients."""
         job, cluster = placed(self.job, self.cluster, candidate)
-        shapes = Shapes.of(job, candidate, self._mesh(cluster))
+        shapes = Shapes.of(job, candidate, self._mesh(cluster, candidate.stages))
         report = shapes.report(job, candidate)
-        if candidate.loss not in self._flops:
+        # A stage computes in each tick, also where it has no micro-batch.
+        ticks = (candidate.stages, candidate.microbatches) if candidate.stages > 1 else ()
+        form = candidate.loss, *ticks
+        if form not in self._flops:
             arguments = (shapes.params, job.batch)
             flops = matrix_flops(shapes.step, *arguments, **shapes.arguments)
-            self._flops[candidate.loss] = flops / cluster.num_devices
-        flops = self._flops[candidate.loss] * cluster.num_devices
+            self._flops[form] = flops / cluster.num_devices
+        flops = self._flops[form] * cluster.num_devices
         state = shapes.arguments.get("wire_state")
-        return Work.of(report, state, flops, cluster), report.device_bytes("gradients")
+        found = Work.of(report, state, flops, cluster, candidate.config.stage)
+        return found, report.device_bytes("gradients")
 
     def _check_rounds(self, candidate: Candidate) -> None:
         """Raise what local steps refuse of a loss, found by tracing it once."""
-        if candidate.loss not in self._refused:
-            self._refused[candidate.loss] = None
+        key = "rounds", candidate.loss
+        if key not in self._refused:
+            self._refused[key] = None
             try:
                 check_rounds(self.job, candidate, self._mesh(self.cluster))
             except FAILURES as error:
-                self._refused[candidate.loss] = error
-        error = self._refused[candidate.loss]
+                self._refused[key] = error
+        error = self._refused[key]
         if error is not None:
             raise error
 
-    def _mesh(self, cluster: Cluster) -> Mesh | SimulatedMesh:
+    def _mesh(self, cluster: Cluster, stages: int = 1) -> Mesh | SimulatedMesh:
         if self.is_absent:
-            return absent_mesh(cluster)
-        return make_mesh(cluster.nodes, simulate=cluster.num_devices)
+            return absent_mesh(cluster, stages)
+        num = stages if stages > 1 else None
+        return make_mesh(cluster.nodes, simulate=cluster.num_devices, stages=num)

@@ -22,8 +22,9 @@ class Bounds:
         compute: seconds of its matrix products.
         node: seconds of what enters its node.
         local: seconds of what it receives.
-        update: seconds of the optimizer's update, which reads and writes all of these.
-        node_bytes: bytes that enter a node.
+        update: seconds of the optimizer's update, which reads and writes all of these, and gathers
+            parameters where the optimizer state is split and they are not.
+        node_bytes: bytes that enter a node, those of the update too.
         host_bytes: bytes between device and host, both ways.
         full_gradients: bytes of the gradients of all parameters, if they are not split.
     """
@@ -77,6 +78,8 @@ class Work:
         host_written: bytes of host memory that the update writes.
         host_bytes: bytes between device and host in a step, both ways.
         full_gradients: bytes of the gradients of all parameters, if they are not split.
+        gathered_between: bytes of parameters that enter its node after the update.
+        gathered_inside: bytes of parameters that it receives from its node after the update.
     """
 
     memory: int
@@ -89,9 +92,13 @@ class Work:
     host_written: int
     host_bytes: int
     full_gradients: int
+    gathered_between: float = 0.0
+    gathered_inside: float = 0.0
 
     @classmethod
-    def of(cls, report: Report, wire_state: Any, flops: float, cluster: Cluster) -> Work:
+    def of(
+        cls, report: Report, wire_state: Any, flops: float, cluster: Cluster, stage: int
+    ) -> Work:
         """The work of a candidate.
 
         Args:
@@ -99,6 +106,7 @@ class Work:
             wire_state: its wire state, as structs; None if it needs none.
             flops: operations of all matrix products of a step, over all devices.
             cluster: the devices.
+            stage: of its config.
         """
         traffic, host = report.traffic, report.host_traffic
         assert traffic is not None
@@ -108,6 +116,7 @@ class Work:
             held += _num_bytes(wire_state.errors) // cluster.num_devices
         updated = sum(report.device_bytes(kind) for kind in ("parameters", "optimizer state")) * 2
         read, written = (host.update if host else None) or (0, 0)
+        gathered = report.device_bytes("parameters") if stage in (1, 2) else 0
         return cls(
             memory=held,
             host_memory=sum(report.host_bytes(kind) for kind in report.kinds),
@@ -119,6 +128,8 @@ class Work:
             host_written=written,
             host_bytes=host.num_bytes("device") + host.num_bytes("host") if host else 0,
             full_gradients=sum(x.total_bytes for x in report.rows if x.kind == "gradients"),
+            gathered_between=gathered * (cluster.nodes - 1) / cluster.nodes,
+            gathered_inside=gathered * (cluster.local - 1) / cluster.local,
         )
 
     def bounds(self, rates: Rates) -> Bounds:
@@ -132,8 +143,9 @@ class Work:
             update=max(
                 self.updated / rates.memory,
                 max(self.host_read, self.host_written) / rates.host,
-            ),
-            node_bytes=self.node_bytes,
+            )
+            + max(self.gathered_between / rates.node, self.gathered_inside / rates.local),
+            node_bytes=self.node_bytes + round(self.gathered_between),
             host_bytes=self.host_bytes,
             full_gradients=self.full_gradients,
         )

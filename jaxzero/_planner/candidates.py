@@ -1,4 +1,4 @@
-"""The plans that are compared: presets, micro-batches, prefetch, offload, and forms of the loss."""
+"""The plans that are compared: presets, stages, micro-batches, offload, and forms of the loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence, Set
 
 from .._local_steps import LocalSteps
-from .._sharding import Offload, ZeroConfig, ddp, hsdp, zero3, zeropp, zeropp4
+from .._sharding import (
+    Offload,
+    Stages,
+    ZeroConfig,
+    ddp,
+    hsdp,
+    without_defaults,
+    zero3,
+    zeropp,
+    zeropp4,
+)
 from .cluster import Cluster
 
 _PRESETS = {
@@ -18,7 +28,9 @@ _PRESETS = {
     "zeropp": zeropp,
     "zeropp4": zeropp4,
 }
+_CODE = {"stage 2": "jz.ZeroConfig(stage=2)"}  # of a preset that is no function
 _QUANTIZED = ("zeropp", "zeropp4")
+Layers = str | tuple[str, ...]  # of `Stages`
 _OFFLOAD = {
     "": None,
     "optimizer": Offload(optimizer=True),
@@ -31,13 +43,14 @@ class Candidate:
     """A way to train a model on a cluster.
 
     Attributes:
-        preset: the name of the config, without its schedule and offload.
+        preset: the name of the config, without its schedule and offload; with stages, how many.
         config: the config.
         microbatches: for `zero.value_and_grad`.
         loss: the name of the form of the loss; "" if there is one.
         offload: "", "optimizer" or "all": what lies in host memory.
         local_steps: how nodes that train by themselves exchange parameters; `config` is then that
             of each node. None: all nodes take each step together.
+        stages: pipeline stages, for `make_mesh`; 1: none.
     """
 
     preset: str
@@ -46,6 +59,7 @@ class Candidate:
     loss: str
     offload: str
     local_steps: LocalSteps | None = None
+    stages: int = 1
 
     @property
     def family(self) -> tuple[str, str, LocalSteps | None]:
@@ -92,6 +106,15 @@ class Candidate:
             words += _words(self.local_steps)
         return ", ".join([*words, *([self.loss] if self.loss else [])])
 
+    @property
+    def code(self) -> str:
+        """The config as Python, where `jz` is `jaxzero`."""
+        name = self.preset.partition(" in ")[0]
+        base, code = _PRESETS[name](), _CODE.get(name, f"jz.{name}()")
+        fields = ((x.name, getattr(self.config, x.name)) for x in dataclasses.fields(base))
+        changed = [f"{k}=jz.{without_defaults(x)}" for k, x in fields if x != getattr(base, k)]
+        return f"dataclasses.replace({', '.join([code, *changed])})" if changed else code
+
 
 def _words(method: LocalSteps) -> list[str]:
     words = [f"local steps {method.every}"]
@@ -108,6 +131,7 @@ def enumerate_candidates(
     microbatches: Sequence[int],
     quantized: bool,
     local_steps: Sequence[LocalSteps] = (),
+    layers: Layers | None = None,
 ) -> Iterator[Candidate]:
     """All plans for a cluster.
 
@@ -119,6 +143,7 @@ def enumerate_candidates(
         quantized: whether weights and gradients may travel in 4 and 8 bits.
         local_steps: ways of local steps to compare too; with each of them all plans for one node,
             without offload.
+        layers: the path of the stacks that pipeline stages may divide; None: no stages.
     """
     presets = [name for name in _PRESETS if quantized or name not in _QUANTIZED]
     if cluster.nodes == 1:
@@ -134,6 +159,41 @@ def enumerate_candidates(
         for candidate in enumerate_candidates(cluster.one_node, losses, microbatches, quantized):
             if not candidate.offload:
                 yield dataclasses.replace(candidate, local_steps=method)
+    if layers is not None:
+        yield from _with_stages(cluster, losses, microbatches, quantized, layers)
+
+
+def _with_stages(
+    cluster: Cluster,
+    losses: Sequence[str],
+    microbatches: Sequence[int],
+    quantized: bool,
+    layers: Layers,
+) -> Iterator[Candidate]:
+    """Plans with pipeline stages; inside of one, those of stage 3 for the nodes that it has.
+
+    A device of `S` stages computes with `S` times as many rows, so with `S k` micro-batches each
+    has as many rows as one of `k` without stages. With no `k` but 1 there are none: then a loss may
+    be no mean over its rows.
+    """
+    if max(microbatches) == 1:
+        return
+    for num in (n for n in range(2, cluster.nodes + 1) if cluster.nodes % n == 0):
+        nodes = dataclasses.replace(cluster, nodes=cluster.nodes // num, device=cluster.kind)
+        for inside in enumerate_candidates(nodes, losses, microbatches, quantized):
+            config = inside.config
+            if config.stage < 3 or config.needs_wire_state or inside.has_host_arrays:
+                continue
+            total = num * inside.microbatches
+            yield dataclasses.replace(
+                inside,
+                preset=f"{inside.preset} in {num} stages",
+                config=dataclasses.replace(
+                    config, stages=Stages(microbatches=total, layers=layers)
+                ),
+                microbatches=total,
+                stages=num,
+            )
 
 
 def tells_more(

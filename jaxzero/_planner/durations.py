@@ -38,6 +38,7 @@ _EXPOSED = {
     "overlap, several, in nodes": (0.5, 0.15),
     "overlap, several by": (0.0, 0.15),
     "host, exposed": (0.1, 0.1),
+    "stages, exposed": (0.1, 0.2),  # messages of ticks without a backward part wait
     "program, exposed": (0.0, 0.05),
 }
 # ... that add to `t`, in units of `m` ...
@@ -52,6 +53,7 @@ _TOTAL = {
 _COMPUTE = {
     "loss": (0.0, 0.3),
     "one node": (0.0, 0.1),
+    "stages": (0.0, 0.15),
     "preset": (0.0, 0.03),
     "doublings": (0.04, 0.02),  # of micro-batches
     "doublings of": (0.0, 0.02),
@@ -85,6 +87,7 @@ def _features(plan: Candidate) -> tuple[Features, ...]:
         ("overlap, several, in nodes",): several and sums_in_nodes,
         ("overlap, several by", plan.preset): several,
         ("host, exposed",): in_host,
+        ("stages, exposed",): plan.stages > 1,
         ("program, exposed", *name): 1.0,
     }
     total = {
@@ -97,6 +100,7 @@ def _features(plan: Candidate) -> tuple[Features, ...]:
     compute = {
         ("loss", plan.loss): 1.0,
         ("one node",): of_one_node,
+        ("stages",): plan.stages > 1,
         ("preset", plan.preset): 1.0,
         ("doublings",): doublings,
         ("doublings of", plan.preset): doublings,

@@ -159,6 +159,26 @@ class Plans:
         return self.best.candidate.local_steps
 
     @property
+    def stages(self) -> int | None:
+        """The best plan's pipeline stages, for `make_mesh(nodes, stages=)`; None: no stages."""
+        stages = self.best.candidate.stages
+        return stages if stages > 1 else None
+
+    @property
+    def code(self) -> str:
+        """The best plan's mesh, config and micro-batches as Python, where `jz` is `jaxzero`.
+
+        With local steps they are for the steps of each node, and `local_steps` says the rest.
+        """
+        best, stages = self.best.candidate, self.stages
+        mesh = f"nodes={self.cluster.nodes}{f', stages={stages}' if stages else ''}"
+        several = f", microbatches={best.microbatches}" if best.microbatches > 1 else ""
+        return (
+            f"zero = jz.Zero(jz.make_mesh({mesh}), {best.code})\n"
+            f"loss_and_grads = zero.value_and_grad(loss_fn{several})"
+        )
+
+    @property
     def loss(self) -> str:
         """The best plan's form of the loss, by name."""
         return self.best.candidate.loss

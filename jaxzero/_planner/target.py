@@ -93,7 +93,7 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 @functools.cache
-def absent_mesh(cluster: Cluster) -> Mesh:
+def absent_mesh(cluster: Cluster, stages: int = 1) -> Mesh:
     """A mesh of the devices of `cluster`, each node one host, for compiling only.
 
     Without a GPU, JAX must be told to use CPUs before its first use (`JAX_PLATFORMS=cpu`).
@@ -104,7 +104,7 @@ def absent_mesh(cluster: Cluster) -> Mesh:
         topology=f"1x{cluster.nodes}x{cluster.local}",
         target_config=target_config(cluster.kind.target),
     )
-    return make_mesh(cluster.nodes, devices=topology.devices)
+    return make_mesh(cluster.nodes, devices=topology.devices, stages=stages if stages > 1 else None)
 
 
 def target_config(name: str) -> str:

@@ -4,9 +4,11 @@ A program with `k` micro-batches holds the activations of one of them, and what 
 up. With `s` the activations of all rows of a device, and `u` the gradients of all parameters over
 the devices among which the preset splits their sums, both in bytes,
 
-    temporaries = a s / k + b u,
+    temporaries = a s / k + b u.
 
-where `b` depends on the preset, on whether there are several micro-batches, whose gradients are
+Of `S` pipeline stages each has an `S`-th of the layers, of `2 S - 1` micro-batches, whose rows are
+divided among an `S`-th of the devices: `k` is then `m / (2 S - 1)` for `m` micro-batches. What `b`
+is depends on the preset, on whether there are several micro-batches, whose gradients are
 summed up, and on what lies in host memory. `u` is known by arithmetic, and what `b` is expected to
 be was set on Llamas of 1.1B and 7B parameters (`benchmarks/compiled/plan_regret.py`). So the first
 program that is compiled tells the activations of all plans; each corrects what is expected.
@@ -33,6 +35,7 @@ _OF_ACTIVATIONS = {
     "of all rows": (0.0, 0.07),  # whatever the number of micro-batches
     "preset": (0.0, 0.02),
     "one node": (0.0, 0.1),
+    "stages": (0.0, 0.3),  # the head is not divided; what is saved is not all that a layer holds
     "program": (0.0, 0.015),
     "full": (0.0, 0.003),
     "full, many": (0.05, 0.1),  # micro-batches
@@ -67,9 +70,10 @@ def _features(plan: Candidate) -> tuple[Features, Features]:
     activations = {
         ("activations",): 1.0,
         ("loss", plan.loss): 1.0,
-        ("of all rows",): plan.microbatches,
+        ("of all rows",): _parts(plan),
         ("preset", plan.preset): 1.0,
         ("one node",): of_one_node,
+        ("stages",): plan.stages > 1,
         ("program", *name): 1.0,
     }
     gradients = {
@@ -107,8 +111,13 @@ def _split(plan: Candidate, cluster: Cluster) -> int:
     """The number of devices among which sums of gradients are split before all are summed."""
     if plan.config.stage < 3:
         return 1
-    is_over_all = plan.preset == "zero3" and plan.local_steps is None
-    return cluster.local * (cluster.nodes if is_over_all else 1)
+    is_over_all = plan.preset.split()[0] == "zero3" and plan.local_steps is None
+    return cluster.local * (cluster.nodes if is_over_all else plan.stages)
+
+
+def _parts(plan: Candidate) -> float:
+    """Into how many parts the activations of all rows of a device are divided."""
+    return plan.microbatches / (2 * plan.stages - 1)
 
 
 class Temporaries:
@@ -129,7 +138,7 @@ class Temporaries:
         activations, gradients, compiled = (
             matrix_of(self._names, x) for x in (*zip(*parts, strict=True), full)
         )
-        k = np.array([[plan.microbatches] for plan in bounds])
+        k = np.array([[_parts(plan)] for plan in bounds])
         u = np.array([[x.full_gradients / _split(plan, cluster)] for plan, x in bounds.items()])
         self._activations = activations / k
         self._gradients = gradients * u

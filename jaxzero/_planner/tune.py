@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from .._local_steps import LocalSteps
-from .candidates import Candidate, enumerate_candidates
+from .candidates import Candidate, Layers, enumerate_candidates
 from .cluster import Cluster
 from .compiles import Compiler
 from .job import Job
@@ -38,12 +38,13 @@ def tune(
     quantized: bool = True,
     microbatches: Sequence[int] = (1, 2, 4, 8),
     local_steps: LocalSteps | Sequence[LocalSteps] = (),
+    layers: Layers | None = "layers",
     budget: float = 180.0,
     cache: Path | str | None = "default",
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plans:
-    """Choose a config, micro-batches, a form of the loss and offload for a cluster.
+    """Choose a config, stages, micro-batches, a form of the loss and offload for a cluster.
 
     Plans are enumerated, and discarded if their state alone does not fit. Of the others, up to 8
     from which most is expected are compiled for the cluster's devices as proxies, without fused
@@ -68,11 +69,16 @@ def tune(
         quantized: whether weights and gradients may travel in 4 and 8 bits, which changes losses
             and gradients a little.
         microbatches: numbers of them to try; those that do not divide a device's rows are left out.
-            `(1,)` if the loss of a batch is no mean over its rows (a contrastive loss).
+            `(1,)` if the loss of a batch is no mean over its rows (a contrastive loss): then there
+            are no plans with stages. Those with `S` stages have `S` times as many micro-batches,
+            each of as many rows.
         local_steps: ways of local steps to compare too, such as `jz.streaming_diloco(every=30)`, or
             several in a sequence. They are other training algorithms, whose losses differ, so they
             are left out by default. A plan with one is for `zero.local_steps`; inside a node it has
             the presets without wire state, and no offload.
+        layers: the path of the stacks of layers in the parameters, as for `jz.pipeline`, which
+            plans with pipeline stages divide between nodes. Losses that stages refuse are left out
+            of these plans, with a note that says why. None: no stages.
         budget: seconds after which no further compile is started.
         cache: a folder for compiled programs; by default `~/.cache/jaxzero/plans`; None: keep none.
         progress: called with a line of text when something begins.
@@ -90,6 +96,7 @@ def tune(
         >>> cluster = jz.Cluster(nodes=4, local=8, device="h100", link=50e9)
         >>> plans = jz.tune(loss_fn, init_fn, batch, cluster)
         >>> plans.print()
+        >>> mesh = jz.make_mesh(nodes=4, stages=plans.stages)
         >>> zero = jz.Zero(mesh, plans.config)
     """
     check_arguments(cluster, objective, memory, budget, microbatches)
@@ -117,7 +124,8 @@ def tune(
             f"`microbatches` must have a number that divides the {num_rows // cluster.num_devices} "
             f"rows of a device; got {tuple(microbatches)}. Add 1."
         )
-    candidates = enumerate_candidates(cluster, tuple(losses), numbers, quantized, methods)
+    forms = tuple(losses)
+    candidates = enumerate_candidates(cluster, forms, numbers, quantized, methods, layers)
     search.run(_without_host_arrays(candidates, search.notes) if missing else candidates)
     tokens = [x.size for x in jax.tree.leaves(structs) if jnp.issubdtype(x.dtype, jnp.integer)]
     rows = ranked(search)

@@ -43,6 +43,12 @@ from .row_mixing import find_mixings as find_mixings
 from .scan_indexed_stacks import scan_indexed_stacks as scan_indexed_stacks
 from .sink_into_loops import sink_into_loops as sink_into_loops
 from .split_conds import split_conds as split_conds
+from .table_shards import TableOperations as TableOperations
+from .table_shards import Tools as Tools
+from .table_shards import exchange_rows as exchange_rows
+from .table_uses import Lookup as Lookup
+from .table_uses import Table as Table
+from .table_uses import find_tables as find_tables
 from .trace import OF_MUTABLE as OF_MUTABLE
 from .trace import OpenProgram as OpenProgram
 from .trace import at_line_of as at_line_of

@@ -89,7 +89,12 @@ def _state(report: ReportData) -> TextTable:
 
 
 def _gathers(report: ReportData) -> TextTable:
-    return _buckets("All-gathers", report, "gather")
+    footer = [
+        f"Rows of {x.name} are sent in its place: {readable_bytes(sum(x.rows.values()))} into a "
+        "device."
+        for x in _plan(report).rows
+    ]
+    return _buckets("All-gathers", report, "gather", *footer)
 
 
 def _reductions(report: ReportData) -> TextTable:

@@ -52,14 +52,20 @@ class Evaluation:
         block: the program.
         given: the values that are known.
         loops: the layer loops, which nothing that is asked for may need.
+        exists: whether it is about a micro-batch; otherwise layers have no effects on the host.
     """
 
     def __init__(
-        self, block: Block, given: Mapping[Value, Any], loops: Collection[Operation | None]
+        self,
+        block: Block,
+        given: Mapping[Value, Any],
+        loops: Collection[Operation | None] = (),
+        exists: Array | None = None,
     ):
         self.block = block
         self.known = dict(given)
         self._loops = loops
+        self._exists = exists
 
     def __call__(self, atoms: Sequence[Atom]) -> list[Any]:
         """The values of some atoms.
@@ -75,7 +81,8 @@ class Evaluation:
                     "layers or an output. If the loop scans a weight that `layers` of `jz.Stages` "
                     "does not name, name it too; otherwise leave out `stages`."
                 )
-            made = run_operation(operation, [self.read(x) for x in operation.inputs])
+            inputs = [self.read(x) for x in operation.inputs]
+            made = run_operation(operation, inputs, self._exists)
             self.known.update(zip(operation.outputs, made, strict=True))
         return [self.read(x) for x in atoms]
 

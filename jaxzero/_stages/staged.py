@@ -11,9 +11,10 @@ from jax import lax
 
 from .._activations import Chosen, choose_activations
 from .._mesh import STAGE, microbatch_index
-from .._program import Atom, dtype_of, shape_of, trace
+from .._program import Atom, Block, dtype_of, shape_of, trace
 from .._sharding import Activations
 from .cut import cut_at_layers, dtypes_read
+from .frozen import cut_behind_frozen
 from .state import num_slots
 from .ticks import Pipeline
 
@@ -27,6 +28,7 @@ class Staged:
         parameters: of all layers.
         inputs: those with rows as `[microbatches, ...]`; only shapes and dtypes are read.
         paths: for each parameter that is a stack of layers its path; None for the others.
+        frozen: the parameters that are stacks of frozen layers, which stages do not divide.
         differentiated: the parameters that `gradients` are of, by index.
         is_rows: for each input whether it has another value in each micro-batch.
         microbatches: how many micro-batches there are.
@@ -46,6 +48,7 @@ class Staged:
         parameters: Sequence[jax.ShapeDtypeStruct],
         inputs: Sequence[Any],
         paths: Sequence[str | None],
+        frozen: Sequence[int],
         differentiated: Sequence[int],
         is_rows: Sequence[bool],
         microbatches: int,
@@ -79,27 +82,35 @@ class Staged:
         gradients = dict(enumerate(differentiated, first))
         of_stacks = {k: self._parameters[i] for k, i in gradients.items() if paths[i]}
         self._outer = [k for k in gradients if k not in of_stacks]
-        end = len(self.block.outputs) - num_combined
-        results = [
-            *self.block.outputs[:first],
-            *self.block.outputs[first + len(differentiated) : end],
-        ]
-        chosen = self._chosen(results, activations)
+        named = {x: path for x, path in stacks if path}
+        self._frozen = cut_behind_frozen(
+            self.block,
+            [self._parameters[i] for i in frozen],
+            [self._parameters[i] for i in differentiated],
+        )
+        rest = self.block if self._frozen is None else self._frozen.rest
+        end = len(rest.outputs) - num_combined
+        results = [*rest.outputs[:first], *rest.outputs[first + len(differentiated) : end]]
+        chosen = self._chosen(rest, results, activations)
         self.residuals = chosen.residuals
-        self._cut = cut_at_layers(chosen.block, {x: path for x, path in stacks if path}, of_stacks)
+        self._cut = cut_at_layers(chosen.block, named, of_stacks)
 
-    def _chosen(self, results: Sequence[Atom], activations: Activations | None) -> Chosen:
+    def _chosen(
+        self, block: Block, results: Sequence[Atom], activations: Activations | None
+    ) -> Chosen:
         """Choose what the layers of a stage keep, for all micro-batches in flight."""
         pairs = zip(self._parameters, self.paths, strict=True)
         layers = max(x.shape[0] for x, path in pairs if path)
         num = lax.axis_size(STAGE)
         times = num_slots(num) * -(-layers // num) / layers
-        return choose_activations(self.block, self._parameters, results, activations, times)
+        return choose_activations(block, self._parameters, results, activations, times)
 
     def dtype_read(self, i: int) -> Any:
         """The dtype that a parameter is read in: a narrower one, if all that reads it rounds it."""
         value = self._parameters[i]
         found = dtypes_read(self._cut.block, value)
+        if self._frozen is not None:
+            found |= dtypes_read(self._frozen.first, value)
         if len(found) == 1 and None not in found:
             return found.pop()
         return value.dtype
@@ -127,7 +138,14 @@ class Staged:
             to: ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in atoms)
             for to, atoms in sent.items()
         }
-        return first, *(f"{to}: {named}" for to, named in arrays.items() if named)
+        lines = [first, *(f"{to}: {named}" for to, named in arrays.items() if named)]
+        if self._frozen is not None:
+            lines.insert(
+                1,
+                f"before them {self._frozen.loop.length} frozen layers, of which each stage "
+                f"computes all for {-(-microbatches // num)} micro-batches",
+            )
+        return tuple(lines)
 
     def __call__(self, parameters: list[Any], inputs: list[Any]) -> Any:
         """Run all micro-batches.
@@ -147,6 +165,9 @@ class Staged:
         values = self.block.inputs[len(self._numbers) + len(parameters) :]
         for x, array, has_rows in zip(values, inputs, self.is_rows, strict=True):
             (rows if has_rows else weights)[x] = array
+        if self._frozen is not None:
+            made = self._frozen.run(weights, rows, self.microbatches)
+            rows |= zip(self._frozen.passed, made, strict=True)
         outputs = Pipeline(
             self._cut,
             weights,

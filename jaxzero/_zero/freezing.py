@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -53,10 +54,10 @@ class Freezing:
         before: Names,
         codec: Codec | None,
     ):
-        if zero.config.stages is not None:
+        if zero.config.stages is not None and codec is not None:
             raise NotImplementedError(
-                "`zero.freeze` does not work with `stages` of the config. Take a config without "
-                "stages, such as `jz.zero3()`."
+                "`codec` of `zero.freeze` does not work with `stages` of the config: a message of "
+                "a stack has no layers to divide. Leave out one of the two."
             )
         plan = zero._plan_of(params)
         for leaf in plan.leaves:
@@ -69,7 +70,16 @@ class Freezing:
         self._zero = zero
         self.prefix = prefix
         self.num_layers, rows = find_prefix(plan.leaves, prefix, layers, before)
-        self._cut = make_cut(plan, rows, zero._devices, zero.config, codec)
+        # All stages have all frozen layers; if no others are left, stages divide these.
+        is_cut = zero.config.stages is not None and any(n for n in rows)
+        of_frozen = dataclasses.replace(zero.config, stages=None) if is_cut else None
+        self._cut = make_cut(plan, rows, zero._devices, zero.config, codec, of_frozen)
+        if is_cut and self._cut.active.treedef == self._cut.frozen.treedef:
+            raise NotImplementedError(
+                "`params` are stacks of layers and nothing else, so the active and the frozen tree "
+                "look alike, of which `stages` of the config divide one. Add a leaf to `params` "
+                "that is not in `layers`, such as a head."
+            )
         for part in (self._cut.active, self._cut.frozen):
             zero._plans.add(part)
 
@@ -172,6 +182,11 @@ class Freezing:
             max_bytes: of host memory, in this process; batches beyond it are computed each time.
             batch_argnums: as for `value_and_grad`, where positions count `frozen` as argument 0.
         """
+        if self._zero.config.stages is not None:
+            raise NotImplementedError(
+                "`freezing.cache` does not work with `stages` of the config, whose micro-batches "
+                "it does not divide. Leave out one of the two."
+            )
         self._check("frozen", self._zero._plan_of(frozen), self._cut.frozen)
         plan = self._cut.active
         structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]

@@ -271,6 +271,7 @@ def parameters_of(
         num_shards,
         frozenset(combined),
         config.offload,
+        config.activations,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from .._execute import (
     split_microbatches,
 )
 from .._mesh import STAGE
-from .._sharding import Activations, LeafSpec, Stages, ZeroConfig, split_dim
+from .._sharding import LeafSpec, Stages, ZeroConfig, split_dim
 from .._stages import Staged
 from .arguments import Options
 
@@ -68,36 +67,33 @@ def run_on_stage(
     share_of_loss: Array | float | None = None,
     *,
     stages: Stages,
-    activations: Activations | None = None,
-    num_combined: int = 0,
 ) -> Result:
     """Run one step on one device of a stage; arguments are those of `run_on_device`."""
     assert share_of_loss is None
     leaves = parameters.leaves
-    is_stack = [stages.has(leaf.path) for leaf in leaves]
-    rows = [split_dim(spec) is not None for spec in specs]
-    split = functools.partial(split_microbatches, num=microbatches)
-    triples = zip(inputs, specs, rows, strict=True)
-    given = [split(x, spec) if has_rows else x for x, spec, has_rows in triples]
+    is_stack = [_is_divided(leaf, stages) for leaf in leaves]
+    given = _by_microbatch(inputs, specs, microbatches)
     staged = Staged(
         flat,
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
         given,
         [leaf.path if layers else None for leaf, layers in zip(leaves, is_stack, strict=True)],
+        [i for i, leaf in enumerate(leaves) if stages.has(leaf.path) and not is_stack[i]],
         parameters.differentiated,
-        rows,
+        [split_dim(spec) is not None for spec in specs],
         microbatches,
         1 / comm.num_runs(microbatches),
-        activations=activations,
-        num_combined=num_combined,
+        parameters.activations,
+        len(parameters.exact),
     )
     whole = [
         x if layers else _gathered(x, leaf, staged.dtype_read(i))
         for i, (x, leaf, layers) in enumerate(zip(stored, leaves, is_stack, strict=True))
     ]
+    on_stage = tuple(map(_on_stage, leaves, stored, is_stack))
     result = run_on_device(
         staged,
-        dataclasses.replace(parameters, leaves=(*map(_on_stage, leaves, stored, is_stack),)),
+        dataclasses.replace(parameters, leaves=on_stage, moves_rows=False, activations=None),
         whole,
         wire_state,
         given,
@@ -116,6 +112,19 @@ def run_on_stage(
         program=staged.program,
         block=staged.block,
     )
+
+
+def _by_microbatch(inputs: Sequence[Array], specs: Sequence[Any], microbatches: int) -> list[Array]:
+    """The inputs that are rows as `[microbatches, ...]`, the others as they are."""
+    return [
+        x if split_dim(spec) is None else split_microbatches(x, spec, microbatches)
+        for x, spec in zip(inputs, specs, strict=True)
+    ]
+
+
+def _is_divided(leaf: LeafSpec, stages: Stages) -> bool:
+    """Whether a leaf is a stack of layers, and no frozen one that `zero.freeze` has cut off."""
+    return stages.has(leaf.path) and leaf.stages is not None
 
 
 def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:

@@ -302,11 +302,9 @@ class Transform:
     @property
     def _step(self) -> Callable[..., Result]:
         """The step of one device."""
-        run = run_on_device
-        if self.config.stages is not None:
-            run = functools.partial(run_on_stage, stages=self.config.stages)
-        kept = {"activations": self.config.activations, "num_combined": len(self.combined)}
-        return functools.partial(run, **kept)
+        if self.config.stages is None:
+            return run_on_device
+        return functools.partial(run_on_stage, stages=self.config.stages)
 
     def _share_of_loss(self, inputs: list[Any], specs: list[PartitionSpec]) -> Array | float | None:
         """What a device's loss is multiplied by to be its share of the loss of the full batch."""

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .._codecs import Codec
-from .._mesh import AnyMesh, is_traced, to_device
+from .._mesh import STAGE, AnyMesh, is_traced, to_device
 from .._sharding import LeafSpec, Static, TreePlan, ZeroConfig, in_memory, plan_tree, rebuild
 from .optimizer_state import plan_state, trained_part
 from .placement import auto_mesh, pad_leaf, run_automatic, stored_struct, unpad_leaf
@@ -66,6 +66,7 @@ def make_cut(
     mesh: AnyMesh,
     config: ZeroConfig,
     codec: Codec | None = None,
+    config_of_frozen: ZeroConfig | None = None,
 ) -> TreeCut:
     """Lay out the two parts of a tree.
 
@@ -76,6 +77,7 @@ def make_cut(
         config: gives axes, stage and the persistence threshold.
         codec: stores large float leaves of the frozen part; a stack only if each of its layers is a
             message of its own, so that a loop can decode one layer at a time.
+        config_of_frozen: of the frozen part; by default `config`.
 
     Raises:
         ValueError: `codec` is not a codec, or the parameters are not split.
@@ -89,7 +91,8 @@ def make_cut(
         for leaf, n in zip(whole.leaves, rows, strict=True)
     ]
     active = _lay_out(whole, [n is not None for n in rows], rest, True, mesh, config)
-    frozen = _lay_out(whole, [n != 0 for n in rows], first, False, mesh, config, codec)
+    kept, for_frozen = [n != 0 for n in rows], config_of_frozen or config
+    frozen = _lay_out(whole, kept, first, False, mesh, for_frozen, codec)
     stacks = [n is not None for n in rows if n != 0]
     leaves = tuple(
         dataclasses.replace(leaf, codec=None) if is_stack and leaf.num_lead == 0 else leaf
@@ -112,7 +115,7 @@ def _lay_out(
     structs = [jax.ShapeDtypeStruct(s, leaf.dtype) if k else None for leaf, k, s in triples]
     statics = [s if s is None or has_statics else Static(None) for s in whole.statics]
     specs = None
-    if any(leaf.other_axes for leaf in whole.leaves):
+    if STAGE not in mesh.shape and any(leaf.other_axes for leaf in whole.leaves):
         pairs = zip(whole.leaves, kept, strict=True)
         none = [s and Static(PartitionSpec() if has_statics else None) for s in statics]
         given = [leaf.other_axes if k else None for leaf, k in pairs]

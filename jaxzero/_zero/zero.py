@@ -80,7 +80,7 @@ class Zero(VerifiedTrees):
                 `"embeddings"`; `()` if there is nothing. If it is not frozen, gradients pass
                 through the frozen layers to it.
             codec: store large frozen leaves encoded by this codec, such as `jz.Int8()`, and gather
-                them without encoding them again, as `shard` does with `codec`.
+                them without encoding them again, as `shard` does; without `stages` only.
 
         Raises:
             ValueError: `params` is not from this `Zero`; a path fits no leaf, or `layers` no stack

@@ -54,12 +54,14 @@ def plan(settings: Plan, console: Console) -> None:
             objective=settings.objective,
             quantized=not settings.unquantized,
             local_steps=method or (),
+            layers=settings.layers or None,
             budget=settings.budget,
             progress=status.update,
         )
     plans.print(console, settings.limit)
     best = plans.best  # raises if none fits
-    console.print(f"The best: {best.candidate.name}", highlight=False, markup=False)
+    for line in (f"The best: {best.candidate.name}", *plans.code.splitlines()):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def decoder_job(directory: Path) -> tuple[dict[str, Callable], Callable[[], Any]]:

@@ -44,7 +44,8 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Choose config, micro-batches, rematerialisation and offload for a cluster that is not here.
+    """Choose config, pipeline stages, micro-batches, rematerialisation and offload for a cluster
+    that is not here.
 
     Nothing is run. With the extra `aot` programs are compiled for the cluster's GPUs, and their
     memory and time read off; without it plans are ranked by lower bounds alone. Needs the extra
@@ -87,6 +88,10 @@ class Plan:
 
     unquantized: bool = False
     """Send weights and gradients in full precision only. Otherwise 4 and 8 bits are tried, too."""
+
+    layers: str = "layers"
+    """Path of the stack of layers in the parameters, which one `jax.lax.scan` runs through:
+    pipeline stages divide it between nodes. Empty: no stages."""
 
     rounds: Local = Local()
     """Compare local steps too, which are another training algorithm: losses differ."""

@@ -32,6 +32,7 @@ PAGES = (
     "howto/lora.md",
     "howto/offload.md",
     "howto/planning.md",
+    "howto/recommenders.md",
     "howto/resharding.md",
     "howto/verify.md",
     "how_it_works/one_weight.md",

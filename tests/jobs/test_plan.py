@@ -42,16 +42,48 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
+def _line(text: str, start: str) -> str:
+    """The one line of a text that starts so."""
+    (line,) = [x for x in text.splitlines() if x.startswith(start)]
+    return line
+
+
 def test_local_steps_are_compared_on_request(printed):
     """At 1 MB/s, 30 steps without a word between nodes beat what sends in each of them."""
     status, text = printed(f"{JOB} --link 0.001 {STREAMING}")
     method = "local steps 30, 3 fragments, delay 5, int4"
     assert status == 0 and "ranked by lower bounds alone: there is none here" in text
-    best = text.splitlines()[-1]
-    assert best.startswith("The best: ") and method in best
+    assert method in _line(text, "The best: ")
     assert "another training algorithm" in text
     status, text = printed(f"{JOB} --link 0.001")
     assert status == 0 and "local steps" not in text
+
+
+def stacked():
+    """A job whose layers are a stack at another path than the default."""
+
+    def loss_fn(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["net"]["blocks"])
+        return jnp.mean(x**2)
+
+    def init_fn():
+        return {"net": {"blocks": jnp.zeros((4, 64, 64))}}
+
+    return loss_fn, init_fn, jax.ShapeDtypeStruct((ROWS, 64), jnp.float32)
+
+
+def test_stages_where_links_are_slow(printed):
+    command = f"{JOB.replace(':job', ':stacked')} --link 0.001"
+    status, text = printed(f"{command} --layers net.blocks")
+    assert status == 0
+    assert "zero3 in 2 stages" in _line(text, "The best: ")
+    assert "make_mesh(nodes=2, stages=2)" in _line(text, "zero = ")
+    assert "layers='net.blocks'" in _line(text, "zero = ")
+    status, text = printed(command)
+    assert status == 0 and "No leaf of the parameters is a stack of layers" in text
+    assert "stages" not in _line(text, "zero = ")
+    status, text = printed(f"{command} --layers ''")
+    assert status == 0 and "stages" not in text
 
 
 def test_local_steps_need_several_nodes(printed):

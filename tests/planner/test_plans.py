@@ -108,3 +108,9 @@ def test_without_a_compiler_no_plan_has_arrays_in_host_memory():
     assert plans.notes[1] == (
         "8 plans with arrays in host memory were left out: without a compiler they have no bounds"
     )
+
+
+def test_a_plan_is_made_for_one_kind():
+    batch = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    with pytest.raises(NotImplementedError, match="nodes of different devices"):
+        tune(loss, init, batch, jz.Cluster(nodes=2, local=2, device=("h100", "a100")))

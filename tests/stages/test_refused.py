@@ -99,8 +99,6 @@ def test_refused_arguments():
         dataclasses.replace(jz.zeropp4(), stages=jz.Stages(microbatches=4))
     zero = _zero()
     sharded = zero.shard(params)
-    with pytest.raises(NotImplementedError, match="`zero.freeze` does not work with `stages`"):
-        zero.freeze(sharded, 2, layers="layers", before="embed")
     with pytest.raises(NotImplementedError, match="`local_steps` does not work with `stages`"):
         zero.local_steps(lambda *args: args)
     with pytest.raises(NotImplementedError, match="`halves` does not work with `stages`"):

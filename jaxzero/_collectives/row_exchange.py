@@ -1,0 +1,224 @@
+"""Read rows of a sharded table, and add rows to one: rows are sent, the table is not.
+
+All devices get each other's ids. A table that is split on its first dim is read where its rows are:
+a device contributes the rows that it owns and zeros for all others, and a reduce-scatter over
+`local`, then `node`, returns to each device the rows that it asked for:
+
+    rows = reduce_scatter(where(owned(ids), shard[ids - start], 0)),    ids = all_gather(own ids).
+
+Exactly one device contributes each row, so the sum is exact in any dtype; where several rows are
+summed up (a bag), each device contributes the sum of those that it owns. Of a table that is split
+on another dim, each device reads its columns of all rows, and an all-to-all returns them.
+
+The transpose sends cotangents the other way (an all-gather, or an all-to-all) and adds those of
+owned rows to the shard, which then is this device's shard of the sum over all devices. Additions
+are in `accumulator_dtype`. Rows are sent without codecs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
+
+from .._mesh import AXES, program_axes
+from .._sharding import DimSharding, pad, unpad
+from .comm_spec import CommSpec, accumulator_dtype
+from .primitives import all_gather, all_to_all, reduce_scatter
+
+Wait = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowExchange:
+    """The exchange of rows of one table. Legend: n rows are sums of the table's rows at k ids each.
+
+    Attributes:
+        shape: of the full table, without padding; its first dim counts rows.
+        dtype: of its shards.
+        layout: the split dim, and its padding.
+        comm: mesh axes and their sizes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    layout: DimSharding
+    comm: CommSpec
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of one device's shard."""
+        shape, dim = [*self.shape], self.layout.dim
+        shape[dim] = self.layout.padded // self.layout.num_shards
+        return tuple(shape)
+
+    @property
+    def sum_dtype(self) -> Any:
+        """The dtype of sums of gradients."""
+        return accumulator_dtype(self.dtype)
+
+    def row_bytes(self, dtype: Any) -> int:
+        """Bytes of one row as `dtype`."""
+        return math.prod(self.shape[1:]) * jnp.dtype(dtype).itemsize
+
+    def entering_bytes(self, n: int, k: int, dtype: Any, *, back: bool) -> dict[str, int]:
+        """Bytes that enter a device over each axis for n rows, their ids included.
+
+        Args:
+            n: rows of one device.
+            k: ids of each.
+            dtype: that rows are sent in.
+            back: of cotangents, which all devices get; of rows that are read otherwise.
+        """
+        found: dict[str, int] = dict.fromkeys(AXES, 0)
+        axes = self.axes(back)
+        sizes = [self.comm.sizes[axis] for axis in axes]
+        for i, axis in enumerate(axes):
+            # What the axes after this one bring is sent over it too.
+            rows = (sizes[i] - 1) * math.prod(sizes[i + 1 :])
+            if self.layout.dim != 0 and axis in self.comm.axes:
+                rows = (sizes[i] - 1) / sizes[i]
+            found[axis] = int(n * self.row_bytes(dtype) * rows)
+            if not back or axes != self.axes(back=False):  # ids have not been sent yet
+                found[axis] += 4 * n * k * (sizes[i] - 1) * math.prod(sizes[i + 1 :])
+        return found
+
+    def axes(self, back: bool) -> tuple[str, ...]:
+        """The axes that rows are sent over, major first; cotangents are summed over all."""
+        others = tuple(x for x in AXES if x not in self.comm.axes) if back else ()
+        return self.comm.axes_with_peers((*self.comm.axes, *others))
+
+    def int32(self, ids: Int[Array, "n k"]) -> Int32[Array, "n k"]:
+        """Ids as int32; those out of bounds are -1, or the number of rows."""
+        num, largest = self.shape[0], jnp.iinfo(ids.dtype).max
+        is_high = ids >= num if num <= largest else jnp.zeros_like(ids, bool)
+        inside = jnp.clip(ids, 0, min(num - 1, largest)).astype(jnp.int32)
+        return jnp.where(ids < 0, jnp.int32(-1), jnp.where(is_high, jnp.int32(num), inside))
+
+    def read(
+        self,
+        shard: Shaped[Array, ...],
+        ids_of_all: Int32[Array, ...],
+        ids: Int[Array, "n k"],
+        dtypes: Sequence[Any],
+        fill: Any = None,
+        wait: Wait = lambda x: x,
+    ) -> tuple[Shaped[Array, "n ..."], Shaped[Array, " 1"]]:
+        """The sums of k rows of the table, at this device's ids.
+
+        Args:
+            shard: this device's shard.
+            ids_of_all: from `gather_ids`.
+            ids: of this device, of any integer dtype.
+            dtypes: rows are cast to them in turn; they are summed up and sent in the last one.
+            fill: read at ids out of bounds; None: the nearest row is.
+            wait: passes ids through a barrier, so that rows are read only then.
+
+        Returns:
+            The rows, and an element of what is known once the first axis has been sent over: the
+            rows of all devices have been dropped then.
+        """
+        axes, lead = self.axes(back=False), len(self.axes(back=False))
+        local, is_owned = self._owned(wait(ids_of_all), fill is None)
+        rows = shard.at[local].get(mode="clip", wrap_negative_indices=False)
+        rows = _cast(rows, dtypes)
+        rows = jnp.where(_like(is_owned, rows), rows, jnp.zeros((), rows.dtype))
+        rows = rows.sum(lead + 1) if ids.shape[1] > 1 else jnp.squeeze(rows, lead + 1)
+        sent: Any = None
+        if self.layout.dim == 0:
+            for dim, axis in enumerate(axes):
+                rows = reduce_scatter(rows, axis, dim)
+                sent = rows if sent is None else sent
+            rows = rows.reshape(len(ids), *self.shape[1:])
+        else:
+            for dim, axis in reversed([*enumerate(axes)]):
+                rows = all_to_all(rows, axis, dim, lead + self.layout.dim)
+                sent = rows if sent is None else sent
+            rows = unpad(rows.reshape(len(ids), *rows.shape[lead + 1 :]), self.layout)
+        if fill is not None:
+            own = self.int32(ids)
+            num = _like(((own < 0) | (own == self.shape[0])).sum(1), rows)
+            filled = num.astype(rows.dtype) * _cast(jnp.asarray(fill, self.dtype), dtypes)
+            rows += jnp.where(num > 0, filled, jnp.zeros((), rows.dtype))
+        return rows, lax.slice(sent, [0] * sent.ndim, [1] * sent.ndim).reshape(1)
+
+    def add(
+        self,
+        total: Shaped[Array, ...],
+        ids_of_all: Int32[Array, ...],
+        cotangents: Float[Array, "n ..."],
+        clips: bool,
+        divisor: float | None = None,
+        waits: Sequence[Wait] = (),
+    ) -> Shaped[Array, ...]:
+        """Add the cotangents of all devices, each at its k ids, to a shard of sums.
+
+        Args:
+            total: a shard of the table's shape, in `sum_dtype`.
+            ids_of_all: from `gather_ids`.
+            cotangents: of this device, sent in their dtype.
+            clips: whether ids out of bounds stand for the nearest row; otherwise for none.
+            divisor: of the cotangents.
+            waits: for each axis, in the order in which they are sent over, see `read`.
+        """
+        axes = self.axes(back=True)
+        rows = cotangents if self.layout.dim == 0 else pad(cotangents, self.layout)
+        rows = rows.reshape(*[1] * len(axes), *rows.shape)
+        is_split = self.layout.dim != 0  # then devices get their columns of all rows
+        numbered = [*enumerate(axes)] if is_split else [*reversed([*enumerate(axes)])]
+        for (dim, axis), wait in itertools.zip_longest(numbered, waits[: len(axes)]):
+            rows = rows if wait is None else wait(rows)
+            if is_split and axis in self.comm.axes:
+                rows = all_to_all(rows, axis, len(axes) + self.layout.dim, dim)
+            else:
+                rows = all_gather(rows, axis, dim)
+        local, is_owned = self._owned(ids_of_all, clips)
+        local = jnp.where(is_owned, local, jnp.int32(self.shard_shape[0]))  # others are dropped
+        rows = jnp.expand_dims(rows, len(axes) + 1).astype(total.dtype)
+        rows = rows if divisor is None else rows / jnp.asarray(divisor, rows.dtype)
+        rows = jnp.broadcast_to(rows, (*ids_of_all.shape, *rows.shape[len(axes) + 2 :]))
+        return total.at[local].add(rows, mode="drop", wrap_negative_indices=False)
+
+    def _owned(
+        self, ids: Int32[Array, ...], clips: bool
+    ) -> tuple[Int32[Array, ...], Bool[Array, ...]]:
+        """The index of each id in this device's shard, and whether the shard has it."""
+        num = self.shape[0]
+        if clips:
+            ids = jnp.clip(ids, 0, num - 1)
+        is_owned = (ids >= 0) & (ids < num)
+        if self.layout.dim == 0:
+            num = self.shard_shape[0]
+            first = lax.axis_index(program_axes(self.comm.axes)).astype(jnp.int32) * jnp.int32(num)
+            ids = ids - first
+            is_owned &= (ids >= 0) & (ids < num)
+        return ids, is_owned
+
+
+def gather_ids(ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...]) -> list[Int32[Array, ...]]:
+    """The ids `[n, k]` of several lookups, of all devices, `[*axes, n, k]`, in one message."""
+    message = jnp.concatenate([x.reshape(-1) for x in ids])
+    of_all = message.reshape(*[1] * len(axes), -1)
+    for dim, axis in reversed([*enumerate(axes)]):
+        of_all = all_gather(of_all, axis, dim, tuple(x.nbytes for x in ids))
+    stops = [*itertools.accumulate(x.size for x in ids)]
+    parts = jnp.split(of_all, stops[:-1], axis=-1)
+    sizes = of_all.shape[:-1]
+    return [part.reshape(*sizes, *x.shape) for part, x in zip(parts, ids, strict=True)]
+
+
+def _cast(x: Any, dtypes: Sequence[Any]) -> Any:
+    for dtype in dtypes:
+        x = x.astype(dtype)
+    return x
+
+
+def _like(mask: Shaped[Array, ...], rows: Shaped[Array, ...]) -> Shaped[Array, ...]:
+    """A value for each row, with dims of size 1 for those of a row."""
+    return mask.reshape(*mask.shape, *[1] * (rows.ndim - mask.ndim))

@@ -1,0 +1,215 @@
+"""Choose the tables of which rows are sent, and let the program read and add rows of shards.
+
+Rows are sent where a weight is only looked up, and over each mesh axis fewer bytes enter a device
+for the rows of a step, forward and back, than for the weight and its gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._collectives import (
+    CommSpec,
+    ReduceSpec,
+    RowExchange,
+    copy_to_device,
+    from_stored,
+    gather_ids,
+    labelled,
+)
+from .._mesh import AXES, NODE
+from .._plan import MovedRows
+from .._program import (
+    Block,
+    Lookup,
+    Table,
+    TableOperations,
+    Tools,
+    exchange_rows,
+    find_tables,
+)
+from .._sharding import LeafSpec
+from .program_plan import Parameters
+
+# Rows are sent if so many bytes fewer enter a device in a micro-batch: about what it receives
+# inside a node while it launches the collectives of rows beside those of other weights.
+_MIN_SAVED_BYTES = 2**22
+# Lookups with more bytes of rows, of all devices, are made one after the other.
+_LARGE = 2**23
+
+
+def with_rows(
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    microbatches: int,
+    comm: CommSpec,
+    divides: bool,
+) -> tuple[Block, Parameters]:
+    """Let a program exchange rows of tables.
+
+    Args:
+        block: the traced program.
+        shapes: of its outputs, as in `plan_program`.
+        parameters: the leaves.
+        microbatches: how many there are; with several their index is the first input.
+        comm: mesh axes, codecs and schedule.
+        divides: whether gradients may be divided by the number of devices as they are added: the
+            program differentiates the loss of a device itself.
+
+    Returns:
+        The program, of which some inputs are shards of tables, and the outputs that are their
+        gradients shards of the sum over all devices, or of the mean; and the parameters with
+        these tables.
+    """
+    first = 1 if microbatches > 1 else 0
+    values = block.inputs[first : first + len(parameters.leaves)]
+    weights = {x: i for i, x in enumerate(values) if _may_move(i, parameters, comm)}
+    gradients = {}
+    if shapes[0] is not None:
+        start = len(jax.tree.leaves(shapes[:2]))
+        numbered = enumerate(parameters.differentiated, start)
+        gradients = {k: i for k, i in numbered if i in {*weights.values()}}
+    moved: dict[int, MovedRows] = {}
+    chosen: dict[int, TableOperations] = {}
+    for i, table in find_tables(block, weights, gradients).items() if weights else ():
+        leaf = parameters.leaves[i]
+        assert leaf.layout is not None
+        exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm)
+        rows, weight = _bytes_of_rows(table, exchange), _bytes_of_weight(table, leaf, comm)
+        if comm.hpz is not None:  # between nodes, weights are sent once in a step
+            weight[NODE] //= microbatches
+        if _pays(rows, weight):
+            is_mean = divides and microbatches == 1 and shapes[1] is None
+            is_mean &= exchange.sum_dtype == leaf.dtype
+            chosen[i] = _operations(leaf, exchange, comm.num_devices if is_mean else None)
+            num = sum(x.num * x.trips for x in table.reads)
+            moved[i] = MovedRows(leaf.path, leaf.shape, leaf.dtype, num, rows, weight, is_mean)
+    if not chosen:
+        return block, parameters
+
+    def ids_of_all(axes: tuple[str, ...], ids: Sequence[Array], numbers: Sequence[int]) -> Any:
+        with labelled("weights", *(moved[i].name for i in numbers)):
+            return gather_ids(ids, axes)
+
+    tools = Tools(chosen, ids_of_all, comm.sizes)
+    block = exchange_rows(block, weights, gradients, tools)
+    return block, dataclasses.replace(parameters, tables=moved)
+
+
+def with_table_shards(
+    full: Sequence[Array | None], stored: Sequence[Array], parameters: Parameters
+) -> list[Array | None]:
+    """The arrays that the program gets for parameters, of tables their shards.
+
+    These are decoded, and in device memory.
+    """
+    arrays = [*full]
+    for i in parameters.tables:
+        leaf = parameters.leaves[i]
+        shard = copy_to_device(stored[i], "weights", leaf.path, windowed=False)
+        arrays[i] = shard if leaf.codec is None else from_stored(shard, leaf).join()
+    return arrays
+
+
+def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
+    """Whether rows of leaf `i` can be sent.
+
+    Not with sums that are kept in halves, added in a tree, or made by other numbers of
+    micro-batches on each node; not of a leaf that the user splits over further axes.
+    """
+    leaf = parameters.leaves[i]
+    is_table = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.dtype(leaf.dtype).itemsize >= 2
+    return (
+        parameters.moves_rows
+        and comm.num_shards > 1
+        and not comm.halves
+        and not comm.sums_in_tree
+        and comm.node_microbatches is None
+        and parameters.weight_layout(i) is not None
+        and len(leaf.shape) >= 2
+        and is_table
+        and not any(leaf.other_axes)
+    )
+
+
+def _pays(rows: Mapping[str, int], weight: Mapping[str, int]) -> bool:
+    """Whether to send rows, from the bytes that enter a device over each axis."""
+    saved = [weight[axis] - rows[axis] for axis in AXES]
+    return min(saved) >= 0 and sum(saved) >= _MIN_SAVED_BYTES
+
+
+def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> TableOperations:
+    """What a device does to look up rows of a table, and to add to its gradient."""
+
+    def read(shard: Array, of_all: Array, ids: Array, lookup: Lookup, wait: Any) -> Any:
+        fill = None if lookup.is_clipped else lookup.fill
+        with labelled("weights", leaf.path):
+            return exchange.read(shard, of_all, ids, lookup.dtypes, fill, wait)
+
+    def add(total: Array, of_all: Array, rows: Array, lookup: Lookup, waits: Any) -> Array:
+        with labelled("gradients", leaf.path):
+            return exchange.add(total, of_all, rows, lookup.is_clipped, divisor, waits)
+
+    def is_large(lookup: Lookup) -> bool:
+        num = lookup.num * exchange.comm.num_devices
+        return num * exchange.row_bytes(lookup.dtypes[-1]) >= _LARGE
+
+    return TableOperations(
+        jax.ShapeDtypeStruct(exchange.shard_shape, leaf.dtype),
+        jax.ShapeDtypeStruct(exchange.shard_shape, exchange.sum_dtype),
+        exchange.int32,
+        exchange.axes,
+        read,
+        add,
+        is_large,
+    )
+
+
+def _bytes_of_rows(table: Table, exchange: RowExchange) -> dict[str, int]:
+    """Bytes that enter a device over each axis in a micro-batch, if rows are sent."""
+    total: dict[str, int] = dict.fromkeys(AXES, 0)
+    for lookups, back in ((table.reads, False), (table.adds, True)):
+        for x in lookups:
+            num = x.num, x.num_ids // max(x.num, 1), x.dtypes[-1]
+            for axis, size in exchange.entering_bytes(*num, back=back).items():
+                total[axis] += x.trips * size
+    return total
+
+
+def _bytes_of_weight(table: Table, leaf: LeafSpec, comm: CommSpec) -> dict[str, int]:
+    """Bytes that enter a device over each axis, if the table is gathered and its gradient reduced.
+
+    The table is gathered once, as the narrowest that a lookup reads.
+    """
+    assert leaf.layout is not None
+    num = math.prod(leaf.padded_shape)
+    dtypes = (dtype for x in table.reads for dtype in x.dtypes)
+    dtype = min(dtypes, key=lambda x: jnp.dtype(x).itemsize)
+    spec = ReduceSpec(leaf.path, leaf.shape, dtype, leaf.layout)
+    found = {}
+    for axis in AXES:
+        size = comm.sizes[axis]
+        # The last axis of a gather, and the first of a reduction, has the full array.
+        part = num // size if axis == comm.axes[0] else num // comm.num_shards
+        codecs: list[Any] = []
+        if axis in comm.axes:
+            codec = leaf.codec or comm.weight_codec(axis, leaf.layer_size, dtype)
+            codecs.append((codec, dtype))
+        else:
+            part = 2 * num // comm.num_shards // size  # an all-reduce of the gradient's shards
+        if table.adds:
+            codecs.append((spec.codec(axis, comm), spec.dtype_at(axis, comm)))
+        found[axis] = sum(
+            (size - 1)
+            * (part * jnp.dtype(dtype).itemsize if codec is None else codec.num_bytes(part, dtype))
+            for codec, dtype in codecs
+        )
+    return found

@@ -1,0 +1,391 @@
+"""Find tables: weights that a program only looks up by integer ids.
+
+A table is read by `gather` operations that take whole rows along its first dim, in the program or
+in loops that it is a constant of. Its gradient is then a sum of `scatter-add`s into zeros. Casts
+before and after a lookup belong to it, and so does a sum over some of its ids (a bag): a row is
+what is left of them.
+
+    rows = sum(cast(cast(table)[ids]))        grads = cast(zeros.at[ids].add(cast(broadcast(ct))))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from .ir import Barrier, Block, Loop, Operation, Value
+from .movable_ops import ConvertDtype
+from .operation_kinds import Branch, addends, is_zero
+
+_MODES = lax.GatherScatterMode
+_KNOWN_MODES = (_MODES.CLIP, _MODES.FILL_OR_DROP, _MODES.PROMISE_IN_BOUNDS)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lookup:
+    """Rows of a table that are read, or to which cotangents are added.
+
+    Attributes:
+        operation: the `gather`, or the `scatter-add`.
+        array: what is made of the rows, or the cotangents: `[..., *row]` with dims in any order.
+        dtypes: what rows are cast to, in turn; the last is that of `array` where rows are read, and
+            that in which cotangents are sent where they are added.
+        rows: the dims of `array` that are those of a row, in order.
+        kept: the dims of the ids that `array` has, in order; it sums over, or repeats, the others.
+        done: the operations that make `array` of the rows.
+        trips: how often it runs.
+    """
+
+    operation: Operation
+    array: Value
+    dtypes: tuple[Any, ...]
+    rows: tuple[int, ...]
+    kept: tuple[int, ...]
+    done: tuple[Operation, ...] = ()
+    trips: int = 1
+
+    @property
+    def ids(self) -> Value:
+        """`[..., 1]`, integers."""
+        ids = self.operation.inputs[1]
+        assert isinstance(ids, Value)
+        return ids
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The dims of the ids that `array` does not have."""
+        return tuple(dim for dim in range(len(self.ids.shape) - 1) if dim not in self.kept)
+
+    @property
+    def num(self) -> int:
+        """The number of rows of `array`."""
+        return math.prod(self.ids.shape[dim] for dim in self.kept)
+
+    @property
+    def num_ids(self) -> int:
+        return math.prod(self.ids.shape)
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether ids out of bounds stand for the nearest row."""
+        mode = self.operation.equation.params["mode"]
+        if self.operation.name == "gather":
+            return mode != _MODES.FILL_OR_DROP
+        return mode == _MODES.CLIP
+
+    @property
+    def fill(self) -> Any:
+        """What is read at ids out of bounds, if they are not clipped."""
+        value = self.operation.equation.params["fill_value"]
+        return jnp.nan if value is None else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """How a program uses a table."""
+
+    reads: tuple[Lookup, ...]
+    adds: tuple[Lookup, ...]  # empty if it has no gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class TableView:
+    """A table as a block sees it."""
+
+    table: int
+    dtypes: tuple[Any, ...] = ()  # that it is cast to, in turn
+
+
+@dataclasses.dataclass
+class TableGradient:
+    """How a block makes the gradient of a table, or adds to the sum of it that it carries.
+
+    Attributes:
+        root: the gradient.
+        before: in a loop's body, the sum that it carries.
+        adds: the rows that are added.
+        loops: the loops that sum up rows, with the index of the sum among their outputs.
+        done: additions and casts on the way to `root`.
+    """
+
+    root: Value
+    before: Value | None = None
+    adds: list[Lookup] = dataclasses.field(default_factory=list)
+    loops: list[tuple[Loop, int, TableGradient]] = dataclasses.field(default_factory=list)
+    done: set[Operation] = dataclasses.field(default_factory=set)
+
+    def lookups(self, trips: int = 1) -> Iterator[Lookup]:
+        """All rows that are added, in loops too."""
+        yield from (dataclasses.replace(x, trips=trips) for x in self.adds)
+        for loop, _, inside in self.loops:
+            yield from inside.lookups(trips * loop.length)
+
+
+def find_tables(
+    block: Block, weights: Mapping[Value, int], gradients: Mapping[int, int]
+) -> dict[int, Table]:
+    """The weights that a program only looks up.
+
+    Args:
+        block: the program.
+        weights: numbers of its inputs that are weights.
+        gradients: by index of the output, the number of the weight that it is the gradient of.
+    """
+    reads: dict[int, list[Lookup]] = {}
+    others: set[int] = set()
+    _walk(block, {x: TableView(i) for x, i in weights.items()}, 1, reads, others)
+    found = find_gradients(block, {k: i for k, i in gradients.items() if i in reads})
+    trained = {*gradients.values()}
+    others |= trained - found.keys()
+    return {
+        i: Table(tuple(lookups), tuple(found[i].lookups()) if i in trained else ())
+        for i, lookups in reads.items()
+        if i not in others
+    }
+
+
+def find_gradients(block: Block, outputs: Mapping[int, int]) -> dict[int, TableGradient]:
+    """How the block makes the gradients of tables, by table, where they are sums of rows.
+
+    Args:
+        block: the program, or the body of a loop.
+        outputs: by index of the output, the number of the table.
+    """
+    found = {}
+    for k, i in outputs.items():
+        root = block.outputs[k]
+        gradient = _gradient(block, root, None) if isinstance(root, Value) else None
+        if gradient is not None:
+            found[i] = gradient
+    return found
+
+
+def views_after(operation: Operation, views: Mapping[Any, TableView]) -> dict[Value, TableView]:
+    """The outputs of a barrier or a cast that are views of tables, as its inputs are."""
+    if isinstance(operation, Barrier):
+        pairs = zip(operation.inputs, operation.outputs, strict=True)
+        return {out: views[x] for x, out in pairs if x in views}
+    source = operation.source
+    if source in views and is_cast(operation):
+        out, view = operation.outputs[0], views[source]
+        return {out: dataclasses.replace(view, dtypes=(*view.dtypes, out.dtype))}
+    return {}
+
+
+def find_reads(block: Block, views: Mapping[Any, TableView]) -> dict[Operation, Lookup]:
+    """What a block makes of the rows that it looks up, by the operation that does."""
+    views, found = {**views}, {}
+    readers: dict[Any, list[Operation]] = {}
+    for operation in block.operations:
+        for x in operation.inputs:
+            readers.setdefault(x, []).append(operation)
+    outputs = {*block.outputs}
+    for operation in block.operations:
+        views |= views_after(operation, views)
+        x = operation.inputs[0] if operation.inputs else None
+        if x in views and _takes_rows(operation):
+            found[operation] = _read(operation, views[x].dtypes, readers, outputs)
+    return found
+
+
+def is_loop(operation: Operation) -> bool:
+    """Whether it is a loop; a branch is none, since it may not run on all devices."""
+    return isinstance(operation, Loop) and not isinstance(operation, Branch)
+
+
+def is_cast(operation: Operation) -> bool:
+    """Whether it is a cast of floats."""
+    if not isinstance(operation.view(), ConvertDtype) or operation.source is None:
+        return False
+    ends = (operation.source, operation.outputs[0])
+    return all(jnp.issubdtype(x.dtype, jnp.floating) for x in ends)
+
+
+def _walk(
+    block: Block,
+    views: dict[Value, TableView],
+    trips: int,
+    reads: dict[int, list[Lookup]],
+    others: set[int],
+) -> None:
+    """Collect the lookups of each table, and in `others` the weights with another use."""
+    found = find_reads(block, views)
+    for operation in block.operations:
+        read = {i: views[x] for i, x in enumerate(operation.inputs) if x in views}
+        if not read:
+            continue
+        if after := views_after(operation, views):
+            views |= after
+        elif operation in found and list(read) == [0]:
+            lookup = dataclasses.replace(found[operation], trips=trips)
+            reads.setdefault(read[0].table, []).append(lookup)
+        elif is_loop(operation) and max(read) < operation.num_constants:  # pyright: ignore
+            assert isinstance(operation, Loop)
+            inside = {operation.body.inputs[i]: view for i, view in read.items()}
+            _walk(operation.body, inside, trips * operation.length, reads, others)
+        else:
+            others.update(view.table for view in read.values())
+    others.update(views[x].table for x in block.outputs if x in views)
+
+
+def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient | None:
+    """Follow a sum of rows from its result to what is added up; None if there is more in it."""
+    counts = Counter(x for operation in block.operations for x in operation.inputs)
+    counts.update(block.outputs)
+    found = TableGradient(root, before)
+    pending: list[Any] = [root]
+    is_carried = before is None
+    while pending:
+        atom = pending.pop()
+        if atom is before and atom is not root and counts[atom] == 1:
+            is_carried = True
+            continue
+        if is_zero(atom, block.makers) and atom is not root:
+            continue
+        operation = block.makers.get(atom)
+        if operation is None or counts[atom] != 1:
+            return None
+        if is_zero(atom, block.makers):
+            continue
+        if _adds_rows(operation) and is_zero(operation.inputs[0], block.makers):
+            found.adds.append(_added(block, operation))
+            found.done.add(operation)
+        elif terms := addends(operation) or (operation.values if is_cast(operation) else []):
+            found.done.add(operation)
+            pending += terms
+        elif is_loop(operation):
+            assert isinstance(operation, Loop)
+            position = operation.outputs.index(atom)
+            inside = _carried(operation, position)
+            if inside is None:
+                return None
+            found.loops.append((operation, position, inside))
+            pending.append(operation.inputs[operation.num_constants + position])
+        else:
+            return None
+    return found if is_carried else None
+
+
+def _carried(loop: Loop, position: int) -> TableGradient | None:
+    """What a loop adds to output `position`, if that is a carried sum of rows."""
+    if position >= loop.num_carry:
+        return None
+    result = loop.body.outputs[position]
+    before = loop.body.inputs[loop.num_constants + position]
+    return _gradient(loop.body, result, before) if isinstance(result, Value) else None
+
+
+def _read(
+    operation: Operation,
+    dtypes: tuple[Any, ...],
+    readers: Mapping[Any, list[Operation]],
+    outputs: set[Any],
+) -> Lookup:
+    """A `gather`, with the casts and the sum that alone read its rows."""
+    array = operation.outputs[0]
+    numbers = operation.equation.params["dimension_numbers"]
+    rows = tuple(int(x) for x in numbers.offset_dims)
+    batch = [dim for dim in range(len(array.shape)) if dim not in rows]
+    plain = Lookup(operation, array, dtypes or (array.dtype,), rows, tuple(range(len(batch))))
+    found, lookup = [plain], plain
+    while len(following := readers.get(lookup.array, ())) == 1 and lookup.array not in outputs:
+        (after,) = following
+        out, done = after.outputs[0] if after.outputs else None, (*lookup.done, after)
+        if out is not None and is_cast(after):
+            dtypes = (*lookup.dtypes, out.dtype)
+            lookup = dataclasses.replace(lookup, array=out, dtypes=dtypes, done=done)
+            found.append(lookup)
+            continue
+        axes = {*after.equation.params["axes"]} if after.name == "reduce_sum" else {*rows}
+        if out is not None and axes.isdisjoint(rows):
+            left = [dim for dim in range(len(array.shape)) if dim not in axes]
+            return dataclasses.replace(
+                lookup,
+                array=out,
+                rows=tuple(left.index(dim) for dim in rows),
+                kept=tuple(i for i, dim in enumerate(batch) if dim not in axes),
+                done=done,
+            )
+        break
+    return min(found, key=lambda x: x.array.dtype.itemsize)
+
+
+def _added(block: Block, operation: Operation) -> Lookup:
+    """A `scatter-add`, with the casts of its updates, and without their repetition."""
+    array = operation.inputs[2]
+    assert isinstance(array, Value)
+    numbers = operation.equation.params["dimension_numbers"]
+    rows = tuple(int(x) for x in numbers.update_window_dims)
+    batch = [dim for dim in range(len(array.shape)) if dim not in rows]
+    kept = tuple(range(len(batch)))
+    plain = Lookup(operation, array, (array.dtype,), rows, kept)
+    found, lookup = [plain], plain
+    while (maker := block.makers.get(lookup.array)) is not None and maker.source is not None:
+        source = maker.source
+        if is_cast(maker):
+            lookup = dataclasses.replace(
+                lookup, array=source, dtypes=(source.dtype, *lookup.dtypes)
+            )
+        elif maker.name == "broadcast_in_dim" and len(lookup.kept) == len(batch):
+            dims = [int(x) for x in maker.equation.params["broadcast_dimensions"]]
+            same = all(source.shape[i] == array.shape[dim] for i, dim in enumerate(dims))
+            if not same or not {*rows} <= {*dims}:
+                break
+            lookup = dataclasses.replace(
+                lookup,
+                array=source,
+                rows=tuple(dims.index(dim) for dim in rows),
+                kept=tuple(i for i, dim in enumerate(batch) if dim in dims),
+            )
+            found = []
+        else:
+            break
+        found.append(lookup)
+    lookup = min(found, key=lambda x: x.array.dtype.itemsize)
+    sizes = [jnp.dtype(x).itemsize for x in lookup.dtypes]
+    return dataclasses.replace(lookup, dtypes=lookup.dtypes[: sizes.index(min(sizes)) + 1])
+
+
+def _takes_rows(operation: Operation) -> bool:
+    """Whether a `gather` takes whole rows along the first dim."""
+    if operation.name != "gather" or not isinstance(operation.inputs[1], Value):
+        return False
+    params, table = operation.equation.params, operation.inputs[0]
+    numbers = params["dimension_numbers"]
+    return (
+        isinstance(table, Value)
+        and 0 not in operation.inputs[1].shape
+        and _is_first(numbers.collapsed_slice_dims)
+        and _is_first(numbers.start_index_map)
+        and not numbers.operand_batching_dims
+        and tuple(params["slice_sizes"]) == (1, *table.shape[1:])
+        and params["mode"] in _KNOWN_MODES
+    )
+
+
+def _adds_rows(operation: Operation) -> bool:
+    """Whether a `scatter-add` adds whole rows along the first dim."""
+    if operation.name != "scatter-add":
+        return False
+    params, (_, ids, rows) = operation.equation.params, operation.inputs
+    numbers, shape = params["dimension_numbers"], operation.outputs[0].shape
+    return (
+        isinstance(ids, Value)
+        and isinstance(rows, Value)
+        and 0 not in ids.shape
+        and _is_first(numbers.inserted_window_dims)
+        and _is_first(numbers.scatter_dims_to_operand_dims)
+        and not numbers.operand_batching_dims
+        and tuple(rows.shape[int(i)] for i in numbers.update_window_dims) == shape[1:]
+        and params["mode"] in _KNOWN_MODES
+    )
+
+
+def _is_first(dims: Iterable[int]) -> bool:
+    return tuple(dims) == (0,)

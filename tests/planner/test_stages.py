@@ -1,0 +1,130 @@
+"""Pipeline stages among the plans: which there are, what is expected of them, which is best."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxzero as jz
+from jaxzero._planner.bounder import Bounder
+from jaxzero._planner.bounds import Bounds
+from jaxzero._planner.candidates import enumerate_candidates
+from jaxzero._planner.estimates import Estimates
+from jaxzero._planner.job import Job
+from jaxzero._planner.tune import tune
+
+from .test_estimates import BOUNDS
+from .test_search import BATCH, absent, init, loss
+
+SLOW = dataclasses.replace(absent(1e9), link=1.25e6)
+
+
+def found(cluster, microbatches=(1, 2), quantized=True, **given):
+    plans = enumerate_candidates(cluster, ("",), microbatches, quantized, layers="layers", **given)
+    return {x.name: x for x in plans}
+
+
+def test_what_is_enumerated():
+    cluster = dataclasses.replace(SLOW, nodes=4, host_memory=1e12)
+    plans = found(cluster)
+    staged = {name: x for name, x in plans.items() if x.stages > 1}
+    assert {(x.stages, x.microbatches) for x in staged.values()} == {(2, 2), (2, 4), (4, 4), (4, 8)}
+    presets = {x.preset for x in staged.values()}
+    assert presets == {f"{inside} in 2 stages" for inside in ("zero3", "hsdp", "zeropp")} | {
+        f"{inside} in 4 stages" for inside in ("zero3", "zeropp")
+    }
+    assert {x.offload for x in staged.values()} == {"", "optimizer"}
+    for x in staged.values():
+        assert x.config.stages == jz.Stages(microbatches=x.microbatches)
+    assert "zero3 in 4 stages, prefetch 0, 8 micro-batches, optimizer in host memory" in staged
+    # One number of micro-batches, 1, says that a loss may be no mean over its rows.
+    for none in (found(cluster, (1,)), found(dataclasses.replace(cluster, nodes=1))):
+        assert not [x for x in none.values() if x.stages > 1]
+
+
+def test_the_code_of_a_plan_makes_its_config():
+    cluster = dataclasses.replace(SLOW, nodes=4, host_memory=1e12)
+    for plan in found(cluster).values():
+        assert eval(plan.code, {"jz": jz, "dataclasses": dataclasses}) == plan.config
+
+
+def test_bounds_count_all_ticks():
+    """64 rows in 4 parts: 8 on each of 2 devices; 5 ticks of 2 layers, and 4 of the head."""
+    job = Job({"": loss}, init, jax.ShapeDtypeStruct((64, 64), jnp.float32), optax.sgd(1e-3), {})
+    bounds = Bounder(job, SLOW, is_absent=False).bounds(
+        found(SLOW)["zero3 in 2 stages, prefetch 1, 4 micro-batches"]
+    )
+    assert isinstance(bounds, Bounds)
+    of_layer, of_head = (6 * 8 * 64 * width for width in (64, 8))
+    assert bounds.compute == (5 * 2 * of_layer + 4 * of_head) / 1e12
+    # In each of 4 micro-batches activations enter one of two nodes, and cotangents the other.
+    sent = 4 * 16 * 64 * 4
+    assert bounds.node_bytes > sent
+    assert bounds.node_bytes < 4 * sent
+
+
+def test_parameters_that_are_whole_are_gathered_after_the_update():
+    """Half of 4 (4 * 64 * 64 + 64 * 8) bytes enter each of two nodes, for 1.25 MB a second."""
+    job = Job({"": loss}, init, BATCH, optax.sgd(1e-3), {})
+    bounder = Bounder(job, SLOW, is_absent=False)
+    work, _ = bounder.work(found(SLOW)["stage 2"])
+    gathered = 4 * (4 * 64 * 64 + 64 * 8) / 2
+    assert work.gathered_between == work.gathered_inside == gathered
+    bounds = work.bounds(SLOW.rates)
+    assert bounds.update == pytest.approx(gathered / 1.25e6, rel=1e-3)
+    assert bounds.node_bytes == work.node_bytes + gathered
+    for other in ("ddp", "zero3, prefetch 1"):
+        assert bounder.work(found(SLOW)[other])[0].gathered_between == 0
+
+
+def test_activations_of_the_micro_batches_in_flight_are_expected():
+    """30 MB of all rows: of 4 stages each keeps a quarter for 7 of 16 parts of 4 times the rows."""
+    cluster = dataclasses.replace(SLOW, nodes=4)
+    plans = found(cluster, (1, 4), quantized=False)
+    small = dataclasses.replace(BOUNDS, full_gradients=4_000)
+    estimates = Estimates(dict.fromkeys(plans.values(), small), cluster, 1e8)
+    estimates.observe(plans["zero3, prefetch 1"], 30_000_000, 4.0, is_proxy=False)
+    (memory,) = np.median(
+        estimates.draws([plans["zero3 in 4 stages, prefetch 1, 16 micro-batches"]])[0], axis=0
+    )
+    assert memory == pytest.approx(30e6 * 7 / 16, rel=0.05)
+
+
+def test_stages_win_where_links_are_slow():
+    options = {"quantized": False, "microbatches": (1, 2, 4), "cache": None}
+    plans = tune(loss, init, BATCH, SLOW, **options)
+    assert plans.stages == 2
+    without = tune(loss, init, BATCH, SLOW, layers=None, **options)
+    assert without.stages is None
+    assert without.best.seconds > 1.3 * plans.best.seconds
+    assert "make_mesh(nodes=2)" in without.code
+    # The answer, pasted, is a step.
+    code = plans.code.replace("nodes=2,", "nodes=2, simulate=4,")
+    names = {"jz": jz, "dataclasses": dataclasses, "loss_fn": loss}
+    exec(code, names)
+    params = names["zero"].init(init)
+    value, _ = names["loss_and_grads"](params, jnp.ones(BATCH.shape))
+    np.testing.assert_allclose(value, loss(init(), jnp.ones(BATCH.shape)), rtol=1e-6)
+
+
+def test_what_stages_refuse_is_left_out_with_the_reason():
+    def unrolled(params, batch):
+        for w in params["layers"]:
+            batch = jnp.tanh(batch @ w)
+        return jnp.mean((batch @ params["head"]) ** 2)
+
+    options = {"quantized": False, "microbatches": (1, 2), "cache": None}
+    plans = tune({"a loop": unrolled, "a scan": loss}, init, BATCH, SLOW, **options)
+    assert (plans.stages, plans.loss) == (2, "a scan")
+    (note,) = [x for x in plans.notes if "left out" in x]
+    assert note.startswith("4 plans, `zero3 in 2 stages, prefetch 1, 2 micro-batches, a loop`")
+    assert "is not made by one loop over the layers" in note
+    plans = tune(loss, init, BATCH, SLOW, layers="blocks", **options)
+    assert plans.stages is None
+    (note,) = [x for x in plans.notes if "left out" in x]
+    assert "No leaf of the parameters is a stack of layers" in note
