@@ -10,7 +10,7 @@ AOT_TPU := .venv-tpu
 WORKERS ?= 2
 GPU_PYTHON ?= python3
 AOT_TESTS := $(addprefix tests/,zero/test_aot.py zero/test_offload_aot.py windowed_update/test_aot.py \
-  local_steps/test_aot.py planner/test_aot.py report/test_host_traffic.py benchmarks/test_host_memory.py)
+  local_steps/test_aot.py planner/test_aot.py report/test_host_traffic.py benchmarks/test_host_memory.py activations/test_aot.py)
 PIP_FLAGS := -qq --disable-pip-version-check
 
 OLDEST_PINS := .ci/constraints-oldest.txt

@@ -13,22 +13,24 @@ from .._program import (
     Block,
     Operation,
     Value,
+    calls_python,
     exchanged_or_effect,
     operations_for,
     without_dead_code,
 )
 from .._sharding import Activations
+from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import loops, unrolled
-from .costs import RATES, bytes_of, seconds_of
+from .costs import RATES, bytes_of, goes_to_host, seconds_of
 from .min_cut import Choice, Cost, Part, cheapest
 from .residuals import Residual, by_kind, described, kept_bytes, residuals_of
 
 # Seconds for a byte: what it takes to write and to read it, and as much as to keep nothing.
 _PRICES = 2 / RATES.memory, 1e-7
-_STEPS = 24  # of the search for a price
+_STEPS = 12  # of the search for a price
 _NEAR = 0.98  # of the budget: near enough
 _MIN_HOST = 2**20  # bytes of a layer below which a value is not worth a copy
-_TRIED = 16  # values that are kept one by one, where the next price keeps too much
+_TRIED = 8  # values that are kept one by one, where the next price keeps too much
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +38,19 @@ class Chosen:
     """A program, and what it keeps.
 
     Attributes:
-        block: the program.
+        emit: makes the program.
         choices: the parts of forward, and what was chosen for each.
         in_host: the kept values that are in host memory between forward and backward.
     """
 
-    block: Block
+    emit: Callable[[], Block]
     choices: list[tuple[Part, Choice]]
     in_host: frozenset[Value] = frozenset()
+
+    @functools.cached_property
+    def block(self) -> Block:
+        """The program."""
+        return self.emit()
 
     @functools.cached_property
     def num_bytes(self) -> int:
@@ -87,23 +94,26 @@ def choose_activations(
     """
     budget = activations.budget_bytes if activations else None
     if activations is None or budget is None:
-        return Chosen(block, [])
+        return Chosen(lambda: block, [])
     program = _Program(block, weights, results, times)
     low, high = _PRICES
     most = program.at(low)
     if most.num_bytes <= budget:
         return most
     link = 1.0 if activations.host else 0.0
-    if link and program.at(low, link).num_bytes <= budget:
-        _, fits, _ = _search(lambda link: program.at(low, link), 0.0, link, budget)
-        return fits
+    if link:
+        over, most = most, program.at(low, link)
+        if most.num_bytes <= budget:
+            return _search(lambda x: program.at(low, x), 0.0, link, over, most, budget)[1]
     least = program.at(high, link)
     if least.num_bytes > budget > 0:
         raise ValueError(_too_little(budget, least))
     if budget == 0:
         return least
     logarithms = math.log(low), math.log(high)
-    price, fits, over = _search(lambda x: program.at(math.exp(x), link), *logarithms, budget)
+    price, fits, over = _search(
+        lambda x: program.at(math.exp(x), link), *logarithms, most, least, budget
+    )
     kept = {x for _, choice in fits.choices for x in choice.kept}
     more = [x for _, choice in over.choices for x in choice.kept if x not in kept]
     keep: list[Value] = []
@@ -116,10 +126,14 @@ def choose_activations(
 
 
 def _search(
-    at: Callable[[float], Chosen], over_at: float, fits_at: float, budget: int
+    at: Callable[[float], Chosen],
+    over_at: float,
+    fits_at: float,
+    over: Chosen,
+    fits: Chosen,
+    budget: int,
 ) -> tuple[float, Chosen, Chosen]:
     """Where what is chosen fits just so: the place, what is chosen there, and what does not fit."""
-    over, fits = at(over_at), at(fits_at)
     for _ in range(_STEPS):
         if budget * _NEAR <= fits.num_bytes:
             break
@@ -148,6 +162,8 @@ class _Program:
         self.weights = {*weights}
         self.results = results
         self.inputs = {*block.inputs}
+        self._unrolled: tuple[unrolled.Forward, Part] | None = None
+        self._is_bound: dict[Operation, bool] = {}
         self.outside: dict[Value, Cost] = {}
         for operation in block.operations:
             # What a view is of is kept in its place.
@@ -168,19 +184,38 @@ class _Program:
         block, choices, done, in_host = self.block, [], set(), set()
         while pair := self._next_pair(block, done):
             done.add(pair.forward.outputs[0])
-            part = loops.part_of(pair, self.outside, _not_repeated(pair.forward.body), self.times)
+            part = loops.part_of(pair, self.outside, self._bound(pair.forward.body), self.times)
             choices.append((part, cheapest(part, price, keep)))
             hosted = _in_host(pair, choices[-1][1], link)
             in_host.update(hosted)
             block = loops.repeating(block, pair, choices[-1][1], hosted)
-        block = without_dead_code(block)
+        block = without_dead_code(block) if choices else block
         if not self.outside_loops:
-            return Chosen(block, choices, frozenset(in_host))
-        forward = unrolled.Forward(block, self.weights, self._end(block))
-        part = forward.part(self.outside, _not_repeated(block))
-        choices.append((part, cheapest(part, price, keep)))
-        block = without_dead_code(unrolled.repeating(forward, choices[-1][1]))
-        return Chosen(block, choices, frozenset(in_host))
+            return Chosen(lambda: block, choices, frozenset(in_host))
+        forward, part = self._outside_of_loops(block)
+        choice = cheapest(part, price, keep)
+
+        def emit() -> Block:
+            return without_dead_code(unrolled.repeating(forward, choice))
+
+        return Chosen(emit, [*choices, (part, choice)], frozenset(in_host))
+
+    def _outside_of_loops(self, block: Block) -> tuple[unrolled.Forward, Part]:
+        """What is not in loops; it is the same for all prices if there are none."""
+        if block is not self.block:
+            forward = unrolled.Forward(block, self.weights, self._end(block))
+            return forward, forward.part(self.outside, self._bound(block))
+        if self._unrolled is None:
+            forward = unrolled.Forward(block, self.weights, self._end(block))
+            self._unrolled = forward, forward.part(self.outside, self._bound(block))
+        return self._unrolled
+
+    def _bound(self, block: Block) -> list[Operation]:
+        """The operations of a block that are never repeated."""
+        for x in block.operations:
+            if x not in self._is_bound:
+                self._is_bound[x] = _is_bound(x)
+        return [x for x in block.operations if self._is_bound[x]]
 
     def _next_pair(self, block: Block, done: Collection[Value]) -> loops.Pair | None:
         pairs = loops.find_pairs(block, self._end(block))
@@ -195,6 +230,8 @@ class _Program:
 def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
     """The values of a pair that go to host memory: the largest, as far as the link is idle."""
     loop = pair.forward
+    if loop.is_reversed and not COUNTERS_INDEX_HOST:
+        return []
     idle = link * 2 * loop.products / RATES.flops * RATES.host / loop.length
     hosted = []
     for value in sorted(choice.kept, key=bytes_of, reverse=True):
@@ -204,17 +241,21 @@ def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
     return hosted
 
 
-def _not_repeated(block: Block) -> list[Operation]:
-    """Operations with an effect or a collective, and those that no copy can take the place of."""
-    return [
-        x
-        for x in block.operations
-        if isinstance(x, Barrier) or exchanged_or_effect(x) or not all(map(_is_data, x.outputs))
-    ]
+def _is_bound(operation: Operation) -> bool:
+    """Whether an operation is never repeated: for what it does beside, or as its cost is unknown.
 
-
-def _is_data(value: Value) -> bool:
-    return value.dtype is not None
+    It has an effect, calls Python, is a collective, copies to host memory, makes no data, or runs
+    for a time that cannot be told.
+    """
+    if isinstance(operation, Barrier) or operation.name == "while" or goes_to_host(operation):
+        return True
+    is_kernel = operation.name == "pallas_call"
+    return (
+        (is_kernel and operation.equation.params.get("cost_estimate") is None)
+        or any(x.dtype is None for x in operation.outputs)
+        or exchanged_or_effect(operation) is not None
+        or calls_python(operation)
+    )
 
 
 def _too_little(budget: int, least: Chosen) -> str:

@@ -12,6 +12,7 @@ from .._hlo import Rates
 from .._program import Loop, Operation, Value, is_broadcast, is_elementwise
 
 RATES = Rates()
+_TURN = 5e-6  # seconds of an iteration in which nothing takes long
 _KEY_BYTES = 16  # of a random key
 _VIEWS = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "split", "slice"}
 
@@ -21,6 +22,11 @@ def bytes_of(value: Value) -> int:
     if value.is_array:
         return value.num_bytes
     return 0 if value.dtype is None else _KEY_BYTES * math.prod(value.shape)
+
+
+def goes_to_host(operation: Operation) -> bool:
+    """Whether an operation copies between device and host, as policies of `jax.checkpoint` do."""
+    return operation.name == "device_put" and operation.uses_host_memory
 
 
 def flops_of(operation: Operation) -> int:
@@ -36,6 +42,6 @@ def seconds_of(operation: Operation) -> float:
     written = sum(map(bytes_of, operation.outputs))
     if isinstance(operation, Loop):
         body = sum(seconds_of(x) for x in operation.body.operations)
-        return operation.length * body
+        return operation.length * (body + _TURN)
     read = 0 if is_elementwise(operation) else sum(map(bytes_of, operation.values))
     return max(flops_of(operation) / RATES.flops, (written + read) / RATES.memory)

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array
 
-from .._program import Atom, Block, Loop, Operation, Value, rewritten
+from .._program import Atom, Block, Constant, Loop, Operation, Value, rewritten
 from .copies import Copies, like
+from .costs import bytes_of, goes_to_host, seconds_of
 from .min_cut import Choice, Cost, Part
 
 
@@ -53,13 +54,15 @@ def find_pairs(block: Block, end: int) -> list[Pair]:
     returned = {*block.outputs}
     pairs = []
     for loop in block.operations[:end]:
-        if not isinstance(loop, Loop):
+        if not isinstance(loop, Loop) or not loop.length:
             continue
+        in_host = {x for op in loop.body.operations if goes_to_host(op) for x in op.outputs}
         saved, found = [], {}
         for i, value in enumerate(loop.outputs[loop.num_carry :], loop.num_carry):
             of_value = readers.get(value, [])
             scanned = all(x in backward and _scans(x, at, loop) for x, at in of_value)
-            if value not in returned and of_value and scanned:
+            is_on_device = loop.body.outputs[i] not in in_host
+            if value not in returned and of_value and scanned and is_on_device:
                 saved.append(i)
                 found |= {reader: None for reader, _ in of_value}
         if saved:
@@ -111,7 +114,9 @@ def repeating(block: Block, pair: Pair, choice: Choice, in_host: Collection[Valu
         choice: for the body of the forward loop.
         in_host: the kept values that are in host memory between forward and backward.
     """
-    loop, copies = pair.forward, [_to_host_and_back(pair.forward, x) for x in in_host]
+    views = _views(block, pair.forward)
+    loop = _Recomputing(pair.forward, pair.forward, {}, views, []).result()
+    copies = [_to_host_and_back(loop, x) for x in in_host]
     at = {x: loop.outputs[i] for i, x in _stacks(loop)}
     kept = [x for x in choice.kept if x not in in_host] + [to.outputs[0] for to, _ in copies]
     new = [x for x in kept if x not in at]
@@ -122,12 +127,34 @@ def repeating(block: Block, pair: Pair, choice: Choice, in_host: Collection[Valu
         (*loop.body.operations, *(to for to, _ in copies)),
     )
     forward = dataclasses.replace(loop, outputs=(*loop.outputs, *stacks.values()), body=body)
-    changed: dict[Operation, Operation] = {loop: forward}
+    changed: dict[Operation, Operation] = {pair.forward: forward}
     again = [*(back for _, back in copies), *choice.repeated]
     for reader in pair.readers:
-        changed[reader] = _Backward(forward, reader, at | stacks, again).result()
+        changed[reader] = _Recomputing(forward, reader, at | stacks, views, again).result()
     operations = tuple(changed.get(x, x) for x in block.operations)
     return dataclasses.replace(block, operations=operations)
+
+
+def _views(block: Block, loop: Loop) -> list[Operation]:
+    """Operations that make constants of a loop in its body: views of something smaller.
+
+    A mask that is broadcast before the loop would be read in full in each iteration.
+    """
+    views = []
+    for outside, inside in zip(loop.inputs[: loop.num_constants], loop.body.inputs, strict=False):
+        chain: list[Operation] = []
+        source: Atom | None = outside
+        while isinstance(source, Value) and (maker := block.makers.get(source)) is not None:
+            if seconds_of(maker) or len(maker.outputs) > 1 or len(maker.inputs) > 1:
+                break
+            chain.append(maker)
+            source = maker.inputs[0] if maker.inputs else None
+        is_smaller = (
+            source is None or isinstance(source, Constant) or (bytes_of(source) < bytes_of(inside))
+        )
+        if chain and is_smaller:
+            views += [*reversed(chain[1:]), dataclasses.replace(chain[0], outputs=(inside,))]
+    return list(dict.fromkeys(views))
 
 
 def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:
@@ -147,20 +174,22 @@ def _stacks(loop: Loop) -> list[tuple[int, Value]]:
     return [(i, x) for i, x in made if isinstance(x, Value)]
 
 
-class _Backward(Copies):
-    """A backward loop whose body computes values of the forward loop's body again."""
+class _Recomputing(Copies):
+    """A loop whose body computes values of the forward loop's body again."""
 
     def __init__(
         self,
         forward: Loop,
         loop: Loop,
         stacks: dict[Value, Value],
+        views: list[Operation],
         repeated: list[Operation],
     ):
         self.forward = forward
         self.loop = loop
         self.stacks = stacks
-        super().__init__(repeated)
+        super().__init__([*views, *repeated])
+        self.outside = {x for operation in views for x in operation.values} - self._makers.keys()
         given = zip(loop.inputs, loop.body.inputs, strict=True)
         carry = range(loop.num_constants, loop.first_stack)
         self.constants, self.scanned = {}, {}  # by the value outside, that inside
@@ -175,6 +204,9 @@ class _Backward(Copies):
         outputs = self.forward.outputs
         again = {outputs[i]: x for i, x in _stacks(self.forward) if x in self._makers}
         replaced = {self.scanned[x]: inside for x, inside in again.items() if x in self.scanned}
+        for outside, inside in zip(self.forward.inputs, self.forward.body.inputs, strict=True):
+            if inside in self._makers and outside in self.constants:
+                replaced[self.constants[outside]] = inside
         for operation in body.operations:
             self.add(operation.reading(replaced))
         results = (replaced.get(x, x) for x in body.outputs)
@@ -196,6 +228,8 @@ class _Backward(Copies):
         forward = self.forward
         if value in self.stacks and value not in forward.body.inputs:
             return self._scan(self.stacks[value], value)
+        if value in self.outside:
+            return self._entering(value, value, self.constants, self.new_constants)
         i = forward.body.inputs.index(value)
         if i < forward.num_constants:
             return self._entering(forward.inputs[i], value, self.constants, self.new_constants)

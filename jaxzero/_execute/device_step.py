@@ -121,13 +121,15 @@ def run_on_device(
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
     as_traced, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    shapes, is_plain = traced.shapes, share_of_loss is None and share_of_gradients is None
-    block, parameters = with_rows(as_traced, shapes, parameters, microbatches, comm, is_plain)
+    shares, shapes = (share_of_loss, share_of_gradients), traced.shapes
+    block, parameters = with_rows(
+        as_traced, shapes, parameters, microbatches, comm, shares == (None, None)
+    )
     full = with_table_shards(full, stored, parameters)
     block = _prepared(block, shapes, parameters, specs, microbatches, comm)
     chosen = _choose(block, shapes, parameters, microbatches)
-    share, not_derived = _share(share_of_loss, chosen.block, shapes, parameters)
-    comm = _with_divisor(comm, share := share_of_gradients or share)
+    share, not_derived = _share(*shares, chosen.block, shapes, parameters)
+    comm = _with_divisor(comm, share)
     program = plan_program(
         chosen.block, shapes, parameters, wire_state, microbatches, comm, updates, not_derived
     )
@@ -171,7 +173,7 @@ def _choose(
 ) -> Chosen:
     """Choose what forward keeps for backward."""
     if shapes[0] is None:
-        return Chosen(block, [])
+        return Chosen(lambda: block, [])
     first = 1 if microbatches > 1 else 0
     leaves = block.inputs[first : first + len(parameters.leaves)]
     weights = [x for i, x in enumerate(leaves) if parameters.weight_layout(i)]
@@ -280,16 +282,20 @@ def _means(
 
 
 def _share(
-    share_of_loss: Array | float | None, block: Block, shapes: Any, parameters: Parameters
+    share_of_loss: Array | float | None,
+    share_of_gradients: float | None,
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
 ) -> tuple[Array | float | None, frozenset[int]]:
-    """What the loss is multiplied by, and which gradients that does not change.
+    """What the loss or the gradients are multiplied by, and which gradients that does not change.
 
     Returns:
         The share in the dtype of the loss; and the gradients, by index of the target, that do not
         depend on the loss: values that a `custom_vjp` returns.
     """
     if share_of_loss is None:
-        return None, frozenset()
+        return share_of_gradients, frozenset()
     *others, _ = block.inputs
     values = values_made_of(block, others)
     first = len(jax.tree.leaves(shapes[:2]))

@@ -18,7 +18,16 @@ from jax.extend import source_info_util
 from jax.extend.core.primitives import closed_call_p
 from jax.sharding import NamedSharding
 
-from .._mesh import CALLS, REMAT, bare, evaluate, rewrite, scan_sizes, without_refs
+from .._mesh import (
+    CALLS,
+    REMAT,
+    bare,
+    equations_inside,
+    evaluate,
+    rewrite,
+    scan_sizes,
+    without_refs,
+)
 from .._warnings import warn
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, is_mutable, is_ref
 from .layout_requests import CALLBACKS, explaining, without_our_axes
@@ -311,6 +320,11 @@ def _barrier(equation: Any, inputs: list[Atom], operations: list[Operation]) -> 
     for i, output in zip(barred, outputs, strict=True):
         inputs[i] = output
     return inputs
+
+
+def calls_python(operation: Operation) -> bool:
+    """Whether there is a callback in an operation, also one without an effect."""
+    return any(x.primitive.name in CALLBACKS for x in equations_inside(operation.equation))
 
 
 def at_line_of(operation: Operation) -> contextlib.AbstractContextManager:

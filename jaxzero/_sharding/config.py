@@ -314,6 +314,10 @@ class ZeroConfig:
             (self.stage < 3, f"a stage gathers its layers (`stage=3`); got `stage={self.stage}`"),
             (self.needs_wire_state, "hops that keep arrays from step to step have no stages"),
             (self._offloads_layers, "`offload` of weights and gradients copies all layers"),
+            (
+                self.activations is not None and self.activations.host,
+                "`activations` stay on the device, so `host=True` is not possible",
+            ),
             (self.schedule.deterministic, "sums over stages have no order"),
         ):
             if refused:

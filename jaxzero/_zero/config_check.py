@@ -33,6 +33,8 @@ def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
         )
     if config.offload is not None:
         check_platform(mesh)
+    if config.activations is not None and config.activations.host:
+        check_platform(mesh, "`activations` with `host=True`")
     if config.schedule.deterministic:
         check_tree(mesh)
     return config

@@ -14,19 +14,19 @@ from .._sharding import LeafSpec, Offload, TreePlan
 _GIB = 2**30
 
 
-def check_platform(mesh: AnyMesh) -> None:
+def check_platform(mesh: AnyMesh, asked_by: str = "`offload`") -> None:
     """Raise `NotImplementedError` if the devices of `mesh` have no pinned host memory."""
     if isinstance(mesh, SimulatedMesh):
         raise NotImplementedError(
-            "`offload` needs real devices, and `mesh` simulates them on one. Leave it out: losses "
-            "and gradients are the same without."
+            f"{asked_by} needs real devices, and `mesh` simulates them on one. Leave it out: "
+            "losses and gradients are the same without."
         )
     device = physical(mesh).local_devices[0] if physical(mesh).local_devices else None
     # The devices of a topology, for which programs are compiled ahead of time, list no memories.
     memories = [] if device is None else device.addressable_memories()
     if memories and HOST not in (memory.kind for memory in memories):
         raise NotImplementedError(
-            f"`offload` needs devices with the memory kind {HOST!r}; {device} has "
+            f"{asked_by} needs devices with the memory kind {HOST!r}; {device} has "
             f"{', '.join(repr(memory.kind) for memory in memories)}."
         )
 

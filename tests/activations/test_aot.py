@@ -1,0 +1,41 @@
+"""Activations of unrolled layers, compiled for H200s: repeated segments stay in backward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import jaxzero as jz
+from benchmarks.compiled._h200 import h200_mesh
+from benchmarks.shared import _llama
+
+LAYERS = 6
+
+
+def _step(size: _llama.LlamaSize, budget: int | None) -> tuple[int, int]:
+    """Bytes of temporaries, and of what the plan keeps."""
+    activations = jz.Activations(budget_bytes=budget)
+    zero = jz.Zero(h200_mesh(1, 8), dataclasses.replace(jz.zero3(), activations=activations))
+    params = zero.abstract(lambda key: _llama.init(size, key), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((16, 1024), jnp.int32)
+
+    def loss(params, tokens):
+        return _llama.loss(size, params, tokens)
+
+    lowered = jax.jit(zero.value_and_grad(loss)).lower(params, tokens)
+    compiled = lowered.compile(compiler_options=jz.compiler_options("cuda"))
+    kept = (x for x in zero.plan(loss, params, tokens).residuals if x.action == "keep")
+    return compiled.memory_analysis().temp_size_in_bytes, sum(x.num_bytes for x in kept)
+
+
+def test_memory_of_unrolled_layers():
+    size = _llama.LlamaSize(
+        layers=LAYERS, width=512, hidden=1024, heads=8, vocabulary=512, unrolled=True
+    )
+    everything, _ = _step(dataclasses.replace(size, keeps="everything"), None)
+    by_hand, _ = _step(size, None)  # `jax.checkpoint` of each layer
+    least, kept = _step(dataclasses.replace(size, keeps="everything"), 0)
+    assert least <= 1.05 * by_hand
+    assert least - kept <= 1.5 * everything / LAYERS
