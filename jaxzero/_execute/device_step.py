@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from .._activations import Chosen, choose_activations
+from .._activations import Chosen
 from .._collectives import (
     CommSpec,
     EncodedShards,
@@ -35,18 +35,12 @@ from .._plan import (
     MovedRows,
     Plan,
     ShardedParam,
-    most_held,
     slices_kept_in_program,
 )
 from .._program import (
     Block,
     Constant,
     OpenProgram,
-    Value,
-    recompute_in_backward,
-    scan_indexed_stacks,
-    sink_into_loops,
-    split_conds,
     trace,
     values_made_of,
 )
@@ -56,9 +50,10 @@ from .block import run_block
 from .gather_sources import gather_source, kept_slice, next_slice
 from .loop_inputs import LeafUpdate
 from .mean_gradients import MeanGradients, mean_over_devices
-from .microbatches import Accumulators, accumulate, check_exchanges, split_microbatches
+from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
-from .table_rows import with_rows, with_table_shards
+from .table_rows import with_table_shards
+from .to_plan import to_plan
 from .wire_state import LocalWireState
 
 # The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,
@@ -121,14 +116,10 @@ def run_on_device(
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
     as_traced, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    shares, shapes = (share_of_loss, share_of_gradients), traced.shapes
-    block, parameters = with_rows(
-        as_traced, shapes, parameters, microbatches, comm, shares == (None, None)
-    )
+    shapes, is_plain = traced.shapes, share_of_loss is None and share_of_gradients is None
+    chosen, parameters = to_plan(as_traced, shapes, parameters, specs, microbatches, comm, is_plain)
     full = with_table_shards(full, stored, parameters)
-    block = _prepared(block, shapes, parameters, specs, microbatches, comm)
-    chosen = _choose(block, shapes, parameters, microbatches)
-    share, not_derived = _share(*shares, chosen.block, shapes, parameters)
+    share, not_derived = _share(share_of_loss, share_of_gradients, chosen.block, shapes, parameters)
     comm = _with_divisor(comm, share)
     program = plan_program(
         chosen.block, shapes, parameters, wire_state, microbatches, comm, updates, not_derived
@@ -163,25 +154,6 @@ def run_on_device(
         halves=means.halves,
         updated=updated,
     )
-
-
-def _choose(
-    block: Block,
-    shapes: Any,
-    parameters: Parameters,
-    microbatches: int,
-) -> Chosen:
-    """Choose what forward keeps for backward."""
-    if shapes[0] is None:
-        return Chosen(lambda: block, [])
-    first = 1 if microbatches > 1 else 0
-    leaves = block.inputs[first : first + len(parameters.leaves)]
-    weights = [x for i, x in enumerate(leaves) if parameters.weight_layout(i)]
-    gradients = len(jax.tree.leaves(shapes[:2]))
-    others = gradients + len(parameters.differentiated)
-    end = len(block.outputs) - len(parameters.exact)
-    results = [*block.outputs[:gradients], *block.outputs[others:end]]
-    return choose_activations(block, weights, results, parameters.activations)
 
 
 def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array | None]:
@@ -354,43 +326,3 @@ def _trace(
 
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
     return trace(function, *index, *full, *rows)
-
-
-def _prepared(
-    block: Block,
-    shapes: Any,
-    parameters: Parameters,
-    specs: Sequence[Any],
-    microbatches: int,
-    comm: CommSpec,
-) -> Block:
-    """A program to plan: conds as branches, loops that scan stacks, weights where they are used."""
-    first = 1 if microbatches > 1 else 0
-    last = first + len(parameters.leaves)
-    weights = {i: x for i, x in enumerate(block.inputs[first:last]) if parameters.weight_layout(i)}
-    others = zip(block.inputs[last:], specs, strict=True)
-    uniform = [value for value, spec in others if split_dim(spec) is None]
-    uniform += block.inputs[:first]
-    block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
-    block = _without_whole_weights(block, shapes, weights, parameters)
-    if comm.node_microbatches is not None:
-        check_exchanges(block)
-    return block
-
-
-def _without_whole_weights(
-    block: Block, shapes: Any, weights: Mapping[int, Value], parameters: Parameters
-) -> Block:
-    """Let loops scan stacks, and compute values made of weights alone where they are used."""
-    block = scan_indexed_stacks(block, list(weights.values()))
-    if shapes[0] is None:
-        return sink_into_loops(block, list(weights.values()), [])
-    first = len(jax.tree.leaves(shapes[:2]))
-    gradients = enumerate(parameters.differentiated, start=first)
-    block = sink_into_loops(
-        block, list(weights.values()), [k for k, i in gradients if i in weights]
-    )
-    loss = block.outputs[0]
-    if not isinstance(loss, Value):
-        return block
-    return recompute_in_backward(block, list(weights.values()), loss)

@@ -24,9 +24,11 @@ def _step(size: _llama.LlamaSize, budget: int | None) -> tuple[int, int]:
     def loss(params, tokens):
         return _llama.loss(size, params, tokens)
 
-    lowered = jax.jit(zero.value_and_grad(loss)).lower(params, tokens)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        lowered = jax.jit(zero.value_and_grad(loss)).lower(params, tokens)
+        residuals = zero.plan(loss, params, tokens).residuals
     compiled = lowered.compile(compiler_options=jz.compiler_options("cuda"))
-    kept = (x for x in zero.plan(loss, params, tokens).residuals if x.action == "keep")
+    kept = (x for x in residuals if x.action == "keep")
     return compiled.memory_analysis().temp_size_in_bytes, sum(x.num_bytes for x in kept)
 
 

@@ -1,0 +1,104 @@
+"""The program to plan, of the program as it was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._activations import Chosen, choose_activations
+from .._collectives import CommSpec
+from .._plan import most_held
+from .._program import (
+    Block,
+    Value,
+    recompute_in_backward,
+    scan_indexed_stacks,
+    sink_into_loops,
+    split_conds,
+)
+from .._sharding import split_dim
+from .microbatches import check_exchanges
+from .program_plan import Parameters
+from .table_rows import with_rows
+
+
+def to_plan(
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    specs: Sequence[Any],
+    microbatches: int,
+    comm: CommSpec,
+    is_plain: bool,
+) -> tuple[Chosen, Parameters]:
+    """The program to plan: rows of tables move, and what is kept for backward is chosen.
+
+    `is_plain` says whether neither the loss nor the gradients are multiplied by a share.
+
+    Returns:
+        The program, and its parameters, with the tables of which rows move.
+    """
+    block, parameters = with_rows(block, shapes, parameters, microbatches, comm, is_plain)
+    block = _prepared(block, shapes, parameters, specs, microbatches, comm)
+    return _choose(block, shapes, parameters, microbatches), parameters
+
+
+def _prepared(
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    specs: Sequence[Any],
+    microbatches: int,
+    comm: CommSpec,
+) -> Block:
+    """A program to plan: conds as branches, loops that scan stacks, weights where they are used."""
+    first = 1 if microbatches > 1 else 0
+    last = first + len(parameters.leaves)
+    weights = {i: x for i, x in enumerate(block.inputs[first:last]) if parameters.weight_layout(i)}
+    others = zip(block.inputs[last:], specs, strict=True)
+    uniform = [value for value, spec in others if split_dim(spec) is None]
+    uniform += block.inputs[:first]
+    block = split_conds(block, list(weights.values()), uniform, most_held(comm.schedule))
+    block = _without_whole_weights(block, shapes, weights, parameters)
+    if comm.node_microbatches is not None:
+        check_exchanges(block)
+    return block
+
+
+def _without_whole_weights(
+    block: Block, shapes: Any, weights: Mapping[int, Value], parameters: Parameters
+) -> Block:
+    """Let loops scan stacks, and compute values made of weights alone where they are used."""
+    block = scan_indexed_stacks(block, list(weights.values()))
+    if shapes[0] is None:
+        return sink_into_loops(block, list(weights.values()), [])
+    first = len(jax.tree.leaves(shapes[:2]))
+    gradients = enumerate(parameters.differentiated, start=first)
+    block = sink_into_loops(
+        block, list(weights.values()), [k for k, i in gradients if i in weights]
+    )
+    loss = block.outputs[0]
+    if not isinstance(loss, Value):
+        return block
+    return recompute_in_backward(block, list(weights.values()), loss)
+
+
+def _choose(
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    microbatches: int,
+) -> Chosen:
+    """Choose what forward keeps for backward."""
+    if shapes[0] is None:
+        return Chosen(lambda: block, [])
+    first = 1 if microbatches > 1 else 0
+    leaves = block.inputs[first : first + len(parameters.leaves)]
+    weights = [x for i, x in enumerate(leaves) if parameters.weight_layout(i)]
+    gradients = len(jax.tree.leaves(shapes[:2]))
+    others = gradients + len(parameters.differentiated)
+    end = len(block.outputs) - len(parameters.exact)
+    results = [*block.outputs[:gradients], *block.outputs[others:end]]
+    return choose_activations(block, weights, results, parameters.activations)
