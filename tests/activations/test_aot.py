@@ -40,4 +40,5 @@ def test_memory_of_unrolled_layers():
     by_hand, _ = _step(size, None)  # `jax.checkpoint` of each layer
     least, kept = _step(dataclasses.replace(size, keeps="everything"), 0)
     assert least <= 1.05 * by_hand
-    assert least - kept <= 1.5 * everything / LAYERS
+    # Of a layer that is repeated, and of one whose gradients are not reduced yet.
+    assert least - kept <= 2 * everything / LAYERS
