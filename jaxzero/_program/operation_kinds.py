@@ -73,7 +73,8 @@ def is_elementwise(operation: Operation) -> bool:
 
 def may_be_copied(operation: Operation) -> bool:
     """Whether its equation can be run as it is: no barrier, collective or other effect."""
-    return not (operation.has_effects or operation.name in _MOVES)
+    is_plain = type(operation) is Operation  # others compute something else than their equation
+    return is_plain and not (operation.has_effects or operation.name in _MOVES)
 
 
 def is_costly(operation: Operation) -> bool:
