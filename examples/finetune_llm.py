@@ -243,8 +243,8 @@ def finetune(settings: Settings) -> tuple[list[float], Any]:
         return model
 
     def loss_fn(trained, ids, frozen):
-        logits = model_of(trained, frozen)(ids)[:, :-1].astype("float32")
-        return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+        model = model_of(trained, frozen)
+        return model.token_losses(model.hidden(ids)[:, :-1], ids[:, 1:]).mean()
 
     platform = jax.devices()[0].platform
     options = jz.compiler_options(platform, offload=bool(settings.offload))

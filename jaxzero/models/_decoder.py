@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from .._cross_entropy import softmax_cross_entropy
 from ._attention import is_among, make_linear, turns_if, window_if
 from ._block import Block, scaled
 from ._cache import Cache, Slots, check_room, make_cache
@@ -193,6 +194,39 @@ class Decoder(nnx.Module):
         logits = scaled(logits, self.config.logit_scale)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def token_losses(
+        self,
+        hidden: Float[Array, "b t d"],
+        labels: Int[Array, "b t"],
+        *,
+        chunk: int = 1024,
+        z_loss: float = 0.0,
+    ) -> Float[Array, "b t"]:
+        """Cross-entropy of `logits(hidden)` with labels, in chunks of tokens.
+
+        The logits never exist all at once, and they are not rounded to 16 bits; see
+        `jz.softmax_cross_entropy`, which this calls with the head, the scale and the cap of the
+        config.
+
+        Args:
+            hidden: from `hidden`.
+            labels: the token that follows each vector.
+            chunk: tokens of each row whose logits exist at the same time.
+            z_loss: coefficient of the squared logarithm of the softmax's denominator.
+        """
+        is_tied = self.head is None
+        head = self.embedding.embedding if is_tied else self.head.kernel
+        return softmax_cross_entropy(
+            hidden,
+            head[...],
+            labels,
+            chunk=chunk,
+            vocabulary_dim=0 if is_tied else 1,
+            scale=self.config.logit_scale,
+            soft_cap=self.config.logit_softcap,
+            z_loss=z_loss,
+        )
 
     def _embed(self, ids: Int[Array, "b t"], positions: Int[Array, "_ t"]) -> Array:
         x_btd = scaled(self.embedding(ids), self.config.embedding_scale)
