@@ -39,9 +39,10 @@ def softmax_cross_entropy(
     logits of all tokens, tokens times vocabulary, and their gradient; this holds those of `chunk`
     tokens of each row. Its price is that backward computes the logits again.
 
-    The products are computed in the dtype of `hidden`. They are summed in float32 if that has 16
-    bits; the softmax, the losses and the sum of the head's gradient over tokens are float32 then
-    too. Under `jz.Zero` the head is gathered once in forward and once in backward, and held.
+    The head is cast to the dtype of `hidden`, as in other layers. If that has 16 bits, products are
+    summed in float32; the softmax, the losses and the sum of the head's gradient over tokens are
+    float32 too, and the gradient is rounded once. Under `jz.Zero` the head is gathered once in
+    forward and once in backward, and held.
 
     With `zero.value_and_grad(..., weighted=True)` the loss of a batch with padding is:
 
@@ -77,7 +78,10 @@ def softmax_cross_entropy(
     tokens_dim, num_tokens = labels.ndim - 1, labels.shape[-1]
     num_chunks = max(1, -(-num_tokens // chunk))
     cut = functools.partial(_cut, dim=tokens_dim, num_chunks=num_chunks)
-    losses = _losses(form, cut(hidden), head, cut(labels.astype(jnp.int32)))
+    # Outside of the function with its own derivative, so that `jz.Zero` sees the head as a weight
+    # that is cast: it gathers the head and reduces its gradient in the narrower dtype.
+    narrow = head.astype(hidden.dtype)
+    losses: Any = _losses(form, cut(hidden), narrow, cut(labels.astype(jnp.int32)))
     losses = jnp.moveaxis(losses, 0, -1)  # [*rows, tokens of a chunk, chunks]
     return losses.reshape(*labels.shape[:-1], -1)[..., :num_tokens]
 
@@ -123,11 +127,9 @@ def _losses(form: _Form, hidden: Array, head: Array, labels: Array) -> Array:
 
 
 def _forward(form: _Form, hidden: Array, head: Array, labels: Array) -> tuple[Array, Any]:
-    narrow = head.astype(hidden.dtype)  # before the loop, which holds it in this dtype
-
     def losses_of_chunk(carry: None, chunk: Any) -> tuple[None, Any]:
         hidden, labels = chunk
-        logits = form.logits(hidden, narrow)
+        logits = form.logits(hidden, head)
         log_totals = jax.nn.logsumexp(logits, axis=-1)
         # A sum and not a lookup: it also works where the vocabulary is split over devices.
         chosen = jnp.sum(jnp.where(_is_label(logits, labels), logits, 0), axis=-1)
@@ -141,13 +143,12 @@ def _forward(form: _Form, hidden: Array, head: Array, labels: Array) -> tuple[Ar
 
 def _backward(form: _Form, saved: Any, g: Array) -> tuple[Array, Array, None]:
     hidden, head, labels, log_totals = saved
-    narrow = head.astype(hidden.dtype)
 
     def gradients_of_chunk(head_gradient: Array, chunk: Any) -> tuple[Array, Array]:
         hidden, labels, log_totals, g = chunk
-        logits = form.logits(hidden, narrow)
+        logits = form.logits(hidden, head)
         gradient = form.logits_gradient(logits, labels, log_totals, g).astype(hidden.dtype)
-        hidden_gradient = _product(gradient, narrow, form.vocabulary_dim).astype(hidden.dtype)
+        hidden_gradient = _product(gradient, head, form.vocabulary_dim).astype(hidden.dtype)
         pair = (hidden, gradient) if form.vocabulary_dim else (gradient, hidden)
         return head_gradient + _sum_over_tokens(*pair), hidden_gradient
 

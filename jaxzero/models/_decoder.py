@@ -232,14 +232,13 @@ class Decoder(nnx.Module):
             chunk: tokens of each row whose logits exist at the same time.
             z_loss: coefficient of the squared logarithm of the softmax's denominator.
         """
-        is_tied = self.head is None
-        head = self.embedding.embedding if is_tied else self.head.kernel
+        head = self.embedding.embedding if self.head is None else self.head.kernel
         return softmax_cross_entropy(
             hidden,
             head[...],
             labels,
             chunk=chunk,
-            vocabulary_dim=0 if is_tied else 1,
+            vocabulary_dim=0 if self.head is None else 1,
             scale=self.config.logit_scale,
             soft_cap=self.config.logit_softcap,
             z_loss=z_loss,
