@@ -3,8 +3,9 @@
     logits = cap(scale hidden head),  cap(x) = c tanh(x / c),  total = log(sum(exp(logits)))
     loss   = total - logits[label] + z total^2
 
-A scan runs over chunks of tokens, forward and backward. Forward keeps `total`, one number per
-token, and backward computes the logits of each chunk again:
+A scan runs over chunks of tokens. What backward needs of a chunk's logits is computed from them at
+once if the weight of each loss is known, and else from the logits computed again, and `total`, one
+number per token:
 
     dloss / dlogits = (1 + 2 z total) exp(logits - total) - onehot(label)
 
@@ -26,35 +27,39 @@ def softmax_cross_entropy(
     hidden: Float[Array, "..."],
     head: Float[Array, "..."],
     labels: Any,
+    weights: Any = None,
     *,
     chunk: int = 1024,
     vocabulary_dim: int = 1,
     scale: float = 1.0,
     soft_cap: float | None = None,
     z_loss: float = 0.0,
-) -> Float[Array, "..."]:
+) -> Any:
     """Compute the loss of each token in chunks of tokens, without the logits of a full row.
 
     It equals `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`. That holds
     logits of all tokens, tokens times vocabulary, and their gradient; this holds those of `chunk`
-    tokens of each row. Its price is that backward computes the logits again.
+    tokens of each row.
 
     The head is cast to the dtype of `hidden`, as in other layers. If that has 16 bits, products are
     summed in float32; the softmax, the losses and the sum of the head's gradient over tokens are
-    float32 too, and the gradient is rounded once. Under `jz.Zero` the head is gathered once in
-    forward and once in backward, and held.
+    float32 too, and the gradient is rounded once. Under `jz.Zero` the head is gathered at most once
+    in forward and once in backward, and held.
 
-    With `zero.value_and_grad(..., weighted=True)` the loss of a batch with padding is:
+    With `weights` the result is what `zero.value_and_grad(..., weighted=True)` takes, and logits
+    are computed once: forward computes the gradients too where they are asked for. Without, the
+    cotangent of each loss is known in backward only, which computes the logits again.
 
-        losses = jz.softmax_cross_entropy(hidden, params["head"], labels)
-        return jnp.sum(losses * weights), jnp.sum(weights)
+        return jz.softmax_cross_entropy(hidden, params["head"], batch["labels"], batch["weights"])
 
     Args:
         hidden: vectors that enter the head, `[*rows, tokens, width]`.
         head: `[width, vocabulary]`.
         labels: the right token of each vector, integers `[*rows, tokens]`. The loss of a label that
-            is not in the vocabulary, such as -100, is NaN; drop it with `jnp.where`, not by a
-            factor of 0.
+            is not in the vocabulary, such as -100, is NaN; give it a weight of 0, or drop it with
+            `jnp.where`, not by a factor of 0.
+        weights: a factor of each loss, `[*rows, tokens]`, or booleans; taken as constants. A loss
+            of weight 0 is dropped, whatever its label. None: losses are not summed.
         chunk: tokens of each row whose logits exist at the same time. It does not change losses.
         vocabulary_dim: the dim of `head` that is the vocabulary: 0 for a tied embedding,
             `[vocabulary, width]`, which is not transposed in memory.
@@ -64,8 +69,10 @@ def softmax_cross_entropy(
             each loss (PaLM: 1e-4).
 
     Returns:
-        The loss of each token, `[*rows, tokens]`, float32 for 16-bit `hidden`. Reverse-mode
-        derivatives to `hidden` and `head` are exact; forward-mode ones are not defined.
+        The loss of each token, `[*rows, tokens]`; with `weights`, `(sum, weight)`: the sum of the
+        losses times their weights, and the sum of the weights. They are float32 for 16-bit
+        `hidden`. Reverse-mode derivatives to `hidden` and `head` are exact; forward-mode ones are
+        not defined.
 
     Raises:
         TypeError: `hidden` or `head` is not floating-point, or `labels` are not integers.
@@ -81,7 +88,11 @@ def softmax_cross_entropy(
     # Outside of the function with its own derivative, so that `jz.Zero` sees the head as a weight
     # that is cast: it gathers the head and reduces its gradient in the narrower dtype.
     narrow = head.astype(hidden.dtype)
-    losses: Any = _losses(form, cut(hidden), narrow, cut(labels.astype(jnp.int32)))
+    arrays = (cut(hidden), narrow, cut(labels.astype(jnp.int32)))
+    if weights is not None:
+        weights = _checked_weights(weights, labels).astype(_wide(hidden))
+        return _weighted_sum(form, *arrays, cut(weights)), jnp.sum(weights)
+    losses: Any = _losses(form, *arrays)
     losses = jnp.moveaxis(losses, 0, -1)  # [*rows, tokens of a chunk, chunks]
     return losses.reshape(*labels.shape[:-1], -1)[..., :num_tokens]
 
@@ -104,62 +115,105 @@ class _Form:
     soft_cap: float | None
     z_loss: float
 
-    def logits(self, hidden: Array, head: Array) -> Array:
+    def losses(self, hidden: Array, head: Array, labels: Array) -> tuple[Array, Array, Array]:
+        """Losses, logits and `total` of the tokens of a chunk."""
         logits = _product(hidden, head, 1 - self.vocabulary_dim)
         logits = logits if self.scale == 1 else logits * self.scale
-        cap = self.soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        totals = jax.nn.logsumexp(logits, axis=-1)
+        # A sum and not a lookup: it also works where the vocabulary is split over devices.
+        chosen = jnp.sum(jnp.where(_is_label(logits, labels), logits, 0), axis=-1)
+        losses = totals - chosen + self.z_loss * totals**2
+        is_token = (labels >= 0) & (labels < logits.shape[-1])
+        return jnp.where(is_token, losses, jnp.nan), logits, totals
 
-    def logits_gradient(self, logits: Array, labels: Array, log_totals: Array, g: Array) -> Array:
-        """Gradient of `sum(g * losses)` to the product of `hidden` and `head`."""
-        shares = jnp.exp(logits - log_totals[..., None])
-        gradient = ((1 + 2 * self.z_loss * log_totals) * g)[..., None] * shares
+    def gradients(
+        self, hidden: Array, head: Array, labels: Array, logits: Array, totals: Array, g: Array
+    ) -> tuple[Array, Array]:
+        """Gradients of `sum(g * losses)` to `hidden`, and to `head` in 32 bits or more."""
+        gradient = ((1 + 2 * self.z_loss * totals) * g)[..., None] * jnp.exp(
+            logits - totals[..., None]
+        )
         gradient = gradient - jnp.where(_is_label(logits, labels), g[..., None], 0)
         if self.soft_cap is not None:
             gradient = gradient * (1 - (logits / self.soft_cap) ** 2)
-        return gradient if self.scale == 1 else gradient * self.scale
+        gradient = gradient if self.scale == 1 else gradient * self.scale
+        gradient = gradient.astype(hidden.dtype)
+        pair = (hidden, gradient) if self.vocabulary_dim else (gradient, hidden)
+        hidden_gradient = _product(gradient, head, self.vocabulary_dim).astype(hidden.dtype)
+        return hidden_gradient, _sum_over_tokens(*pair)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(form: _Form, hidden: Array, head: Array, labels: Array) -> Array:
     """Losses of chunks of tokens; `hidden`, `labels` and the result have a leading dim of them."""
-    return _forward(form, hidden, head, labels)[0]
+    return _losses_forward(form, hidden, head, labels)[0]
 
 
-def _forward(form: _Form, hidden: Array, head: Array, labels: Array) -> tuple[Array, Any]:
-    def losses_of_chunk(carry: None, chunk: Any) -> tuple[None, Any]:
+def _losses_forward(form: _Form, hidden: Array, head: Array, labels: Array) -> tuple[Array, Any]:
+    def step(carry: None, chunk: Any) -> tuple[None, Any]:
         hidden, labels = chunk
-        logits = form.logits(hidden, head)
-        log_totals = jax.nn.logsumexp(logits, axis=-1)
-        # A sum and not a lookup: it also works where the vocabulary is split over devices.
-        chosen = jnp.sum(jnp.where(_is_label(logits, labels), logits, 0), axis=-1)
-        losses = log_totals - chosen + form.z_loss * log_totals**2
-        is_token = (labels >= 0) & (labels < logits.shape[-1])
-        return carry, (jnp.where(is_token, losses, jnp.nan), log_totals)
+        losses, _, totals = form.losses(hidden, head, labels)
+        return carry, (losses, totals)
 
-    _, (losses, log_totals) = jax.lax.scan(losses_of_chunk, None, (hidden, labels))
-    return losses, (hidden, head, labels, log_totals)
+    _, (losses, totals) = jax.lax.scan(step, None, (hidden, labels))
+    return losses, (hidden, head, labels, totals)
 
 
-def _backward(form: _Form, saved: Any, g: Array) -> tuple[Array, Array, None]:
-    hidden, head, labels, log_totals = saved
+def _losses_backward(form: _Form, saved: Any, g: Array) -> tuple[Array, Array, None]:
+    hidden, head, labels, totals = saved
 
-    def gradients_of_chunk(head_gradient: Array, chunk: Any) -> tuple[Array, Array]:
-        hidden, labels, log_totals, g = chunk
-        logits = form.logits(hidden, head)
-        gradient = form.logits_gradient(logits, labels, log_totals, g).astype(hidden.dtype)
-        hidden_gradient = _product(gradient, head, form.vocabulary_dim).astype(hidden.dtype)
-        pair = (hidden, gradient) if form.vocabulary_dim else (gradient, hidden)
-        return head_gradient + _sum_over_tokens(*pair), hidden_gradient
+    def step(head_gradient: Array, chunk: Any) -> tuple[Array, Array]:
+        hidden, labels, totals, g = chunk
+        _, logits, _ = form.losses(hidden, head, labels)
+        hidden_gradient, added = form.gradients(hidden, head, labels, logits, totals, g)
+        return head_gradient + added, hidden_gradient
 
     start = jnp.zeros(head.shape, g.dtype)
-    head_gradient, hidden_gradient = jax.lax.scan(
-        gradients_of_chunk, start, (hidden, labels, log_totals, g)
-    )
+    head_gradient, hidden_gradient = jax.lax.scan(step, start, (hidden, labels, totals, g))
     return hidden_gradient, head_gradient.astype(head.dtype), None
 
 
-_losses.defvjp(_forward, _backward)
+_losses.defvjp(_losses_forward, _losses_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_sum(form: _Form, hidden: Array, head: Array, labels: Array, weights: Array) -> Array:
+    """Sum of the losses of chunks of tokens, each times a constant."""
+    return _sum(_losses(form, hidden, head, labels), weights)
+
+
+def _weighted_sum_forward(
+    form: _Form, hidden: Array, head: Array, labels: Array, weights: Array
+) -> tuple[Array, Any]:
+    """Also compute the gradients, from the same logits: only a factor is missing."""
+
+    def step(head_gradient: Array, chunk: Any) -> tuple[Array, Any]:
+        hidden, labels, weights = chunk
+        losses, logits, totals = form.losses(hidden, head, labels)
+        hidden_gradient, added = form.gradients(hidden, head, labels, logits, totals, weights)
+        return head_gradient + added, (losses, hidden_gradient)
+
+    start = jnp.zeros(head.shape, weights.dtype)
+    head_gradient, rows = jax.lax.scan(step, start, (hidden, labels, weights))
+    losses, hidden_gradient = rows
+    return _sum(losses, weights), (hidden_gradient, head_gradient.astype(head.dtype))
+
+
+def _weighted_sum_backward(
+    form: _Form, saved: tuple[Array, Array], g: Array
+) -> tuple[Array, Array, None, None]:
+    del form
+    hidden_gradient, head_gradient = ((x.astype(g.dtype) * g).astype(x.dtype) for x in saved)
+    return hidden_gradient, head_gradient, None, None
+
+
+_weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
+
+
+def _sum(losses: Array, weights: Array) -> Array:
+    return jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
 
 
 def _product(x: Array, matrix: Array, dim: int) -> Array:
@@ -199,6 +253,15 @@ def _check_options(
     for name, value in (("scale", scale), ("z_loss", z_loss)):
         if not np.isfinite(value) or value < 0:
             raise ValueError(f"`{name}` must be a finite number, at least 0; got {value}.")
+
+
+def _checked_weights(weights: Any, labels: Array) -> Array:
+    weights = jnp.asarray(weights)
+    if weights.shape != labels.shape:
+        raise ValueError(
+            f"`weights` must have the shape of `labels`, {labels.shape}; got {weights.shape}."
+        )
+    return jax.lax.stop_gradient(weights)
 
 
 def _check_arrays(hidden: Array, head: Array, labels: Array, vocabulary_dim: int) -> None:

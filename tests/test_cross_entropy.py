@@ -71,19 +71,55 @@ def test_losses_and_gradients_are_those_of_full_logits(
     zoo.assert_close(got, want, 1e-12, "losses and gradients")
 
 
+@pytest.mark.parametrize("vocabulary_dim", [1, 0])
+def test_a_weighted_sum_and_its_weight(vocabulary_dim: int):
+    """One product for the logits and two for gradients; without weights, logits twice."""
+    options = {"soft_cap": 2.0, "z_loss": 0.1, "scale": 0.5}
+
+    def chunked(hidden, head, labels, weights):
+        head = head if vocabulary_dim else head.T
+        labels = jnp.where(weights == 0, -100, labels)
+        total, weight = jz.softmax_cross_entropy(
+            hidden, head, labels, weights, chunk=3, vocabulary_dim=vocabulary_dim, **options
+        )
+        return total / weight
+
+    def plainly(hidden, head, labels, weights):
+        return jnp.sum(plain(hidden, head, labels, **options) * weights) / jnp.sum(weights)
+
+    with jax.enable_x64(True):
+        given = arrays(2, 10)
+        got, want = (
+            jax.device_get(jax.jit(jax.value_and_grad(each, (0, 1)))(*given))
+            for each in (chunked, plainly)
+        )
+        zoo.assert_close(got, want, 1e-12, "mean and gradients")
+        assert str(jax.make_jaxpr(jax.grad(chunked, (0, 1)))(*given)).count("dot_general") == 3
+        assert str(jax.make_jaxpr(chunked)(*given)).count("dot_general") == 1
+        is_token = given[3] > 0
+        total, weight = jz.softmax_cross_entropy(*given[:3], is_token)
+        np.testing.assert_allclose(total, plain(*given[:3])[is_token].sum(), rtol=1e-12)
+        assert int(weight) == is_token.sum() and weight.dtype == jnp.float64
+
+
 def test_sixteen_bits_are_summed_in_float32():
     """Within a rounding of the operands: of the head's gradient, once for 4000 tokens."""
     hidden, head, labels, _ = arrays(1, 4000, dtype="float32")
     # Vectors and weights are alike, so that a sum in 16 bits would stop to grow.
     weights = np.ones((1, 4000), np.float32)
     narrow = (jnp.bfloat16(np.abs(hidden)), jnp.bfloat16(head))
+
+    def of_sum(hidden, head, labels):
+        return jz.softmax_cross_entropy(hidden, head, labels, weights, chunk=8)[0]
+
+    sum_grads = jax.jit(jax.grad(of_sum, (0, 1)))(*narrow, labels)
     chunked = functools.partial(jz.softmax_cross_entropy, chunk=8)
     (total, losses), grads = value_and_grads(chunked, (*narrow, labels, weights))
     wide = tuple(x.astype(jnp.float32) for x in narrow)
     (_, want), want_grads = value_and_grads(plain, (*wide, labels, weights))
     assert losses.dtype == total.dtype == jnp.float32
     np.testing.assert_allclose(losses, want, rtol=1e-5, atol=1e-5)
-    for got, expected in zip(grads, want_grads, strict=True):
+    for got, expected in zip((*grads, *sum_grads), want_grads * 2, strict=True):
         assert got.dtype == jnp.bfloat16
         error = np.abs(np.float32(got) - expected).max()
         assert error < 2**-7 * np.abs(expected).max()
@@ -121,21 +157,26 @@ def _temporaries(function: Any, num_tokens: int, vocabulary: int) -> int:
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary():
     chunked = functools.partial(jz.softmax_cross_entropy, chunk=32)
+
+    def summed(hidden, head, labels):
+        return chunked(hidden, head, labels, jnp.ones(labels.shape))[0]
+
     vocabulary, added_logits = 2048, 2 * 512 * 2048 * 4
     grown = [
         _temporaries(function, 1024, vocabulary) - _temporaries(function, 512, vocabulary)
-        for function in (chunked, plain)
+        for function in (plain, chunked, summed)
     ]
-    assert grown[0] < added_logits / 20, "vectors and losses only"
-    assert grown[1] >= added_logits, "full logits"
+    assert grown[0] >= added_logits, "full logits"
+    assert max(grown[1:]) < added_logits / 20, "vectors and losses only"
     logits_of_a_chunk = 2 * 32 * vocabulary * 4
     assert _temporaries(chunked, 1024, vocabulary) < 6 * logits_of_a_chunk
 
 
 def _weighted(params: Any, batch: Any, *, chunk: int) -> tuple[jax.Array, jax.Array]:
     hidden = jnp.tanh(batch["x"] @ params["body"])
-    losses = jz.softmax_cross_entropy(hidden, params["head"], batch["labels"], chunk=chunk)
-    return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+    return jz.softmax_cross_entropy(
+        hidden, params["head"], batch["labels"], batch["weights"], chunk=chunk
+    )
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -171,6 +212,7 @@ def test_the_head_is_gathered_once_in_each_direction(microbatches: int):
         ({"soft_cap": 0.0}, ValueError, "`soft_cap` must be positive, or None .*; got 0.0"),
         ({"z_loss": -1.0}, ValueError, "`z_loss` must be a finite number, at least 0; got -1.0"),
         ({"labels": np.ones((2, 4), np.int32)}, ValueError, r"got shapes \(2, 5, 6\) and \(2, 4\)"),
+        ({"weights": np.ones(5)}, ValueError, r"`weights` must have .* \(2, 5\); got \(5,\)"),
         ({"labels": np.ones((2, 5), np.float32)}, TypeError, "`labels` must be integers.*float32"),
         ({"hidden": np.ones((2, 5, 6), np.int32)}, TypeError, "`hidden` must be floating.* int32"),
     ],

@@ -212,31 +212,37 @@ class Decoder(nnx.Module):
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def token_losses(
+    def cross_entropy(
         self,
         hidden: Float[Array, "b t d"],
         labels: Int[Array, "b t"],
+        weights: Any = None,
         *,
         chunk: int = 1024,
         z_loss: float = 0.0,
-    ) -> Float[Array, "b t"]:
+    ) -> Any:
         """Cross-entropy of `logits(hidden)` with labels, in chunks of tokens.
 
-        The logits never exist all at once, and they are not rounded to 16 bits; see
-        `jz.softmax_cross_entropy`, which this calls with the head, the scale and the cap of the
-        config.
+        The logits never exist all at once, and they are not rounded to 16 bits. This is
+        `jz.softmax_cross_entropy` with the head, the scale and the cap of the config.
 
         Args:
             hidden: from `hidden`.
             labels: the token that follows each vector.
+            weights: a factor of each loss, `[b, t]`, or None.
             chunk: tokens of each row whose logits exist at the same time.
             z_loss: coefficient of the squared logarithm of the softmax's denominator.
+
+        Returns:
+            With `weights` the sum of the weighted losses and the sum of the weights, as
+            `zero.value_and_grad(..., weighted=True)` takes them; else each loss, `[b, t]`.
         """
         head = self.embedding.embedding if self.head is None else self.head.kernel
         return softmax_cross_entropy(
             hidden,
             head[...],
             labels,
+            weights,
             chunk=chunk,
             vocabulary_dim=0 if self.head is None else 1,
             scale=self.config.logit_scale,

@@ -181,7 +181,7 @@ def test_losses_over_chunks_are_those_of_all_logits(tied: bool):
 
     def chunked(params):
         model = nnx.merge(graph, params)
-        return model.token_losses(model.hidden(IDS[:3])[:, :-1], IDS[:3, 1:], chunk=3).mean()
+        return model.cross_entropy(model.hidden(IDS[:3])[:, :-1], IDS[:3, 1:], chunk=3).mean()
 
     def plain(params):
         scores = nnx.merge(graph, params)(IDS[:3])[:, :-1]

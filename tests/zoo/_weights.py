@@ -228,4 +228,6 @@ def losses_over_chunks_of_tokens(params, batch):
         jz.softmax_cross_entropy, labels=following, chunk=2, soft_cap=2.0, z_loss=0.1
     )
     tied = losses(jnp.tanh(params["table"][known]), params["table"], vocabulary_dim=0)
-    return (jnp.mean(tied) + jnp.mean(losses(params["table"][known], params["head"]))) / 2
+    ones = jnp.ones(following.shape)
+    total, weight = losses(params["table"][known], params["head"], weights=ones)
+    return (jnp.mean(tied) + total / weight) / 2
