@@ -107,7 +107,7 @@ class PackedRows:
 
 def _pack(
     lengths: Int[np.ndarray, " documents"], length: int
-) -> tuple[Int[np.ndarray, "pieces 3"], Int[np.ndarray, " rows+1"]]:
+) -> tuple[Int[np.ndarray, "pieces 3"], Int[np.ndarray, " starts"]]:
     """Pieces of documents, ordered by row, and the first piece of each row.
 
     A piece is a document, its first token there, and a number of pairs.

@@ -179,13 +179,15 @@ def test_losses_over_chunks_are_those_of_all_logits(tied: bool):
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     params = jax.jit(lambda: nnx.split(Decoder(config, rngs=nnx.Rngs(0)))[1])()
 
+    ids = jnp.asarray(IDS[:3])
+
     def chunked(params):
         model = nnx.merge(graph, params)
-        return model.cross_entropy(model.hidden(IDS[:3])[:, :-1], IDS[:3, 1:], chunk=3).mean()
+        return model.cross_entropy(model.hidden(ids)[:, :-1], ids[:, 1:], chunk=3).mean()
 
     def plain(params):
-        scores = nnx.merge(graph, params)(IDS[:3])[:, :-1]
-        return optax.softmax_cross_entropy_with_integer_labels(scores, IDS[:3, 1:]).mean()
+        scores = nnx.merge(graph, params)(ids)[:, :-1]
+        return optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 1:]).mean()
 
     got, want = (jax.jit(jax.value_and_grad(each))(params) for each in (chunked, plain))
     zoo.assert_close(jax.device_get(got), jax.device_get(want), 1e-5, "loss and gradients")
