@@ -28,6 +28,7 @@ PAGES = (
     "howto/from_gspmd.md",
     "howto/is_my_run_right.md",
     "howto/local_steps.md",
+    "howto/long_rows.md",
     "howto/lora.md",
     "howto/offload.md",
     "howto/planning.md",
