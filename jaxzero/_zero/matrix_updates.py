@@ -33,6 +33,7 @@ from .._program import (
     full_reduction,
     is_elementwise,
     multiplies_matrices,
+    operations_for,
     trace,
 )
 from .._sharding import (
@@ -198,24 +199,42 @@ class MatrixUpdate:
         for i, (x, array) in enumerate(zip(self._block.inputs, arrays, strict=True)):
             j = i - self._num_updates
             env.set(x, array, 0 <= j < len(state) and _is_by_layer(state[j], self._leaf_of(x)))
-        for operation in self._block.operations:
-            values = [x for x in operation.values if self._leaf_of(x) is not None]
-            if full_reduction(operation) is not None:
-                moved = None
-            elif is_elementwise(operation) and self._by_layer.isdisjoint(operation.outputs):
-                moved = all(map(env.is_by_layer, values))
-            else:
-                moved = True
-            inputs = [env.get(x, moved) for x in operation.inputs]
-            for x, array in zip(operation.outputs, operation.bind(inputs), strict=True):
-                env.set(x, array, moved is not False)
-        made = []
+        made: dict[int, Any] = {}
+        for group in self._groups():
+            wanted = [self._block.outputs[i] for i in group]
+            for operation in operations_for(self._block, wanted, env.arrays):
+                self._apply(operation, env)
+            for i in group:
+                j, x = i - self._num_updates, self._block.outputs[i]
+                leaf = None if isinstance(x, Constant) else self._leaf_of(x)
+                is_moved = 0 <= j < len(state) and _is_by_layer(state[j], leaf)
+                made[i] = env.get(x, is_moved)
+            env.finished = made[group[0]]
+        outputs = [made[i] for i in range(len(made))]
+        return rebuild(self._outputs["treedef"], self._outputs["statics"], outputs)
+
+    def _groups(self) -> list[list[int]]:
+        """The outputs of each stack that moves, and then the others.
+
+        Stacks are updated one after the other: only one of them is held a second time.
+        """
+        groups: dict[int | None, list[int]] = {leaf: [] for leaf in (*sorted(self._leaves), None)}
         for i, x in enumerate(self._block.outputs):
-            j = i - self._num_updates
-            leaf = None if isinstance(x, Constant) else self._leaf_of(x)
-            is_moved = 0 <= j < len(state) and leaf is not None and _is_by_layer(state[j], leaf)
-            made.append(env.get(x, is_moved))
-        return rebuild(self._outputs["treedef"], self._outputs["statics"], made)
+            leaves = frozenset() if isinstance(x, Constant) else self._leaves_of(x) & self._leaves
+            groups[next(iter(leaves)) if len(leaves) == 1 else None].append(i)
+        return [group for group in groups.values() if group]
+
+    def _apply(self, operation: Operation, env: _Layouts) -> None:
+        values = [x for x in operation.values if self._leaf_of(x) is not None]
+        if full_reduction(operation) is not None:
+            moved = None
+        elif is_elementwise(operation) and self._by_layer.isdisjoint(operation.outputs):
+            moved = all(map(env.is_by_layer, values))
+        else:
+            moved = True
+        inputs = [env.get(x, moved) for x in operation.inputs]
+        for x, array in zip(operation.outputs, operation.bind(inputs), strict=True):
+            env.set(x, array, moved is not False)
 
     def _leaf_of(self, x: Value) -> LeafSpec | None:
         """The stack that moves and that a value has the shape of, if it is made of that alone."""
@@ -237,29 +256,37 @@ class _Layouts:
         leaf_of: the stack whose layouts a value has; None: it is left to the compiler.
         mesh: the mesh of the layouts.
         axes: the axes that split them.
+
+    Attributes:
+        arrays: for each value its arrays, by whether they are split by layer.
+        finished: an array that must be known before another is split by layer; None: none.
     """
 
     def __init__(self, leaf_of: Callable, mesh: Mesh, axes: tuple[str, ...]):
         self._leaf_of, self._mesh, self._axes = leaf_of, mesh, axes
-        self._arrays: dict[Value, dict[bool, Any]] = {}
+        self.arrays: dict[Value, dict[bool, Any]] = {}
+        self.finished: Any = None
 
     def set(self, x: Value, array: Any, by_layer: bool) -> None:
-        self._arrays[x] = {by_layer: array}
+        self.arrays[x] = {by_layer: array}
 
     def is_by_layer(self, x: Value) -> bool:
-        return True in self._arrays[x]
+        return True in self.arrays[x]
 
     def get(self, x: Atom, by_layer: bool | None) -> Any:
         """The array, by layer or as its leaf is stored; None: in any layout."""
         if isinstance(x, Constant):
             return x.value
-        known = self._arrays[x]
+        known = self.arrays[x]
         leaf = self._leaf_of(x)
         if leaf is None or by_layer is None:
             return next(iter(known.values()))
         if by_layer not in known:
             # Both layouts are given, so that the compiler converts here and not around it.
-            source = self._constrained(known[not by_layer], leaf, not by_layer)
+            source = known[not by_layer]
+            if by_layer and self.finished is not None:
+                source, _ = jax.lax.optimization_barrier((source, self.finished))
+            source = self._constrained(source, leaf, not by_layer)
             known[by_layer] = self._constrained(source, leaf, by_layer)
         return known[by_layer]
 
