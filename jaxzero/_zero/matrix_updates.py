@@ -200,6 +200,7 @@ class MatrixUpdate:
             j = i - self._num_updates
             env.set(x, array, 0 <= j < len(state) and _is_by_layer(state[j], self._leaf_of(x)))
         made: dict[int, Any] = {}
+        before: int | None = None
         for group in self._groups():
             wanted = [self._block.outputs[i] for i in group]
             for operation in operations_for(self._block, wanted, env.arrays):
@@ -209,7 +210,9 @@ class MatrixUpdate:
                 leaf = None if isinstance(x, Constant) else self._leaf_of(x)
                 is_moved = 0 <= j < len(state) and _is_by_layer(state[j], leaf)
                 made[i] = env.get(x, is_moved)
-            env.finished = made[group[0]]
+            if before is not None:
+                made[before] = env.finished
+            before, env.finished = group[0], made[group[0]]
         outputs = [made[i] for i in range(len(made))]
         return rebuild(self._outputs["treedef"], self._outputs["statics"], outputs)
 
@@ -285,7 +288,8 @@ class _Layouts:
             # Both layouts are given, so that the compiler converts here and not around it.
             source = known[not by_layer]
             if by_layer and self.finished is not None:
-                source, _ = jax.lax.optimization_barrier((source, self.finished))
+                # XLA drops a barrier of which a result is not used.
+                source, self.finished = jax.lax.optimization_barrier((source, self.finished))
             source = self._constrained(source, leaf, not by_layer)
             known[by_layer] = self._constrained(source, leaf, by_layer)
         return known[by_layer]
