@@ -274,8 +274,15 @@ def true_shapes(
         _check_in_device_memory(gradients=updates, state=state, parameters=params)
         _, extras, structure = flatten(extra_args)
         arrays = [x for x in extras if is_array(x)]  # the others, such as functions, stay outside
-        plan = plan_of(updates)
-        matrices = len(arrays) == len(extras) and any(map(may_move, plan.leaves))
+        try:
+            plan = plan_of(updates)
+        except ValueError:  # a part of a chain may be given trees of other leaves
+            if AxisType.Explicit in mesh.axis_types:
+                raise
+            plan = None
+        # Functions among extra arguments may run programs of their own, which are not traced here.
+        has_stacks = plan is not None and any(map(may_move, plan.leaves))
+        matrices = has_stacks and len(arrays) == len(extras)
 
         def run(updates, state, params, arrays):
             remaining = iter(arrays)

@@ -1,0 +1,201 @@
+"""Optimizers that multiply matrices, on stacks of them: optax on one device is the oracle."""
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxzero as jz
+from tests import zoo
+
+pytestmark = pytest.mark.standard_promotion
+
+SHAPES = {"bias": (24,), "deep": (8, 16, 24), "few": (3, 16, 24), "odd": (5, 9, 7), "flat": (16, 8)}
+NUM_UPDATES = 3
+
+
+def per_layer(params):
+    numbers = optax.contrib.MuonDimensionNumbers
+    by_ndim = {1: None, 2: numbers(0, 1), 3: numbers(1, 2)}
+    return jax.tree.map(lambda x: by_ndim[len(x.shape)], params)
+
+
+def muon(**options):
+    return optax.contrib.muon(0.1, muon_weight_dimension_numbers=per_layer, **options)
+
+
+class ShampooState(NamedTuple):
+    left: Any
+    right: Any
+
+
+def _power(x):
+    values, vectors = jnp.linalg.eigh(x)
+    return vectors * jnp.abs(values + 1e-3)[..., None, :] ** -0.25 @ vectors.mT
+
+
+def shampoo():
+    """Shampoo of each matrix of a stack, whose state has other shapes than the stack."""
+
+    def init(params):
+        eye = lambda x, n: jnp.broadcast_to(jnp.eye(n, dtype=x.dtype), (*x.shape[:-2], n, n))
+        return ShampooState(
+            jax.tree.map(lambda x: eye(x, x.shape[-2]) if x.ndim > 1 else None, params),
+            jax.tree.map(lambda x: eye(x, x.shape[-1]) if x.ndim > 1 else None, params),
+        )
+
+    def update(grads, state, params=None):
+        add = lambda of: lambda g, s: None if s is None else s + of(g)
+        left = jax.tree.map(add(lambda g: g @ g.mT), grads, state.left)
+        right = jax.tree.map(add(lambda g: g.mT @ g), grads, state.right)
+        precondition = lambda g, a, b: g if a is None else _power(a) @ g @ _power(b)
+        new = jax.tree.map(precondition, grads, left, right)
+        return jax.tree.map(lambda x: -0.1 * x, new), ShampooState(left, right)
+
+    return optax.GradientTransformation(init, update)
+
+
+OPTIMIZERS = {
+    "muon": muon(),
+    "muon_decay": muon(weight_decay=0.1, nesterov=False),
+    "muon_clipped": optax.chain(optax.clip_by_global_norm(0.1), muon()),
+    "muon_aol": muon(preconditioning="aol", adaptive=True),
+    "decay_before": optax.chain(optax.add_decayed_weights(0.1), muon()),
+    "skipped": optax.apply_if_finite(muon(), 3),
+    "averaged": optax.contrib.schedule_free(muon(), 0.1),
+    "shampoo": shampoo(),
+    "galore": optax.contrib.galore(0.1, rank=4),
+}
+MESHES = {"zero3": "2x4-auto", "hsdp": "2x4-auto", "explicit": "2x4-explicit", "zero1": "2x4-auto"}
+
+
+def config(name):
+    return {"hsdp": jz.hsdp(), "zero1": jz.ZeroConfig(stage=1)}.get(name, jz.zero3())
+
+
+def trees(dtype, shapes=SHAPES):
+    key = jax.random.key(0)
+    params = {k: zoo.normal(key, i, *x).astype(dtype) for i, (k, x) in enumerate(shapes.items())}
+    grads = [
+        {k: zoo.normal(key, 20 * n + i, *x).astype(dtype) for i, (k, x) in enumerate(shapes.items())}
+        for n in range(1, NUM_UPDATES + 1)
+    ]
+    return params, grads
+
+
+def updated(tx, params, state, grads):
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for each in grads:
+        params, state = step(params, state, each)
+    return params, state
+
+
+def both(tx, zero, dtype, shapes=SHAPES):
+    """Parameters and state by `zero.optimizer(tx)` in full, and by `tx` on one device."""
+    params, grads = trees(dtype, shapes)
+    on_one = jax.tree.map(jnp.asarray, params)
+    want = updated(tx, on_one, jax.jit(tx.init)(on_one), jax.tree.map(jnp.asarray, grads))
+    wrapped, sharded = zero.optimizer(tx), zero.shard(params)
+    state = zero.init_optimizer(wrapped, sharded)
+    got = updated(wrapped, sharded, state, [zero.shard(x) for x in grads])
+    return jax.device_get((zero.unshard(got[0]), zero.unshard(got[1]))), jax.device_get(want)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_those_of_one_device(name):
+    with jax.enable_x64(True):
+        got, want = both(OPTIMIZERS[name], jz.Zero(zoo.make_mesh("2x4-auto")), np.float64)
+        zoo.assert_close(got, want, 1e-9, name)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_of_other_layouts(kind):
+    with jax.enable_x64(True):
+        zero = jz.Zero(zoo.make_mesh(MESHES[kind]), config(kind))
+        got, want = both(muon(weight_decay=0.1), zero, np.float64)
+        zoo.assert_close(got, want, 1e-9, kind)
+
+
+@pytest.mark.parametrize("options", [{}, {"mu_dtype": jnp.bfloat16}])
+def test_in_float32(options):
+    with jax.default_matmul_precision("highest"):
+        got, want = both(muon(**options), jz.Zero(zoo.make_mesh("2x4-auto")), np.float32)
+        zoo.assert_close(got[0], want[0], 1e-6 if not options else 1e-2, "muon")
+
+
+def test_outside_of_jit():
+    with jax.enable_x64(True):
+        zero, tx = jz.Zero(zoo.make_mesh("2x4-auto")), muon()
+        params, grads = trees(np.float64)
+        want = tx.update(grads[0], tx.init(params), params)[0]
+        wrapped, sharded = zero.optimizer(tx), zero.shard(params)
+        state = zero.init_optimizer(wrapped, sharded)
+        got = wrapped.update(zero.shard(grads[0]), state, sharded)[0]
+        zoo.assert_close(jax.device_get(zero.unshard(got)), jax.device_get(want), 1e-9, "muon")
+
+
+def received(text):
+    """Bytes of float32 results of collectives that move more than a scalar."""
+    sizes = {}
+    pattern = r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\("
+    for shapes, name in re.findall(pattern, text):
+        for dims in re.findall(r"f32\[([\d,]*)\]", shapes):
+            size = 4 * int(np.prod([int(d) for d in dims.split(",") if d]))
+            sizes[name] = sizes.get(name, 0) + (size if size > 1024 else 0)
+    return {name: size for name, size in sizes.items() if size}
+
+
+def compiled(tx, zero, shape):
+    params = zero.shard({"w": np.ones(shape, np.float32)})
+    state = zero.init_optimizer(tx, params)
+
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(update).lower(params, state, params).compile().as_text()
+
+
+@pytest.mark.parametrize("tx", [muon(weight_decay=0.1), shampoo()], ids=["muon", "shampoo"])
+def test_a_stack_is_exchanged_once_each_way(tx):
+    zero, shape = jz.Zero(zoo.make_mesh("2x4-auto")), (8, 64, 128)
+    share = 4 * np.prod(shape) // 8
+    assert received(compiled(zero.optimizer(tx), zero, shape)) == {"all-to-all": 2 * share}
+    assert sum(received(compiled(tx, zero, shape)).values()) > 8 * share
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.adamw(0.1), optax.adafactor(0.1), optax.lamb(0.1)], ids=["adamw", "factor", "lamb"]
+)
+def test_nothing_moves_for_optimizers_without_products(tx):
+    zero = jz.Zero(zoo.make_mesh("2x4-auto"))
+    assert "all-to-all" not in received(compiled(zero.optimizer(tx), zero, (8, 64, 128)))
+
+
+def test_state_is_stored_by_layer():
+    zero = jz.Zero(zoo.make_mesh("2x4-auto"))
+    params = zero.shard({"deep": np.ones((8, 16, 24), np.float32)})
+    assert params["deep"].sharding.spec[0] is None
+    state = zero.init_optimizer(zero.optimizer(muon()), params)
+    stacks = [x for x in jax.tree.leaves(state) if x.ndim == 3]
+    assert [x.sharding.shard_shape(x.shape) for x in stacks] == [(1, 16, 24)]
+
+
+def test_checkpoints_keep_the_state(tmp_path):
+    zero = jz.Zero(zoo.make_mesh("2x4-auto"))
+    tx = zero.optimizer(muon())
+    params, grads = trees(np.float32)
+    params = zero.shard(params)
+    state = updated(tx, params, zero.init_optimizer(tx, params), [zero.shard(grads[0])])[1]
+    with jz.Checkpoints(tmp_path, zero) as checkpoints:
+        checkpoints.save(1, state)
+        restored = checkpoints.restore(zero.init_optimizer(tx, params))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
