@@ -81,7 +81,10 @@ def trees(dtype, shapes=SHAPES):
     key = jax.random.key(0)
     params = {k: zoo.normal(key, i, *x).astype(dtype) for i, (k, x) in enumerate(shapes.items())}
     grads = [
-        {k: zoo.normal(key, 20 * n + i, *x).astype(dtype) for i, (k, x) in enumerate(shapes.items())}
+        {
+            k: zoo.normal(key, 20 * n + i, *x).astype(dtype)
+            for i, (k, x) in enumerate(shapes.items())
+        }
         for n in range(1, NUM_UPDATES + 1)
     ]
     return params, grads
@@ -189,13 +192,59 @@ def test_state_is_stored_by_layer():
     assert [x.sharding.shard_shape(x.shape) for x in stacks] == [(1, 16, 24)]
 
 
-def test_checkpoints_keep_the_state(tmp_path):
+def test_beside_leaves_in_host_memory():
+    offload = jz.Offload(weights=("bias",), optimizer=("bias",), min_size=1)
+    plain, zero = (
+        jz.Zero(zoo.make_mesh("2x4-auto"), jz.ZeroConfig(offload=each)) for each in (None, offload)
+    )
+    with jax.enable_x64(True):
+        params, grads = trees(np.float64)
+        tx = zero.optimizer(muon(weight_decay=0.1))
+        sharded = zero.shard(params)
+        state = zero.init_optimizer(tx, sharded)
+        step = jax.jit(lambda grads, state, params: zero.apply_gradients(tx, grads, state, params))
+        got, new_state = step(plain.shard(grads[0]), state, sharded)
+        updates, _ = muon(weight_decay=0.1).update(grads[0], tx.inner.init(params), params)
+        want = jax.device_get(optax.apply_updates(params, updates))
+        zoo.assert_close(jax.device_get(zero.unshard(got)), want, 1e-9, "muon")
+        same = jax.tree.map(
+            lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), *(state, new_state)
+        )
+        assert all(jax.tree.leaves(same)), same
+
+
+@pytest.mark.parametrize("mesh", ["2x4-auto", "2x3-auto"])
+def test_checkpoints_restore_the_state(mesh, tmp_path):
     zero = jz.Zero(zoo.make_mesh("2x4-auto"))
     tx = zero.optimizer(muon())
     params, grads = trees(np.float32)
-    params = zero.shard(params)
-    state = updated(tx, params, zero.init_optimizer(tx, params), [zero.shard(grads[0])])[1]
+    sharded = zero.shard(params)
+    state = updated(tx, sharded, zero.init_optimizer(tx, sharded), [zero.shard(grads[0])])[1]
     with jz.Checkpoints(tmp_path, zero) as checkpoints:
-        checkpoints.save(1, state)
-        restored = checkpoints.restore(zero.init_optimizer(tx, params))
-    jax.tree.map(np.testing.assert_array_equal, restored, state)
+        checkpoints.save(1, {"state": state})
+    other = jz.Zero(zoo.make_mesh(mesh))
+    like = other.init_optimizer(other.optimizer(muon()), other.shard(params))
+    with jz.Checkpoints(tmp_path, other) as checkpoints:
+        restored = checkpoints.restore({"state": like}).state["state"]
+    jax.tree.map(np.testing.assert_array_equal, other.unshard(restored), zero.unshard(state))
+
+
+def test_freezing_cuts_the_state():
+    zero, tx = jz.Zero(zoo.make_mesh("2x4-auto")), muon()
+    with jax.enable_x64(True):
+        params, grads = trees(np.float64, {"flat": (16, 8), "layers": (6, 9, 16)})
+        wrapped, sharded = zero.optimizer(tx), zero.shard(params)
+        state = zero.init_optimizer(wrapped, sharded)
+        freezing = zero.freeze(sharded, 2, layers="layers", before="flat")
+        active, frozen = freezing.split(sharded)
+        active_state, frozen_state = freezing.split_optimizer(wrapped, state)
+        of_active = freezing.split(zero.shard(grads[0]))[0]
+        active, active_state = updated(wrapped, active, active_state, [of_active])
+        got = zero.unshard(freezing.join(active, frozen))
+        state = freezing.join_optimizer(wrapped, active_state, frozen_state)
+        updates, want_state = tx.update(grads[0], tx.init(params), params)
+        want = params["layers"] + np.r_[0, 0, 1, 1, 1, 1][:, None, None] * updates["layers"]
+        zoo.assert_close(jax.device_get(got["layers"]), jax.device_get(want), 1e-9, "layers")
+        momentum = lambda state: next(x for x in jax.tree.leaves(state) if x.ndim == 3)
+        got, want = momentum(zero.unshard(state)), momentum(want_state)
+        np.testing.assert_allclose(got[2:], want[2:], rtol=1e-9)
