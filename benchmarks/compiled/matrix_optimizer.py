@@ -3,9 +3,9 @@
     python -m benchmarks.compiled.matrix_optimizer      # q, up and down of Llama-7B, 2 x 8 H200
 
 Needs jaxzero[aot]. Only the update is compiled: gradients, state and parameters are stacks of
-float32 matrices as `jz.zero3()` lays them out. It is compiled for `optax.contrib.muon` as it is, and
-in `zero.optimizer`. Nothing is run: bytes are those of the compiled program's collectives, and times
-are predicted by `timeline.py` with assumed rates.
+float32 matrices as `jz.zero3()` lays them out. It is compiled for `optax.contrib.muon` as it is,
+and in `zero.optimizer`. Nothing is run: bytes are those of the compiled program's collectives, and
+times are predicted by `timeline.py` with assumed rates.
 """
 
 from __future__ import annotations

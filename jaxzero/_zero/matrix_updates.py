@@ -1,15 +1,15 @@
 """Run an optimizer that multiplies whole matrices (Muon) on stacks of them, split by layer.
 
-A stack `[layers, rows, cols]` is stored split along a dim of its matrices. An update that multiplies
-these would gather them on every device. Here each device gets all of some layers:
+A stack `[layers, rows, cols]` is stored split along a dim of its matrices, and an update that
+multiplies these would gather all of them on every device. Here each device gets all of some layers:
 
     stored, split along rows --all-to-all--> split along layers: update --all-to-all--> stored
 
 A value *of a leaf* is computed, element by element, from the leaf's gradient, parameter and state.
 Those that a mixing operation needs are split by layer, the state among them, which is stored so and
-never moves. All others, such as weight decay after the products, are computed as the leaf is stored.
-The traced update is run with sharding constraints, which change no value, up to the order in which
-sums are added. Layers that the devices do not divide are split into parts of
+never moves. All others, such as weight decay after the products, are computed as the leaf is
+stored. The traced update is run with sharding constraints, so that no value changes, up to the
+order in which sums are added. Layers that the devices do not divide are split into parts of
 `ceil(layers / devices)`.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,10 +58,10 @@ def may_move(leaf: LeafSpec) -> bool:
     return len(leaf.shape) >= 3 and leaf.layout.dim != 0 and not of_layers
 
 
-def by_layer(leaf: LeafSpec, parameter: LeafSpec) -> LeafSpec:
-    """A leaf of the state of a stack, split along the layers."""
-    assert parameter.layout is not None
-    layout = DimSharding(0, leaf.shape[0], parameter.layout.num_shards)
+def by_layer_of(leaf: LeafSpec) -> LeafSpec:
+    """A stack that is split on another dim, split by layer."""
+    assert leaf.layout is not None
+    layout = DimSharding(0, leaf.shape[0], leaf.layout.num_shards)
     return dataclasses.replace(leaf, layout=layout)
 
 
@@ -87,36 +88,38 @@ class MatrixUpdate:
     ):
         self._params = params.leaves
         flat = [flatten(tree) for tree in trees]
-        outputs: dict[str, Any] = {}
-
-        def update(*arrays: Any) -> list[Any]:
-            remaining = iter(arrays)
-            grads, state, params, extras = (
-                jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
-                for _, leaves, treedef in flat
-            )
-            _, leaves, treedef = flatten(tx.update(grads, state, params, **extras))
-            outputs.update(treedef=treedef, statics=statics_of(leaves))
-            return [x for x in leaves if is_array(x)]
-
         given = [[(p, x) for p, x in zip(*tree[:2], strict=True) if is_array(x)] for tree in flat]
+        self._outputs: dict[str, Any] = {}  # structure, and leaves that are no arrays
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # not one that the user has set
-            self._block = trace(update, *(x for pairs in given for _, x in pairs))[0]
-        self._outputs = outputs
-        inputs = iter(self._block.inputs)
-        values = [[next(inputs) for _ in pairs] for pairs in given]
-        self._num_updates, self._state = len(values[0]), values[1]
+            arrays = (x for pairs in given for _, x in pairs)
+            self._block = trace(functools.partial(self._update, tx, flat), *arrays)[0]
+        num_grads, num_state, num_params, _ = map(len, given)
+        self._num_updates = num_grads
+        self._state = self._block.inputs[num_grads : num_grads + num_state]
+        stacks = [i if may_move(leaf) else None for i, leaf in enumerate(self._params)]
         of_state = [self._owner(path, x) for path, x in given[1]]
-        of_params = [None if may_move(leaf) is False else i for i, leaf in enumerate(self._params)]
-        self._owners = [*of_params, *of_state, *(of_params if values[2] else [])]
+        self._owners = [*stacks, *of_state, *(stacks if num_params == num_grads else [])]
         self._of_leaf: dict[Value, int] = {}  # computed element by element
         self._mixed: dict[Value, frozenset[int]] = {}  # other values of leaves
         mixing = self._follow()
         self._leaves = mixing.keys()
         self._by_layer = self._needed(mixing)
         self.moves = bool(self._by_layer)
-        pairs = zip(values[1], of_state, strict=True)
+        pairs = zip(self._state, of_state, strict=True)
         self.state_by_layer = [i if x in self._by_layer else None for x, i in pairs]
+
+    def _update(
+        self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
+    ) -> list[Any]:
+        """The arrays of `(updates, state)`, of flattened trees with these arrays."""
+        remaining = iter(arrays)
+        grads, state, params, extras = (
+            jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
+            for _, leaves, treedef in flat
+        )
+        _, leaves, treedef = flatten(tx.update(grads, state, params, **extras))
+        self._outputs.update(treedef=treedef, statics=statics_of(leaves))
+        return [x for x in leaves if is_array(x)]
 
     def _owner(self, path: tuple[Any, ...], x: Any) -> int | None:
         """The stack whose path ends that of an array of the state, if both have its layers."""
@@ -208,8 +211,10 @@ class MatrixUpdate:
             for i in group:
                 j, x = i - self._num_updates, self._block.outputs[i]
                 leaf = None if isinstance(x, Constant) else self._leaf_of(x)
-                is_moved = 0 <= j < len(state) and _is_by_layer(state[j], leaf)
-                made[i] = env.get(x, is_moved)
+                of_state = state[j] if 0 <= j < len(state) else None
+                made[i] = env.get(x, of_state is not None and _is_by_layer(of_state, leaf))
+                if leaf is None and of_state is not None and self.state_by_layer[j] is not None:
+                    made[i] = env.constrained(made[i], of_state)
             if before is not None:
                 made[before] = env.finished
             before, env.finished = group[0], made[group[0]]
@@ -290,12 +295,13 @@ class _Layouts:
             if by_layer and self.finished is not None:
                 # XLA drops a barrier of which a result is not used.
                 source, self.finished = jax.lax.optimization_barrier((source, self.finished))
-            source = self._constrained(source, leaf, not by_layer)
-            known[by_layer] = self._constrained(source, leaf, by_layer)
+            moved = by_layer_of(leaf)
+            source_form, form = (leaf, moved) if by_layer else (moved, leaf)
+            known[by_layer] = self.constrained(self.constrained(source, source_form), form)
         return known[by_layer]
 
-    def _constrained(self, x: Any, leaf: LeafSpec, is_by_layer: bool) -> Any:
-        leaf = by_layer(leaf, leaf) if is_by_layer else leaf
+    def constrained(self, x: Any, leaf: LeafSpec) -> Any:
+        """An array of true shape, in the layout of `leaf`."""
         spec, mesh = leaf.spec(self._axes), self._mesh
         if AxisType.Explicit not in mesh.axis_types:
             return constrain(x, mesh, spec)

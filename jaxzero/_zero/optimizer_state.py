@@ -48,7 +48,7 @@ from .._sharding import (
     trained_leaves,
 )
 from .host_memory import check_room
-from .matrix_updates import MatrixUpdate, by_layer, may_move
+from .matrix_updates import MatrixUpdate, by_layer_of, may_move
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
 from .programs import Initializer, Programs
 
@@ -152,13 +152,15 @@ def _by_layer(
         owners = MatrixUpdate(tx, (whole, state, whole, {}), params).state_by_layer
     except Exception:  # it needs extra arguments, so what it does is not known
         return leaves
-    pairs = zip(leaves, owners, strict=True)
-    return [
-        leaf
-        if owner is None or leaf.memory_kind is not None
-        else by_layer(leaf, params.leaves[owner])
-        for leaf, owner in pairs
-    ]
+    planned = []
+    for leaf, owner in zip(leaves, owners, strict=True):
+        if owner is not None and leaf.memory_kind is None:
+            layout = by_layer_of(params.leaves[owner]).layout
+            # With few layers, padding would take more memory than moving it takes time.
+            if layout is not None and layout.padded <= 2 * layout.size:
+                leaf = dataclasses.replace(leaf, layout=layout)
+        planned.append(leaf)
+    return planned
 
 
 def _check_shapes(state: Any) -> None:
