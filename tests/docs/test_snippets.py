@@ -29,6 +29,7 @@ PAGES = (
     "howto/is_my_run_right.md",
     "howto/local_steps.md",
     "howto/lora.md",
+    "howto/muon.md",
     "howto/offload.md",
     "howto/planning.md",
     "howto/recommenders.md",
