@@ -80,7 +80,8 @@ def compiled_update(
 
     arguments = (params, zero.init_optimizer(tx, params), params)
     lowered = jax.jit(update, donate_argnums=(0, 1)).lower(*arguments)
-    return lowered.compile(compiler_options=jz.compiler_options("cuda"))
+    options: dict[str, Any] = {**jz.compiler_options("cuda")}
+    return lowered.compile(compiler_options=options)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ def plan_state(
     """Lay out the state of `tx`.
 
     A leaf whose path ends with that of a parameter, and that has its shape, is sharded like the
-    parameter; other leaves (row and column statistics, counters) by their own shape.
+    parameter; other leaves (row and column statistics, counters) by their own shape. If `tx` is
+    wrapped, what products of matrices need of a stack is split by layer.
 
     Args:
         tx: the optimizer.
@@ -255,8 +256,9 @@ def true_shapes(
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
 
     A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
-    an uneven dim, so that moves no data. Stacks are updated by layer (`MatrixUpdate`). Arrays among the extra arguments of `update` are
-    unpadded too, and functions among them (`value_fn`) are called with unpadded parameters.
+    an uneven dim, so that moves no data. Stacks are updated by layer (`MatrixUpdate`). Arrays among
+    the extra arguments of `update` are unpadded too, and functions among them (`value_fn`) are
+    called with unpadded parameters.
 
     Args:
         tx: the optimizer.
@@ -281,10 +283,9 @@ def true_shapes(
         except ValueError:  # a part of a chain may be given trees of other leaves
             if AxisType.Explicit in mesh.axis_types:
                 raise
-            plan = None
+            plan = TreePlan(None, (), ())
         # Functions among extra arguments may run programs of their own, which are not traced here.
-        has_stacks = plan is not None and any(map(may_move, plan.leaves))
-        matrices = has_stacks and len(arrays) == len(extras)
+        matrices = len(arrays) == len(extras) and any(map(may_move, plan.leaves))
 
         def run(updates, state, params, arrays):
             remaining = iter(arrays)

@@ -153,6 +153,25 @@ def test_outside_of_jit():
         zoo.assert_close(jax.device_get(zero.unshard(got)), jax.device_get(want), 1e-9, "muon")
 
 
+def test_with_extra_arguments():
+    plateau = optax.contrib.reduce_on_plateau(patience=0, rtol=1.0)
+    zero, tx = jz.Zero(zoo.make_mesh("2x4-auto")), optax.chain(muon(), plateau)
+
+    def run(tx, params, state, grads):
+        for each in grads:
+            updates, state = jax.jit(tx.update)(each, state, params, value=jnp.float32(1))
+            params = optax.apply_updates(params, updates)
+        return params
+
+    with jax.enable_x64(True):
+        params, grads = trees(np.float64)
+        want = run(tx, params, tx.init(params), grads)
+        wrapped, sharded = zero.optimizer(tx), zero.shard(params)
+        state = zero.init_optimizer(wrapped, sharded)
+        got = run(wrapped, sharded, state, [zero.shard(x) for x in grads])
+        zoo.assert_close(jax.device_get(zero.unshard(got)), jax.device_get(want), 1e-9, "plateau")
+
+
 def received(text):
     """Bytes of float32 results of collectives that move more than a scalar."""
     sizes = {}
@@ -212,7 +231,7 @@ def test_beside_leaves_in_host_memory():
         state = zero.init_optimizer(tx, sharded)
         step = jax.jit(lambda grads, state, params: zero.apply_gradients(tx, grads, state, params))
         got, new_state = step(plain.shard(grads[0]), state, sharded)
-        updates, _ = muon(weight_decay=0.1).update(grads[0], tx.inner.init(params), params)
+        updates, _ = muon(weight_decay=0.1).update(grads[0], muon().init(params), params)
         want = jax.device_get(optax.apply_updates(params, updates))
         zoo.assert_close(jax.device_get(zero.unshard(got)), want, 1e-9, "muon")
         same = jax.tree.map(
