@@ -47,7 +47,7 @@ def main(
     muon = optax.contrib.muon(0.02, muon_weight_dimension_numbers=_per_layer)
     for variant, tx in {"optax": muon, "zero.optimizer": zero.optimizer(muon)}.items():
         compiled = compiled_update(tx, zero, params)
-        found = figures(compiled, compiled.as_text(), local)
+        found = figures(compiled, compiled.as_text() or "", local)
         received = found["received_gib_per_device"]
         append_row(
             "matrix_optimizer",
