@@ -30,6 +30,7 @@ PAGES = (
     "howto/local_steps.md",
     "howto/long_rows.md",
     "howto/lora.md",
+    "howto/muon.md",
     "howto/offload.md",
     "howto/planning.md",
     "howto/recommenders.md",
