@@ -346,10 +346,7 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """What `made()` returns, on devices where the condition holds; elsewhere `others`, then zeros.
-
-        The zeros are made in the branch, so that a gradient is seen to have no term there.
-        """
+        """What `made()` returns, where the condition holds; elsewhere `others`, then zeros."""
 
         def typed(arrays: list[Any]) -> list[Any]:
             return [_typed(x, each) for x, each in zip(arrays, like, strict=True)]
