@@ -7,8 +7,8 @@ the devices among which the preset splits their sums, both in bytes,
     temporaries = a s / k + b u.
 
 Of `S` pipeline stages each has an `S`-th of the layers, of at most `2 S - 1` micro-batches, whose
-rows are divided among an `S`-th of the devices: `k` is then `m / min(m, 2 S - 1)` for `m` micro-
-batches. What `b` is depends on the preset, on whether there are several micro-batches, whose
+rows are divided among an `S`-th of the devices: `k` is then `m / min(m, 2 S - 1)` for `m`
+micro-batches. What `b` is depends on the preset, on whether there are several micro-batches, whose
 gradients are summed up, and on what lies in host memory. `u` is known by arithmetic, and what `b`
 is expected to be was set on Llamas of 1.1B and 7B parameters
 (`benchmarks/compiled/plan_regret.py`). So the first program that is compiled tells the activations
