@@ -19,7 +19,7 @@ class State(NamedTuple):
             outputs that the head reads, of all layers.
         cotangents: a message to the stage before: the backward loop's carry, and what all of its
             layers read.
-        saved: `[2 S - 1, layers, ...]`, for each output that forward saves for backward.
+        saved: `[slots, layers, ...]`, for each output that forward saves for backward.
         outputs: `[microbatches, ...]`, for each output of the program that is no gradient; those of
             the last stage hold.
     """
