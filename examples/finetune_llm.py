@@ -243,8 +243,9 @@ def finetune(settings: Settings) -> tuple[list[float], Any]:
         return model
 
     def loss_fn(trained, ids, frozen):
-        logits = model_of(trained, frozen)(ids)[:, :-1].astype("float32")
-        return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+        model, labels = model_of(trained, frozen), ids[:, 1:]
+        hidden = model.hidden(ids)[:, :-1]
+        return model.cross_entropy(hidden, labels, jnp.ones(labels.shape))[0] / labels.size
 
     platform = jax.devices()[0].platform
     options = jz.compiler_options(platform, offload=bool(settings.offload))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ._codecs import Int8 as Int8
     from ._codecs import MXFloat8 as MXFloat8
     from ._codecs import NVFloat4 as NVFloat4
+    from ._cross_entropy import softmax_cross_entropy as softmax_cross_entropy
     from ._deepspeed import from_deepspeed as from_deepspeed
     from ._local_steps import LocalSteps as LocalSteps
     from ._local_steps import dasgd as dasgd
@@ -65,6 +66,7 @@ __getattr__, __dir__ = exported_on_first_use(
     {
         "_checkpoint": "Checkpoints",
         "_codecs": "Cast Float8 Int4 Int8 MXFloat8 NVFloat4",
+        "_cross_entropy": "softmax_cross_entropy",
         "_deepspeed": "from_deepspeed",
         "_local_steps": "LocalSteps dasgd diloco streaming_diloco",
         "_mesh": "fold_in_device make_mesh",

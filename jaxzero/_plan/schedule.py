@@ -41,7 +41,7 @@ from .._sharding import CommSchedule
 from .block_plan import BlockPlan, GatherGroup, LoopPlan
 from .bucketing import ReduceAxes, find_reduce_groups, layers_of_body, split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
-from .held_by_loops import limit_held, unchanged_inputs
+from .held_by_loops import limit_held, most_held, unchanged_inputs
 from .layer_memory import NO_PEAK, LayerMemory, Peak, work_done
 from .lifetimes import Gather, Live, find_gathers, find_passes
 from .lookahead import Room, issued_early, latest_issues
@@ -121,6 +121,7 @@ def _plan_block(
         if is_prefetched := number < num_prefetched:  # sent for a later layer, beside the last
             at = groups[number - num_prefetched][0].at
             last = max(at, peaks.get(0, NO_PEAK).gather_after or 0)
+            last = _behind_loops(gathers, last, starts, loops if unchanged else {}, schedule)
             issues = (*[at] * (len(gather_axes) - 1), last)
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
         issues = _around_peaks(issues, gathers[0].at, {} if in_loop else peaks)
@@ -314,6 +315,23 @@ def _around_peaks(issues: tuple[int, ...], at: int, peaks: Mapping[int, Peak]) -
     before = (peak.reduce_before for peak in found)
     moved = [x[0] if x else issue for x, issue in zip(before, issues, strict=True)]
     return (*moved[:-1], max([*moved, found[-1].gather_after or 0]))
+
+
+def _behind_loops(
+    group: Sequence[Gather],
+    issue: int,
+    starts: list[int],
+    loops: Mapping[int, LoopPlan],
+    schedule: CommSchedule,
+) -> int:
+    """Where to gather a group for the next iteration of a body that was planned for `issue`.
+
+    A loop in between would hold the group from its start to its end. If it is more bytes than loops
+    hold of weights, it is gathered behind the last one.
+    """
+    if sum(gather.num_bytes for gather in group) <= most_held(schedule):
+        return issue
+    return max((i + 1 for i in starts if i in loops and i >= issue), default=issue)
 
 
 def _num_prefetched(groups: list[list[Gather]], live: Live, schedule: CommSchedule) -> int:

@@ -6,12 +6,13 @@ the devices among which the preset splits their sums, both in bytes,
 
     temporaries = a s / k + b u.
 
-Of `S` pipeline stages each has an `S`-th of the layers, of `2 S - 1` micro-batches, whose rows are
-divided among an `S`-th of the devices: `k` is then `m / (2 S - 1)` for `m` micro-batches. What `b`
-is depends on the preset, on whether there are several micro-batches, whose gradients are
-summed up, and on what lies in host memory. `u` is known by arithmetic, and what `b` is expected to
-be was set on Llamas of 1.1B and 7B parameters (`benchmarks/compiled/plan_regret.py`). So the first
-program that is compiled tells the activations of all plans; each corrects what is expected.
+Of `S` pipeline stages each has an `S`-th of the layers, of at most `2 S - 1` micro-batches, whose
+rows are divided among an `S`-th of the devices: `k` is then `m / min(m, 2 S - 1)` for `m`
+micro-batches. What `b` is depends on the preset, on whether there are several micro-batches, whose
+gradients are summed up, and on what lies in host memory. `u` is known by arithmetic, and what `b`
+is expected to be was set on Llamas of 1.1B and 7B parameters
+(`benchmarks/compiled/plan_regret.py`). So the first program that is compiled tells the activations
+of all plans; each corrects what is expected.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _split(plan: Candidate, cluster: Cluster) -> int:
 
 def _parts(plan: Candidate) -> float:
     """Into how many parts the activations of all rows of a device are divided."""
-    return plan.microbatches / (2 * plan.stages - 1)
+    return max(1, plan.microbatches / (2 * plan.stages - 1))
 
 
 class Temporaries:

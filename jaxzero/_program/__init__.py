@@ -36,6 +36,7 @@ from .operation_kinds import is_reshape as is_reshape
 from .operation_kinds import is_zero as is_zero
 from .operation_kinds import makes_zeros as makes_zeros
 from .operation_kinds import may_be_copied as may_be_copied
+from .operation_kinds import multiplies_matrices as multiplies_matrices
 from .operation_kinds import shape_of as shape_of
 from .row_mixing import Mixing as Mixing
 from .row_mixing import RowInput as RowInput

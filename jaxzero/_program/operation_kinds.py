@@ -62,6 +62,10 @@ _COSTLY = {
     *("cond", "conv_general_dilated", "fft", "gather", "pallas_call", "ragged_dot", "scan"),
     *("ragged_dot_general", "scatter", "scatter-add", "shard_map", "sort", "while"),
 }
+_DECOMPOSITIONS = {
+    *("cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu", "qr", "geqrf"),
+    *("schur", "svd", "triangular_solve", "tridiagonal"),
+}
 _MOVES = {"device_put", "optimization_barrier", *EXCHANGES}
 REDUCTIONS = {*("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")}
 
@@ -73,7 +77,8 @@ def is_elementwise(operation: Operation) -> bool:
 
 def may_be_copied(operation: Operation) -> bool:
     """Whether its equation can be run as it is: no barrier, collective or other effect."""
-    return not (operation.has_effects or operation.name in _MOVES)
+    is_plain = type(operation) is Operation  # others compute something else than their equation
+    return is_plain and not (operation.has_effects or operation.name in _MOVES)
 
 
 def is_costly(operation: Operation) -> bool:
@@ -93,6 +98,16 @@ def _is_costly(equation: Any) -> bool:
     if equation.primitive.name != "dot_general":
         return equation.primitive.name in _COSTLY
     return is_matrix_product(equation)
+
+
+def multiplies_matrices(operation: Operation) -> bool:
+    """Whether it, or a loop that it is, has products or decompositions of matrices."""
+    return operation.name != "cond" and any(
+        is_matrix_product(equation)
+        if equation.primitive.name == "dot_general"
+        else equation.primitive.name in _DECOMPOSITIONS
+        for equation in equations_inside(operation.equation)
+    )
 
 
 def is_reshape(operation: Operation) -> bool:

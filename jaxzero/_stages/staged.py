@@ -102,7 +102,7 @@ class Staged:
         pairs = zip(self._parameters, self.paths, strict=True)
         layers = max(x.shape[0] for x, path in pairs if path)
         num = lax.axis_size(STAGE)
-        times = num_slots(num) * -(-layers // num) / layers
+        times = num_slots(num, self.microbatches) * -(-layers // num) / layers
         return choose_activations(block, self._parameters, results, activations, times)
 
     def dtype_read(self, i: int) -> Any:

@@ -19,7 +19,7 @@ class State(NamedTuple):
             outputs that the head reads, of all layers.
         cotangents: a message to the stage before: the backward loop's carry, and what all of its
             layers read.
-        saved: `[2 S - 1, layers, ...]`, for each output that forward saves for backward.
+        saved: `[slots, layers, ...]`, for each output that forward saves for backward.
         outputs: `[microbatches, ...]`, for each output of the program that is no gradient; those of
             the last stage hold.
     """
@@ -50,9 +50,9 @@ class MicroBatch(NamedTuple):
         return self.exists if is_layer is None else self.exists & is_layer
 
 
-def num_slots(num_stages: int) -> int:
+def num_slots(num_stages: int, microbatches: int) -> int:
     """How many micro-batches a stage keeps what forward saves of."""
-    return 2 * num_stages - 1
+    return min(2 * num_stages - 1, microbatches)
 
 
 def masked(exists: Array, x: Array) -> Array:

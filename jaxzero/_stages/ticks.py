@@ -6,8 +6,9 @@ backward part, so `m` micro-batches take the time of `m + S - 1` forwards and as
 in 1F1B. A message takes a tick, since all stages run the same program: at most `2 S - 1`
 micro-batches are in flight, whose saved activations lie in a ring of as many slots.
 
-A part of a tick that has no micro-batch works on another one. Nothing of it is kept: gradients are
-masked before they are reduced, outputs where they are stored.
+A part of a tick that has no micro-batch works on the nearest one. Nothing of it is kept: gradients
+are masked before they are reduced, outputs where they are stored. What forward saves is stored in
+its slot: before the first micro-batch comes, or after the last one as a copy of what is there.
 
 References:
     PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
@@ -104,7 +105,7 @@ class Pipeline:
         return [found[k] for k in range(len(self.cut.block.outputs))]
 
     def _start(self) -> State:
-        slots = num_slots(self.num_stages)
+        slots = num_slots(self.num_stages, self.microbatches)
         return State(
             [_zeros(x) for x in self.cut.activations],
             [_zeros(x) for x in self.cut.cotangents],
@@ -183,7 +184,7 @@ class Pipeline:
             micro = self._micro(first)
             activations, rows, received = self._forward(micro, activations, beside)
             cotangents = received if backward else cotangents
-            saved = [_put(x, row, first % len(x)) for x, row in zip(saved, rows, strict=True)]
+            saved = [_put(x, y, micro.index % len(x)) for x, y in zip(saved, rows, strict=True)]
         micro = self._micro(first - 2 * (self.num_stages - 1 - self.stage) if backward else first)
         rest: list[list[Array]] = [[] for _ in self.outer]
         if head:
@@ -192,9 +193,8 @@ class Pipeline:
         if not backward:
             terms = [*([] for _ in self.cut.stack_gradients), *rest] if head else []
             return State(sent(Message(activations, 1)), cotangents, saved, outputs), terms
-        rows = [x[micro.index % len(x)] for x in saved]
         beside = Message(activations, 1) if forward else None
-        cotangents, stacks, outer, received = self._backward(micro, cotangents, rows, beside)
+        cotangents, stacks, outer, received = self._backward(micro, cotangents, saved, beside)
         activations = received if forward else activations
         outer = [[*x, *y] for x, y in zip(outer, rest, strict=True)]
         return State(activations, cotangents, saved, outputs), [*stacks, *outer]
@@ -259,8 +259,7 @@ class Pipeline:
             return [*values([*self.cut.cotangents, *others]), *self.sums.rest(has_rest, values)]
 
         like = [*self.cut.cotangents, *others, *has_rest]
-        without = [*cotangents, *map(_zeros, [*others, *has_rest])]
-        found = iter(self._where(self.stage == self.num_stages - 1, made, without, like))
+        found = iter(self._where(self.stage == self.num_stages - 1, made, cotangents, like))
         cotangents = [next(found) for _ in self.cut.cotangents]
         outputs = [next(found) for _ in others]
         terms = [[self._shared(next(found))] if x in has_rest else [] for x in self.outer.values()]
@@ -281,13 +280,22 @@ class Pipeline:
         travelling = dict(zip(cut.travelling, cotangents[num:], strict=True))
         values = Evaluation(cut.block, micro.given | travelling, micro.loops)
         inside = values(loop.inputs[: loop.num_constants])
-        rows = {cut.stacked(i): x for i, x in zip(cut.saved, saved, strict=True)}
+        # Each layer takes its rows out of the ring: XLA would copy the slot of all layers.
+        rings = dict(zip(map(cut.stacked, cut.saved), saved, strict=True))
+        rows = dict.fromkeys(rings, jnp.arange(self.layers.num, dtype=jnp.int32))
         layers = self._layers(loop, values, rows)
+        scanned = loop.inputs[loop.first_stack :]
+        ring_of = [rings.get(x) if isinstance(x, Value) else None for x in scanned]
+
+        def taken(ring: Array | None, x: Any) -> Any:
+            return x if ring is None else ring[micro.index % len(ring), x]
+
         made_of = [x.source for x in cut.stack_gradients.values() if x is not None]
         final = [_made(loop.body, loop.outputs.index(x)) for x in made_of]
 
         def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
-            stacks, exists = layers[0], micro.runs(layers[1])
+            exists = micro.runs(layers[1])
+            stacks = map(taken, ring_of, layers[0])
             changed = dict.fromkeys(final, functools.partial(masked, exists))
             outputs = run_block(loop.body, [*inside, *carry, *stacks], changed, exists)
             for i, x in zip(map(loop.outputs.index, made_of), final, strict=True):
@@ -310,7 +318,7 @@ class Pipeline:
             return self.sums.of_layers(from_layers, here)
 
         here = (self.stage == 0) & micro.exists
-        terms = iter(self._where(here, outer_terms, [*map(_zeros, from_layers)], from_layers))
+        terms = iter(self._where(here, outer_terms, [], from_layers))
         outer = [
             [self._shared(next(terms))] if x in from_layers else [] for x in self.outer.values()
         ]
@@ -338,12 +346,15 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """What `made()` returns, on devices where the condition holds; elsewhere `others`."""
+        """What `made()` returns, where the condition holds; elsewhere `others`, then zeros."""
 
         def typed(arrays: list[Any]) -> list[Any]:
             return [_typed(x, each) for x, each in zip(arrays, like, strict=True)]
 
-        return lax.cond(condition, lambda: typed(made()), lambda: typed(others))
+        def without() -> list[Any]:
+            return typed([*others, *map(_zeros, like[len(others) :])])
+
+        return lax.cond(condition, lambda: typed(made()), without)
 
     def _shared(self, x: Array) -> Array:
         """A gradient's share in the mean, in the dtype of sums."""

@@ -32,6 +32,7 @@ from .._sharding import (
     StoredArray,
     TreePlan,
     ZeroConfig,
+    array_leaves,
     data_of,
     flatten,
     in_memory,
@@ -47,6 +48,7 @@ from .._sharding import (
     trained_leaves,
 )
 from .host_memory import check_room
+from .matrix_updates import MatrixUpdate, by_layer_of, may_move
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
 from .programs import Initializer, Programs
 
@@ -92,7 +94,8 @@ def plan_state(
     """Lay out the state of `tx`.
 
     A leaf whose path ends with that of a parameter, and that has its shape, is sharded like the
-    parameter; other leaves (row and column statistics, counters) by their own shape.
+    parameter; other leaves (row and column statistics, counters) by their own shape. If `tx` is
+    wrapped, what products of matrices need of a stack is split by layer.
 
     Args:
         tx: the optimizer.
@@ -132,7 +135,33 @@ def plan_state(
                 stages=parameter.stages,
             )
         planned.append(_in_memory(leaf, parameter, mesh, config))
+    if is_wrapped and any(map(may_move, params.leaves)):
+        planned = _by_layer(tx.inner, params, unpadded, state, planned)
     return dataclasses.replace(plan, leaves=tuple(planned))
+
+
+def _by_layer(
+    tx: optax.GradientTransformationExtraArgs,
+    params: TreePlan,
+    unpadded: list[jax.ShapeDtypeStruct],
+    state: Any,
+    leaves: list[LeafSpec],
+) -> list[LeafSpec]:
+    """The leaves of the state, those split by layer that products of matrices need."""
+    whole = params.whole(unpadded)
+    try:
+        owners = MatrixUpdate(tx, (whole, state, whole, {}), params).state_by_layer
+    except Exception:  # it needs extra arguments, so what it does is not known
+        return leaves
+    planned = []
+    for leaf, owner in zip(leaves, owners, strict=True):
+        if owner is not None and leaf.memory_kind is None:
+            layout = by_layer_of(params.leaves[owner]).layout
+            # With few layers, padding would take more memory than moving it takes time.
+            if layout is not None and layout.padded <= 2 * layout.size:
+                leaf = dataclasses.replace(leaf, layout=layout)
+        planned.append(leaf)
+    return planned
 
 
 def _check_shapes(state: Any) -> None:
@@ -227,8 +256,9 @@ def true_shapes(
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
 
     A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
-    an uneven dim, so the wrapper moves no data. Arrays among the extra arguments of `update` are
-    unpadded too, and functions among them (`value_fn`) are called with unpadded parameters.
+    an uneven dim, so that moves no data. Stacks are updated by layer (`MatrixUpdate`). Arrays among
+    the extra arguments of `update` are unpadded too, and functions among them (`value_fn`) are
+    called with unpadded parameters.
 
     Args:
         tx: the optimizer.
@@ -248,24 +278,39 @@ def true_shapes(
         _check_in_device_memory(gradients=updates, state=state, parameters=params)
         _, extras, structure = flatten(extra_args)
         arrays = [x for x in extras if is_array(x)]  # the others, such as functions, stay outside
+        try:
+            plan = plan_of(updates)
+        except ValueError:  # a part of a chain may be given trees of other leaves
+            if AxisType.Explicit in mesh.axis_types:
+                raise
+            plan = TreePlan(None, (), ())
+        # Functions among extra arguments may run programs of their own, which are not traced here.
+        matrices = len(arrays) == len(extras) and any(map(may_move, plan.leaves))
 
         def run(updates, state, params, arrays):
             remaining = iter(arrays)
             filled = [next(remaining) if is_array(x) else x for x in extras]
-            new, new_state = inner.update(
+            trees = (
                 _unpadded(updates),
                 _unpadded(state),
                 None if params is None else _unpadded(params),
-                **_unpadded(jax.tree.unflatten(structure, filled)),
+                _unpadded(jax.tree.unflatten(structure, filled)),
             )
+            traced = MatrixUpdate(inner, trees, plan) if matrices else None
+            if traced is not None and traced.moves:
+                leaves = state_plan_of(result, plan).leaves
+                new, new_state = traced.run(array_leaves(trees), leaves, mesh, axes)
+            else:
+                new, new_state = inner.update(*trees[:3], **trees[3])
             return _padded_like(updates, new), _padded_like(state, new_state)
 
         if AxisType.Explicit in mesh.axis_types:
-            plan = plan_of(updates)
             plans = (plan, state_plan_of(result, plan))
             out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
             automatic = with_automatic_axes(run, out, mesh)
             return programs.run(automatic, updates, state, params, arrays)
+        if matrices:
+            return programs.run(run, updates, state, params, arrays)
         return run(updates, state, params, arrays)
 
     result = TrueShapes(init, update)

@@ -146,6 +146,8 @@ class Step:
             gradients = lax.optimization_barrier(gradients)
         new, new_state = update.apply(gradients, done, at_once=at_once)
         new = split(plan, new, mesh, layouts.weight_axes)
+        if isinstance(tx, TrueShapes):  # some of it may be split by layer
+            new_state = split(self._plans[1], new_state, mesh, axes)
         value = (loss, aux) if self._transform.options.has_aux else loss
         return value, with_untrained(params, trained, new, next_states), new_state
 

@@ -1,7 +1,8 @@
 """Global batches for several hosts, each of which reads its own rows. Needs `pip install grain`.
 
-In: a Grain dataset and a `Zero`. Out: sharded global batches, and a position to resume from. Jobs
-and scripts use it.
+In: a Grain dataset and a `Zero`. Out: sharded global batches, and a position to resume from. In:
+documents of different lengths. Out: rows of one length, a source for Grain. Jobs and scripts use
+it.
 
 import grain
 from jaxzero.data import Batches
@@ -14,3 +15,4 @@ for batch in batches:
 """
 
 from ._batches import Batches as Batches
+from ._packing import PackedRows as PackedRows

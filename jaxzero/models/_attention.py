@@ -30,6 +30,9 @@ from ._parts import ScaledLayerNorm, dropout, make_norm, widened
 from ._rope import Turns, rotate
 
 Window = int | Int[Array, ""] | None
+# True for tokens, False for padding; or the segment of each token, and 0 for padding: tokens see
+# those of their own segment.
+Mask = Bool[Array, "b s"] | Int[Array, "b s"] | None
 
 
 class Attention(nnx.Module):
@@ -54,7 +57,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_btd: Float[Array, "b t d"],
-        mask: Bool[Array, "b s"] | None,
+        mask: Mask,
         *,
         window: Window = None,
         turns: Turns | None = None,
@@ -65,7 +68,8 @@ class Attention(nnx.Module):
 
         Args:
             x_btd: input of the layer.
-            mask: True for tokens, False for padding; None if there is no padding.
+            mask: True for tokens, False for padding; or segments, if the queries are those of all
+                keys; None if there is no padding.
             window: how many positions a token sees, itself included; None for all.
             turns: rotation of queries and keys; None for none.
             dropout_key: for dropout of the probabilities.
@@ -107,7 +111,7 @@ def attend(
     query_bthk: Float[Array, "b t h k"],
     key_bsgk: Float[Array, "b s g k"],
     value_bsgv: Float[Array, "b s g v"],
-    mask_bs: Bool[Array, "b s"] | None = None,
+    mask_bs: Mask = None,
     *,
     start: Int[Array, ""] | None = None,
     is_causal: bool = True,
@@ -130,7 +134,7 @@ def attend(
             query_bthk,
             key_bsgk,
             value_bsgv,
-            mask=None if mask_bs is None else mask_bs[:, None, None, :],
+            mask=None if mask_bs is None else _keys_of_queries(mask_bs, of_heads=True),
             scale=scale,
             is_causal=is_causal,
             # In an encoder the window is on both sides: keys fewer than `window` positions away.
@@ -178,7 +182,7 @@ def _seen(
     start: Int[Array, ""] | None,
     is_causal: bool,
     window: Window,
-    mask_bs: Bool[Array, "b s"] | None,
+    mask_bs: Mask,
 ) -> Bool[Array, "_ t s"]:
     """Return the mask [queries, keys] of the keys that each query attends to."""
     distance = jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)[None]
@@ -186,7 +190,19 @@ def _seen(
     seen = distance >= (0 if is_causal else -num_keys)
     if window is not None:
         seen = seen & (jnp.abs(distance) < window)
-    return seen[None] if mask_bs is None else seen[None] & mask_bs[:, None, :]
+    return seen[None] if mask_bs is None else seen[None] & _keys_of_queries(mask_bs)
+
+
+def _keys_of_queries(mask_bs: Array, *, of_heads: bool = False) -> Bool[Array, "..."]:
+    """The mask `[batch, 1 or queries, keys]` of tokens, or of the segment of each query.
+
+    With `of_heads` it has a second dim of size 1.
+    """
+    dims = (slice(None), *[None] * of_heads)
+    if mask_bs.dtype == jnp.bool_:
+        return mask_bs[(*dims, None)]
+    is_same = mask_bs[(*dims, slice(None), None)] == mask_bs[(*dims, None)]
+    return is_same & (mask_bs != 0)[(*dims, None)]
 
 
 def _norm_of_heads(config: DecoderConfig, num_heads: int, rngs: nnx.Rngs) -> nnx.Module:

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 
-from ._attention import Attention, Window
+from ._attention import Attention, Mask, Window
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
 from ._experts import Experts, Mlp
@@ -45,7 +45,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_btd: Float[Array, "b t d"],
-        mask: Bool[Array, "b s"] | None,
+        mask: Mask,
         *,
         window: Window = None,
         turns: Turns | None = None,

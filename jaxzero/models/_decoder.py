@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from .._cross_entropy import softmax_cross_entropy
 from ._attention import is_among, make_linear, turns_if, window_if
 from ._block import Block, scaled
 from ._cache import Cache, Slots, check_room, make_cache
@@ -74,6 +75,7 @@ class Decoder(nnx.Module):
         ids: Int[Array, "b t"],
         mask: Bool[Array, "b t"] | None = None,
         *,
+        segments: Int[Array, "b t"] | None = None,
         positions: Int[Array, "b t"] | None = None,
         dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t v"]:
@@ -83,27 +85,41 @@ class Decoder(nnx.Module):
             ids: token ids. With one that is not in the vocabulary, such as -1, logits are NaN.
             mask: True for tokens, False for padding, which is seen by nothing, so that it does not
                 change the logits of the tokens; its own logits mean nothing. None if there is none.
+            segments: documents that are packed in a row, in place of `mask`: the number of each
+                token's document, and 0 for padding. Tokens see those of their own segment only.
             positions: index of each token; 0, 1, 2, ... if left out, also with padding on the left.
+                With `segments` they start again in each, which has to be contiguous.
             dropout_key: turns dropout on, at the rates of the config. Give each device its own
                 (`jz.fold_in_device`).
 
         Raises:
-            ValueError: positions are learned, and there are more tokens than positions.
+            ValueError: positions are learned, and there are more tokens than positions; or both
+                `mask` and `segments` are given.
         """
-        return self.logits(self.hidden(ids, mask, positions=positions, dropout_key=dropout_key))
+        hidden = self.hidden(
+            ids, mask, segments=segments, positions=positions, dropout_key=dropout_key
+        )
+        return self.logits(hidden)
 
     def hidden(
         self,
         ids: Int[Array, "b t"],
         mask: Bool[Array, "b t"] | None = None,
         *,
+        segments: Int[Array, "b t"] | None = None,
         positions: Int[Array, "b t"] | None = None,
         dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t d"]:
         """Compute the normalized vectors after the last layer, the input of `logits`."""
+        if mask is not None and segments is not None:
+            raise ValueError(
+                "Give `mask` or `segments`, not both: segment 0 is padding, as False in a mask."
+            )
         if positions is None:
             positions = jnp.arange(ids.shape[1])[None]
-        return self._run(ids, mask, positions, dropout_key, None)[0]
+            if segments is not None:
+                positions = positions - _first_columns(segments)
+        return self._run(ids, mask, positions, dropout_key, None, segments)[0]
 
     def make_cache(self, batch_size: int, num_columns: int) -> Cache:
         """Make an empty cache for `extend`; see `make_cache`, which needs the config only."""
@@ -154,14 +170,16 @@ class Decoder(nnx.Module):
         positions: Int[Array, "_ t"],
         dropout_key: Key[Array, ""] | None,
         cache: Cache | None,
+        segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t d"], Any]:
         """Vectors after the last layer, and the cache with the new tokens, if one is given."""
         config = self.config
         embedding_key, layers_key = split_key(dropout_key, 2)
+        mask = mask if segments is None else segments != 0
         x_btd = self._embed(as_indices(ids, mask, config.vocabulary_size), positions)
         x_btd = dropout(x_btd, config.embedding_dropout, embedding_key)
         all_turns = [turns(rope, positions) for rope in (config.rope, config.sliding_rope) if rope]
-        seen: Any = mask
+        seen: Any = mask if segments is None else segments
         if cache is not None:
             seen = jax.lax.dynamic_update_slice(cache.mask, seen, (jnp.int32(0), cache.length))
         num_columns = ids.shape[1] if cache is None else cache.mask.shape[1]
@@ -194,6 +212,44 @@ class Decoder(nnx.Module):
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
+    def cross_entropy(
+        self,
+        hidden: Float[Array, "b t d"],
+        labels: Int[Array, "b t"],
+        weights: Any = None,
+        *,
+        chunk: int = 1024,
+        z_loss: float = 0.0,
+    ) -> Any:
+        """Cross-entropy of `logits(hidden)` with labels, in chunks of tokens.
+
+        The logits never exist all at once, and they are not rounded to 16 bits. This is
+        `jz.softmax_cross_entropy` with the head, the scale and the cap of the config.
+
+        Args:
+            hidden: from `hidden`.
+            labels: the token that follows each vector.
+            weights: a factor of each loss, `[b, t]`, or None.
+            chunk: tokens of each row whose logits exist at the same time.
+            z_loss: coefficient of the squared logarithm of the softmax's denominator.
+
+        Returns:
+            With `weights` the sum of the weighted losses and the sum of the weights, as
+            `zero.value_and_grad(..., weighted=True)` takes them; else each loss, `[b, t]`.
+        """
+        head = self.embedding.embedding if self.head is None else self.head.kernel
+        return softmax_cross_entropy(
+            hidden,
+            head[...],
+            labels,
+            weights,
+            chunk=chunk,
+            vocabulary_dim=0 if self.head is None else 1,
+            scale=self.config.logit_scale,
+            soft_cap=self.config.logit_softcap,
+            z_loss=z_loss,
+        )
+
     def _embed(self, ids: Int[Array, "b t"], positions: Int[Array, "_ t"]) -> Array:
         x_btd = scaled(self.embedding(ids), self.config.embedding_scale)
         if self.positions is None:
@@ -204,6 +260,13 @@ class Decoder(nnx.Module):
                 f"{self.config.max_length}. Cut the texts into shorter pieces."
             )
         return x_btd + self.positions(positions)
+
+
+def _first_columns(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
+    """The column of the first token of each token's segment."""
+    columns = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    starts = jnp.where(segments[:, 1:] != segments[:, :-1], columns[:, 1:], 0)
+    return jax.lax.cummax(jnp.pad(starts, ((0, 0), (1, 0))), axis=1)
 
 
 def _turns_of_layer(

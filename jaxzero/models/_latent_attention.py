@@ -21,9 +21,9 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 
-from ._attention import Window, attend, make_linear
+from ._attention import Mask, Window, attend, make_linear
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
 from ._part_configs import LatentConfig
@@ -57,7 +57,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self,
         x_btd: Float[Array, "b t d"],
-        mask: Bool[Array, "b s"] | None,
+        mask: Mask,
         *,
         window: Window = None,
         turns: Turns | None = None,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -168,6 +169,28 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_parameters():
     np.testing.assert_allclose(np.float32(got)[MASK[:3]], want[MASK[:3]], rtol=0, atol=bound)
     # Through whole bfloat16 norms and rotations it would be this far off.
     assert np.abs(np.float32(got) - want)[MASK[:3]].max() > 2**-9 * rms
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_losses_over_chunks_are_those_of_all_logits(tied: bool):
+    config = dataclasses.replace(
+        MIXED, scan_layers=True, tied_head=tied, logit_scale=0.5, logit_softcap=2.0
+    )
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    params = jax.jit(lambda: nnx.split(Decoder(config, rngs=nnx.Rngs(0)))[1])()
+
+    ids = jnp.asarray(IDS[:3])
+
+    def chunked(params):
+        model = nnx.merge(graph, params)
+        return model.cross_entropy(model.hidden(ids)[:, :-1], ids[:, 1:], chunk=3).mean()
+
+    def plain(params):
+        scores = nnx.merge(graph, params)(ids)[:, :-1]
+        return optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 1:]).mean()
+
+    got, want = (jax.jit(jax.value_and_grad(each))(params) for each in (chunked, plain))
+    zoo.assert_close(jax.device_get(got), jax.device_get(want), 1e-5, "loss and gradients")
 
 
 def test_more_tokens_than_learned_positions():

@@ -214,6 +214,23 @@ def test_a_limit_holds_weights_from_use_to_use():
     assert live_bytes(plans[1])[0].max() <= 2 * LAYER + 3 * LAYER
 
 
+@pytest.mark.parametrize("excess", [0, 1])
+def test_no_loop_over_layers_holds_a_large_weight_of_the_next_iteration(excess):
+    """Forward's loop over layers does not hold the embedding of the next micro-batch, in full."""
+
+    def loss(params, x):  # nothing else is gathered between the layers and the next micro-batch
+        x, _ = jax.lax.scan(jax.checkpoint(_layer), x @ params["first"], _layers(params))
+        return jnp.mean(x**2)
+
+    embedding = WIDTH * WIDTH * 4
+    plan = _plan(_summed(loss), loop_constant_bytes=embedding - excess)
+    body = _loops(plan)[0].body
+    (ahead,) = (group for group in body.gather_groups if group.prefetched)
+    assert [x.num_bytes for x in ahead.gathers] == [embedding]
+    (layers,) = (i for i, loop in body.loops.items() if loop.body.gather_groups)
+    assert (ahead.issues[-1] > layers) == bool(excess)
+
+
 def test_one_weight_is_held_under_any_limit():
     """A recurrent cell of one weight would be in use all the time."""
 

@@ -82,6 +82,18 @@ def test_aux_of_every_layer(nodes, num_devices):
     _check(zero, models.loss_of_each_layer, has_aux=True)
 
 
+@pytest.mark.parametrize(("microbatches", "slots"), [(1, 1), (2, 2), (8, 3)])
+def test_activations_are_kept_of_microbatches_in_flight_and_read_by_layer(microbatches, slots):
+    zero = _zero(2, 4, microbatches)
+    step = jax.jit(zero.value_and_grad(models.LOSSES["remat"]))
+    lines = step.lower(zero.shard(models.params()), models.batch()).as_text().splitlines()
+    rows = models.ROWS // 2 // microbatches  # of a device, in each micro-batch
+    of_layer = f"{rows}x{models.TOKENS}x{models.WIDTH}xf32>"
+    kept = f"tensor<{slots}x{models.LAYERS // 2}x{of_layer}"
+    read = [x.split("->")[-1] for x in lines if "dynamic_slice" in x and f"({kept}" in x]
+    assert {f" tensor<1x1x{of_layer}"} == set(read)
+
+
 @pytest.mark.parametrize("kind", ["explicit", "simulated", "groups"])
 def test_meshes(kind):
     if kind == "explicit":

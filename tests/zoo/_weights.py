@@ -1,8 +1,12 @@
 """Weights that are changed before use: turned, cut, cast, normalised, put together."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+import jaxzero as jz
 
 from ._case import BFLOAT16, affine, case, cross_entropy, dense, normal, squared, tokens, vectors
 
@@ -202,3 +206,28 @@ def gathered_scattered_and_segmented(params, batch):
     flat = flat.at[ids[:, 0]].add(params["table"][ids[:, 1]] ** 2)
     per_example = jnp.tanh(rows.sum(1)) @ params["out"]
     return jnp.mean(per_example**2) + jnp.sum(flat * params["table"]) / ids.shape[0]
+
+
+def _plain_token_loss(params, batch):
+    known, following = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    logits = jnp.tanh(params["table"][known]) @ params["table"].T
+    logits = jnp.concatenate([logits, params["table"][known] @ params["head"]], axis=0)
+    logits = 2 * jnp.tanh(logits / 2)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return cross_entropy(logits, jnp.tile(following, (2, 1))) + 0.1 * jnp.mean(total**2)
+
+
+@case(
+    lambda key: {"table": normal(key, 0, 11, 6), "head": normal(key, 1, 6, 11)},
+    tokens(6, 11),
+    oracle=_plain_token_loss,
+)
+def losses_over_chunks_of_tokens(params, batch):
+    known, following = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    losses = functools.partial(
+        jz.softmax_cross_entropy, labels=following, chunk=2, soft_cap=2.0, z_loss=0.1
+    )
+    tied = losses(jnp.tanh(params["table"][known]), params["table"], vocabulary_dim=0)
+    ones = jnp.ones(following.shape)
+    total, weight = losses(params["table"][known], params["head"], weights=ones)
+    return (jnp.mean(tied) + total / weight) / 2

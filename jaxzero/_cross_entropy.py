@@ -1,0 +1,286 @@
+"""Cross-entropy over a vocabulary, whose logits never exist all at once.
+
+    logits = cap(scale hidden head),  cap(x) = c tanh(x / c),  total = log(sum(exp(logits)))
+    loss   = total - logits[label] + z total^2
+
+A scan runs over chunks of tokens. What backward needs of a chunk's logits is computed from them at
+once if the weight of each loss is known, and else from the logits computed again, and `total`, one
+number per token:
+
+    dloss / dlogits = (1 + 2 z total) exp(logits - total) - onehot(label)
+
+A chunk takes every n-th token of each row, so that each of n iterations has tokens of all parts of
+a row: where rows or tokens are split over devices, all of them work in each iteration.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+
+def softmax_cross_entropy(
+    hidden: Any,
+    head: Any,
+    labels: Any,
+    weights: Any = None,
+    *,
+    chunk: int = 1024,
+    vocabulary_dim: int = 1,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+) -> Any:
+    """Compute the loss of each token in chunks of tokens, without the logits of a full row.
+
+    It equals `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`. That holds
+    logits of all tokens, tokens times vocabulary, and their gradient; this holds those of `chunk`
+    tokens of each row.
+
+    The head is cast to the dtype of `hidden`, as in other layers. If that has 16 bits, products are
+    summed in float32; the softmax, the losses and the sum of the head's gradient over tokens are
+    float32 too, and the gradient is rounded once. Under `jz.Zero` the head is gathered at most once
+    in forward and once in backward, and held.
+
+    With `weights` the result is what `zero.value_and_grad(..., weighted=True)` takes, and logits
+    are computed once: forward computes the gradients too where they are asked for. Without, the
+    cotangent of each loss is known in backward only, which computes the logits again.
+
+        return jz.softmax_cross_entropy(hidden, params["head"], batch["labels"], batch["weights"])
+
+    Args:
+        hidden: vectors that enter the head, `[*rows, tokens, width]`.
+        head: `[width, vocabulary]`.
+        labels: the right token of each vector, integers `[*rows, tokens]`. The loss of a label that
+            is not in the vocabulary, such as -100, is NaN; give it a weight of 0, or drop it with
+            `jnp.where`, not by a factor of 0.
+        weights: a factor of each loss, `[*rows, tokens]`, or booleans; taken as constants. A loss
+            of weight 0 is dropped, whatever its label. None: losses are not summed.
+        chunk: tokens of each row whose logits exist at the same time. It does not change losses.
+        vocabulary_dim: the dim of `head` that is the vocabulary: 0 for a tied embedding,
+            `[vocabulary, width]`, which is not transposed in memory.
+        scale: factor of the logits.
+        soft_cap: the logits x become `soft_cap * tanh(x / soft_cap)`, as in Gemma 2.
+        z_loss: coefficient of the squared logarithm of the softmax's denominator, which is added to
+            each loss (PaLM: 1e-4).
+
+    Returns:
+        The loss of each token, `[*rows, tokens]`; with `weights`, `(sum, weight)`: the sum of the
+        losses times their weights, and the sum of the weights. They are float32 for 16-bit
+        `hidden`. Reverse-mode derivatives to `hidden` and `head` are exact; forward-mode ones are
+        not defined.
+
+    Raises:
+        TypeError: `hidden` or `head` is not floating-point, or `labels` are not integers.
+        ValueError: shapes do not fit each other, or an option is out of range.
+    """
+    hidden, head, labels = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(labels)
+    _check_options(chunk, vocabulary_dim, scale, soft_cap, z_loss)
+    _check_arrays(hidden, head, labels, vocabulary_dim)
+    form = _Form(vocabulary_dim, float(scale), soft_cap, float(z_loss))
+    tokens_dim, num_tokens = labels.ndim - 1, labels.shape[-1]
+    num_chunks = max(1, -(-num_tokens // chunk))
+    cut = functools.partial(_cut, dim=tokens_dim, num_chunks=num_chunks)
+    # Outside of the function with its own derivative, so that `jz.Zero` sees the head as a weight
+    # that is cast: it gathers the head and reduces its gradient in the narrower dtype.
+    narrow = head.astype(hidden.dtype)
+    arrays = (cut(hidden), narrow, cut(labels.astype(jnp.int32)))
+    if weights is not None:
+        weights = _checked_weights(weights, labels).astype(_wide(hidden))
+        return _weighted_sum(form, *arrays, cut(weights)), jnp.sum(weights)
+    losses: Any = _losses(form, *arrays)
+    losses = jnp.moveaxis(losses, 0, -1)  # [*rows, tokens of a chunk, chunks]
+    return losses.reshape(*labels.shape[:-1], -1)[..., :num_tokens]
+
+
+def _cut(x: Array, dim: int, num_chunks: int) -> Array:
+    """Pad a dim of tokens and cut it into chunks: `[chunks, *rows, tokens of a chunk, ...]`."""
+    added = -x.shape[dim] % num_chunks
+    if added:
+        x = jnp.pad(x, [(0, added if i == dim else 0) for i in range(x.ndim)])
+    x = x.reshape(*x.shape[:dim], x.shape[dim] // num_chunks, num_chunks, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x, dim + 1, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """The formula of the loss, without its arrays."""
+
+    vocabulary_dim: int
+    scale: float
+    soft_cap: float | None
+    z_loss: float
+
+    def losses(self, hidden: Array, head: Array, labels: Array) -> tuple[Array, Array, Array]:
+        """Losses, logits and `total` of the tokens of a chunk."""
+        logits = _product(hidden, head, 1 - self.vocabulary_dim)
+        logits = logits if self.scale == 1 else logits * self.scale
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        totals = jax.nn.logsumexp(logits, axis=-1)
+        # A sum and not a lookup: it also works where the vocabulary is split over devices.
+        chosen = jnp.sum(jnp.where(_is_label(logits, labels), logits, 0), axis=-1)
+        losses = totals - chosen + self.z_loss * totals**2
+        is_token = (labels >= 0) & (labels < logits.shape[-1])
+        return jnp.where(is_token, losses, jnp.nan), logits, totals
+
+    def gradients(
+        self, hidden: Array, head: Array, labels: Array, logits: Array, totals: Array, g: Array
+    ) -> tuple[Array, Array]:
+        """Gradients of `sum(g * losses)` to `hidden`, and to `head` in 32 bits or more."""
+        gradient = ((1 + 2 * self.z_loss * totals) * g)[..., None] * jnp.exp(
+            logits - totals[..., None]
+        )
+        gradient = gradient - jnp.where(_is_label(logits, labels), g[..., None], 0)
+        if self.soft_cap is not None:
+            gradient = gradient * (1 - (logits / self.soft_cap) ** 2)
+        gradient = gradient if self.scale == 1 else gradient * self.scale
+        gradient = gradient.astype(hidden.dtype)
+        pair = (hidden, gradient) if self.vocabulary_dim else (gradient, hidden)
+        hidden_gradient = _product(gradient, head, self.vocabulary_dim).astype(hidden.dtype)
+        return hidden_gradient, _sum_over_tokens(*pair)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses(form: _Form, hidden: Array, head: Array, labels: Array) -> Array:
+    """Losses of chunks of tokens; `hidden`, `labels` and the result have a leading dim of them."""
+    return _losses_forward(form, hidden, head, labels)[0]
+
+
+def _losses_forward(form: _Form, hidden: Array, head: Array, labels: Array) -> tuple[Array, Any]:
+    def step(carry: None, chunk: Any) -> tuple[None, Any]:
+        hidden, labels = chunk
+        losses, _, totals = form.losses(hidden, head, labels)
+        return carry, (losses, totals)
+
+    _, (losses, totals) = jax.lax.scan(step, None, (hidden, labels))
+    return losses, (hidden, head, labels, totals)
+
+
+def _losses_backward(form: _Form, saved: Any, g: Array) -> tuple[Array, Array, None]:
+    hidden, head, labels, totals = saved
+
+    def step(head_gradient: Array, chunk: Any) -> tuple[Array, Array]:
+        hidden, labels, totals, g = chunk
+        _, logits, _ = form.losses(hidden, head, labels)
+        hidden_gradient, added = form.gradients(hidden, head, labels, logits, totals, g)
+        return head_gradient + added, hidden_gradient
+
+    start = jnp.zeros(head.shape, g.dtype)
+    head_gradient, hidden_gradient = jax.lax.scan(step, start, (hidden, labels, totals, g))
+    return hidden_gradient, head_gradient.astype(head.dtype), None
+
+
+_losses.defvjp(_losses_forward, _losses_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_sum(form: _Form, hidden: Array, head: Array, labels: Array, weights: Array) -> Array:
+    """Sum of the losses of chunks of tokens, each times a constant."""
+    return _sum(_losses(form, hidden, head, labels), weights)
+
+
+def _weighted_sum_forward(
+    form: _Form, hidden: Array, head: Array, labels: Array, weights: Array
+) -> tuple[Array, Any]:
+    """Also compute the gradients, from the same logits: only a factor is missing."""
+
+    def step(head_gradient: Array, chunk: Any) -> tuple[Array, Any]:
+        hidden, labels, weights = chunk
+        losses, logits, totals = form.losses(hidden, head, labels)
+        hidden_gradient, added = form.gradients(hidden, head, labels, logits, totals, weights)
+        return head_gradient + added, (losses, hidden_gradient)
+
+    start = jnp.zeros(head.shape, weights.dtype)
+    head_gradient, rows = jax.lax.scan(step, start, (hidden, labels, weights))
+    losses, hidden_gradient = rows
+    return _sum(losses, weights), (hidden_gradient, head_gradient.astype(head.dtype))
+
+
+def _weighted_sum_backward(
+    form: _Form, saved: tuple[Array, Array], g: Array
+) -> tuple[Array, Array, None, None]:
+    del form
+    hidden_gradient, head_gradient = ((x.astype(g.dtype) * g).astype(x.dtype) for x in saved)
+    return hidden_gradient, head_gradient, None, None
+
+
+_weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
+
+
+def _sum(losses: Array, weights: Array) -> Array:
+    return jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
+
+
+def _product(x: Array, matrix: Array, dim: int) -> Array:
+    """Product over the last dim of `x` and a dim of a matrix, summed in 32 bits or more."""
+    dims = (((x.ndim - 1,), (dim,)), ((), ()))
+    return jax.lax.dot_general(x, matrix, dims, preferred_element_type=_wide(x))
+
+
+def _sum_over_tokens(x: Array, y: Array) -> Array:
+    """Sum of the outer products of the vectors of each token, in 32 bits or more."""
+    tokens = tuple(range(x.ndim - 1))
+    dims = ((tokens, tokens), ((), ()))
+    return jax.lax.dot_general(x, y, dims, preferred_element_type=_wide(x))
+
+
+def _wide(x: Array) -> np.dtype:
+    return np.dtype(np.float32) if x.dtype.itemsize < 4 else x.dtype
+
+
+def _is_label(logits: Array, labels: Array) -> Array:
+    """Where the logits of the labels are: a boolean array of the shape of the logits."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == labels[..., None]
+
+
+def _check_options(
+    chunk: int, vocabulary_dim: int, scale: float, soft_cap: float | None, z_loss: float
+) -> None:
+    if chunk < 1:
+        raise ValueError(f"`chunk` must be a number of tokens, at least 1; got {chunk}.")
+    if vocabulary_dim not in (0, 1):
+        raise ValueError(
+            "`vocabulary_dim` must be 1 for a `head` of [width, vocabulary], or 0 for "
+            f"[vocabulary, width]; got {vocabulary_dim}."
+        )
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"`soft_cap` must be positive, or None for no cap; got {soft_cap}.")
+    for name, value in (("scale", scale), ("z_loss", z_loss)):
+        if not np.isfinite(value) or value < 0:
+            raise ValueError(f"`{name}` must be a finite number, at least 0; got {value}.")
+
+
+def _checked_weights(weights: Any, labels: Array) -> Array:
+    weights = jnp.asarray(weights)
+    if weights.shape != labels.shape:
+        raise ValueError(
+            f"`weights` must have the shape of `labels`, {labels.shape}; got {weights.shape}."
+        )
+    return jax.lax.stop_gradient(weights)
+
+
+def _check_arrays(hidden: Array, head: Array, labels: Array, vocabulary_dim: int) -> None:
+    for name, x in (("hidden", hidden), ("head", head)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"`{name}` must be floating-point; got {x.dtype}.")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"`labels` must be integers, the ids of the right tokens; got {labels.dtype}."
+        )
+    if hidden.ndim < 2 or hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            "`hidden` must be [*rows, tokens, width] and `labels` [*rows, tokens]; got shapes "
+            f"{hidden.shape} and {labels.shape}."
+        )
+    if head.ndim != 2 or head.shape[1 - vocabulary_dim] != hidden.shape[-1]:
+        order = "[width, vocabulary]" if vocabulary_dim else "[vocabulary, width]"
+        raise ValueError(
+            f"`head` must be {order} with a width of {hidden.shape[-1]}, that of `hidden`, if "
+            f"`vocabulary_dim` is {vocabulary_dim}; got shape {head.shape}. A tied embedding needs "
+            "`vocabulary_dim=0`."
+        )
