@@ -6,12 +6,20 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jaxzero as jz
 from benchmarks.compiled._h200 import h200_mesh
 from benchmarks.shared import _llama
 
+pytestmark = pytest.mark.standard_promotion
+
 LAYERS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_compiler():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jaxzero[aot]")
 
 
 def _step(size: _llama.LlamaSize, budget: int | None) -> tuple[int, int]:
@@ -24,7 +32,7 @@ def _step(size: _llama.LlamaSize, budget: int | None) -> tuple[int, int]:
     def loss(params, tokens):
         return _llama.loss(size, params, tokens)
 
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_rank_promotion("allow"):
         lowered = jax.jit(zero.value_and_grad(loss)).lower(params, tokens)
         residuals = zero.plan(loss, params, tokens).residuals
     compiled = lowered.compile(compiler_options=jz.compiler_options("cuda"))
