@@ -12,14 +12,15 @@ class Activations:
     """Choose which activations forward keeps for backward, and which backward computes again.
 
     The choice is the one that takes the least time by the cost model: a minimum cut of the program
-    between what is kept and what backward reads. It changes neither the model nor its results:
-    random bits are made again from the same keys, and effects and collectives of the user's are not
-    repeated.
+    between what is kept and what backward reads. Results are those of the unchanged program, up to
+    what XLA rounds otherwise where it fuses other operations. Random bits are made again from the
+    same keys; effects, calls of Python and collectives of the user's are not repeated.
 
     Args:
         budget_bytes: the most bytes of activations that a device keeps from forward to backward, of
-            one micro-batch. 0: as few as possible. `None`: what the program keeps. What backward
-            computes again for one layer, and works with, comes on top.
+            one micro-batch. 0: as few as possible; with any budget, what is computed sooner than it
+            is read is not kept. `None`: what the program keeps. What backward computes again for
+            one layer, and works with, comes on top.
         host: whether activations of layers in a loop may also wait in pinned host memory: as many
             as can be copied there while forward computes, so that as little as possible is
             computed again. They are copied back one layer ahead.

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxzero as jz
 from jaxzero._hlo import Rates
@@ -179,20 +180,87 @@ def test_random_bits_are_made_again_from_their_keys():
     assert _bytes(masks) < LAYERS * TOKENS * WIDTH
 
 
-def test_effects_are_not_repeated(capfd):
-    def loss(p, ids):
-        def body(x, w):
-            y = _layer(x, w)
-            jax.debug.print("layer {}", jnp.sum(ids) >= 0)
-            return y, None
+def _counted(calls: list[int]) -> Any:
+    def twice(x: jax.Array) -> jax.Array:
+        calls.append(1)
+        return np.asarray(2 * x)
 
-        x, _ = lax.scan(body, p["embed"][ids], p["layers"])
+    return twice
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_python_is_not_called_again(name):
+    """What it returns is kept, as backward reads it: in loops and outside of them."""
+    calls: list[int] = []
+
+    def layer(x: jax.Array, w: Any) -> jax.Array:
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        scale = jax.pure_callback(_counted(calls), like, lax.stop_gradient(x))
+        return _layer(x * jnp.tanh(scale), w)
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        x = p["embed"][ids]
+        if name == "scanned":
+            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, p["layers"])
+        else:
+            for i in range(LAYERS):
+                x = layer(x, jax.tree.map(lambda w, i=i: w[i], p["layers"]))
         return _head(p, x, ids)
 
     zero = _zero(0)
     jax.block_until_ready(zero.value_and_grad(loss)(zero.shard(_params()), _ids()))
-    jax.effects_barrier()
-    assert capfd.readouterr().out.count("layer") == LAYERS  # the first device's
+    assert len(calls) == 4 * LAYERS
+
+
+def test_an_offloading_policy_of_the_model_stays():
+    """Its copies in host memory count nothing, and are not computed again."""
+    names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["x"]}
+    places = {"offload_src": "device", "offload_dst": "pinned_host"}
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(**names, **places)
+
+    def loss(p, ids):
+        body = lambda x, w: (_layer(checkpoint_name(x, "x"), w), None)  # noqa: E731
+        x, _ = lax.scan(jax.checkpoint(body, policy=policy), p["embed"][ids], p["layers"])
+        return _head(p, x, ids)
+
+    assert not any(x.layers == LAYERS for x in _residuals(_zero(0), loss))
+    _check(_zero(0), loss)
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_loops_of_hardly_any_layers(length):
+    def loss(p, ids):
+        layers = jax.tree.map(lambda w: w[:length], p["layers"])
+        x, _ = lax.scan(lambda x, w: (_layer(x, w), None), p["embed"][ids], layers)
+        return _head(p, x, ids)
+
+    _check(_zero(0), loss)
+
+
+def test_cross_attention_to_an_encoder():
+    """Two loops, of which the second reads what the first returns, also layer by layer."""
+
+    def loss(p, ids):
+        first, states = lax.scan(lambda x, w: (_layer(x, w),) * 2, p["embed"][ids], p["layers"])
+
+        def layer(x, given):
+            w, state = given
+            mixed = jnp.einsum("btd,bsd->bts", x @ w["mix"], first)
+            return _layer(x + jnp.einsum("bts,bsd->btd", jnp.tanh(mixed), state), w), None
+
+        x, _ = lax.scan(layer, p["embed"][ids], (p["layers"], states))
+        return _head(p, x, ids)
+
+    for budget in (0, 10**9):
+        _check(_zero(budget), loss)
+
+
+@pytest.mark.parametrize(
+    ("preset", "mesh"), [(lambda: jz.pipeline(2), {}), (jz.zero3, {"simulate": 4})]
+)
+def test_host_memory_is_refused_where_there_is_none(preset, mesh):
+    with pytest.raises((ValueError, NotImplementedError), match="`host=True`"):
+        _zero(10**6, host=True, preset=preset, **({"devices": None} | mesh if mesh else {}))
 
 
 def test_collectives_of_the_loss_are_not_repeated():
