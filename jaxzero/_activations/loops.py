@@ -19,10 +19,12 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array
 
-from .._program import Atom, Block, Constant, Loop, Operation, Value, rewritten
+from .._program import Atom, Block, Loop, Operation, Value, is_elementwise, rewritten
 from .copies import Copies, like
 from .costs import bytes_of, goes_to_host, seconds_of
 from .min_cut import Choice, Cost, Part
+
+_SMALLER = 8  # times: a constant that is made of so much smaller ones is made in the loop
 
 
 class Pair(NamedTuple):
@@ -136,25 +138,37 @@ def repeating(block: Block, pair: Pair, choice: Choice, in_host: Collection[Valu
 
 
 def _views(block: Block, loop: Loop) -> list[Operation]:
-    """Operations that make constants of a loop in its body: views of something smaller.
+    """Operations that make constants of a loop in its body: of much smaller ones, such as masks.
 
     A mask that is broadcast before the loop would be read in full in each iteration.
     """
-    views = []
+    views: dict[Operation, None] = {}
     for outside, inside in zip(loop.inputs[: loop.num_constants], loop.body.inputs, strict=False):
-        chain: list[Operation] = []
-        source: Atom | None = outside
-        while isinstance(source, Value) and (maker := block.makers.get(source)) is not None:
-            if seconds_of(maker) or len(maker.outputs) > 1 or len(maker.inputs) > 1:
-                break
-            chain.append(maker)
-            source = maker.inputs[0] if maker.inputs else None
-        is_smaller = (
-            source is None or isinstance(source, Constant) or (bytes_of(source) < bytes_of(inside))
-        )
-        if chain and is_smaller:
-            views += [*reversed(chain[1:]), dataclasses.replace(chain[0], outputs=(inside,))]
-    return list(dict.fromkeys(views))
+        made = _made_of_small(block, outside, bytes_of(inside) // _SMALLER)
+        if made:
+            *others, last = made
+            views |= dict.fromkeys((*others, dataclasses.replace(last, outputs=(inside,))))
+    return [*views]
+
+
+def _made_of_small(block: Block, value: Atom, most: int) -> list[Operation]:
+    """The operations that make a value of values of at most so many bytes; none if others do.
+
+    In program order. Each is a view, or one of each element, which XLA fuses with what reads it.
+    """
+    found: set[int] = set()
+    waiting = [value]
+    while waiting:
+        x = waiting.pop()
+        if not isinstance(x, Value) or (bytes_of(x) <= most and x is not value):
+            continue
+        maker = block.makers.get(x)
+        if maker is None or not (is_elementwise(maker) or seconds_of(maker) == 0):
+            return []
+        if block.positions[x] not in found:
+            found.add(block.positions[x])
+            waiting += maker.inputs
+    return [block.operations[i] for i in sorted(found)]
 
 
 def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:

@@ -21,6 +21,8 @@ from .costs import bytes_of
 from .loops import find_pairs
 from .min_cut import Choice, Cost, Part
 
+_LEAST_GAIN = 4  # times the bytes that a cut keeps, which a segment drops
+
 
 class Forward:
     """The forward part of a program, in segments.
@@ -102,7 +104,8 @@ class Forward:
         for i in range(1, self.end - 1):
             since += wanted[i]
             is_least = alive[i - 1] > alive[i] <= alive[i + 1]
-            if is_least and alive[i] and since >= math.sqrt(total * alive[i]):
+            worth = max(math.sqrt(total * alive[i]), _LEAST_GAIN * alive[i])
+            if is_least and alive[i] and since >= worth:
                 cuts.append(i)
                 since = 0
         return cuts
