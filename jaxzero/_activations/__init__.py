@@ -9,3 +9,4 @@ from .choice import choose_activations as choose_activations
 from .residuals import Residual as Residual
 from .residuals import by_kind as by_kind
 from .residuals import described as described
+from .residuals import kept_bytes as kept_bytes

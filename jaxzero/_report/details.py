@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from .._activations import kept_bytes
 from .._collectives import readable_bytes
 from .._mesh import AXES
 from .._plan import ACTIONS, Plan
@@ -79,11 +80,17 @@ def _state(report: ReportData) -> TextTable:
         share = f"1/{total / (mine + host):.2f}" if mine + host else ""
         rows.append((kind, *map(readable_bytes, (mine, host, total)), share))
     has_host = any(map(report.host_bytes, report.kinds))
+    footer = ["In host memory: for each device."] if has_host else []
+    if residuals := report.plan.residuals if report.plan else ():
+        mine, host = (kept_bytes(residuals, action) for action in ("keep", "host"))
+        rows.append(("activations", readable_bytes(mine), readable_bytes(host), "", ""))
+        has_host |= bool(host)
+        footer.append("Activations: what forward of a micro-batch keeps for backward.")
     table = TextTable(
         title="Training state, padding included on each device.",
         headings=("arrays", "each device", "in host memory", "in total", "share"),
         rows=rows,
-        footer=("In host memory: for each device.",) if has_host else (),
+        footer=tuple(footer),
     )
     return table if has_host else table.without("in host memory")
 

@@ -336,6 +336,16 @@ def test_a_plan_names_each_residual_and_its_line():
     assert any("recomputed" in x and "GFLOP" in x and "(_layer)" in x for x in lines)
 
 
+def test_a_report_has_what_is_kept(capsys):
+    zero = _zero(24_000)
+    params = zero.abstract(_params)
+    plan = zero.plan(_scanned, params, _ids())
+    zero.report(params, plan=plan).print(detail="state")
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "activations" in x)
+    kept = _bytes(x for x in plan.residuals if x.action == "keep")
+    assert f"{kept / 2**10:.2f} KiB" in line
+
+
 def test_a_budget_that_is_too_small_says_what_remains():
     with pytest.raises(ValueError, match="less than the .* bytes that a device keeps") as error:
         _residuals(_zero(100), _scanned)
