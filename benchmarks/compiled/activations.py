@@ -100,7 +100,7 @@ def _compiled(
         f"{action}_gib": round(sum(x.num_bytes for x in residuals if x.action == action) / 2**30, 3)
         for action in ("keep", "host", "recompute")
     }
-    return figures(compiled, compiled.as_text(), mesh.shape["local"]) | promised
+    return figures(compiled, compiled.as_text() or "", mesh.shape["local"]) | promised
 
 
 def _has_row(program: dict[str, Any]) -> bool:

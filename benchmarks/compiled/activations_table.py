@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from benchmarks.shared._models import MODELS
 from benchmarks.shared._rows import RESULTS, read_rows
 
-_LINK = "50 GB/s between nodes"
+_LINK = "400 GB/s between nodes"
 _PROGRAM = ("model", "layers", "nodes", "local", "batch", "tokens")
 _NAMES = {
     "nothing": "nothing saved",
@@ -85,7 +85,7 @@ def figure(found: Mapping[tuple, Sequence[Row]]) -> Figure:
                 axes.annotate(text, (_memory(row), _seconds(row)), fontsize=7, rotation=20)
         axes.set_xscale("log")
         axes.set_xlabel("temporaries of a device, GiB")
-        axes.set_ylabel("predicted step, s")
+        axes.set_ylabel("predicted step at 400 GB/s into a node, s")
         axes.set_title(_label(program), fontsize=9)
         axes.legend(fontsize=8)
     return drawn

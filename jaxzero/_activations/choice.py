@@ -168,8 +168,10 @@ class _Program:
         for operation in block.operations:
             # What a view is of is kept in its place.
             sources = sum(self.outside[x].bytes for x in operation.values if x in self.outside)
-            most = sources if seconds_of(operation) == 0 else math.inf
-            self.outside |= {x: Cost(min(bytes_of(x), most)) for x in operation.outputs}
+            is_view = seconds_of(operation) == 0
+            for x in operation.outputs:
+                num = bytes_of(x)
+                self.outside[x] = Cost(min(num, sources) if is_view else num)
         self.outside |= {x: Cost(0, bytes_of(x) / RATES.local) for x in self.weights}
 
     def at(self, price: float, link: float = 0.0, keep: Collection[Value] = ()) -> Chosen:

@@ -181,7 +181,7 @@ def test_random_bits_are_made_again_from_their_keys():
 
 
 def _counted(calls: list[int]) -> Any:
-    def twice(x: jax.Array) -> jax.Array:
+    def twice(x: jax.Array) -> np.ndarray:
         calls.append(1)
         return np.asarray(2 * x)
 
