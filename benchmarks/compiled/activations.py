@@ -94,7 +94,8 @@ def _compiled(
     params = zero.abstract(functools.partial(_llama.init, size), jax.random.key(0))
     loss = functools.partial(_llama.loss, size)
     lowered = jax.jit(zero.value_and_grad(loss)).lower(params, tokens)
-    compiled = lowered.compile(compiler_options=jz.compiler_options("cuda"))
+    options: dict[str, Any] = {**jz.compiler_options("cuda")}
+    compiled = lowered.compile(compiler_options=options)
     residuals = zero.plan(loss, params, tokens).residuals
     promised = {
         f"{action}_gib": round(sum(x.num_bytes for x in residuals if x.action == action) / 2**30, 3)
