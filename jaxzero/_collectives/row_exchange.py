@@ -154,7 +154,7 @@ class RowExchange:
         ids_of_all: Int32[Array, ...],
         cotangents: Float[Array, "n ..."],
         clips: bool,
-        divisor: float | None = None,
+        divisor: int | float | None = None,
         waits: Sequence[Wait] = (),
     ) -> Shaped[Array, ...]:
         """Add the cotangents of all devices, each at its k ids, to a shard of sums.
