@@ -47,7 +47,13 @@ def _equal(found, wanted, ulps: int = 4 * ROWS * 16) -> None:
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixed"])
+_ALONE = [
+    pytest.param(name, marks=[] if i % 3 == 0 else pytest.mark.exhaustive)
+    for i, name in enumerate(name for name in MODELS if name != "mixed")
+]
+
+
+@pytest.mark.parametrize("name", _ALONE)
 def test_models(name):
     _check(MODELS[name], jz.Zero(jz.make_mesh(nodes=2)))
 
