@@ -103,7 +103,7 @@ def test_a_weighted_sum_and_its_weight(vocabulary_dim: int):
 
 
 def test_sixteen_bits_are_summed_in_float32():
-    """Within a rounding of the operands: of the head's gradient, once for 4000 tokens."""
+    """Errors are at most one rounding to 16 bits; the head's gradient is rounded once."""
     hidden, head, labels, _ = arrays(1, 4000, dtype="float32")
     # Vectors and weights are alike, so that a sum in 16 bits would stop to grow.
     weights = np.ones((1, 4000), np.float32)

@@ -27,6 +27,7 @@ from benchmarks.shared import _llama
 from benchmarks.shared._llama import Policy
 from benchmarks.shared._models import SIZES, LlamaName
 from benchmarks.shared._rows import append_row, is_current, read_rows
+from jaxzero._activations import kept_bytes
 
 from ._h200 import h200_mesh
 from .aot import figures
@@ -98,7 +99,7 @@ def _compiled(
     compiled = lowered.compile(compiler_options=options)
     residuals = zero.plan(loss, params, tokens).residuals
     promised = {
-        f"{action}_gib": round(sum(x.num_bytes for x in residuals if x.action == action) / 2**30, 3)
+        f"{action}_gib": round(kept_bytes(residuals, action) / 2**30, 3)
         for action in ("keep", "host", "recompute")
     }
     return figures(compiled, compiled.as_text() or "", mesh.shape["local"]) | promised

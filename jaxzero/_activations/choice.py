@@ -182,7 +182,6 @@ class _Program:
             link: the share of the time of forward that may be spent on copies to host memory.
             keep: values that are kept at no price.
         """
-
         block, choices, done, in_host = self.block, [], set(), set()
         while pair := self._next_pair(block, done):
             done.add(pair.forward.outputs[0])
@@ -224,7 +223,7 @@ class _Program:
         return next((x for x in pairs if x.forward.outputs[0] not in done), None)
 
     def _end(self, block: Block) -> int:
-        """How many operations are forward: up to the last that makes a result."""
+        """The number of operations in forward, which ends with the last result to be made."""
         needed = operations_for(block, self.results, self.inputs)
         return block.operations.index(needed[-1]) + 1 if needed else 0
 

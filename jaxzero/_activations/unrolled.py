@@ -90,7 +90,7 @@ class Forward:
         return derived
 
     def _segments(self) -> list[int]:
-        """The operations after which forward is cut."""
+        """Where segments end: the indices of their last operations, but for the last segment."""
         changes = [0] * (self.end + 1)
         for value, i in self._at.items():
             if self._last.get(value, -1) > i and not self._is_free(value):

@@ -1,4 +1,4 @@
-"""The program to plan, of the program as it was traced."""
+"""Rewrite a traced program into the one that is planned."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def to_plan(
     comm: CommSpec,
     is_plain: bool,
 ) -> tuple[Chosen, Parameters]:
-    """The program to plan: rows of tables move, and what is kept for backward is chosen.
+    """Rewrite a traced program into the one that is planned.
+
+    Rows of tables are sent where that is less than tables, `cond`s become branches, loops scan
+    stacks, weights are computed where they are used, and what is kept for backward is chosen.
 
     `is_plain` says whether neither the loss nor the gradients are multiplied by a share.
 
@@ -41,20 +44,7 @@ def to_plan(
         The program, and its parameters, with the tables of which rows move.
     """
     block, parameters = with_rows(block, shapes, parameters, microbatches, comm, is_plain)
-    block = _prepared(block, shapes, parameters, specs, microbatches, comm)
-    return _choose(block, shapes, parameters, microbatches), parameters
-
-
-def _prepared(
-    block: Block,
-    shapes: Any,
-    parameters: Parameters,
-    specs: Sequence[Any],
-    microbatches: int,
-    comm: CommSpec,
-) -> Block:
-    """A program to plan: conds as branches, loops that scan stacks, weights where they are used."""
-    first = 1 if microbatches > 1 else 0
+    first = 1 if microbatches > 1 else 0  # the index of the micro-batch
     last = first + len(parameters.leaves)
     weights = {i: x for i, x in enumerate(block.inputs[first:last]) if parameters.weight_layout(i)}
     others = zip(block.inputs[last:], specs, strict=True)
@@ -64,7 +54,7 @@ def _prepared(
     block = _without_whole_weights(block, shapes, weights, parameters)
     if comm.node_microbatches is not None:
         check_exchanges(block)
-    return block
+    return _choose(block, shapes, weights, parameters), parameters
 
 
 def _without_whole_weights(
@@ -86,19 +76,13 @@ def _without_whole_weights(
 
 
 def _choose(
-    block: Block,
-    shapes: Any,
-    parameters: Parameters,
-    microbatches: int,
+    block: Block, shapes: Any, weights: Mapping[int, Value], parameters: Parameters
 ) -> Chosen:
     """Choose what forward keeps for backward."""
     if shapes[0] is None:
         return Chosen(lambda: block, [])
-    first = 1 if microbatches > 1 else 0
-    leaves = block.inputs[first : first + len(parameters.leaves)]
-    weights = [x for i, x in enumerate(leaves) if parameters.weight_layout(i)]
     gradients = len(jax.tree.leaves(shapes[:2]))
     others = gradients + len(parameters.differentiated)
     end = len(block.outputs) - len(parameters.exact)
     results = [*block.outputs[:gradients], *block.outputs[others:end]]
-    return choose_activations(block, weights, results, parameters.activations)
+    return choose_activations(block, list(weights.values()), results, parameters.activations)

@@ -56,7 +56,7 @@ class Plan:
     """Folder with the `config.json` of a decoder; its weights are not read."""
 
     function: Annotated[str | None, arg(metavar="MODULE:NAME")] = None
-    """In place of `model`: a Python function without arguments that returns `(loss_fn, init_fn,
+    """Instead of `model`: a Python function without arguments that returns `(loss_fn, init_fn,
     batch)`, as `jz.tune` takes them."""
 
     nodes: int = 2
