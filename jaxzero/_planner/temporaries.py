@@ -118,7 +118,7 @@ def _split(plan: Candidate, cluster: Cluster) -> int:
 
 def _parts(plan: Candidate) -> float:
     """Into how many parts the activations of all rows of a device are divided."""
-    return max(1, plan.microbatches / (2 * plan.stages - 1))
+    return max(1.0, plan.microbatches / (2 * plan.stages - 1))
 
 
 class Temporaries:
