@@ -65,7 +65,7 @@ class Plan:
     local: int = 8
     """Devices of a node."""
 
-    device: Literal["a100", "h100", "h200", "b200"] = "h100"
+    device: Literal["a100", "h100", "h200", "b200", "mi300x", "mi355x"] = "h100"
     """Kind of the devices."""
 
     link: float = 50.0
