@@ -238,13 +238,15 @@ print(json.dumps([main(command) for command in commands]))
     ("command", "extra"),
     [
         ("train", "train"),
-        ("report", "torch"),
         ("plan", "torch"),
         ("verify", None),
-        ("sample", "torch"),
-        ("inspect", "torch"),
-        ("convert", "torch"),
-        ("launch", None),
+        *(
+            pytest.param(command, extra, marks=pytest.mark.exhaustive)
+            for command, extra in (
+                *((x, "torch") for x in ("report", "sample", "inspect", "convert")),
+                ("launch", None),
+            )
+        ),
     ],
 )
 def test_a_command_imports_no_more_than_the_extra_that_its_help_names(
