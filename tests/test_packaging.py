@@ -13,8 +13,13 @@ import pytest
 
 import jaxzero
 
+from . import typed_program
+
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = ["interop", "pallas_kernels"]  # beside `jaxzero/`, installed inside it through links
+in_a_checkout = pytest.mark.skipif(
+    not (ROOT / OUTSIDE[0]).exists(), reason="the sdist has these folders where the links are"
+)
 
 
 def _packages() -> dict[str, Path]:
@@ -78,6 +83,15 @@ def test_the_public_face_is_small_and_explicit():
         _ = jaxzero.Zer  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_a_typed_program_runs_and_has_every_public_name(tmp_path):
+    text = (ROOT / "tests" / "typed_program.py").read_text()
+    missing = {name for name in dir(jaxzero) if f"jz.{name}" not in text and name[0].isalpha()}
+    assert missing <= sys.modules.keys() | {"TYPE_CHECKING", "exported_on_first_use"}, missing
+    assert len({str(config) for config in typed_program.configs()}) == len(typed_program.configs())
+    *losses, restored = typed_program.train(tmp_path)
+    assert losses[1] < losses[0] and restored < losses[0]
+
+
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_what_is_installed_is_what_is_here(package):
     """In a checkout it is the same files; for a wheel it finds a module that was left out."""
@@ -92,6 +106,7 @@ def test_what_is_installed_is_what_is_here(package):
         assert (installed / "py.typed").exists()
 
 
+@in_a_checkout
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_links_resolve(name):
     link = ROOT / "jaxzero" / name
@@ -100,6 +115,7 @@ def test_links_resolve(name):
     assert link.resolve() == ROOT / name
 
 
+@in_a_checkout
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_package_imported_by_its_folder_name_is_refused(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / name / "__init__.py")

@@ -75,7 +75,7 @@ def why_no_compiler(cluster: Cluster) -> str | None:
     if not any(find_module(name) for name in _PLUGINS):
         return (
             "XLA's compiler for CUDA is not installed "
-            '(`pip install -e ".[aot]"` in a checkout of jaxzero)'
+            '(`pip install "jaxzero[aot]"`)'
         )
     try:
         absent_mesh(cluster)

@@ -63,8 +63,8 @@ def make_trackers(settings: Train, console: Console) -> Sequence[Tracker]:
         trackers.append(TensorBoard(run.directory / "tensorboard"))
     else:
         console.print(
-            r'Nothing for TensorBoard: tensorboardX is missing (`pip install -e ".\[train]"` in a '
-            "checkout of jaxzero)"
+            r"Nothing for TensorBoard: tensorboardX is missing "
+            r'(`pip install "jaxzero\[train]"`)'
         )
     if run.wandb is not None:
         trackers.append(WeightsAndBiases(run.wandb, run.directory, dataclasses.asdict(settings)))

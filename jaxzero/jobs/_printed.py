@@ -262,6 +262,6 @@ def _verdict(difference: float | None) -> str:
     if difference is None:
         return (
             "not compared: torch or transformers is missing "
-            r'(`pip install -e ".\[torch]"` in a checkout of jaxzero)'
+            r'(`pip install "jaxzero\[torch]"`)'
         )
     return f"embeddings agree, largest difference {difference:.1e}"
