@@ -132,7 +132,7 @@ class Split(_Parts):
 
     @property
     def inverse(self) -> "Merge":
-        """Concatenates the parts."""
+        """The step that concatenates the parameters to the tensor again, for exporting."""
         return Merge(self.dim, self.sizes)
 
 
@@ -153,7 +153,7 @@ class Merge(_Parts):
 
     @property
     def inverse(self) -> Split:
-        """Splits the tensor again."""
+        """The step that splits the parameter into the tensors again, for exporting."""
         return Split(self.dim, self.sizes)
 
 
@@ -208,7 +208,7 @@ class MergeHeads(_HeadParts):
 
     @property
     def inverse(self) -> SplitHeads:
-        """Splits the tensor again."""
+        """The step that splits the parameter into the tensors again, for exporting."""
         return SplitHeads(self.dim, self.num_heads, self.sizes)
 
 

@@ -106,7 +106,8 @@ class EncodedShards:
             return dataclasses.replace(EncodedShards.plain(x, self.dim, self.lead), axes=self.axes)
         with jax.named_scope("encode"):
             data = self._messages(x, codec, device_index(axes), tiled)
-        # The barrier keeps XLA from moving the decoding across the collective that follows.
+        # Without it XLA may move casts of the decoding in front of the collective that follows,
+        # which would then send floats.
         data = lax.optimization_barrier(data)
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape), tiled=tiled)
 

@@ -73,7 +73,9 @@ def start_reduction(
 ) -> ReduceBucket:
     """Pad full gradients, and encode them into a bucket for the first axis."""
     axes = reduce_axes(specs, comm)
-    if comm.sums_in_tree:  # what computes them is compiled apart from the sums
+    if comm.sums_in_tree:
+        # Fused with the sums, a product could be added without being rounded first, and what XLA
+        # fuses depends on the mesh: the bits would too.
         fulls = lax.optimization_barrier(list(fulls))
     if not comm.form.tiled:
         fulls = _behind_barrier(fulls)
@@ -238,7 +240,7 @@ def _encode_bucket(
             rows = [rows_of(sums[i], specs[i].layout.dim, comm.sizes[axis]) for i in numbers]
             plain[name] = join_columns(rows)
     rest = {i: sums[i] for i, s in enumerate(specs) if not s.scatters(axis, comm)}
-    # The barrier keeps XLA from moving the decoding across the exchange.
+    # Without it XLA may move casts of the decoding in front of the exchange, and send floats.
     return ReduceBucket(lax.optimization_barrier(messages), plain, rest)
 
 

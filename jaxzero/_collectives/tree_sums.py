@@ -71,7 +71,8 @@ def reduce_in_tree(
     arrays: Sequence[Shaped[Array, ...]], axis: str, num: int
 ) -> list[Shaped[Array, ...]]:
     """Sum each array over the `num` devices of `axis`: one or two collectives for each dtype."""
-    # What computes the arrays is compiled apart from the sum, and narrow floats are rounded.
+    # Fused with the sum, a product could be added without being rounded first, and narrow floats
+    # could keep bits that they do not have. What XLA fuses depends on the mesh.
     arrays = lax.optimization_barrier(list(arrays))
     sums: dict[int, Array] = {}
     for dtype in dict.fromkeys(x.dtype for x in arrays):

@@ -115,6 +115,8 @@ def next_steps(
             f"`wanted` of the rule {rule!r} must return a memory like that of `init`, "
             f"{jax.tree.structure(memory)} of scalars; got {_described(new)}."
         )
+    # A state whose dtypes change from one update to the next would be compiled twice, and could not
+    # be carried by a `scan`.
     new = jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), new, memory)
     wanted = jnp.asarray(wanted).astype(jnp.float32)
     return jnp.where(jnp.isnan(wanted), steps, wanted), new

@@ -246,7 +246,7 @@ def _words(x: Array) -> UInt32[Array, " words"]:
     if x.dtype == bool:
         return x.reshape(-1).astype(jnp.uint32)
     bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8 * x.dtype.itemsize
-    if bits < 8:
+    if bits < 8:  # a bitcast would join several elements in a byte, and they may not fill it
         return x.reshape(-1).astype(jnp.int32).view(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
