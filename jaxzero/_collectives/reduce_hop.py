@@ -312,11 +312,7 @@ def shard_shape(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, ...]:
 def _exchange(
     message: Shaped[Array, "num ..."], axis: str, codec: Codec
 ) -> Shaped[Array, "num ..."]:
-    """Send row i to device i of `axis`.
-
-    Without the barrier XLA may move the casts of the decoding in front of the exchange, which would
-    then send floats.
-    """
+    """Send row i to device i of `axis`. The barrier keeps casts of the decoding behind it."""
     return all_to_all(lax.optimization_barrier(message), axis, forms=(codec,))
 
 
@@ -333,8 +329,6 @@ def sum_over(
     num, half = comm.sizes[axis], comm.first_half_size(axis)
     if num == 1:
         return x, None
-    # `gradient_codec` gives 16-bit gradients a `Cast` of their own. An all-reduce sums them in
-    # float32, so only a codec that the user chose makes two collectives of it.
     codec, x = comm.gradient_codec(axis, size, x.dtype), x.astype(accumulator_dtype(x.dtype))
     if codec is None or getattr(comm.gradients, axis) is None:
         (full,), (half_sum,) = _sum_plain([x], axis, comm)

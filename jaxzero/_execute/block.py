@@ -337,8 +337,6 @@ class BlockRunner:
         here, values = self.by_lag[0], self.plan.reduce_groups[each.group].values
         gradients, key = [here.pop(value) for value in values], pipeline.gradient(each.group)
         if each.after_sent and key in (before := self.by_lag[1]):
-            # Otherwise XLA may encode before it sends the message of the iteration before, and hold
-            # both.
             gradients, before[key] = lax.optimization_barrier((gradients, before[key]))
         here[key] = self.gradients.encode(each.group, gradients)
 
