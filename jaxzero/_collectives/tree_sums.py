@@ -105,10 +105,10 @@ def _reduce_row(row: Shaped[Array, "1 m"], axis: str, num: int) -> Shaped[Array,
 @functools.cache
 def _prime_factors(num: int) -> tuple[int, ...]:
     """In ascending order; none of 1."""
-    found, factor = [], 2
+    factors, factor = [], 2
     while num > 1:
         while num % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             num //= factor
         factor += 1
-    return tuple(found)
+    return tuple(factors)

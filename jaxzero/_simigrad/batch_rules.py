@@ -72,12 +72,12 @@ def first_memory(rule: BatchRule) -> Any:
         ValueError: `init` returns something else.
     """
     memory = rule.init()
-    for path, x in jax.tree_util.tree_flatten_with_path(memory)[0]:
-        shape = getattr(x, "shape", () if isinstance(x, int | float) else None)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(memory)[0]:
+        shape = getattr(leaf, "shape", () if isinstance(leaf, int | float) else None)
         if shape != ():
             raise ValueError(
                 f"`init` of the rule {rule!r} must return a tree of scalars; got "
-                f"{_described(x)} at `{jax.tree_util.keystr(path)}`. Keep several numbers as a "
+                f"{_described(leaf)} at `{jax.tree_util.keystr(path)}`. Keep several numbers as a "
                 "tuple of scalars."
             )
     return jax.tree.map(jnp.asarray, memory)

@@ -175,11 +175,11 @@ def _mistake(came: list[Hello]) -> str:
                 "`num_processes`."
             )
         for name in sorted(first.facts.keys() | hello.facts.keys()):
-            expected, found = first.facts.get(name), hello.facts.get(name)
-            if found != expected:
+            expected, fact = first.facts.get(name), hello.facts.get(name)
+            if fact != expected:
                 return (
                     f"Process {hello.process_id} ({hello.host}) has another {name} than process 0 "
-                    f"({first.host}): {found} and {expected}. Run the same code everywhere."
+                    f"({first.host}): {fact} and {expected}. Run the same code everywhere."
                 )
     return ""
 

@@ -140,15 +140,15 @@ def _body_without_docstring(
 
 
 def _python_files(directory: Path) -> list[Path]:
-    found = []
+    paths = []
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_DIRECTORIES]  # prune
-        found += [
+        paths += [
             Path(folder, name)
             for name in names
             if name.endswith(".py") and not name.startswith("test_")
         ]
-    return sorted(found, key=lambda path: path.relative_to(directory).as_posix())
+    return sorted(paths, key=lambda path: path.relative_to(directory).as_posix())
 
 
 def _read(path: Path) -> str:
