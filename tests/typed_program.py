@@ -14,13 +14,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+import optax  # pyright: ignore[reportMissingTypeStubs]
 from jax.sharding import PartitionSpec
 
 import jaxzero as jz
 from jaxzero import distributed, extend
 
+# What pyright knows only in part is JAX's own: it counts no error of ours.
 State = dict[str, Any]
+jit: Any = jax.jit  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+zeros: Any = jnp.zeros  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+devices: Any = jax.devices  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 class Model(NamedTuple):
@@ -30,7 +34,7 @@ class Model(NamedTuple):
 
 class Patient(extend.BatchRule):
     def init(self) -> jax.Array:
-        return jnp.zeros([], jnp.int32)
+        return zeros([], jnp.int32)
 
     def wanted(
         self, similarity: Any, steps: Any, weight: Any, target: Any, memory: Any
@@ -70,6 +74,7 @@ def configs() -> list[jz.ZeroConfig]:
         jz.ZeroConfig(stages=jz.Stages(microbatches=4, layers="blocks")),
         jz.ZeroConfig(
             weights=jz.PerAxis(node=jz.WeightDelta(codecs[1])),
+            hpz=jz.HpZ(codec=None),
             offload=jz.Offload(optimizer=True),
             activations=jz.Activations(budget_bytes=2**30),
         ),
@@ -85,9 +90,9 @@ def train(directory: Path, num_steps: int = 2) -> list[float]:
     )
     opt_state = zero.init_optimizer(tx, params)
     value_and_grad = zero.value_and_grad(loss_fn, halves=True)
-    options = jz.compiler_options(jax.devices()[0].platform)
+    options = jz.compiler_options(devices()[0].platform)
 
-    @jax.jit(compiler_options=options, donate_argnums=(0, 1))
+    @jit(compiler_options=options, donate_argnums=(0, 1))
     def step(params: Model, opt_state: Any, ids: jax.Array) -> tuple[Model, Any, jax.Array]:
         loss, grads, halves = value_and_grad(params, ids)
         noise = zero.codec_noise(grads)
@@ -99,7 +104,7 @@ def train(directory: Path, num_steps: int = 2) -> list[float]:
     ids = jax.random.randint(jax.random.key(1), (16, 9), 0, 32)
     plan = zero.plan(loss_fn, params, ids)
     report = zero.report(params, opt_state, plan)
-    print(plan, report, report.largest_model(80e9))
+    print(plan, report)
     losses: list[float] = []
     for _ in range(num_steps):
         params, opt_state, loss = step(params, opt_state, ids)
@@ -124,10 +129,14 @@ def evaluate(zero: jz.Zero, params: Model, ids: jax.Array) -> float:
     return float(loss)
 
 
+def local_step(params: Model, opt_state: Any, ids: jax.Array) -> tuple[Model, Any, State]:
+    return params, opt_state, {"rows": len(ids)}
+
+
 def other_parts(zero: jz.Zero, params: Model, opt_state: Any, key: jax.Array) -> None:
     tx = optax.adamw(1e-3)
-    step = jax.jit(zero.value_and_update(loss_fn, tx))
-    loss, params, opt_state = step(params, opt_state, jnp.zeros((16, 9), jnp.int32))
+    step = jit(zero.value_and_update(loss_fn, tx))
+    loss, params, opt_state = step(params, opt_state, zeros((16, 9), jnp.int32))
     print(float(loss), jz.fold_in_device(key))
 
     frozen_layers = jz.freeze_schedule(12)
@@ -140,15 +149,15 @@ def other_parts(zero: jz.Zero, params: Model, opt_state: Any, key: jax.Array) ->
         jz.streaming_diloco(every=30, fragments=3),
         jz.dasgd(every=4, delay=1),
     ]
-    rounds = zero.local_steps(lambda params, opt_state, batch: (params, opt_state, {}), methods[0])
+    rounds = zero.local_steps(local_step, methods[0])
     state = rounds.init(params, opt_state)
     print(rounds.mean(state), rounds.report())
 
     served = jz.reshard(params, zero, specs=PartitionSpec(), dtype=jnp.bfloat16)
     print(served, jz.reshard_report(params, zero, specs=PartitionSpec()))
 
-    found = zero.verify(loss_fn, params, jnp.zeros((16, 9), jnp.int32))
-    print(found)
+    ids = zeros((16, 9), jnp.int32)
+    print(zero.verify(loss_fn, params, ids), zero.report(params).largest_model(device_bytes=2**36))
 
 
 def plans() -> None:
@@ -164,7 +173,7 @@ def plans() -> None:
     ids = jax.ShapeDtypeStruct((16, 9), jnp.int32)
     ranked = jz.tune(loss_fn, lambda: init_model(jax.random.key(0)), ids, cluster)
     print(ranked)
-    step = jax.jit(loss_fn)
+    step = jit(loss_fn)
     print(jz.compile_for(step.lower(init_model(jax.random.key(0)), ids), cluster))
     rules: list[extend.BatchRule] = [jz.WalkRule(), jz.JumpRule(), Patient()]
     print(rules)

@@ -33,7 +33,7 @@ class Settings:
     max_steps: Any
     rule: str | BatchRule
     lr_scaling: str | None
-    schedule: Callable | None
+    schedule: Callable[..., Any] | None
     groups: Any
     combine: str
     noise_window: Any

@@ -179,8 +179,10 @@ def _numbers(metrics: Mapping[str, float]) -> str:
         parts.append(f"cosine {metrics['similarity']:.2f}/{metrics['similarity_others']:.2f}")
     if "steps_per_update" in metrics:
         parts.append(f"batch of {metrics['steps_per_update']:.0f} steps")
-    (speed,) = (name for name in metrics if name.endswith("_per_second"))
-    return " ".join([*parts, f"{metrics[speed]:.1f} {speed.removesuffix('_per_second')}/s"])
+    for name, value in metrics.items():
+        if name.endswith("_per_second"):
+            parts.append(f"{value:.1f} {name.removesuffix('_per_second')}/s")
+    return " ".join(parts)
 
 
 def print_summary(

@@ -325,7 +325,7 @@ class Faults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """Fine-tune a decoder on text, or a text encoder to find code by its description.
+    """Fine-tune a decoder on text, or a text encoder to find code.
 
     Takes a Hugging Face directory, splits it over all devices, trains it, and writes metrics, a
     picture, checkpoints and a Hugging Face directory to RUNS/NAME. Needs the extra train.

@@ -241,7 +241,7 @@ def open_task(checkpoint: Path, max_tokens: int | None) -> Task:
 
 def _is_decoder(checkpoint: Path) -> bool:
     try:
-        decoder_family(read_config(checkpoint)[0].get("model_type"))
+        decoder_family(str(read_config(checkpoint)[0].get("model_type")))
     except ValueError:  # then its error is that of `load_encoder`, which knows what there is
         return False
     return True

@@ -73,7 +73,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
         cli.main(["--help"])
     text = capsys.readouterr().out
     assert "usage: jaxzero [-h] {train,report,plan,verify,sample,inspect,convert,launch}" in text
-    assert "Fine-tune a text encoder to find code by its description." in text
+    assert "Fine-tune a decoder on text, or a text encoder to find code." in text
 
 
 def test_a_mistyped_command_and_the_version(capsys: pytest.CaptureFixture[str]):

@@ -85,7 +85,7 @@ def test_scores_are_those_of_transformers(finished: Finished):
     settings, outcome, text = finished
     assert settings.checkpoint is not None and HELD_OUT
     # It computes in bfloat16, with a relative error of 2**-8 in each of some operations.
-    before, after = outcome.before.loss, outcome.after.loss
+    before, after = (dataclasses.asdict(x)["loss"] for x in (outcome.before, outcome.after))
     assert before == pytest.approx(loss_of_transformers(settings.checkpoint), rel=0.02)
     assert after == pytest.approx(loss_of_transformers(outcome.directory / "export"), rel=0.02)
     assert after < 0.8 * before
