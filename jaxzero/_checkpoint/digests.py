@@ -74,12 +74,6 @@ def write_records(
     (folder / SUMS).write_text("".join(lines))
 
 
-def has_no_records(folder: Path) -> bool:
-    """Return True for a checkpoint of an early jaxzero, which wrote no digests."""
-    recorded = (folder / DESCRIPTION).exists() or (folder / SUMS).exists()
-    return not recorded and (folder / "_CHECKPOINT_METADATA").exists()
-
-
 def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
     """Compare files of a checkpoint with their digests: the share of process `number` of `count`.
 
