@@ -112,7 +112,7 @@ class CommSpec:
         """Derive how a program on `mesh` communicates; the last two arguments are fields.
 
         Raises:
-            ValueError: `deterministic="mesh"` does not allow them, or this mesh.
+            ValueError: `deterministic="mesh"` does not allow them.
         """
         if config.schedule.deterministic and (halves or node_microbatches):
             raise ValueError(
