@@ -161,18 +161,22 @@ def test_copies_from_and_to_the_host_have_a_stream_each():
     started = "(f32[1024]{0}, f32[1024]{0:S(5)}, u32[])"
     line = _walked(
         f"%s = {started} copy-start(%h)",
+        f"%x = {started} copy-start(%h)",
         "%t = (f32[1024]{0:S(5)}, f32[1024]{0}, u32[]) copy-start(%a)",
         "%n = f32[1024]{0} negate(%a)",
         "%u = f32[1024]{0} copy-done(%s)",
         "%v = f32[1024]{0:S(5)} copy-done(%t)",
+        "%y = f32[1024]{0} copy-done(%x)",
+        "%z = f32[1024]{0} negate(%y)",
         "ROOT %w = f32[1024]{0} copy(%h)",
     )
-    # Two copies of 1 ms side by side, behind a negate of 1 ms; then one that is waited for.
-    assert (line.host_bytes_in, line.host_bytes_out) == (2 * 4096, 4096)
-    assert line.host_seconds == pytest.approx(3e-3)
-    assert line.host_exposed_seconds == pytest.approx(1e-3)
-    assert line.host_hidden_share == pytest.approx(2 / 3)
-    assert line.seconds == pytest.approx(2e-3) and line.exposed_seconds == 0
+    # Of 1 ms each: one to the host and one from it beside the negate, and a second from it behind
+    # them, which is waited for; then a negate, and a copy that begins after it.
+    assert (line.host_bytes_in, line.host_bytes_out) == (3 * 4096, 4096)
+    assert line.host_seconds == pytest.approx(4e-3)
+    assert line.host_exposed_seconds == pytest.approx(2e-3)
+    assert line.host_hidden_share == pytest.approx(1 / 2)
+    assert line.seconds == pytest.approx(4e-3) and line.exposed_seconds == 0
     assert line.hidden_share == 1  # there is nothing to hide
 
 
