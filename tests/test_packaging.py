@@ -89,6 +89,7 @@ def test_the_public_face_is_small_and_explicit():
         _ = jaxzero.Zer  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # optax computes `decay**count` from two types
 def test_a_typed_program_runs_and_has_every_public_name(tmp_path):
     text = (ROOT / "tests" / "typed_program.py").read_text()

@@ -95,11 +95,13 @@ def test_scores_are_those_of_transformers(finished: Finished):
     assert "rows/s" in text and "its outputs agree" in text
 
 
+@pytest.mark.ci
 def test_it_goes_on_where_it_was(finished: Finished, console: Console):
     again = jobs.train(with_run(finished.settings, resume=True), console)
     assert (again.before, again.after) == (finished.outcome.before, finished.outcome.after)
 
 
+@pytest.mark.ci
 def test_a_report_of_it(finished: Finished, console: Console):
     commands.report(commands.Report(checkpoint=finished.settings.checkpoint), console)
     assert "parameters" in console.export_text()
@@ -107,7 +109,9 @@ def test_a_report_of_it(finished: Finished, console: Console):
 
 def test_rows_are_the_text_of_the_files(tmp_path: Path, console: Console):
     write_tokenizer(tmp_path)
-    folder = write_texts(tmp_path / "texts") if (tmp_path / "texts").mkdir() is None else tmp_path
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write_texts(folder)
     examples = load_rows(folder, tmp_path, TOKENS, console)
     for rows, names in (
         (examples.train, [name for name in sorted(TEXTS) if name not in HELD_OUT]),
