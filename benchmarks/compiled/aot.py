@@ -40,7 +40,15 @@ from jaxzero._xla_of_jax import IS_BEFORE_0_11
 from ._h200 import h200_mesh
 
 Variant = Literal[
-    "gspmd", "gspmd-by-hand", "zero3", "zero3-slices", "zeropp", "zeropp4", "pipeline"
+    "gspmd",
+    "gspmd-by-hand",
+    "zero3",
+    "zero3-slices",
+    "zero3-experts",
+    "zeropp",
+    "zeropp-experts",
+    "zeropp4",
+    "pipeline",
 ]
 
 LINKS = (400e9, 50e9, 12.5e9)  # bytes a second that enter a node
@@ -247,6 +255,10 @@ def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
         return jz.pipeline(microbatches)
     if variant == "zero3-slices":
         return jz.zero3(hpz=jz.HpZ(codec=jz.Cast(jnp.bfloat16)))
+    if variant.endswith("-experts"):
+        config = getattr(jz, variant.removesuffix("-experts"))()
+        leaves = ("layers.gate", "layers.up", "layers.down")
+        return dataclasses.replace(config, ungathered=jz.Ungathered(leaves, dim=1))
     return getattr(jz, variant)()
 
 

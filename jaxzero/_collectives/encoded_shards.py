@@ -311,7 +311,8 @@ def pack(
     buckets = []
     by_axes: dict[tuple[str, ...], list[int]] = {}
     for i, (x, _) in enumerate(sent):
-        if x.lead or not can_join(_row_dtype(x)) or is_alone(x, comm):
+        is_whole = not comm.axes_with_peers(x.axes)  # nothing is sent
+        if x.lead or is_whole or not can_join(_row_dtype(x)) or is_alone(x, comm):
             buckets.append(_single(x, i))
         else:
             by_axes.setdefault(x.axes, []).append(i)

@@ -23,6 +23,7 @@ from ._generate import Generation as Generation
 from ._generate import continue_generation as continue_generation
 from ._generate import generate as generate
 from ._generate import start_generation as start_generation
+from ._grouped import apply_by_group as apply_by_group
 from ._layers import ShapesOnly as ShapesOnly
 from ._modern_bert import ModernBert as ModernBert
 from ._modern_bert import ModernBertConfig as ModernBertConfig
@@ -36,6 +37,9 @@ from ._rope import Llama3Scaling as Llama3Scaling
 from ._rope import LongScaling as LongScaling
 from ._rope import Rope as Rope
 from ._rope import YarnScaling as YarnScaling
+from ._router_losses import corrected_choices as corrected_choices
+from ._router_losses import load_balancing_loss as load_balancing_loss
+from ._router_losses import router_z_loss as router_z_loss
 from ._sampling import Sampling as Sampling
 from ._tensor_parallel import tensor_parallel_specs as tensor_parallel_specs
 from ._vit import ViT as ViT
