@@ -31,9 +31,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from .mesh import LOCAL
-from .mesh_kinds import varying
+from .mesh_kinds import is_simulating, varying
 
 Compute = Callable[[Array, Array], Array]
+# The scope of operations along rows after which each row is made of itself again, so that nobody is
+# told of mixed rows: a sort that is undone, and places in messages with a capacity, which is asked
+# for on each device.
+ROWS_APART = "jaxzero_rows_apart"
 
 
 def exchange_tokens(
@@ -97,12 +101,15 @@ def exchange_tokens(
     _check_devices(num_experts, num_local)
     if capacity_factor is not None:
         return _with_capacity(compute, tokens, experts, weights, num_local, capacity_factor)
-    tokens_nd, weights_nk = (_gathered(varying(x, LOCAL)) for x in (tokens, weights))
-    experts_nk = lax.all_gather(varying(experts, LOCAL), LOCAL, tiled=True)
+    gathered, summed = (_gathered, _summed)
+    if is_simulating():  # `vmap` knows no `all_to_all` inside of a `custom_vjp`
+        gathered, summed = _all_rows, _sum_over_devices
+    tokens_nd, weights_nk = (gathered(varying(x, LOCAL)) for x in (tokens, weights))
+    experts_nk = _all_rows(varying(experts, LOCAL))
     first = lax.axis_index(LOCAL).astype(jnp.int32) * num_local
     mine, weights_nk = _own_choices(experts_nk - first, weights_nk, num_local)
     partial = _combined(_grouped(compute, tokens_nd, mine, num_local), weights_nk)
-    return _summed(partial), none
+    return summed(partial), none
 
 
 def _check(
@@ -167,14 +174,12 @@ def _grouped(
     """What the experts of this device make of tokens, by choice; 0 for the choice `num_local`."""
     num, k = choices_nk.shape
     choices_m = choices_nk.reshape(-1)
-    order_m = jnp.argsort(choices_m)
-    inverse_m = (
-        jnp.zeros_like(order_m)
-        .at[order_m]
-        .set(jnp.arange(num * k, dtype=order_m.dtype), unique_indices=True)
-    )
+    with jax.named_scope(ROWS_APART):
+        number_m = jnp.arange(num * k, dtype=jnp.int32)
+        _, order_m = lax.sort((choices_m, number_m), num_keys=1)  # stable
+    inverse_m = jnp.zeros_like(order_m).at[order_m].set(number_m, unique_indices=True)
     sizes_e = jnp.bincount(choices_m, length=num_local).astype(jnp.int32)
-    is_here_m = (jnp.arange(num * k, dtype=jnp.int32) < sizes_e.sum(dtype=jnp.int32))[:, None]
+    is_here_m = (number_m < sizes_e.sum(dtype=jnp.int32))[:, None]
     rows_md = jnp.where(is_here_m, _rows(tokens_nd, order_m, inverse_m, k), 0)
     made_md = compute(rows_md, sizes_e)
     if made_md.ndim != 2 or len(made_md) != num * k:
@@ -208,15 +213,15 @@ def _with_capacity(
     chosen_p = experts_tk.reshape(-1)
     is_sent_pn = (chosen_p // num_local)[:, None] == jnp.arange(num_devices, dtype=jnp.int32)[None]
     to_p = jnp.maximum(chosen_p, 0) // num_local
-    place_pn = jnp.cumsum(is_sent_pn, axis=0, dtype=jnp.int32) - 1
+    with jax.named_scope(ROWS_APART):
+        place_pn = lax.cumsum(is_sent_pn.astype(jnp.int32)) - 1
     place_p = jnp.take_along_axis(place_pn, to_p[:, None], axis=1)[:, 0]
     fits_p = (place_p < room) & (chosen_p >= 0)
     slots = num_devices * room
-    slot_p = jnp.where(fits_p, to_p * room + place_p, slots)
+    pair_p = jnp.arange(pairs, dtype=jnp.int32)
+    slot_p = jnp.where(fits_p, to_p * room + place_p, slots + pair_p)
     pair_s = (
-        jnp.full(slots, pairs, jnp.int32)
-        .at[slot_p]
-        .set(jnp.arange(pairs, dtype=jnp.int32), mode="drop", unique_indices=True)
+        jnp.full(slots, pairs, jnp.int32).at[slot_p].set(pair_p, mode="drop", unique_indices=True)
     )
     rows_sd = _sent(tokens_td, pair_s, slot_p, k)
     choices_s = jnp.where(pair_s < pairs, chosen_p[jnp.minimum(pair_s, pairs - 1)], -1)
@@ -301,13 +306,17 @@ def _sum_of_copies(x: Shaped[Array, "m d"], k: int) -> Shaped[Array, "n d"]:
 @jax.custom_vjp
 def _gathered(x: Shaped[Array, "t d"]) -> Shaped[Array, "n d"]:
     """The rows of all devices of the node."""
-    return lax.all_gather(x, LOCAL, tiled=True)
+    return _all_rows(x)
 
 
 @jax.custom_vjp
 def _summed(x: Shaped[Array, "n d"]) -> Shaped[Array, "t d"]:
     """The sum over the devices of the node, of which a device has the rows of its own tokens."""
     return _sum_over_devices(x)
+
+
+def _all_rows(x: Array) -> Array:
+    return lax.all_gather(x, LOCAL, tiled=True)
 
 
 def _sum_over_devices(x: Array) -> Array:

@@ -18,6 +18,7 @@ from ._encoder import Encoder as Encoder
 from ._encoder import EncoderConfig as EncoderConfig
 from ._encoder_parts import mean_pool as mean_pool
 from ._encoder_parts import normalize as normalize
+from ._experts import expert_leaves as expert_leaves
 from ._generate import Generated as Generated
 from ._generate import Generation as Generation
 from ._generate import continue_generation as continue_generation

@@ -24,8 +24,9 @@ experts per group, d hidden, f width of an expert.
 """
 
 import functools
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
 }
 Routed = tuple[Float[Array, "n k"], Int[Array, "n k"]]  # weight and index of each chosen expert
+_EXPERT_LEAF = re.compile(r"\.mlp\.(gate|up|down)(_bias)?(\.value)?$")
 Gated = Callable[[Array, Array], Array]  # of the two projections
 
 
@@ -204,3 +206,17 @@ def _one_by_one(
 
 def _product(x: Array, by: Projection) -> Array:
     return x @ by.kernel if by.bias is None else x @ by.kernel + by.bias[None]
+
+
+def expert_leaves(params: Any) -> tuple[str, ...]:
+    """The paths of the leaves of a decoder that hold its experts, for `jz.Ungathered`.
+
+    Args:
+        params: the parameters of a `Decoder`, of which only paths are read.
+
+    Returns:
+        Paths, for `jz.Ungathered(paths, dim)`: dim 1 with `scan_layers`, and otherwise 0.
+    """
+    paths, _ = zip(*jax.tree_util.tree_flatten_with_path(params)[0], strict=True)
+    names = (jax.tree_util.keystr(path, simple=True, separator=".") for path in paths)
+    return tuple(x for x in names if _EXPERT_LEAF.search(x))

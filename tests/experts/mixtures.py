@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxzero as jz
+from jaxzero.models import apply_by_group
 
 LAYERS, EXPERTS, WIDTH, INNER, CHOICES = 2, 8, 6, 10, 3
 SHAPES = {
@@ -49,13 +50,19 @@ def loss(params: Any, x: Any, *, form: str = "scan", choices: int = CHOICES, **o
     return jnp.mean(jnp.sum(x**2, axis=(1, 2)))
 
 
-def _layer(x: Any, w: Any, choices: int, **options: Any) -> Any:
+def _expert(own: Any, rows: Any) -> Any:
+    return jnp.tanh(rows @ own["up"] + own["up_bias"][None]) @ own["down"]
+
+
+def _layer(x: Any, w: Any, choices: int, by_blocks: bool = False, **options: Any) -> Any:
     tokens = x.reshape(-1, WIDTH)
     scores = jax.nn.softmax(tokens @ w["router"])
     weights, chosen = jax.lax.top_k(scores, choices)
     own = w["experts"]
 
     def compute(rows: Any, sizes: Any) -> Any:
+        if by_blocks:
+            return apply_by_group(_expert, own, rows, sizes)
         number = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
         h = jax.lax.ragged_dot(rows, own["up"], sizes) + own["up_bias"][number]
         return jax.lax.ragged_dot(jnp.tanh(h), own["down"], sizes)

@@ -83,7 +83,7 @@ def test_configs(config: str):
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, None])
 def test_other_meshes(axis_type: AxisType | None):
     options = {"simulate": 8} if axis_type is None else {"axis_type": axis_type}
-    _check(_zero(2, **options))
+    _check(_zero(2, **options), of_loss={"by_blocks": True})  # no `ragged_dot` under `vmap`
 
 
 def test_weighted():
@@ -129,6 +129,7 @@ def test_layout_and_bytes():
     assert rows["experts.up"].device_bytes == up.nbytes // 8
 
 
+@pytest.mark.standard_promotion
 def test_trees_and_updates(tmp_path):
     zero, tx = _zero(), optax.adam(1e-2)
     full = mixtures.init(None)
@@ -146,11 +147,12 @@ def test_trees_and_updates(tmp_path):
         want = optax.apply_updates(want, updates)
     _equal(zero.unshard(params), want, 1e-11)  # Adam divides small gradients by their size
     with jz.Checkpoints(tmp_path / "run", zero) as checkpoints:
-        checkpoints.save(1, params=params, opt_state=opt_state)
+        checkpoints.save(1, {"params": params, "opt_state": opt_state})
     other = jz.Zero(jz.make_mesh(nodes=4), zero.config)
-    like = other.abstract(mixtures.init, jax.random.key(0))
+    like = {"params": other.abstract(mixtures.init, jax.random.key(0))}
+    like["opt_state"] = other.init_optimizer(tx, other.shard(full))
     with jz.Checkpoints(tmp_path / "run", other) as checkpoints:
-        restored = checkpoints.restore(params=like)
+        _, restored, _ = checkpoints.restore(like)
     _equal(other.unshard(restored["params"]), zero.unshard(params), 0)
 
 
@@ -188,7 +190,7 @@ def test_refused():
     with pytest.raises(ValueError, match=r"`experts.down`.*10 in dim 2"):
         zero("experts.*", 2).shard(params)
     with pytest.raises(ValueError, match="no dim 3"):
-        zero("*", 3).shard(params)
+        zero("router", 3).shard(params)
     with pytest.raises(NotImplementedError, match="halves"):
         step = _zero().value_and_grad(mixtures.loss, halves=True)
         step(_zero().shard(params), mixtures.batch())

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxzero as jz
-from jaxzero.models import Decoder, DecoderConfig, apply_by_group
+from jaxzero.models import Decoder, DecoderConfig, apply_by_group, expert_leaves
 from tests.models import tiny_models
 from tests.models.drawn import drawn
 
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.standard_promotion
 
 IDS = np.random.default_rng(0).integers(0, 37, (16, 7)).astype(np.int32)
 CHANGED: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 8},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3-moe": {"num_experts": 8},
     "gpt-oss": {"num_local_experts": 8},
-    "deepseek": {},
+    "deepseek": {"n_shared_experts": 1},
 }
 
 
@@ -57,8 +57,9 @@ def _check(zero: jz.Zero, config: DecoderConfig) -> None:
 
 
 def _ungathered(nodes: int, config: DecoderConfig) -> jz.Zero:
-    names = ("gate", "up", "down", *(("*_bias",) if config.experts.bias else ()))
-    leaves = tuple(f"layers*.mlp.{name}" for name in names)
+    _, params = drawn(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    leaves = expert_leaves(params)
+    assert len(leaves) == (6 if config.experts.bias else 3)
     layout = jz.Ungathered(leaves, dim=int(config.scan_layers))
     return jz.Zero(jz.make_mesh(nodes), jz.ZeroConfig(ungathered=layout))
 
@@ -73,7 +74,8 @@ def test_families(name: str, nodes: int, tmp_path):
     _check(zero, config)
     graph, params = drawn(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     plan = zero.plan(functools.partial(_loss, graph), zero.shard(params), IDS)
-    sent = [x for x in plan.transfers if x.name.endswith((".mlp.up", ".mlp.down"))]
+    parts = [part for x in plan.transfers for part in x.by_leaf()]
+    sent = [x for x in parts if x.name.removesuffix("[i]") in zero.config.ungathered.patterns]
     assert sent and {x.axis for x in sent} == {"node"}
 
 
