@@ -11,16 +11,12 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from .._mesh import LOCAL, AnyMesh
 from .hops import check_integer
-
-if TYPE_CHECKING:
-    from .config import ZeroConfig
-    from .layout import LeafSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +74,11 @@ class Ungathered:
             return f"has {shape[self.dim]} in dim {self.dim}, which the {num} devices do not divide"
         return None
 
-    def check(self, leaves: Sequence[LeafSpec], mesh: AnyMesh, matched: set[str]) -> None:
+    def check(self, leaves: Sequence[Any], mesh: AnyMesh, matched: set[str]) -> None:
         """Check the leaves of a parameter tree.
 
         Args:
-            leaves: their layouts.
+            leaves: their layouts, `LeafSpec`s.
             mesh: has the devices of a node.
             matched: the patterns that matched a leaf of an earlier tree; those of this one are
                 added. So adapters (LoRA) may follow the weights that the patterns are for.
@@ -108,19 +104,18 @@ class Ungathered:
                     )
 
 
-def check_ungathered(config: ZeroConfig) -> None:
-    """Raise `ValueError` for what a config cannot have with `ungathered`."""
+def check_ungathered(config: Any) -> None:
+    """Raise `ValueError` for what a `ZeroConfig` cannot have with `ungathered`."""
     if not isinstance(config.ungathered, Ungathered):
         raise ValueError(
             f"`ungathered` must be a `jz.Ungathered(...)` or None; got {config.ungathered!r}."
         )
-    offload: Any = config.offload
     for refused, why in (
         (config.stage < 3, f"parameters are split (`stage=3`); got `stage={config.stage}`"),
         (config.stages is not None, "all devices run all layers, so `stages` is not possible"),
         (config.needs_wire_state, "hops cannot keep arrays from step to step"),
         (config.schedule.deterministic, "sums over devices have no order that all meshes share"),
-        (offload is not None, "nothing is in host memory, so `offload` is not possible"),
+        (config.offload is not None, "nothing is in host memory, so `offload` is not possible"),
     ):
         if refused:
             raise ValueError(f"With `ungathered`, {why}. Leave out one of the two.")

@@ -38,9 +38,9 @@ from ._rope import Llama3Scaling as Llama3Scaling
 from ._rope import LongScaling as LongScaling
 from ._rope import Rope as Rope
 from ._rope import YarnScaling as YarnScaling
+from ._router_losses import RouterBalance as RouterBalance
 from ._router_losses import corrected_choices as corrected_choices
-from ._router_losses import load_balancing_loss as load_balancing_loss
-from ._router_losses import router_z_loss as router_z_loss
+from ._router_losses import router_balance as router_balance
 from ._sampling import Sampling as Sampling
 from ._tensor_parallel import tensor_parallel_specs as tensor_parallel_specs
 from ._vit import ViT as ViT

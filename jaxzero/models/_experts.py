@@ -23,6 +23,7 @@ Dimensions: b batch, t tokens, n tokens of the batch, k experts per token, e exp
 experts per group, d hidden, f width of an expert.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .._mesh import exchange_tokens
 from ._attention import make_linear
@@ -39,6 +40,7 @@ from ._decoder_config import DecoderConfig
 from ._grouped import apply_by_group
 from ._part_configs import ClampedGate, ExpertsConfig, GroupRouting
 from ._parts import widened
+from ._router_losses import RouterBalance, router_balance
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -106,6 +108,38 @@ class Projection(NamedTuple):
     bias: Float[Array, "e o"] | None
 
 
+@dataclasses.dataclass
+class Routers:
+    """The balance of the router of each layer, written while the layers are traced.
+
+    Attributes:
+        balance: of all layers so far; 0 for those without experts.
+        index: of the layer that is traced.
+        mask: False for padding.
+    """
+
+    balance: RouterBalance
+    index: int | Int[Array, ""]
+    mask: Bool[Array, "b t"] | None
+
+    @staticmethod
+    def start(num_layers: int, num_experts: int) -> RouterBalance:
+        """The balance before the first layer."""
+        zeros = jnp.zeros(num_layers)
+        return RouterBalance(zeros, zeros, jnp.zeros((num_layers, num_experts)))
+
+    def add(
+        self, logits_ne: Float[Array, "n e"], chosen_nk: Int[Array, "n k"], experts: ExpertsConfig
+    ) -> None:
+        mask_n = None if self.mask is None else self.mask.reshape(-1)
+        new = router_balance(logits_ne, chosen_nk, mask_n, sigmoids=experts.routing is not None)
+        self.balance = jax.tree.map(
+            lambda all_layers, x: all_layers.at[self.index].set(x.astype(all_layers.dtype)),
+            self.balance,
+            new,
+        )
+
+
 class Experts(nnx.Module):
     """Gated MLPs, of which `k` process each token."""
 
@@ -128,7 +162,10 @@ class Experts(nnx.Module):
             None if experts.shared_size is None else Mlp(config, experts.shared_size, rngs=rngs)
         )
 
-    def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    def __call__(
+        self, x_btd: Float[Array, "b t d"], routers: Routers | None = None
+    ) -> Float[Array, "b t d"]:
+        """Compute the sum of the chosen experts; `routers` gets the balance of the router."""
         x_nd = x_btd.reshape(-1, x_btd.shape[-1])
         projections = (
             _projection(self.gate, self.gate_bias, x_nd.dtype),
@@ -139,7 +176,10 @@ class Experts(nnx.Module):
         clamped = self.experts.clamped_gate
         gated = _gated_by(bend) if clamped is None else _clamped_gated(clamped)
         mlp = functools.partial(_mlp, gated)
-        (shares_nk, chosen_nk), num_local = self.route(x_nd), len(projections[0].kernel)
+        logits_ne = self.router(x_nd)
+        (shares_nk, chosen_nk), num_local = self.route(logits_ne), len(projections[0].kernel)
+        if routers is not None:
+            routers.add(logits_ne, chosen_nk, self.experts)
         if self.config.expert_loop == "scan" and num_local == self.experts.num_experts:
             y_nd = _one_by_one(mlp, projections, x_nd, (shares_nk, chosen_nk))
         else:
@@ -154,12 +194,12 @@ class Experts(nnx.Module):
         y_btd = y_nd.reshape(x_btd.shape)
         return y_btd if self.shared is None else y_btd + self.shared(x_btd)
 
-    def route(self, x_nd: Float[Array, "n d"]) -> Routed:
+    def route(self, logits_ne: Float[Array, "n e"]) -> Routed:
         """Return weight and index of the k experts of each token."""
         routing = self.experts.routing
         if routing is None or self.correction is None:
-            return route_by_softmax(self.router(x_nd), self.experts)
-        return route_by_groups(self.router(x_nd), self.correction[...], self.experts, routing)
+            return route_by_softmax(logits_ne, self.experts)
+        return route_by_groups(logits_ne, self.correction[...], self.experts, routing)
 
 
 def _projection(kernel: nnx.Param, bias: nnx.Param | None, dtype: jnp.dtype) -> Projection:

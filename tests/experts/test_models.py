@@ -30,7 +30,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 }
 
 
-def _config(name: str, folder: Any, **options: Any) -> DecoderConfig:
+def config_of(name: str, folder: Any, **options: Any) -> DecoderConfig:
     model_type, fields = tiny_models.DECODERS[name]
     content = {"model_type": model_type, **fields, **CHANGED[name]}
     (folder / "config.json").write_text(json.dumps(content))
@@ -69,7 +69,7 @@ def _ungathered(nodes: int, config: DecoderConfig) -> jz.Zero:
 def test_families(name: str, nodes: int, tmp_path):
     """2 and 4 ways, in scans, in lists of layers, and with `remat`."""
     remat = "full" if nodes == 2 else "none"
-    config = _config(name, tmp_path, remat=remat)
+    config = config_of(name, tmp_path, remat=remat)
     zero = _ungathered(nodes, config)
     _check(zero, config)
     graph, params = drawn(lambda: Decoder(config, rngs=nnx.Rngs(0)))
@@ -81,7 +81,7 @@ def test_families(name: str, nodes: int, tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
 def test_gathered_experts_by_sorting(name: str, tmp_path):
-    _check(jz.Zero(jz.make_mesh(2)), _config(name, tmp_path, expert_loop="ragged"))
+    _check(jz.Zero(jz.make_mesh(2)), config_of(name, tmp_path, expert_loop="ragged"))
 
 
 @pytest.mark.parametrize(
