@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from .mesh import LOCAL
 from .mesh_kinds import is_simulating, varying
 
-Compute = Callable[[Array, Array], Array]
+Compute = Callable[[Array, Array, Array], Array]
 # The scope of operations along rows after which each row is made of itself again, so that nobody is
 # told of mixed rows: a sort that is undone, and places in messages with a capacity, which is asked
 # for on each device.
@@ -58,15 +58,16 @@ def exchange_tokens(
     Each device of a node runs `compute` for all tokens of the node.
 
     Args:
-        compute: `compute(rows, group_sizes)`, of rows `[m, d]` sorted by expert, of which the first
-            `group_sizes[0]` are for this device's first expert, and so on, `group_sizes` being
-            `[num_local]`, int32, as `jax.lax.ragged_dot` takes it. Rows after the last group are 0,
-            and what they become is not read. It returns `[m, d_out]`.
+        compute: `compute(rows, group_sizes, row_weights)`, of rows `[m, d]` sorted by expert, of
+            which the first `group_sizes[0]` are for this device's first expert, and so on,
+            `group_sizes` being `[num_local]`, int32, as `jax.lax.ragged_dot` takes it. It returns
+            `[m, d_out]`: what the experts make of rows, times `row_weights`, `[m]`. Rows after the
+            last group are 0, and what they become is not read. `models.apply_by_group` does it.
         tokens: `[t, d]`, those of this device.
         experts: `[t, k]`, integers: the experts that each token chose, from 0 to `num_experts - 1`.
             Any other number, such as -1, is no choice, and adds 0 to the result.
-        weights: `[t, k]`, floats: the weight of each choice. Results are weighted and added in
-            their dtype, at least float32, and sent in the dtype that `compute` returns.
+        weights: `[t, k]`, floats: the weight of each choice. Results are added in float32, or
+            wider if they are, and sent in the dtype that `compute` returns.
         num_experts: of all devices together.
         num_local: experts that this device has: the size of the leaf's dim of experts.
         capacity_factor: None sends all tokens. A number limits the rows that a device sends to each
@@ -84,9 +85,9 @@ def exchange_tokens(
             `num_experts`, or experts are missing outside of a step.
 
     Example:
-        >>> def compute(rows, group_sizes):
+        >>> def compute(rows, group_sizes, row_weights):
         ...     h = jax.nn.gelu(jax.lax.ragged_dot(rows, params["up"], group_sizes))
-        ...     return jax.lax.ragged_dot(h, params["down"], group_sizes)
+        ...     return jax.lax.ragged_dot(h, params["down"], group_sizes) * row_weights[:, None]
         >>> weights, experts = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
         >>> y, _ = jz.exchange_tokens(
         ...     compute, x, experts, weights, num_experts=8, num_local=len(params["up"])
@@ -97,7 +98,7 @@ def exchange_tokens(
     none = jnp.zeros((), jnp.int32)
     if num_local == num_experts:
         experts = jnp.where(experts < 0, num_local, experts)
-        return _combined(_grouped(compute, tokens, experts, num_local), weights), none
+        return _grouped(compute, tokens, experts, weights, num_local), none
     _check_devices(num_experts, num_local)
     if capacity_factor is not None:
         return _with_capacity(compute, tokens, experts, weights, num_local, capacity_factor)
@@ -108,8 +109,7 @@ def exchange_tokens(
     experts_nk = _all_rows(varying(experts, LOCAL))
     first = lax.axis_index(LOCAL).astype(jnp.int32) * num_local
     mine, weights_nk = _own_choices(experts_nk - first, weights_nk, num_local)
-    partial = _combined(_grouped(compute, tokens_nd, mine, num_local), weights_nk)
-    return summed(partial), none
+    return summed(_grouped(compute, tokens_nd, mine, weights_nk, num_local)), none
 
 
 def _check(
@@ -169,9 +169,13 @@ def _own_choices(
 
 
 def _grouped(
-    compute: Compute, tokens_nd: Array, choices_nk: Int[Array, "n k"], num_local: int
-) -> Shaped[Array, "n k d"]:
-    """What the experts of this device make of tokens, by choice; 0 for the choice `num_local`."""
+    compute: Compute,
+    tokens_nd: Array,
+    choices_nk: Int[Array, "n k"],
+    weights_nk: Float[Array, "n k"],
+    num_local: int,
+) -> Shaped[Array, "n d"]:
+    """What the experts of this device make of tokens; the choice `num_local` adds 0."""
     num, k = choices_nk.shape
     choices_m = choices_nk.reshape(-1)
     with jax.named_scope(ROWS_APART):
@@ -179,24 +183,15 @@ def _grouped(
         _, order_m = lax.sort((choices_m, number_m), num_keys=1)  # stable
     inverse_m = jnp.zeros_like(order_m).at[order_m].set(number_m, unique_indices=True)
     sizes_e = jnp.bincount(choices_m, length=num_local).astype(jnp.int32)
-    is_here_m = (number_m < sizes_e.sum(dtype=jnp.int32))[:, None]
-    rows_md = jnp.where(is_here_m, _rows(tokens_nd, order_m, inverse_m, k), 0)
-    made_md = compute(rows_md, sizes_e)
+    is_here_m1 = (number_m < sizes_e.sum(dtype=jnp.int32))[:, None]
+    rows_md = jnp.where(is_here_m1, _rows(tokens_nd, order_m, inverse_m, k), 0)
+    weights_m1 = _rows(weights_nk.reshape(-1, 1), order_m, inverse_m, 1)
+    made_md = compute(rows_md, sizes_e, jnp.where(is_here_m1, weights_m1, 0)[:, 0])
     if made_md.ndim != 2 or len(made_md) != num * k:
         raise ValueError(
             f"`compute` must return [rows, features] for {num * k} rows; got {made_md.shape}."
         )
-    made_md = jnp.where(is_here_m, made_md, 0)
-    return _rows(made_md, inverse_m, order_m, 1).reshape(num, k, made_md.shape[1])
-
-
-def _combined(
-    made_nkd: Shaped[Array, "n k d"], weights_nk: Float[Array, "n k"]
-) -> Shaped[Array, "n d"]:
-    """The weighted sum of each token's results, in the dtype of these."""
-    wide = _wide(made_nkd.dtype, weights_nk.dtype)
-    weighted = made_nkd.astype(wide) * weights_nk[:, :, None].astype(wide)
-    return weighted.sum(axis=1).astype(made_nkd.dtype)
+    return _sums(jnp.where(is_here_m1, made_md, 0), order_m, inverse_m, k)
 
 
 def _with_capacity(
@@ -226,16 +221,17 @@ def _with_capacity(
     rows_sd = _sent(tokens_td, pair_s, slot_p, k)
     choices_s = jnp.where(pair_s < pairs, chosen_p[jnp.minimum(pair_s, pairs - 1)], -1)
     choices_s = jnp.where(choices_s < 0, num_local, choices_s % num_local)
-    received = _exchanged(rows_sd), _exchanged(choices_s)
-    made_sd = _grouped(compute, received[0], received[1][:, None], num_local)[:, 0]
-    made_pd = _sent(_exchanged(made_sd), slot_p, pair_s, 1)
+    weights_s1 = _sent(weights_tk.reshape(-1, 1), pair_s, slot_p, 1)
+    sent = (_exchanged(x) for x in (rows_sd, choices_s[:, None], weights_s1))
+    made_sd = _exchanged(_grouped(compute, *sent, num_local))
+    made_pd = _sent(made_sd, slot_p, pair_s, 1)
     dropped = jnp.sum(~fits_p & (chosen_p >= 0), dtype=jnp.int32)
-    return _combined(made_pd.reshape(num, k, -1), weights_tk), dropped
+    return _sum_of_copies(made_pd, k), dropped
 
 
-def _wide(*dtypes: Any) -> jnp.dtype:
-    """The dtype of sums: the widest, at least float32."""
-    return max((jnp.dtype(jnp.float32), *map(jnp.dtype, dtypes)), key=lambda x: x.itemsize)
+def _wide(dtype: Any) -> jnp.dtype:
+    """The dtype of sums: at least float32."""
+    return max(jnp.dtype(jnp.float32), jnp.dtype(dtype), key=lambda x: x.itemsize)
 
 
 def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
@@ -263,6 +259,25 @@ def _rows_backward(k: int, inverse_m: Array, grad_md: Array) -> tuple[Array, Non
 
 
 _rows.defvjp(_rows_forward, _rows_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sums(
+    x: Shaped[Array, "m d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
+) -> Shaped[Array, "n d"]:
+    """The sum of the `k` rows of each token, which are in the order of `_rows`."""
+    return _sum_of_copies(x[inverse_m], k)
+
+
+def _sums_forward(x: Array, order_m: Array, inverse_m: Array, k: int) -> tuple[Array, Array]:
+    return _sums(x, order_m, inverse_m, k), order_m
+
+
+def _sums_backward(k: int, order_m: Array, grad_nd: Array) -> tuple[Array, None, None]:
+    return grad_nd[order_m // k], None, None
+
+
+_sums.defvjp(_sums_forward, _sums_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

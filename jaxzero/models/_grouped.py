@@ -1,13 +1,14 @@
 """Apply each expert to its own rows, in blocks: rows sorted by expert, and how many each has.
 
-    y[i] = function(params[e], rows[i])        for the rows i of expert e
+    y[i] = weights[i] function(params[e], rows[i])        for the rows i of expert e
 
 A block is a run of rows of one expert. The loop over blocks has a fixed length, enough for any
 sizes of groups, and passes over blocks that are not needed: with g groups there are at most g
 blocks more than full ones. So there is no arithmetic but that of the chosen experts, on every
 platform (XLA:CPU and XLA:GPU multiply every row by every expert in `jax.lax.ragged_dot`), and
 what a block keeps between its products exists for one block at a time. Backward computes it again,
-and adds the gradient of a block's expert in place, in float32.
+and adds the gradient of a block's expert in place, in float32. It needs nothing of `y`, so that
+`jax.checkpoint` around it computes no block twice.
 
 Legend: m rows, g groups, r rows of a block.
 """
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ._parts import widened
 
@@ -33,11 +34,15 @@ Function = Callable[[Any, Array], Array]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def apply_by_group(
-    function: Function, params: Any, rows: Shaped[Array, "m d"], sizes: Int[Array, " g"]
+    function: Function,
+    params: Any,
+    rows: Shaped[Array, "m d"],
+    sizes: Int[Array, " g"],
+    weights: Float[Array, " m"],
 ) -> Shaped[Array, "m o"]:
-    """Apply `function(params of an expert, its rows)` to each group of rows.
+    """Apply `function(params of an expert, its rows)` to each group of rows, and multiply by weights.
 
-    For `jz.exchange_tokens`, in place of `jax.lax.ragged_dot`.
+    The `compute` of `jz.exchange_tokens`, in place of `jax.lax.ragged_dot`.
 
     Args:
         function: of the parameters of one expert and rows `[r, d]`, each of which it computes by
@@ -46,6 +51,8 @@ def apply_by_group(
         params: a tree of arrays `[g, ...]`.
         rows: `[m, d]`, sorted by group.
         sizes: `[g]`, the number of rows of each group, int32.
+        weights: `[m]`, of the results of rows; products are rounded to the dtype that `function`
+            returns.
 
     Returns:
         `[m, o]`; rows after the last group are 0.
@@ -55,39 +62,53 @@ def apply_by_group(
 
     def add(y: Array, number: Array) -> Array:
         expert, start, is_own = blocks.block(number)
-        new = function(_expert(params, expert), _cut(rows, start, blocks.rows))
-        return _written(y, new, start, is_own)
+        x, w = (_cut(x, start, blocks.rows) for x in (rows, weights))
+        return _written(y, _weighted(function, _expert(params, expert), x, w), start, is_own)
 
     return blocks.run(add, jnp.zeros((len(rows), *out.shape[1:]), out.dtype))
 
 
-def _forward(function: Function, params: Any, rows: Array, sizes: Array) -> tuple[Array, Any]:
-    return apply_by_group(function, params, rows, sizes), (params, rows, sizes)
+def _weighted(function: Function, params: Any, rows: Array, weights: Array) -> Array:
+    y = function(params, rows)
+    wide = max(widened(y.dtype), weights.dtype, key=lambda x: x.itemsize)
+    return (y.astype(wide) * weights[:, None].astype(wide)).astype(y.dtype)
 
 
-def _backward(function: Function, kept: Any, grad_mo: Array) -> tuple[Any, Array, None]:
-    params, rows, sizes = kept
+def _forward(
+    function: Function, params: Any, rows: Array, sizes: Array, weights: Array
+) -> tuple[Array, Any]:
+    return apply_by_group(function, params, rows, sizes, weights), (params, rows, sizes, weights)
+
+
+def _backward(function: Function, kept: Any, grad_mo: Array) -> tuple[Any, Array, None, Array]:
+    params, rows, sizes, weights = kept
     blocks = _Blocks.of(len(rows), sizes)
+    run = functools.partial(_weighted, function)
 
-    def add(sums: tuple[Any, Array], number: Array) -> tuple[Any, Array]:
-        of_params, of_rows = sums
+    def add(sums: tuple[Any, Array, Array], number: Array) -> tuple[Any, Array, Array]:
+        of_params, of_rows, of_weights = sums
         expert, start, is_own = blocks.block(number)
-        x, grad = (_cut(y, start, blocks.rows) for y in (rows, grad_mo))
-        _, backward = jax.vjp(function, _expert(params, expert), jnp.where(is_own, x, 0))
-        of_expert, of_x = backward(jnp.where(is_own, grad, 0))
+        x, w, grad = (_cut(x, start, blocks.rows) for x in (rows, weights, grad_mo))
+        _, backward = jax.vjp(run, _expert(params, expert), jnp.where(is_own, x, 0), w)
+        of_expert, of_x, of_w = backward(jnp.where(is_own, grad, 0))
 
         def added(x: Array, y: Array) -> Array:
-            return x.at[expert].add(y.astype(x.dtype))
+            old = lax.dynamic_index_in_dim(x, expert, keepdims=False)
+            return lax.dynamic_update_index_in_dim(x, old + y.astype(x.dtype), expert, 0)
 
-        of_params = jax.tree.map(added, of_params, of_expert)
-        return of_params, _written(of_rows, of_x, start, is_own)
+        return (
+            jax.tree.map(added, of_params, of_expert),
+            _written(of_rows, of_x, start, is_own),
+            _written(of_weights, of_w, start, is_own[:, 0]),
+        )
 
     def zeros(x: Array) -> Array:
         return jnp.zeros(x.shape, widened(x.dtype))
 
-    of_params, of_rows = blocks.run(add, (jax.tree.map(zeros, params), jnp.zeros_like(rows)))
+    start = jax.tree.map(zeros, params), jnp.zeros_like(rows), jnp.zeros_like(weights)
+    of_params, of_rows, of_weights = blocks.run(add, start)
     of_params = jax.tree.map(lambda x, like: x.astype(like.dtype), of_params, params)
-    return of_params, of_rows, None
+    return of_params, of_rows, None, of_weights
 
 
 apply_by_group.defvjp(_forward, _backward)
@@ -146,13 +167,16 @@ def _expert(params: Any, number: int | Int[Array, ""]) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), params)
 
 
-def _cut(x: Shaped[Array, "m d"], start: Int[Array, ""], num: int) -> Shaped[Array, "r d"]:
+def _cut(x: Shaped[Array, "m ..."], start: Int[Array, ""], num: int) -> Shaped[Array, "r ..."]:
     return lax.dynamic_slice_in_dim(x, start, num)
 
 
 def _written(
-    x: Shaped[Array, "m d"], new: Shaped[Array, "r d"], start: Array, is_own: Bool[Array, "r 1"]
-) -> Shaped[Array, "m d"]:
+    x: Shaped[Array, "m ..."],
+    new: Shaped[Array, "r ..."],
+    start: Array,
+    is_own: Bool[Array, "r ..."],
+) -> Shaped[Array, "m ..."]:
     """`x` with rows of a block, those that are its own."""
     new = jnp.where(is_own, new, _cut(x, start, len(new)))
     return lax.dynamic_update_slice_in_dim(x, new, start, 0)

@@ -60,12 +60,12 @@ def _layer(x: Any, w: Any, choices: int, by_blocks: bool = False, **options: Any
     weights, chosen = jax.lax.top_k(scores, choices)
     own = w["experts"]
 
-    def compute(rows: Any, sizes: Any) -> Any:
+    def compute(rows: Any, sizes: Any, row_weights: Any) -> Any:
         if by_blocks:
-            return apply_by_group(_expert, own, rows, sizes)
+            return apply_by_group(_expert, own, rows, sizes, row_weights)
         number = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
         h = jax.lax.ragged_dot(rows, own["up"], sizes) + own["up_bias"][number]
-        return jax.lax.ragged_dot(jnp.tanh(h), own["down"], sizes)
+        return jax.lax.ragged_dot(jnp.tanh(h), own["down"], sizes) * row_weights[:, None]
 
     y, _ = jz.exchange_tokens(
         compute,

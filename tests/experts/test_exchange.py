@@ -26,9 +26,9 @@ def _scaled(params, batch, factor=None):
     x, experts, weights = batch
     own = params["scales"]
 
-    def compute(rows, sizes):
+    def compute(rows, sizes, row_weights):
         number = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
-        return rows * own[number].astype(rows.dtype)
+        return (rows * own[number] * row_weights[:, None]).astype(x.dtype)
 
     return jz.exchange_tokens(
         compute,
@@ -140,7 +140,7 @@ def test_errors():
 
     def call(x=x, experts=experts, weights=weights, num_local=EXPERTS, **options):
         options = {"num_experts": EXPERTS, "num_local": num_local, **options}
-        return jz.exchange_tokens(lambda rows, sizes: rows, x, experts, weights, **options)
+        return jz.exchange_tokens(lambda rows, sizes, weights: rows, x, experts, weights, **options)
 
     for match, change in {
         "tokens, features": {"x": x[None]},
@@ -154,7 +154,7 @@ def test_errors():
             call(**change)
     with pytest.raises(ValueError, match=r"must return \[rows, features\]"):
         jz.exchange_tokens(
-            lambda rows, sizes: rows[:1], x, experts, weights, num_experts=8, num_local=8
+            lambda rows, sizes, weights: rows[:1], x, experts, weights, num_experts=8, num_local=8
         )
     with pytest.raises(ValueError, match="Split the leaf by"):
         _run(_zero(4), {"scales": params["scales"][:2]}, (x, experts, weights))

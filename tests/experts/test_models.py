@@ -90,20 +90,21 @@ def test_gathered_experts_by_sorting(name: str, tmp_path):
 def test_apply_by_group(sizes: list[int]):
     """Equals a product for each group, with rows that belong to none."""
     random = np.random.default_rng(0)
-    x, w = random.normal(size=(64, 3)), random.normal(size=(5, 3, 4))
+    args = [random.normal(size=size) for size in ((64, 3), (5, 3, 4), (64,))]
     numbers = np.repeat(np.arange(5), sizes)
 
-    def run(x, w):
+    def run(x, w, weights):
         function = lambda w, x: jnp.sin(x @ w)  # noqa: E731
-        return apply_by_group(function, w, x, jnp.asarray(sizes, jnp.int32))
+        return apply_by_group(function, w, x, jnp.asarray(sizes, jnp.int32), weights)
 
-    def dense(x, w):
+    def dense(x, w, weights):
         y = jnp.sin(jnp.einsum("md,mdo->mo", x[: len(numbers)], w[numbers]))
+        y = y * weights[: len(numbers), None]
         return jnp.concatenate([y, jnp.zeros((64 - len(numbers), 4))])
 
     with jax.enable_x64(True):
         found, wanted = (
-            (f(x, w), jax.grad(lambda x, w, f=f: jnp.sum(jnp.exp(f(x, w))), (0, 1))(x, w))
+            (f(*args), jax.grad(lambda *args, f=f: jnp.sum(jnp.exp(f(*args))), (0, 1, 2))(*args))
             for f in (run, dense)
         )
         for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
