@@ -40,7 +40,7 @@ def apply_by_group(
     sizes: Int[Array, " g"],
     weights: Float[Array, " m"],
 ) -> Shaped[Array, "m o"]:
-    """Apply `function(params of an expert, its rows)` to each group of rows, and multiply by weights.
+    """Apply `function(params of an expert, its rows)` to each group, and multiply by weights.
 
     The `compute` of `jz.exchange_tokens`, in place of `jax.lax.ragged_dot`.
 

@@ -28,7 +28,7 @@ def _scaled(params, batch, factor=None):
 
     def compute(rows, sizes, row_weights):
         number = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
-        return (rows * own[number] * row_weights[:, None]).astype(x.dtype)
+        return (rows.astype(jnp.float32) * own[number] * row_weights[:, None]).astype(x.dtype)
 
     return jz.exchange_tokens(
         compute,
