@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -171,6 +172,7 @@ def main(
                     "parameters": written.num_parameters,
                     "compiler_options": chosen,
                     **(figures if ours else _figures_if_priced)(compiled, text, local),
+                    **(_if_even(text, local) if variant.endswith("-experts") else {}),
                     **lower_seconds,
                     **compile_seconds,
                 },
@@ -311,6 +313,37 @@ def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
             }
             for node, line in lines.items()
         },
+    }
+
+
+def _if_even(text: str, local: int) -> dict[str, Any]:
+    """Predicted steps where all experts are chosen equally often.
+
+    `models.apply_by_group` passes over blocks of rows that no expert needs: its loops, which are
+    those with a condition inside, have a trip for each block that any choices need, as if all
+    tokens of a node had chosen the experts of one device.
+    """
+    program = parse(text)
+    skipping = {
+        name
+        for name, x in program.computations.items()
+        if any(instruction.op == "conditional" for instruction in x.instructions)
+    }
+
+    def fewer(match: re.Match[str]) -> str:
+        body, between, trips = match.groups()
+        num = -(-int(trips) * 2 // local) if body in skipping else trips
+        return f'body=%{body}{between}known_trip_count":{{"n":"{num}"}}'
+
+    loops = re.compile(r'body=%([\w.\-]+)(.*?)known_trip_count":\{"n":"(\d+)"\}')
+    even = parse(loops.sub(fewer, text))
+    return {
+        "predicted_if_choices_are_even": {
+            f"{node / 1e9:g} GB/s between nodes": round(
+                timeline(even, dataclasses.replace(Rates(num_local=local), node=node)).seconds, 4
+            )
+            for node in LINKS
+        }
     }
 
 
