@@ -184,8 +184,9 @@ def _grouped(
     inverse_m = jnp.zeros_like(order_m).at[order_m].set(number_m, unique_indices=True)
     sizes_e = jnp.bincount(choices_m, length=num_local).astype(jnp.int32)
     is_here_m1 = (number_m < sizes_e.sum(dtype=jnp.int32))[:, None]
-    rows_md = jnp.where(is_here_m1, _rows(tokens_nd, order_m, inverse_m, k), 0)
-    weights_m1 = _rows(weights_nk.reshape(-1, 1), order_m, inverse_m, 1)
+    rows_md: Any = _rows(tokens_nd, order_m, inverse_m, k)
+    rows_md = jnp.where(is_here_m1, rows_md, 0)
+    weights_m1: Any = _rows(weights_nk.reshape(-1, 1), order_m, inverse_m, 1)
     made_md = compute(rows_md, sizes_e, jnp.where(is_here_m1, weights_m1, 0)[:, 0])
     if made_md.ndim != 2 or len(made_md) != num * k:
         raise ValueError(
@@ -218,13 +219,13 @@ def _with_capacity(
     pair_s = (
         jnp.full(slots, pairs, jnp.int32).at[slot_p].set(pair_p, mode="drop", unique_indices=True)
     )
-    rows_sd = _sent(tokens_td, pair_s, slot_p, k)
+    rows_sd: Any = _sent(tokens_td, pair_s, slot_p, k)
     choices_s = jnp.where(pair_s < pairs, chosen_p[jnp.minimum(pair_s, pairs - 1)], -1)
     choices_s = jnp.where(choices_s < 0, num_local, choices_s % num_local)
-    weights_s1 = _sent(weights_tk.reshape(-1, 1), pair_s, slot_p, 1)
-    sent = (_exchanged(x) for x in (rows_sd, choices_s[:, None], weights_s1))
-    made_sd = _exchanged(_grouped(compute, *sent, num_local))
-    made_pd = _sent(made_sd, slot_p, pair_s, 1)
+    weights_s1: Any = _sent(weights_tk.reshape(-1, 1), pair_s, slot_p, 1)
+    rows_sd, choices_s1, weights_s1 = map(_exchanged, (rows_sd, choices_s[:, None], weights_s1))
+    made_sd = _exchanged(_grouped(compute, rows_sd, choices_s1, weights_s1, num_local))
+    made_pd: Any = _sent(made_sd, slot_p, pair_s, 1)
     dropped = jnp.sum(~fits_p & (chosen_p >= 0), dtype=jnp.int32)
     return _sum_of_copies(made_pd, k), dropped
 
