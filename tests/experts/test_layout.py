@@ -191,6 +191,10 @@ def test_refused():
         zero("experts.*", 2).shard(params)
     with pytest.raises(ValueError, match="no dim 3"):
         zero("router", 3).shard(params)
+    with pytest.raises(NotImplementedError, match="`ungathered` leaves are encoded"):
+        _zero().codec_noise(_zero().shard(params))
+    with pytest.raises(NotImplementedError, match="`local_steps` does not work with `ungathered`"):
+        _zero().local_steps(lambda params, opt_state, batch: (params, opt_state, {}), jz.diloco())
     with pytest.raises(NotImplementedError, match="halves"):
         step = _zero().value_and_grad(mixtures.loss, halves=True)
         step(_zero().shard(params), mixtures.batch())
