@@ -34,9 +34,8 @@ from .mesh import LOCAL
 from .mesh_kinds import is_simulating, varying
 
 Compute = Callable[[Array, Array, Array], Array]
-# The scope of operations along rows after which each row is made of itself again, so that nobody is
-# told of mixed rows: a sort that is undone, and places in messages with a capacity, which is asked
-# for on each device.
+# The scope of operations along rows that the analysis of mixed rows (`_program.row_mixing`) passes
+# over: a sort that is undone, and places in messages of limited capacity, a limit for each device.
 ROWS_APART = "jaxzero_rows_apart"
 
 

@@ -55,7 +55,7 @@ def may_move(leaf: LeafSpec) -> bool:
     if leaf.layout is None or leaf.layout.num_shards == 1 or leaf.memory_kind is not None:
         return False
     of_layers = axes_of_dims(PartitionSpec(*leaf.other_axes, *[None] * len(leaf.shape)))[0]
-    if LOCAL in leaf.other_axes:  # no exchange of layers inside a node keeps its experts apart
+    if LOCAL in leaf.other_axes:  # an exchange of layers would gather its experts
         return False
     return len(leaf.shape) >= 3 and leaf.layout.dim != 0 and not of_layers
 
