@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ._local_steps import dasgd as dasgd
     from ._local_steps import diloco as diloco
     from ._local_steps import streaming_diloco as streaming_diloco
+    from ._mesh import exchange_tokens as exchange_tokens
     from ._mesh import fold_in_device as fold_in_device
     from ._mesh import make_mesh as make_mesh
     from ._planner import Cluster as Cluster
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from ._sharding import Offload as Offload
     from ._sharding import PerAxis as PerAxis
     from ._sharding import Stages as Stages
+    from ._sharding import Ungathered as Ungathered
     from ._sharding import WeightDelta as WeightDelta
     from ._sharding import ZeroConfig as ZeroConfig
     from ._sharding import compiler_options as compiler_options
@@ -69,11 +71,11 @@ __getattr__, __dir__ = exported_on_first_use(
         "_cross_entropy": "softmax_cross_entropy",
         "_deepspeed": "from_deepspeed",
         "_local_steps": "LocalSteps dasgd diloco streaming_diloco",
-        "_mesh": "fold_in_device make_mesh",
+        "_mesh": "exchange_tokens fold_in_device make_mesh",
         "_planner": "Cluster Device compile_for tune",
         "_reshard": "reshard reshard_report",
         "_sharding": "Activations CommSchedule ErrorFeedback HpZ Offload PerAxis Stages "
-        "WeightDelta ZeroConfig compiler_options ddp hsdp pipeline zero3 zeropp zeropp4",
+        "Ungathered WeightDelta ZeroConfig compiler_options ddp hsdp pipeline zero3 zeropp zeropp4",
         "_simigrad": "JumpRule WalkRule simigrad simigrad_stats",
         "_warnings": "RowsMixedWarning",
         "_zero": "Zero freeze_schedule pad_batch",

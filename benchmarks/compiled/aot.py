@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +41,15 @@ from jaxzero._xla_of_jax import IS_BEFORE_0_11
 from ._h200 import h200_mesh
 
 Variant = Literal[
-    "gspmd", "gspmd-by-hand", "zero3", "zero3-slices", "zeropp", "zeropp4", "pipeline"
+    "gspmd",
+    "gspmd-by-hand",
+    "zero3",
+    "zero3-slices",
+    "zero3-experts",
+    "zeropp",
+    "zeropp-experts",
+    "zeropp4",
+    "pipeline",
 ]
 
 LINKS = (400e9, 50e9, 12.5e9)  # bytes a second that enter a node
@@ -163,6 +172,7 @@ def main(
                     "parameters": written.num_parameters,
                     "compiler_options": chosen,
                     **(figures if ours else _figures_if_priced)(compiled, text, local),
+                    **(_if_even(text, local) if variant.endswith("-experts") else {}),
                     **lower_seconds,
                     **compile_seconds,
                 },
@@ -247,6 +257,10 @@ def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
         return jz.pipeline(microbatches)
     if variant == "zero3-slices":
         return jz.zero3(hpz=jz.HpZ(codec=jz.Cast(jnp.bfloat16)))
+    if variant.endswith("-experts"):
+        config = getattr(jz, variant.removesuffix("-experts"))()
+        leaves = ("layers.gate", "layers.up", "layers.down")
+        return dataclasses.replace(config, ungathered=jz.Ungathered(leaves, dim=1))
     return getattr(jz, variant)()
 
 
@@ -299,6 +313,37 @@ def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
             }
             for node, line in lines.items()
         },
+    }
+
+
+def _if_even(text: str, local: int) -> dict[str, Any]:
+    """Predicted steps where all experts are chosen equally often.
+
+    `models.apply_by_group` passes over blocks of rows that no expert needs: its loops, which are
+    those with a condition inside, have a trip for each block that any choices need, as if all
+    tokens of a node had chosen the experts of one device.
+    """
+    program = parse(text)
+    skipping = {
+        name
+        for name, x in program.computations.items()
+        if any(instruction.op == "conditional" for instruction in x.instructions)
+    }
+
+    def fewer(match: re.Match[str]) -> str:
+        body, between, trips = match.groups()
+        num = -(-int(trips) * 2 // local) if body in skipping else trips
+        return f'body=%{body}{between}known_trip_count":{{"n":"{num}"}}'
+
+    loops = re.compile(r'body=%([\w.\-]+)(.*?)known_trip_count":\{"n":"(\d+)"\}')
+    even = parse(loops.sub(fewer, text))
+    return {
+        "predicted_if_choices_are_even": {
+            f"{node / 1e9:g} GB/s between nodes": round(
+                timeline(even, dataclasses.replace(Rates(num_local=local), node=node)).seconds, 4
+            )
+            for node in LINKS
+        }
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
+
+import jaxzero as jz
+from jaxzero.models import apply_by_group
 
 Params = Any
 # What forward keeps of a layer for backward.
@@ -210,7 +214,9 @@ def _experts(x: Array, weights: Params) -> Array:
     mixture, the arithmetic is more (Switch Transformers, https://arxiv.org/abs/2101.03961)."""
     y = _norm(x, weights["norm2"])
     scores = jax.nn.softmax((y @ weights["router"]).astype(jnp.float32))
-    best, _ = jax.lax.top_k(scores, 2)
+    best, numbers = jax.lax.top_k(scores, 2)
+    if len(weights["gate"]) < scores.shape[-1]:
+        return x + _by_own_experts(y, best.astype(y.dtype), numbers, weights)
     chosen = jnp.where(scores >= best[..., -1:], scores, 0).astype(y.dtype)
 
     def expert(total, one):
@@ -220,6 +226,23 @@ def _experts(x: Array, weights: Params) -> Array:
     shares = jnp.moveaxis(chosen, -1, 0)
     stacks = (weights["gate"], weights["up"], weights["down"], shares)
     return jax.lax.scan(expert, x, stacks)[0]
+
+
+def _by_own_experts(y: Array, best: Array, numbers: Array, weights: Params) -> Array:
+    """Each token on its two experts, by the devices that have them."""
+
+    def expert(one: Params, rows: Array) -> Array:
+        return (jax.nn.silu(rows @ one["gate"]) * (rows @ one["up"])) @ one["down"]
+
+    own = {name: weights[name] for name in ("gate", "up", "down")}
+    sent = (x.reshape(-1, x.shape[-1]) for x in (y, numbers, best))
+    made, _ = jz.exchange_tokens(
+        functools.partial(apply_by_group, expert, own),
+        *sent,
+        num_experts=weights["router"].shape[-1],
+        num_local=len(own["gate"]),
+    )
+    return made.reshape(y.shape)
 
 
 def _state_space(x: Array, weights: Params) -> Array:

@@ -120,6 +120,11 @@ class CommSpec:
                 "nodes run different rows, so results cannot be equal on all meshes. Leave it out, "
                 'or leave out `deterministic="mesh"` of `CommSchedule`.'
             )
+        if halves and config.ungathered is not None:
+            raise NotImplementedError(
+                "`halves` compares sums over all devices of a node, and gradients of `ungathered` "
+                "leaves are no such sums. Leave out one of the two."
+            )
         sizes = {axis: mesh.shape[axis] for axis in AXES}
         is_alone = all(sizes[axis] == 1 for axis in config.axes)  # then no slice is gathered
         hpz, node = config.hpz, config.weights.node

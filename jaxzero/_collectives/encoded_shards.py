@@ -312,7 +312,8 @@ def pack(
     buckets = []
     by_axes: dict[tuple[str, ...], list[int]] = {}
     for i, (shards, _) in enumerate(sent):
-        if shards.lead or not can_join(_row_dtype(shards)) or is_alone(shards, comm):
+        is_whole = not comm.axes_with_peers(shards.axes)  # nothing is sent
+        if shards.lead or is_whole or not can_join(_row_dtype(shards)) or is_alone(shards, comm):
             buckets.append(_single(shards, i))
         else:
             by_axes.setdefault(shards.axes, []).append(i)

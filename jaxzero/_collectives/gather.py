@@ -142,7 +142,7 @@ def node_slices(
                 if gathered.pinned
                 else encode_node_slice(gathered, size, comm, tiled=tiled)
             )
-    return [dataclasses.replace(x, axes=(LOCAL,)) for x in slices]
+    return [dataclasses.replace(x, axes=s.axes[1:]) for x, s in zip(slices, shards, strict=True)]
 
 
 def encode_node_slice(
@@ -200,11 +200,11 @@ def move_split(
     return unpad(from_bits(bits, x.dtype), old)
 
 
-def gathered_aval(shard: Any, layout: DimSharding, comm: CommSpec) -> jax.ShapeDtypeStruct:
+def gathered_aval(shard: Any, layout: DimSharding, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of the array gathered from `shard`, inside the `shard_map`."""
 
     def full(x: Array) -> Array:
-        for axis in reversed(program_axes(comm.axes)):
+        for axis in reversed(program_axes(axes)):
             x = lax.all_gather(x, axis, axis=layout.dim, tiled=True)
         return unpad(x, layout)
 

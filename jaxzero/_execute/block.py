@@ -228,11 +228,11 @@ class BlockRunner:
 
     def _send(self, each: instructions.Send) -> None:
         there, group = self.by_lag[each.lag], self.plan.gather_groups[each.group]
-        key, num_left = pipeline.message(each.group), self.plan.num_hops - each.axis
+        key, axis = pipeline.message(each.group), self.plan.gather_axes[each.axis]
         buckets = with_barrier(there[key], self._pin(each.pin))
         if each.after_decode:
             buckets = after_decode(group, buckets, self._full)
-        there[key] = gather_next_axis(group, buckets, self.comm, num_left)
+        there[key] = gather_next_axis(group, buckets, self.comm, axis)
 
     def _decode(self, each: instructions.Decode) -> None:
         group, here = self.plan.gather_groups[each.group], self.by_lag[0]

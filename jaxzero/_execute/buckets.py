@@ -107,16 +107,16 @@ def encode_bucket(
 
 
 def gather_next_axis(
-    group: GatherGroup, buckets: Sequence[GatherBucket], comm: CommSpec, min_left: int
+    group: GatherGroup, buckets: Sequence[GatherBucket], comm: CommSpec, axis: str
 ) -> list[GatherBucket]:
-    """All-gather, over its next axis, each bucket that has at least `min_left` axes left.
+    """All-gather over `axis` each bucket whose next axis it is; return the others unchanged.
 
-    A bucket knows its next axis. Those of node slices skip `node`, and are returned unchanged then.
+    Node slices are not gathered over `node`, and leaves of `Ungathered` not over `local`.
     """
     ready, others = [], []
     for bucket in buckets:
-        num_left = len(comm.axes_with_peers(bucket.parts[0].axes))
-        (ready if num_left >= min_left else others).append(bucket)
+        axes = comm.axes_with_peers(bucket.parts[0].axes)
+        (ready if axes[:1] == (axis,) else others).append(bucket)
     if not ready:
         return list(buckets)
     with _labelled(group):

@@ -309,9 +309,10 @@ def _trace(
         if layout is None:
             full.append(x)
             continue
-        key = decoded.shape, decoded.dtype, layout
+        axes = leaf.split_axes(comm.axes)
+        key = decoded.shape, decoded.dtype, layout, axes
         if key not in avals:
-            avals[key] = gathered_aval(decoded, layout, comm)
+            avals[key] = gathered_aval(decoded, layout, axes)
         full.append(avals[key])
     rows = [
         jax.eval_shape(lambda x, spec=spec: split_microbatches(x, spec, microbatches)[0], x)

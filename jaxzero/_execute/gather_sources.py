@@ -74,7 +74,8 @@ def gather_source(
         comm = dataclasses.replace(comm, **codecs)
     source = _gather_source(shard, leaf, weight, depth, comm, node_slice)
     source = dataclasses.replace(source, pinned=source.pinned or exact)
-    return dataclasses.replace(source, axes=(LOCAL,) if comm.hpz else comm.gather_axes)
+    axes = leaf.split_axes((LOCAL,) if comm.hpz else comm.gather_axes)
+    return dataclasses.replace(source, axes=axes)
 
 
 def _gather_source(
@@ -98,7 +99,7 @@ def _gather_source(
     if not comm.hpz:
         if not moved:
             return EncodedShards.plain(shard, leaf.layout.dim, depth)
-        axes = comm.axes_with_peers(comm.axes)
+        axes = comm.axes_with_peers(leaf.split_axes(comm.axes))
         x = move_split(shard, leaf.shape, leaf.layout, weight.layout, axes)
         return EncodedShards.plain(x, weight.layout.dim, depth)
     if node_slice is None:
@@ -106,7 +107,7 @@ def _gather_source(
         (node_slice,) = node_slices([plain], [size], comm)
     if moved:
         # The devices of a node together have the full weight, so the exchange stays inside it.
-        axes = comm.axes_with_peers((LOCAL,))
+        axes = comm.axes_with_peers(leaf.split_axes((LOCAL,)))
         x = move_split(node_slice.join(), leaf.shape, leaf.layout, weight.layout, axes)
         return encode_node_slice(EncodedShards.plain(x, weight.layout.dim, depth), size, comm)
     if node_slice.codec is not None and node_slice.lead != depth:

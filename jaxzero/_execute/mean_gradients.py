@@ -212,7 +212,8 @@ def _moved(x: Array, target: GradientTarget, comm: CommSpec, axes: tuple[str, ..
     ):
         return x
     new, old = target.stored, target.reduce_spec.layout
-    return move_split(x, target.leaf.shape, old, new, comm.axes_with_peers(axes))
+    leaf = target.leaf
+    return move_split(x, leaf.shape, old, new, comm.axes_with_peers(leaf.split_axes(axes)))
 
 
 def gradient_halves(

@@ -187,7 +187,8 @@ def _choose_layouts(
     for i, leaf in enumerate(parameters.leaves):
         layout = parameters.weight_layout(i)
         if layout:
-            others = layouts_by_preference(leaf.shape, comm.num_shards)
+            axes = leaf.split_axes(comm.axes)
+            others = layouts_by_preference(leaf.shape, math.prod(comm.sizes[x] for x in axes))
             choices[i] = [layout, *(other for other in others if other.dim != layout.dim)]
     chosen = dict.fromkeys(choices, 0)
     # Leaves for which every dim conflicts: they keep the dim of storage, and are gathered in full
@@ -301,6 +302,7 @@ def _targets(
             node_only = sum_nodes_once or moved or i in wire_state.errors
             node_only &= not comm.sums_in_tree  # a node's sum is then a part of the sum over all
             hops = (LOCAL,) if node_only and comm.sizes[NODE] > 1 else REDUCTION_HOPS
+            hops = leaf.split_axes(hops)
             reduce_spec = ReduceSpec(leaf.path, leaf.shape, leaf.dtype, layout, hops)
         size = math.prod(leaf.shape[depths.get(i, 0) :])
         if i in wire_state.errors:

@@ -11,7 +11,11 @@ from .collectives import Shape, shapes
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 _LINE = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
-_CALLED = re.compile(r"(calls|body|to_apply|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_CALLED = re.compile(
+    r"(calls|body|to_apply|condition|branch_computations|true_computation|false_computation)"
+    r"=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_BRANCHES = {"true_computation", "false_computation"}  # of a conditional with a predicate
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 
@@ -33,9 +37,10 @@ class Instruction:
     @functools.cached_property
     def called(self) -> dict[str, list[str]]:
         """The computations that it runs, by what for."""
-        found = {}
+        found: dict[str, list[str]] = {}
         for kind, names in _CALLED.findall(self.text):
-            found[kind] = [name.strip(" %") for name in names.strip("{}").split(",")]
+            kind = "branch_computations" if kind in _BRANCHES else kind
+            found.setdefault(kind, []).extend(x.strip(" %") for x in names.strip("{}").split(","))
         return found
 
     @property

@@ -22,6 +22,7 @@ from typing import TypeVar
 import numpy as np
 
 from .._collectives import ReduceSpec
+from .._mesh import LOCAL
 from .._program import Block, Loop, Value
 from .._sharding import CommSchedule
 from .block_plan import ReduceGroup
@@ -218,14 +219,23 @@ def find_reduce_groups(
         layer = sum(x.num_bytes for x in reduced) // num_layers
         limit = min(limit, layer + layer // _SLACK)
     loops = np.cumsum([0, *(isinstance(operation, Loop) for operation in block.operations)])
-    groups = split_into_groups(
-        reduced,
-        signature,
-        lambda x: x.num_bytes,
-        limit,
-        1 if is_layer else 0,
-        region=lambda x: int(loops[makers.get(x, 0)]),
-    )
+    # Leaves of `Ungathered` apart: their gradients are reduced over other axes.
+    kinds = [
+        [x for x in reduced if (LOCAL in gradients.reduces[x].hops) is y] for y in (True, False)
+    ]
+    groups = [
+        group
+        for values in kinds
+        for group in split_into_groups(
+            values,
+            signature,
+            lambda x: x.num_bytes,
+            limit,
+            1 if is_layer else 0,
+            region=lambda x: int(loops[makers.get(x, 0)]),
+        )
+    ]
+    groups.sort(key=lambda values: makers.get(values[-1], -1))
     found = [
         ReduceGroup(
             tuple(values),

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._mesh import ROWS_APART
 from . import row_dims, row_lookups
 from .ir import Atom, Block, Loop, Operation
 from .operation_kinds import is_elementwise, shape_of
@@ -156,6 +157,8 @@ class _Walk:
     def operation(self, operation: Operation, given: Sequence[State]) -> Sequence[State]:
         """The states of the outputs of an operation."""
         name = operation.name
+        if ROWS_APART in str(operation.equation.source_info.name_stack):
+            return [unknown(*given)] * len(operation.outputs)
         if name in IDENTITIES and len(given) == len(operation.outputs):
             return given
         if (rule := _RULES.get(name)) is not None:

@@ -148,7 +148,8 @@ def _host_traffic(rows: Sequence[Row], plan: Plan | None, has_state: bool) -> Ho
 
 
 def _row(kind: str, leaf: LeafSpec, mesh: AnyMesh, axes: tuple[str, ...]) -> Row:
-    split = (*axes, *axes_of(leaf.other_axes)) if leaf.layout else axes_of(leaf.other_axes)
+    others = axes_of(leaf.other_axes)
+    split = (*leaf.split_axes(axes), *others) if leaf.layout else others
     pieces = math.prod(mesh.shape[axis] for axis in split)
     size = leaf.dtype.itemsize
     held = leaf.stored.size * leaf.stored.dtype.itemsize // pieces

@@ -60,5 +60,6 @@ from .tree import rebuild as rebuild
 from .tree import statics_of as statics_of
 from .tree import stored_leaf as stored_leaf
 from .tree import unwrapped as unwrapped
+from .ungathered import Ungathered as Ungathered
 from .xla_options import compiler_options as compiler_options
 from .xla_options import register_compiler_options as register_compiler_options

@@ -11,6 +11,7 @@ from .._mesh import AnyMesh
 from .activations import Activations
 from .hops import GradientHop, Hop, HpZ, PerAxis, WeightHop, check_integer
 from .stages import Stages
+from .ungathered import Ungathered, check_ungathered
 
 Leaves = bool | str | tuple[str, ...]
 Role = Literal["weights", "gradients", "optimizer"]
@@ -202,6 +203,8 @@ class ZeroConfig:
         stages: divide the layers between nodes, as pipeline stages; `None`: every device
             runs all layers.
         activations: which activations are kept for backward; `None`: what the program keeps.
+        ungathered: leaves that stay split inside a node, such as experts, to which tokens are
+            sent; `None`: none.
 
     References:
         ZeRO (https://arxiv.org/abs/1910.02054), section 5;
@@ -219,6 +222,7 @@ class ZeroConfig:
     offload: Offload | None = None
     stages: Stages | None = None
     activations: Activations | None = None
+    ungathered: Ungathered | None = None
 
     def __post_init__(self):
         if self.stage not in (0, 1, 2, 3):
@@ -253,6 +257,8 @@ class ZeroConfig:
             self._check_stages(self.stages)
         if self.schedule.deterministic:
             self._check_deterministic()
+        if self.ungathered is not None:
+            check_ungathered(self)
 
     def _check_hops(self) -> None:
         for name, hop, wanted, other, instead in (

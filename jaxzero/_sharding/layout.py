@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from .._codecs import Codec
-from .._mesh import AXES, STAGE, AnyMesh, axes_of_dims
+from .._mesh import AXES, LOCAL, STAGE, AnyMesh, axes_of_dims
 from .config import ZeroConfig
 
 _LONG = 256  # a dim of at least this size is taken for features: large models have fewer layers
@@ -99,10 +99,25 @@ class LeafSpec:
     shape: tuple[int, ...]  # true shape, without padding
     dtype: Any
     layout: DimSharding | None  # None if replicated
-    other_axes: PartitionSpec = PartitionSpec()  # the user's split over further mesh axes
+    # The user's split over further mesh axes, or that over `local` of a leaf of `Ungathered`.
+    other_axes: PartitionSpec = PartitionSpec()
     codec: Codec | None = None  # stored encoded, one message for each device; never trained
     memory_kind: str | None = None  # of the stored array: "pinned_host"; None for device memory
     stages: DimSharding | None = None  # the split over pipeline stages, of `other_axes`
+
+    def split_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of `axes` that split the leaf by `layout`: that of `other_axes` is none of them."""
+        others = axes_of(self.other_axes)
+        return tuple(axis for axis in axes if axis not in others)
+
+    def on_device(self, mesh: AnyMesh) -> LeafSpec:
+        """The leaf as a program sees it: a device's part if it is ungathered over `local`."""
+        names = axes_of_dims(self.other_axes, len(self.shape))
+        shape = (
+            size // mesh.shape[LOCAL] if LOCAL in axes else size
+            for size, axes in zip(self.shape, names, strict=True)
+        )
+        return dataclasses.replace(self, shape=tuple(shape))
 
     @property
     def padded_dims(self) -> tuple[DimSharding, ...]:
@@ -180,8 +195,10 @@ class LeafSpec:
             return PartitionSpec(*[None] * self.num_lead, axes or None)
         entries: list[Any] = [None] * len(self.shape)
         entries[: len(self.other_axes)] = [
-            None if manual_only and entry != STAGE else entry for entry in self.other_axes
+            None if manual_only and entry not in (STAGE, LOCAL) else entry
+            for entry in self.other_axes
         ]
+        axes = self.split_axes(axes)
         if self.layout and axes:
             others = axes_of_dims(PartitionSpec(*entries))[self.layout.dim]
             entries[self.layout.dim] = (*axes, *others)
@@ -216,15 +233,18 @@ def layout_of_leaf(
     shape = tuple(leaf.shape)
     if config.stage == 0 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return None
-    if math.prod(shape) < config.param_persistence_threshold:
-        return None
     names = axes_of_dims(other, len(shape))
+    is_ungathered = any(LOCAL in axes for axes in names)
+    if math.prod(shape) < config.param_persistence_threshold and not is_ungathered:
+        return None
     busy = tuple(math.prod(mesh.shape[name] for name in axes) for axes in names)
     num_shards = config.num_shards(mesh)
-    if num_shards == 1:
+    if is_ungathered:  # it has a layout on one node too: its gradient is not reduced as others are
+        num_shards = math.prod(mesh.shape[axis] for axis in config.axes if axis != LOCAL)
+    elif num_shards == 1:
         return None
     layouts = layouts_by_preference(shape, num_shards, busy)
-    return next((x for x in layouts if STAGE not in names[x.dim]), None)
+    return next((x for x in layouts if {STAGE, LOCAL}.isdisjoint(names[x.dim])), None)
 
 
 def split_over_stages(

@@ -147,6 +147,7 @@ def plan_tree(
         if isinstance(leaf, StoredArray):
             planned.append(_as_stored(leaf, name, codec))
             continue
+        other = _with_ungathered(other, name, leaf, mesh, config)
         # State that its gradient overwrites is small, read in full and never encoded: replicated.
         layout = None if is_state else layout_of_leaf(leaf, mesh, config, other)
         shape = tuple(leaf.shape)
@@ -262,6 +263,21 @@ def _split_over_stages(
         else PartitionSpec()
         for path, leaf in zip(paths, leaves, strict=True)
     ]
+
+
+def _with_ungathered(
+    other: PartitionSpec, path: str, leaf: Any, mesh: AnyMesh, config: ZeroConfig
+) -> PartitionSpec:
+    """The split of a leaf over the user's axes, with that over `local` if it is `ungathered`."""
+    ungathered = config.ungathered
+    own = ungathered and ungathered.split(path, tuple(leaf.shape), mesh)
+    if own is None:
+        return other
+    if axes_of(other):
+        raise ValueError(
+            f"The leaf `{path}` is `ungathered`, and `specs` splits it too. Leave out one of them."
+        )
+    return own
 
 
 def _spread_specs(specs: Any, tree: Any, num: int, config: ZeroConfig) -> list[PartitionSpec]:

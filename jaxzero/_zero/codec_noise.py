@@ -36,6 +36,8 @@ def _check(config: ZeroConfig) -> None:
         what = f"`{hop}` makes up for errors later, so they are no noise of one batch"
     elif gradients.node is not None and config.split != "all":
         what = 'with `split="local"` sums over nodes are encoded twice'
+    elif config.ungathered is not None:
+        what = "those of `ungathered` leaves are encoded over nodes only"
     elif (gradients.node or gradients.local) is not None and config.stage < 2:
         what = f"with `stage={config.stage}` sums are encoded twice"
     else:

@@ -133,6 +133,11 @@ def check_local_steps(mesh: AnyMesh, config: ZeroConfig) -> None:
             "`local_steps` does not work with `stages` of the config, which divides the layers "
             "between nodes. Take a config without stages, such as `jz.zero3()`."
         )
+    if config.ungathered is not None:
+        raise NotImplementedError(
+            "`local_steps` does not work with `ungathered` of the config, whose leaves are split "
+            "over nodes in another way. Leave out one of the two."
+        )
     if mesh.shape[NODE] == 1:
         raise ValueError(
             "`local_steps` trains each node by itself, and the mesh has one node. Make one of "

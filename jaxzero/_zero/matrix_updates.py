@@ -25,7 +25,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._mesh import axes_of_dims, is_one_node, without_node
+from .._mesh import LOCAL, axes_of_dims, is_one_node, without_node
 from .._program import (
     Atom,
     Constant,
@@ -55,6 +55,8 @@ def may_move(leaf: LeafSpec) -> bool:
     if leaf.layout is None or leaf.layout.num_shards == 1 or leaf.memory_kind is not None:
         return False
     of_layers = axes_of_dims(PartitionSpec(*leaf.other_axes, *[None] * len(leaf.shape)))[0]
+    if LOCAL in leaf.other_axes:  # an exchange of layers would gather its experts
+        return False
     return len(leaf.shape) >= 3 and leaf.layout.dim != 0 and not of_layers
 
 

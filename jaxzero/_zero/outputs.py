@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from .._collectives import CommSpec, accumulator_dtype, labelled
 from .._execute import REDUCTIONS, Parameters, combine
-from .._mesh import is_traced
+from .._mesh import AnyMesh, is_traced
 from .._sharding import (
     LeafSpec,
     Static,
@@ -252,7 +252,7 @@ def parameters_of(
     call: Call,
     options: Options,
     config: ZeroConfig,
-    num_shards: int,
+    mesh: AnyMesh,
     combined: Mapping[int, str],
 ) -> Parameters:
     """The leaves of all sharded arguments; the program reduces none of those that are combined."""
@@ -262,13 +262,13 @@ def parameters_of(
         for leaf, is_trained in zip(plan.leaves, argument.trained, strict=True):
             if number in numbers and is_trained and len(leaves) not in combined:
                 differentiated.append(len(leaves))
-            leaves.append(leaf)
+            leaves.append(leaf.on_device(mesh))
     return Parameters(
         tuple(leaves),
         tuple(differentiated),
         config.stage >= 3,
         config.stage >= 2,
-        num_shards,
+        config.num_shards(mesh),
         frozenset(combined),
         config.offload,
         config.activations,

@@ -60,6 +60,7 @@ class ShardedTrees:
         self._plans = Registry(mesh, self.config)
         self._states = Registry(mesh, self.config)
         self._matched: set[str] = set()  # patterns of `Offload` that have matched a leaf
+        self._matched_ungathered: set[str] = set()
         self._has_warned = False  # that `apply` reads full weights
 
     @property
@@ -357,6 +358,8 @@ class ShardedTrees:
         offload = self.config.offload
         if offload is not None:
             check_offloaded(offload, plan, self._matched)
+        if self.config.ungathered is not None:
+            self.config.ungathered.check(plan.leaves, self._devices, self._matched_ungathered)
         return self._plans.add(offloaded(plan, offload, self.config.num_shards(self._devices)))
 
     def stored_layout(self, tree: Any) -> tuple[TreePlan, list[NamedSharding]]:

@@ -62,7 +62,7 @@ class Transform:
         self.config = config
         self.comm = CommSpec.of(mesh, config, options.halves, options.node_microbatches)
         self.combined = combined_leaves(call, options)
-        self.parameters = parameters_of(call, options, config, self.comm.num_shards, self.combined)
+        self.parameters = parameters_of(call, options, config, mesh, self.combined)
         # Set by tracing `program`: its plan, and what `flat` was traced to.
         self._plan: Plan | None = None
         self._traced: OpenProgram | None = None

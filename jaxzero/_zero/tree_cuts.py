@@ -20,7 +20,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .._codecs import Codec
-from .._mesh import STAGE, AnyMesh, is_traced, to_device
+from .._mesh import LOCAL, STAGE, AnyMesh, is_traced, to_device
 from .._sharding import LeafSpec, Static, TreePlan, ZeroConfig, in_memory, plan_tree, rebuild
 from .optimizer_state import plan_state, trained_part
 from .placement import auto_mesh, pad_leaf, run_automatic, stored_struct, unpad_leaf
@@ -118,7 +118,7 @@ def _lay_out(
     if STAGE not in mesh.shape and any(leaf.other_axes for leaf in whole.leaves):
         pairs = zip(whole.leaves, kept, strict=True)
         none = [s and Static(PartitionSpec() if has_statics else None) for s in statics]
-        given = [leaf.other_axes if k else None for leaf, k in pairs]
+        given = [_specs_of(leaf) if k else None for leaf, k in pairs]
         specs = rebuild(whole.treedef, none, given)
     plan = plan_tree(rebuild(whole.treedef, statics, structs), mesh, config, specs, codec)
     old = [leaf for leaf, k in zip(whole.leaves, kept, strict=True) if k]
@@ -133,6 +133,11 @@ def _lay_out(
         for before, leaf in zip(old, plan.leaves, strict=True)
     ]
     return dataclasses.replace(plan, leaves=tuple(leaves))
+
+
+def _specs_of(leaf: LeafSpec) -> PartitionSpec:
+    """The split over the user's axes; that of an ungathered leaf follows from the config."""
+    return PartitionSpec() if LOCAL in leaf.other_axes else leaf.other_axes
 
 
 def split_arrays(

@@ -18,11 +18,13 @@ from ._encoder import Encoder as Encoder
 from ._encoder import EncoderConfig as EncoderConfig
 from ._encoder_parts import mean_pool as mean_pool
 from ._encoder_parts import normalize as normalize
+from ._experts import expert_leaves as expert_leaves
 from ._generate import Generated as Generated
 from ._generate import Generation as Generation
 from ._generate import continue_generation as continue_generation
 from ._generate import generate as generate
 from ._generate import start_generation as start_generation
+from ._grouped import apply_by_group as apply_by_group
 from ._layers import ShapesOnly as ShapesOnly
 from ._modern_bert import ModernBert as ModernBert
 from ._modern_bert import ModernBertConfig as ModernBertConfig
@@ -36,6 +38,9 @@ from ._rope import Llama3Scaling as Llama3Scaling
 from ._rope import LongScaling as LongScaling
 from ._rope import Rope as Rope
 from ._rope import YarnScaling as YarnScaling
+from ._router_losses import RouterBalance as RouterBalance
+from ._router_losses import corrected_choices as corrected_choices
+from ._router_losses import router_balance as router_balance
 from ._sampling import Sampling as Sampling
 from ._tensor_parallel import tensor_parallel_specs as tensor_parallel_specs
 from ._vit import ViT as ViT

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Key
 from ._attention import Attention, Mask, Window
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
-from ._experts import Experts, Mlp
+from ._experts import Experts, Mlp, Routers
 from ._latent_attention import LatentAttention
 from ._parts import dropout, make_norm, split_key
 from ._rope import Turns
@@ -51,8 +51,9 @@ class Block(nnx.Module):
         turns: Turns | None = None,
         dropout_key: Key[Array, ""] | None = None,
         slots: Slots | None = None,
+        routers: Routers | None = None,
     ) -> Float[Array, "b t d"]:
-        """Apply the layer; the arguments are those of `Attention`."""
+        """Apply the layer; the arguments are those of `Attention`, and of `Experts` the last."""
         probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
         rate, scale = self.config.residual_dropout, self.config.residual_scale
         seen = _normalized(self.attention_norm, x_btd)
@@ -60,14 +61,19 @@ class Block(nnx.Module):
             seen, mask, window=window, turns=turns, dropout_key=probabilities_key, slots=slots
         )
         if self.config.residual != "sequential":
-            wide = self.mlp(seen if self.mlp_norm is None else self.mlp_norm(x_btd))
+            wide = self._wide(seen if self.mlp_norm is None else self.mlp_norm(x_btd), routers)
             added = dropout(mixed, rate, attention_key) + dropout(wide, rate, mlp_key)
             return x_btd + scaled(added, scale)
         added = _normalized(self.attention_post_norm, dropout(mixed, rate, attention_key))
         x_btd = x_btd + scaled(added, scale)
-        added = self.mlp(_normalized(self.mlp_norm, x_btd))
+        added = self._wide(_normalized(self.mlp_norm, x_btd), routers)
         added = _normalized(self.mlp_post_norm, dropout(added, rate, mlp_key))
         return x_btd + scaled(added, scale)
+
+    def _wide(self, x_btd: Float[Array, "b t d"], routers: Routers | None) -> Array:
+        if isinstance(self.mlp, Experts):
+            return self.mlp(x_btd, routers)
+        return self.mlp(x_btd)
 
 
 def scaled(x: Float[Array, "*dims"], factor: float) -> Float[Array, "*dims"]:

@@ -22,9 +22,11 @@ from ._attention import is_among, make_linear, turns_if, window_if
 from ._block import Block, scaled
 from ._cache import Cache, Slots, check_room, make_cache
 from ._decoder_config import DecoderConfig
+from ._experts import Routers
 from ._layers import make_layers, run_layers
 from ._parts import as_indices, dropout, make_norm, split_key
 from ._rope import Turns, no_turns, turns
+from ._router_losses import RouterBalance
 
 
 class Decoder(nnx.Module):
@@ -111,6 +113,40 @@ class Decoder(nnx.Module):
         dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t d"]:
         """Compute the normalized vectors after the last layer, the input of `logits`."""
+        return self._vectors(ids, mask, segments, positions, dropout_key, None)[0]
+
+    def hidden_and_balance(
+        self,
+        ids: Int[Array, "b t"],
+        mask: Bool[Array, "b t"] | None = None,
+        *,
+        segments: Int[Array, "b t"] | None = None,
+        positions: Int[Array, "b t"] | None = None,
+        dropout_key: Key[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "b t d"], RouterBalance]:
+        """Compute what `hidden` does, and how evenly the router of each layer chooses experts.
+
+        Returns:
+            The vectors, and the `RouterBalance` with a leading dim for layers, over the tokens of
+            all devices; 0 in layers without experts.
+
+        Raises:
+            ValueError: the model has no experts.
+        """
+        if self.config.experts is None:
+            raise ValueError("This decoder has no experts, whose balance could be computed.")
+        start = Routers.start(self.config.num_layers, self.config.experts.num_experts)
+        return self._vectors(ids, mask, segments, positions, dropout_key, start)
+
+    def _vectors(
+        self,
+        ids: Int[Array, "b t"],
+        mask: Bool[Array, "b t"] | None,
+        segments: Int[Array, "b t"] | None,
+        positions: Int[Array, "b t"] | None,
+        dropout_key: Key[Array, ""] | None,
+        balance: RouterBalance | None,
+    ) -> tuple[Float[Array, "b t d"], Any]:
         if mask is not None and segments is not None:
             raise ValueError(
                 "Give `mask` or `segments`, not both: segment 0 is padding, as False in a mask."
@@ -119,7 +155,8 @@ class Decoder(nnx.Module):
             positions = jnp.arange(ids.shape[1])[None]
             if segments is not None:
                 positions = positions - _first_columns(segments)
-        return self._run(ids, mask, positions, dropout_key, None, segments)[0]
+        x_btd, _, balance = self._run(ids, mask, positions, dropout_key, None, segments, balance)
+        return x_btd, balance
 
     def make_cache(self, batch_size: int, num_columns: int) -> Cache:
         """Make an empty cache for `extend`; see `make_cache`, which needs the config only."""
@@ -152,7 +189,7 @@ class Decoder(nnx.Module):
         positions = cache.mask.sum(axis=1, dtype=jnp.int32)[:, None] + jnp.cumsum(
             mask, axis=1, dtype=jnp.int32
         )
-        x_btd, cache = self._run(ids, mask, jnp.maximum(positions - 1, 0), None, cache)
+        x_btd, cache, _ = self._run(ids, mask, jnp.maximum(positions - 1, 0), None, cache)
         fits = cache.length <= cache.mask.shape[1]
         return jnp.where(fits, x_btd, jnp.nan), cache
 
@@ -171,8 +208,9 @@ class Decoder(nnx.Module):
         dropout_key: Key[Array, ""] | None,
         cache: Cache | None,
         segments: Int[Array, "b t"] | None = None,
-    ) -> tuple[Float[Array, "b t d"], Any]:
-        """Vectors after the last layer, and the cache with the new tokens, if one is given."""
+        balance: RouterBalance | None = None,
+    ) -> tuple[Float[Array, "b t d"], Any, Any]:
+        """Vectors after the last layer, and the cache and the balance, if they are given."""
         config = self.config
         embedding_key, layers_key = split_key(dropout_key, 2)
         mask = mask if segments is None else segments != 0
@@ -184,8 +222,9 @@ class Decoder(nnx.Module):
             seen = jax.lax.dynamic_update_slice(cache.mask, seen, (jnp.int32(0), cache.length))
         num_columns = ids.shape[1] if cache is None else cache.mask.shape[1]
 
-        def step(block: Block, carry: tuple[Array, Any], i: int | Array):
-            x_btd, held = carry
+        def step(block: Block, carry: tuple[Array, Any, Any], i: int | Array):
+            x_btd, held, balance = carry
+            routers = None if balance is None else Routers(balance, i, mask)
             slides = is_among(config.sliding_layers, i, config.num_layers)
             slots = None if cache is None else Slots(held, i, cache.length)
             x_btd = block(
@@ -195,15 +234,17 @@ class Decoder(nnx.Module):
                 turns=_turns_of_layer(config, all_turns, i, slides),
                 dropout_key=None if layers_key is None else jax.random.fold_in(layers_key, i),
                 slots=slots,
+                routers=routers,
             )
-            return x_btd, None if slots is None else slots.layers
+            held = None if slots is None else slots.layers
+            return x_btd, held, None if routers is None else routers.balance
 
         remat = config.remat if cache is None else "none"
-        start = (x_btd, None if cache is None else cache.layers)
-        x_btd, held = run_layers(self.layers, step, start, config.num_layers, remat)
+        start = (x_btd, None if cache is None else cache.layers, balance)
+        x_btd, held, balance = run_layers(self.layers, step, start, config.num_layers, remat)
         if cache is not None:
             cache = Cache(held, seen, cache.length + ids.shape[1])
-        return self.norm(x_btd), cache
+        return self.norm(x_btd), cache, balance
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
         """Logits of the next token, for instance of a piece of the text at a time."""

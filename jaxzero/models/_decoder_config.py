@@ -73,8 +73,10 @@ class DecoderConfig:
         scan_layers: hold the layers as one stack and scan it; False for a list of them.
         remat: what layers keep for the backward pass: everything ("none"), only what enters them
             ("full"), or what the policy of that name in `jax.checkpoint_policies` keeps.
-        expert_loop: "scan" computes one expert after another for every token, so that ZeRO gathers
-            one at a time; "ragged" sorts tokens by expert and computes each where it was chosen.
+        expert_loop: "ragged" sorts tokens by expert and computes each where it was chosen, with all
+            experts of a layer in memory; "scan" computes one expert after another for every token,
+            so that ZeRO gathers one at a time, for num_experts / num_experts_per_token times the
+            arithmetic.
         attention_implementation: as in `jax.nn.dot_product_attention`.
     """
 
@@ -118,7 +120,7 @@ class DecoderConfig:
     compute_dtype: ComputeDtype = "float32"
     scan_layers: bool = False
     remat: Remat = "none"
-    expert_loop: Literal["scan", "ragged"] = "scan"
+    expert_loop: Literal["scan", "ragged"] = "ragged"
     attention_implementation: Literal["xla", "cudnn"] | None = None
 
     def __post_init__(self):

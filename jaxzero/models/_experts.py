@@ -13,29 +13,34 @@ In a mixture (https://arxiv.org/abs/2101.03961) a router sends each token to k e
 Weights are float32 for 16-bit logits. The choice itself has no gradient. A shared perceptron may
 add its output for every token.
 
-There are two implementations. "scan" loops over experts and applies each to every token: ZeRO then
-gathers the weights of one expert at a time, for num_experts / k times the arithmetic. "ragged"
-sorts the tokens by expert and multiplies each group by its expert's weights
-(`jax.lax.ragged_dot`): no arithmetic is wasted if the backend has a kernel for it, but the
-weights of all experts of a layer are in memory at once.
+There are two implementations. "ragged" sorts the tokens by expert, and each expert computes its own
+(`_grouped`); the weights of all experts of a layer that a device has are in memory at once. "scan"
+loops over experts and applies each to every token: ZeRO then gathers the weights of one expert at a
+time, for num_experts / k times the arithmetic. Where experts stay split inside a node
+(`jz.Ungathered`), tokens are sent to them (`jz.exchange_tokens`), in either case.
 
 Dimensions: b batch, t tokens, n tokens of the batch, k experts per token, e experts, g groups, m
 experts per group, d hidden, f width of an expert.
 """
 
+import dataclasses
 import functools
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from .._mesh import exchange_tokens
 from ._attention import make_linear
 from ._decoder_config import DecoderConfig
+from ._grouped import apply_by_group
 from ._part_configs import ClampedGate, ExpertsConfig, GroupRouting
 from ._parts import widened
+from ._router_losses import RouterBalance, router_balance
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -44,6 +49,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
 }
 Routed = tuple[Float[Array, "n k"], Int[Array, "n k"]]  # weight and index of each chosen expert
+_EXPERT_LEAF = re.compile(r"\.mlp\.(gate|up|down)(_bias)?(\.value)?$")
 Gated = Callable[[Array, Array], Array]  # of the two projections
 
 
@@ -102,6 +108,38 @@ class Projection(NamedTuple):
     bias: Float[Array, "e o"] | None
 
 
+@dataclasses.dataclass
+class Routers:
+    """The balance of the router of each layer, written while the layers are traced.
+
+    Attributes:
+        balance: of all layers so far; 0 for those without experts.
+        index: of the layer that is traced.
+        mask: False for padding.
+    """
+
+    balance: RouterBalance
+    index: int | Int[Array, ""]
+    mask: Bool[Array, "b t"] | None
+
+    @staticmethod
+    def start(num_layers: int, num_experts: int) -> RouterBalance:
+        """The balance before the first layer."""
+        zeros = jnp.zeros(num_layers)
+        return RouterBalance(zeros, zeros, jnp.zeros((num_layers, num_experts)))
+
+    def add(
+        self, logits_ne: Float[Array, "n e"], chosen_nk: Int[Array, "n k"], experts: ExpertsConfig
+    ) -> None:
+        mask_n = None if self.mask is None else self.mask.reshape(-1)
+        new = router_balance(logits_ne, chosen_nk, mask_n, sigmoids=experts.routing is not None)
+        self.balance = jax.tree.map(
+            lambda all_layers, x: all_layers.at[self.index].set(x.astype(all_layers.dtype)),
+            self.balance,
+            new,
+        )
+
+
 class Experts(nnx.Module):
     """Gated MLPs, of which `k` process each token."""
 
@@ -124,9 +162,11 @@ class Experts(nnx.Module):
             None if experts.shared_size is None else Mlp(config, experts.shared_size, rngs=rngs)
         )
 
-    def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    def __call__(
+        self, x_btd: Float[Array, "b t d"], routers: Routers | None = None
+    ) -> Float[Array, "b t d"]:
+        """Compute the sum of the chosen experts; `routers` gets the balance of the router."""
         x_nd = x_btd.reshape(-1, x_btd.shape[-1])
-        compute = _one_by_one if self.config.expert_loop == "scan" else _sorted_by_expert
         projections = (
             _projection(self.gate, self.gate_bias, x_nd.dtype),
             _projection(self.up, self.up_bias, x_nd.dtype),
@@ -135,16 +175,31 @@ class Experts(nnx.Module):
         bend = ACTIVATIONS[self.config.activation]
         clamped = self.experts.clamped_gate
         gated = _gated_by(bend) if clamped is None else _clamped_gated(clamped)
-        y_nd = compute(gated, projections, x_nd, self.route(x_nd))
+        mlp = functools.partial(_mlp, gated)
+        logits_ne = self.router(x_nd)
+        (shares_nk, chosen_nk), num_local = self.route(logits_ne), len(projections[0].kernel)
+        if routers is not None:
+            routers.add(logits_ne, chosen_nk, self.experts)
+        if self.config.expert_loop == "scan" and num_local == self.experts.num_experts:
+            y_nd = _one_by_one(mlp, projections, x_nd, (shares_nk, chosen_nk))
+        else:
+            y_nd, _ = exchange_tokens(
+                functools.partial(apply_by_group, mlp, projections),
+                x_nd,
+                chosen_nk,
+                shares_nk,
+                num_experts=self.experts.num_experts,
+                num_local=num_local,
+            )
         y_btd = y_nd.reshape(x_btd.shape)
         return y_btd if self.shared is None else y_btd + self.shared(x_btd)
 
-    def route(self, x_nd: Float[Array, "n d"]) -> Routed:
+    def route(self, logits_ne: Float[Array, "n e"]) -> Routed:
         """Return weight and index of the k experts of each token."""
         routing = self.experts.routing
         if routing is None or self.correction is None:
-            return route_by_softmax(self.router(x_nd), self.experts)
-        return route_by_groups(self.router(x_nd), self.correction[...], self.experts, routing)
+            return route_by_softmax(logits_ne, self.experts)
+        return route_by_groups(logits_ne, self.correction[...], self.experts, routing)
 
 
 def _projection(kernel: nnx.Param, bias: nnx.Param | None, dtype: jnp.dtype) -> Projection:
@@ -164,8 +219,13 @@ def _clamped_gated(clamped: ClampedGate) -> Gated:
     return gated
 
 
+def _mlp(gated: Gated, projections: tuple[Projection, ...], x: Float[Array, "n d"]) -> Array:
+    gate, up, down = projections
+    return _product(gated(_product(x, gate), _product(x, up)), down)
+
+
 def _one_by_one(
-    gated: Gated,
+    mlp: Callable[[tuple[Projection, ...], Array], Array],
     projections: tuple[Projection, ...],
     x_nd: Float[Array, "n d"],
     routed: Routed,
@@ -173,9 +233,9 @@ def _one_by_one(
     shares_nk, chosen_nk = routed
 
     def add_expert(total_nd, scanned):
-        number, (gate, up, down) = scanned
+        number, expert = scanned
         share_n = jnp.where(chosen_nk == number, shares_nk, 0.0).sum(axis=-1)
-        y_nd = _product(gated(_product(x_nd, gate), _product(x_nd, up)), down)
+        y_nd = mlp(expert, x_nd)
         return total_nd + share_n[:, None] * y_nd.astype(share_n.dtype), None
 
     numbers = jnp.arange(len(projections[0].kernel), dtype=chosen_nk.dtype)
@@ -188,23 +248,15 @@ def _product(x: Array, by: Projection) -> Array:
     return x @ by.kernel if by.bias is None else x @ by.kernel + by.bias[None]
 
 
-def _sorted_by_expert(
-    gated: Gated,
-    projections: tuple[Projection, ...],
-    x_nd: Float[Array, "n d"],
-    routed: Routed,
-) -> Float[Array, "n d"]:
-    shares_nk, chosen_nk = routed
-    order = jnp.argsort(chosen_nk.reshape(-1))  # of (token, choice) pairs; stable
-    tokens, numbers = order // chosen_nk.shape[1], chosen_nk.reshape(-1)[order]
-    counts_e = jnp.bincount(numbers, length=len(projections[0].kernel)).astype(jnp.int32)
+def expert_leaves(params: Any) -> tuple[str, ...]:
+    """The paths of the leaves of a decoder that hold its experts, for `jz.Ungathered`.
 
-    def product(x, by):
-        y = jax.lax.ragged_dot(x, by.kernel, counts_e)
-        return y if by.bias is None else y + by.bias[numbers]
+    Args:
+        params: the parameters of a `Decoder`, of which only paths are read.
 
-    gate, up, down = projections
-    rows = x_nd[tokens]
-    y = product(gated(product(rows, gate), product(rows, up)), down).astype(shares_nk.dtype)
-    y = y * shares_nk.reshape(-1)[order][:, None]
-    return jnp.zeros(x_nd.shape, y.dtype).at[tokens].add(y).astype(x_nd.dtype)
+    Returns:
+        Paths, for `jz.Ungathered(paths, dim)`: dim 1 with `scan_layers`, and otherwise 0.
+    """
+    paths, _ = zip(*jax.tree_util.tree_flatten_with_path(params)[0], strict=True)
+    names = (jax.tree_util.keystr(path, simple=True, separator=".") for path in paths)
+    return tuple(x for x in names if _EXPERT_LEAF.search(x))

@@ -22,6 +22,7 @@ DOCS = README.parent / "docs"
 PAGES = (
     "start/first_step.md",
     "howto/does_not_fit.md",
+    "howto/experts.md",
     "howto/fp8.md",
     "howto/freezing.md",
     "howto/from_deepspeed.md",

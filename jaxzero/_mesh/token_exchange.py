@@ -1,0 +1,344 @@
+"""Send tokens to the devices of a node that have their experts, and the results back.
+
+Of E experts, device i of the n of a node has the E / n from i E / n on (`Ungathered`). With the
+tokens x, of which each chose k experts e with weights w,
+
+    y = sum over the k experts that a token chose of w_e expert_e(x).
+
+Exactly: all tokens of a node go to each of its devices, once each, with their choices. A device
+sums up what its own experts make of them, sends each device the sums for its tokens, and receives n
+such sums for each of its own. That is `n T` rows, the most of `T` tokens on each device that can
+come to one. With a capacity the pairs of token and expert are sent that fit into it, `factor` times
+as many as with even choices, and the others are dropped.
+
+Within a device, rows are sorted by expert. Every permutation is a gather in backward as in forward,
+so that sums have one order, and no two rows are written to one place.
+
+Legend: t tokens of a device, n of all that a device has received, k choices of a token, d features,
+m rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+from .mesh import LOCAL
+from .mesh_kinds import is_simulating, varying
+
+Compute = Callable[[Array, Array, Array], Array]
+# The scope of operations along rows that the analysis of mixed rows (`_program.row_mixing`) passes
+# over: a sort that is undone, and places in messages of limited capacity, a limit for each device.
+ROWS_APART = "jaxzero_rows_apart"
+
+
+def exchange_tokens(
+    compute: Compute,
+    tokens: Any,
+    experts: Any,
+    weights: Any,
+    *,
+    num_experts: int,
+    num_local: int,
+    capacity_factor: float | None = None,
+) -> tuple[Any, Any]:
+    """Send tokens to the devices that have their experts, compute there, and combine the results.
+
+    Call it inside a loss for `zero.value_and_grad` or `zero.apply`, where a leaf of `jz.Ungathered`
+    has the experts of this device only. Where all experts are here (one device, or experts that are
+    gathered) nothing is sent, so that the same loss runs anywhere. Forward and backward are exact.
+    Each device of a node runs `compute` for all tokens of the node.
+
+    Args:
+        compute: `compute(rows, group_sizes, row_weights)`, of rows `[m, d]` sorted by expert, of
+            which the first `group_sizes[0]` are for this device's first expert, and so on,
+            `group_sizes` being `[num_local]`, int32, as `jax.lax.ragged_dot` takes it. It returns
+            `[m, d_out]`: what the experts make of rows, times `row_weights`, `[m]`. Rows after the
+            last group are 0, and what they become is not read. `models.apply_by_group` does it.
+        tokens: `[t, d]`, those of this device.
+        experts: `[t, k]`, integers: the experts that each token chose, from 0 to `num_experts - 1`.
+            Any other number, such as -1, is no choice, and adds 0 to the result.
+        weights: `[t, k]`, floats: the weight of each choice. Results are added in float32, or
+            wider if they are, and sent in the dtype that `compute` returns.
+        num_experts: of all devices together.
+        num_local: experts that this device has: the size of the leaf's dim of experts.
+        capacity_factor: None sends all tokens. A number limits the rows that a device sends to each
+            device to so many times `t k / n`, the number with even choices among n devices; the
+            choices beyond, those of the last tokens, are dropped, and add 0 to the result. It
+            limits what is computed too: `m` is that times n, and otherwise `min(k, num_local)` for
+            each token of the node.
+
+    Returns:
+        `(results, dropped)`: `[t, d_out]` in the dtype that `compute` returns, and the number of
+        this device's choices that were dropped, int32.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, `num_local` times the devices of a node is not
+            `num_experts`, or experts are missing outside of a step.
+
+    Example:
+        >>> def compute(rows, group_sizes, row_weights):
+        ...     h = jax.nn.gelu(jax.lax.ragged_dot(rows, params["up"], group_sizes))
+        ...     return jax.lax.ragged_dot(h, params["down"], group_sizes) * row_weights[:, None]
+        >>> weights, experts = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
+        >>> y, _ = jz.exchange_tokens(
+        ...     compute, x, experts, weights, num_experts=8, num_local=len(params["up"])
+        ... )
+    """
+    _check(tokens, experts, weights, num_experts, num_local, capacity_factor)
+    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1).astype(jnp.int32)
+    none = jnp.zeros((), jnp.int32)
+    if num_local == num_experts:
+        experts = jnp.where(experts < 0, num_local, experts)
+        return _grouped(compute, tokens, experts, weights, num_local), none
+    _check_devices(num_experts, num_local)
+    if capacity_factor is not None:
+        return _with_capacity(compute, tokens, experts, weights, num_local, capacity_factor)
+    gathered, summed = (_gathered, _summed)
+    if is_simulating():  # `vmap` knows no `all_to_all` inside of a `custom_vjp`
+        gathered, summed = _all_rows, _sum_over_devices
+    tokens_nd, weights_nk = (gathered(varying(x, LOCAL)) for x in (tokens, weights))
+    experts_nk = _all_rows(varying(experts, LOCAL))
+    first = lax.axis_index(LOCAL).astype(jnp.int32) * num_local
+    mine, weights_nk = _own_choices(experts_nk - first, weights_nk, num_local)
+    return summed(_grouped(compute, tokens_nd, mine, weights_nk, num_local)), none
+
+
+def _check(
+    tokens: Any, experts: Any, weights: Any, num_experts: int, num_local: int, factor: float | None
+) -> None:
+    if tokens.ndim != 2 or experts.ndim != 2 or len(tokens) != len(experts):
+        raise ValueError(
+            "`tokens` must be [tokens, features] and `experts` [tokens, choices]; got "
+            f"{tokens.shape} and {experts.shape}. Reshape a batch of rows first."
+        )
+    if weights.shape != experts.shape:
+        raise ValueError(
+            "`weights` must have a weight for each of `experts`, of the same shape; got "
+            f"{weights.shape} and {experts.shape}."
+        )
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise ValueError(f"`experts` must be integers; got {experts.dtype}.")
+    if not 1 <= num_local <= num_experts:
+        raise ValueError(
+            f"`num_local` must be from 1 to `num_experts`, {num_experts}; got {num_local}."
+        )
+    if factor is not None and not factor > 0:
+        raise ValueError(f"`capacity_factor` must be positive or None; got {factor!r}.")
+
+
+def _check_devices(num_experts: int, num_local: int) -> None:
+    try:
+        num = lax.axis_size(LOCAL)
+    except NameError as error:
+        raise ValueError(
+            f"`num_local` is {num_local} and `num_experts` is {num_experts}: experts of other "
+            "devices are reached only inside a function given to `zero.value_and_grad` or "
+            "`zero.apply`. Outside, give all experts."
+        ) from error
+    if num * num_local != num_experts:
+        raise ValueError(
+            f"`num_local` must be `num_experts`, or that divided by the {num} devices of a node; "
+            f"got {num_local} of {num_experts}. Split the leaf by `jz.Ungathered`, along its dim "
+            "of experts."
+        )
+
+
+def _own_choices(
+    choices_nk: Int[Array, "n k"], weights_nk: Float[Array, "n k"], num_local: int
+) -> tuple[Int[Array, "n m"], Float[Array, "n m"]]:
+    """This device's choices of all tokens, `num_local` for those of other devices, and weights.
+
+    There are no more for a token than experts here.
+    """
+    if num_local > choices_nk.shape[1]:
+        is_here = (choices_nk >= 0) & (choices_nk < num_local)
+        return jnp.where(is_here, choices_nk, num_local), weights_nk
+    own_e = jnp.arange(num_local, dtype=choices_nk.dtype)
+    is_chosen_nke = choices_nk[:, :, None] == own_e[None, None]
+    weights_ne = jnp.where(is_chosen_nke, weights_nk[:, :, None], 0).sum(axis=1)
+    return jnp.where(is_chosen_nke.any(axis=1), own_e[None], num_local), weights_ne
+
+
+def _grouped(
+    compute: Compute,
+    tokens_nd: Array,
+    choices_nk: Int[Array, "n k"],
+    weights_nk: Float[Array, "n k"],
+    num_local: int,
+) -> Shaped[Array, "n d"]:
+    """What the experts of this device make of tokens; the choice `num_local` adds 0."""
+    num, k = choices_nk.shape
+    choices_m = choices_nk.reshape(-1)
+    with jax.named_scope(ROWS_APART):
+        number_m = jnp.arange(num * k, dtype=jnp.int32)
+        _, order_m = lax.sort((choices_m, number_m), num_keys=1)  # stable
+    inverse_m = jnp.zeros_like(order_m).at[order_m].set(number_m, unique_indices=True)
+    sizes_e = jnp.bincount(choices_m, length=num_local).astype(jnp.int32)
+    is_here_m1 = (number_m < sizes_e.sum(dtype=jnp.int32))[:, None]
+    rows_md: Any = _rows(tokens_nd, order_m, inverse_m, k)
+    rows_md = jnp.where(is_here_m1, rows_md, 0)
+    weights_m1: Any = _rows(weights_nk.reshape(-1, 1), order_m, inverse_m, 1)
+    made_md = compute(rows_md, sizes_e, jnp.where(is_here_m1, weights_m1, 0)[:, 0])
+    if made_md.ndim != 2 or len(made_md) != num * k:
+        raise ValueError(
+            f"`compute` must return [rows, features] for {num * k} rows; got {made_md.shape}."
+        )
+    return _sums(jnp.where(is_here_m1, made_md, 0), order_m, inverse_m, k)
+
+
+def _with_capacity(
+    compute: Compute,
+    tokens_td: Array,
+    experts_tk: Int[Array, "t k"],
+    weights_tk: Float[Array, "t k"],
+    num_local: int,
+    factor: float,
+) -> tuple[Shaped[Array, "t d"], Int[Array, ""]]:
+    num_devices, (num, k) = lax.axis_size(LOCAL), experts_tk.shape
+    pairs = num * k
+    room = min(math.ceil(factor * pairs / num_devices), pairs)  # for pairs, on each device
+    chosen_p = experts_tk.reshape(-1)
+    is_sent_pn = (chosen_p // num_local)[:, None] == jnp.arange(num_devices, dtype=jnp.int32)[None]
+    to_p = jnp.maximum(chosen_p, 0) // num_local
+    with jax.named_scope(ROWS_APART):
+        place_pn = lax.cumsum(is_sent_pn.astype(jnp.int32)) - 1
+    place_p = jnp.take_along_axis(place_pn, to_p[:, None], axis=1)[:, 0]
+    fits_p = (place_p < room) & (chosen_p >= 0)
+    slots = num_devices * room
+    pair_p = jnp.arange(pairs, dtype=jnp.int32)
+    slot_p = jnp.where(fits_p, to_p * room + place_p, slots + pair_p)
+    pair_s = (
+        jnp.full(slots, pairs, jnp.int32).at[slot_p].set(pair_p, mode="drop", unique_indices=True)
+    )
+    rows_sd: Any = _sent(tokens_td, pair_s, slot_p, k)
+    choices_s = jnp.where(pair_s < pairs, chosen_p[jnp.minimum(pair_s, pairs - 1)], -1)
+    choices_s = jnp.where(choices_s < 0, num_local, choices_s % num_local)
+    weights_s1: Any = _sent(weights_tk.reshape(-1, 1), pair_s, slot_p, 1)
+    rows_sd, choices_s1, weights_s1 = map(_exchanged, (rows_sd, choices_s[:, None], weights_s1))
+    made_sd = _exchanged(_grouped(compute, rows_sd, choices_s1, weights_s1, num_local))
+    made_pd: Any = _sent(made_sd, slot_p, pair_s, 1)
+    dropped = jnp.sum(~fits_p & (chosen_p >= 0), dtype=jnp.int32)
+    return _sum_of_copies(made_pd, k), dropped
+
+
+def _wide(dtype: Any) -> jnp.dtype:
+    """The dtype of sums: at least float32."""
+    return max(jnp.dtype(jnp.float32), jnp.dtype(dtype), key=lambda x: x.itemsize)
+
+
+def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
+    """Send the i-th part of the rows to device i."""
+    return lax.all_to_all(varying(x, LOCAL), LOCAL, 0, 0, tiled=True)
+
+
+# Gathers of rows whose derivatives are gathers too: each row is read by known others.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows(
+    x: Shaped[Array, "n d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
+) -> Shaped[Array, "m d"]:
+    """Row `order // k` of `x`: `order` is a permutation of `k` copies of each row."""
+    return x[order_m // k]
+
+
+def _rows_forward(x: Array, order_m: Array, inverse_m: Array, k: int) -> tuple[Array, Array]:
+    return x[order_m // k], inverse_m
+
+
+def _rows_backward(k: int, inverse_m: Array, grad_md: Array) -> tuple[Array, None, None]:
+    return _sum_of_copies(grad_md[inverse_m], k), None, None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sums(
+    x: Shaped[Array, "m d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
+) -> Shaped[Array, "n d"]:
+    """The sum of the `k` rows of each token, which are in the order of `_rows`."""
+    return _sum_of_copies(x[inverse_m], k)
+
+
+def _sums_forward(x: Array, order_m: Array, inverse_m: Array, k: int) -> tuple[Array, Array]:
+    return _sums(x, order_m, inverse_m, k), order_m
+
+
+def _sums_backward(k: int, order_m: Array, grad_nd: Array) -> tuple[Array, None, None]:
+    return grad_nd[order_m // k], None, None
+
+
+_sums.defvjp(_sums_forward, _sums_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sent(
+    x: Shaped[Array, "n d"], pair_s: Int[Array, " s"], slot_p: Int[Array, " p"], k: int
+) -> Shaped[Array, "s d"]:
+    """Row `pair // k` of `x` in each slot; 0 where `pair` is out of range.
+
+    `slot_p` is the slot of each pair, out of range if it has none.
+    """
+    return _read(x, pair_s, k)
+
+
+def _sent_forward(x: Array, pair_s: Array, slot_p: Array, k: int) -> tuple[Array, Array]:
+    return _read(x, pair_s, k), slot_p
+
+
+def _sent_backward(k: int, slot_p: Array, grad_sd: Array) -> tuple[Array, None, None]:
+    return _sum_of_copies(_read(grad_sd, slot_p, 1), k), None, None
+
+
+_sent.defvjp(_sent_forward, _sent_backward)
+
+
+def _read(x: Array, index: Array, k: int) -> Array:
+    return x.at[index // k].get(mode="fill", fill_value=0)
+
+
+def _sum_of_copies(x: Shaped[Array, "m d"], k: int) -> Shaped[Array, "n d"]:
+    """Add each `k` rows."""
+    if k == 1:
+        return x
+    copies = x.reshape(len(x) // k, k, x.shape[1])
+    return copies.sum(axis=1, dtype=_wide(x.dtype)).astype(x.dtype)
+
+
+# Each is the derivative of the other. Sums of 16 bits are rounded once, on the device that reads
+# them; a reduce-scatter would round after each of its steps.
+
+
+@jax.custom_vjp
+def _gathered(x: Shaped[Array, "t d"]) -> Shaped[Array, "n d"]:
+    """The rows of all devices of the node."""
+    return _all_rows(x)
+
+
+@jax.custom_vjp
+def _summed(x: Shaped[Array, "n d"]) -> Shaped[Array, "t d"]:
+    """The sum over the devices of the node, of which a device has the rows of its own tokens."""
+    return _sum_over_devices(x)
+
+
+def _all_rows(x: Array) -> Array:
+    return lax.all_gather(x, LOCAL, tiled=True)
+
+
+def _sum_over_devices(x: Array) -> Array:
+    num = lax.axis_size(LOCAL)
+    parts = _exchanged(x).reshape(num, len(x) // num, *x.shape[1:])
+    return parts.sum(axis=0, dtype=_wide(x.dtype)).astype(x.dtype)
+
+
+_gathered.defvjp(lambda x: (_gathered(x), None), lambda _, grad: (_sum_over_devices(grad),))
+_summed.defvjp(lambda x: (_summed(x), None), lambda _, grad: (_gathered(varying(grad, LOCAL)),))

@@ -1,0 +1,121 @@
+"""Leaves that are split over `local` along a dim of their own, and stay so: experts.
+
+A device has `size / local` entries of the dim, and the program sees these alone. Such a leaf is
+further split over `node`, along another dim; it is gathered, and its gradient is reduced, over
+`node` only. A gradient of a device already has what the rows of its node's devices contribute,
+since these send their tokens, so that the sum over nodes is the sum over all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._mesh import LOCAL, AnyMesh
+from .hops import check_integer
+
+
+@dataclasses.dataclass(frozen=True)
+class Ungathered:
+    """Leaves of which each device of a node keeps its own part of one dim, such as its experts.
+
+    Inside a step the function sees a leaf with `1 / local` of this dim, `local` being the devices
+    of a node: device `i` has the `i`-th run of neighbours. Outside, shapes are whole. Tokens have
+    to be sent to the devices that have their experts: `jz.exchange_tokens`.
+
+    Args:
+        leaves: one or more patterns for tree paths, such as "layers.experts.*", in which `*`
+            matches any characters.
+        dim: that is split, counted from the first: 0 for `[experts, ...]`, 1 for `[layers, experts,
+            ...]`.
+
+    Raises:
+        ValueError: one is of another type or out of range.
+    """
+
+    leaves: str | tuple[str, ...]
+    dim: int = 0
+
+    def __post_init__(self):
+        patterns = self.patterns
+        if not patterns or not all(isinstance(x, str) and x for x in patterns):
+            raise ValueError(
+                "`leaves` of `Ungathered` must be a pattern for tree paths, such as "
+                f"'layers.experts.*', or several; got {self.leaves!r}."
+            )
+        check_integer("dim", "Ungathered", self.dim, 0)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.leaves,) if isinstance(self.leaves, str) else tuple(self.leaves)
+
+    def split(self, path: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec | None:
+        """The split of a leaf over `local`; None if it has none.
+
+        Other leaves, those of nodes with one device, and those whose shape has no such split, as
+        that of statistics in an optimizer's state may have none, are laid out as usual.
+        """
+        num = mesh.shape[LOCAL]
+        if num == 1 or not any(fnmatch.fnmatchcase(path, x) for x in self.patterns):
+            return None
+        if self._fault(shape, num) is not None:
+            return None
+        return PartitionSpec(*[None] * self.dim, LOCAL)
+
+    def _fault(self, shape: tuple[int, ...], num: int) -> str | None:
+        """What keeps a leaf of this shape from being split so; None if nothing."""
+        if len(shape) < 2 or self.dim >= len(shape):
+            return f"has no dim {self.dim} beside another one, which nodes split"
+        if shape[self.dim] % num:
+            return f"has {shape[self.dim]} in dim {self.dim}, which the {num} devices do not divide"
+        return None
+
+    def check(self, leaves: Sequence[Any], mesh: AnyMesh, matched: set[str]) -> None:
+        """Check the leaves of a parameter tree.
+
+        Args:
+            leaves: their layouts, `LeafSpec`s.
+            mesh: has the devices of a node.
+            matched: the patterns that matched a leaf of an earlier tree; those of this one are
+                added. So adapters (LoRA) may follow the weights that the patterns are for.
+
+        Raises:
+            ValueError: a pattern has matched no leaf, or a leaf that cannot be split.
+        """
+        for pattern in self.patterns:
+            found = [leaf for leaf in leaves if fnmatch.fnmatchcase(leaf.path, pattern)]
+            if not found and pattern not in matched:
+                known = ", ".join(leaf.path for leaf in leaves[:8])
+                raise ValueError(
+                    f"`leaves` of `Ungathered` has the pattern {pattern!r}, which matches no leaf "
+                    f"of this tree; its leaves are {known}{', ...' if len(leaves) > 8 else ''}."
+                )
+            matched |= {pattern} if found else set()
+            for leaf in found:
+                if fault := self._fault(leaf.shape, mesh.shape[LOCAL]):
+                    raise ValueError(
+                        f"The leaf `{leaf.path}` of shape {leaf.shape} is one of "
+                        f"`ungathered={self!r}`, and {fault}. Leave it out of the patterns, give "
+                        "another `dim`, or take a mesh with other devices in a node."
+                    )
+
+
+def check_ungathered(config: Any) -> None:
+    """Raise `ValueError` for what a `ZeroConfig` cannot have with `ungathered`."""
+    if not isinstance(config.ungathered, Ungathered):
+        raise ValueError(
+            f"`ungathered` must be a `jz.Ungathered(...)` or None; got {config.ungathered!r}."
+        )
+    for refused, why in (
+        (config.stage < 3, f"parameters are split (`stage=3`); got `stage={config.stage}`"),
+        (config.stages is not None, "all devices run all layers, so `stages` is not possible"),
+        (config.needs_wire_state, "hops cannot keep arrays from step to step"),
+        (config.schedule.deterministic, "sums over devices have no order that all meshes share"),
+        (config.offload is not None, "nothing is in host memory, so `offload` is not possible"),
+    ):
+        if refused:
+            raise ValueError(f"With `ungathered`, {why}. Leave out one of the two.")

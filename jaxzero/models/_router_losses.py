@@ -1,0 +1,95 @@
+"""What keeps the experts of a layer equally busy: losses of its router, and corrected choices.
+
+With f_e the choices of expert e for each token and P_e its mean share, over the tokens of all
+devices, and E experts:
+
+    load balancing  E sum of f_e P_e                    (Switch Transformers, arXiv 2101.03961)
+    router z        mean of logsumexp(logits)^2         (ST-MoE, arXiv 2202.08906)
+    correction      b_e + rate sign(mean of f - f_e)    (DeepSeek-V3, arXiv 2412.19437)
+
+f and P are averaged before their product: the mean of products of devices is another loss, which
+asks each device for balance by itself. Inside a step one all-reduce of 2 E + 2 numbers averages
+them over devices; in a step with micro-batches they are those of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._mesh import AXES, program_axes
+from ._parts import widened
+
+
+class RouterBalance(NamedTuple):
+    """How evenly a router chooses; of a `Decoder` with a leading dim for its layers.
+
+    Attributes:
+        load_balancing: the load-balancing loss, which is k where all experts are chosen equally
+            often. It is differentiable by the shares, as in transformers.
+        z: the router z-loss.
+        loads: `[e]`, how often a token chooses each expert, on average; without a gradient.
+    """
+
+    load_balancing: Float[Array, "*layers"]
+    z: Float[Array, "*layers"]
+    loads: Float[Array, "*layers e"]
+
+
+def router_balance(
+    logits_ne: Float[Array, "n e"],
+    chosen_nk: Int[Array, "n k"],
+    mask_n: Bool[Array, " n"] | None = None,
+    *,
+    sigmoids: bool = False,
+) -> RouterBalance:
+    """Compute the losses of a router, over the tokens of all devices.
+
+    Add them to the loss, times coefficients such as 0.01 and 0.001.
+
+    Args:
+        logits_ne: of the router, for this device's tokens.
+        chosen_nk: the experts that each token chose.
+        mask_n: False for padding, which does not count; None if there is none.
+        sigmoids: whether shares are the sigmoids of logits, scaled to a sum of 1; by default they
+            are the softmax.
+    """
+    num_experts = logits_ne.shape[1]
+    logits_ne = logits_ne.astype(widened(logits_ne.dtype))
+    scores_ne = jax.nn.log_sigmoid(logits_ne) if sigmoids else logits_ne
+    shares_ne = jax.nn.softmax(scores_ne, axis=-1)
+    chosen_ne = jax.nn.one_hot(chosen_nk, num_experts, dtype=logits_ne.dtype).sum(axis=1)
+    squares_n1 = jax.nn.logsumexp(logits_ne, axis=-1, keepdims=True) ** 2
+    ones_n1 = jnp.ones_like(squares_n1)
+    columns = jnp.concatenate([chosen_ne, shares_ne, squares_n1, ones_n1], axis=1)
+    if mask_n is not None:
+        columns = jnp.where(mask_n[:, None], columns, 0)
+    sums = columns.sum(axis=0)
+    with contextlib.suppress(NameError):  # outside of a step, which has no axes
+        sums = jax.lax.psum(sums, program_axes(AXES))
+    means = sums[:-1] / jnp.maximum(sums[-1], 1)
+    loads_e = jax.lax.stop_gradient(means[:num_experts])
+    loss = num_experts * jnp.sum(loads_e * means[num_experts:-1])
+    return RouterBalance(loss, means[-1], loads_e)
+
+
+def corrected_choices(
+    correction: Float[Array, "*layers e"], loads: Float[Array, "*layers e"], rate: float = 0.001
+) -> Float[Array, "*layers e"]:
+    """The next correction of a router: up for experts that are chosen less than others.
+
+    The correction is added to shares when experts are chosen, and has no gradient. Return `loads`
+    from the loss as `aux`, and store the correction in the parameters after the optimizer's update;
+    exclude it from weight decay.
+
+    Args:
+        correction: of the step.
+        loads: of the step, from `router_balance`.
+        rate: by how much it changes.
+    """
+    difference = loads.mean(axis=-1, keepdims=True) - loads
+    return correction + (rate * jnp.sign(difference)).astype(correction.dtype)

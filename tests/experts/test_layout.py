@@ -1,0 +1,200 @@
+"""Leaves that stay split over `local` are exact, and layouts, gathers and reports know them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxzero as jz
+
+from . import mixtures
+
+
+@pytest.fixture(autouse=True)
+def _x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def _zero(nodes: int = 2, config: jz.ZeroConfig | None = None, **options) -> jz.Zero:
+    config = dataclasses.replace(config or jz.zero3(), ungathered=mixtures.UNGATHERED)
+    return jz.Zero(jz.make_mesh(nodes, **options), config)
+
+
+@functools.cache
+def _wanted(choices: int):
+    with jax.enable_x64(True):
+        loss = functools.partial(mixtures.dense_loss, choices=choices)
+        return jax.jit(jax.value_and_grad(loss))(mixtures.init(None), mixtures.batch())
+
+
+def _check(zero: jz.Zero, choices: int = mixtures.CHOICES, atol: float = 1e-13, **options) -> None:
+    loss_fn = functools.partial(mixtures.loss, choices=choices, **options.pop("of_loss", {}))
+    params = zero.init(mixtures.init, jax.random.key(0))
+    loss, grads = jax.jit(zero.value_and_grad(loss_fn, **options))(params, mixtures.batch())
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    _equal((loss, zero.unshard(grads)), _wanted(choices), atol)
+
+
+def _equal(found, wanted, atol: float) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        size = atol * float(np.max(np.abs(y)))
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=size)
+
+
+@pytest.mark.parametrize("form", ["scan", "unrolled", "remat"])
+@pytest.mark.parametrize("nodes", [2, 4, 1, 8])
+def test_gradients(nodes: int, form: str):
+    """Of one device, with 4, 2, 8 and 1 devices in a node."""
+    _check(_zero(nodes), of_loss={"form": form})
+
+
+@pytest.mark.parametrize("choices", [1, 2, 8])
+def test_choices(choices: int):
+    """With fewer experts on a device than choices, as many, and more."""
+    _check(_zero(), choices)
+    _check(_zero(4), choices)
+
+
+EXACT = {"min_quantized_size": 2**20}  # no array is large enough to be encoded
+CONFIGS = {
+    "hpz": jz.zero3(hpz=jz.HpZ(codec=None)),
+    "hsdp": jz.hsdp(),
+    "zeropp": dataclasses.replace(jz.zeropp(), **EXACT),
+    "no prefetch": jz.ZeroConfig(schedule=jz.CommSchedule(prefetch=0, bucket_bytes=0)),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_configs(config: str):
+    _check(_zero(2, CONFIGS[config]))
+    _check(_zero(2, CONFIGS[config]), microbatches=2)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, None])
+def test_other_meshes(axis_type: AxisType | None):
+    options = {"simulate": 8} if axis_type is None else {"axis_type": axis_type}
+    _check(_zero(2, **options), of_loss={"by_blocks": True})  # no `ragged_dot` under `vmap`
+
+
+def test_weighted():
+    zero, batch = _zero(), mixtures.batch()
+    weights = jnp.arange(16.0)
+
+    def loss(params, batch):
+        x, weights = batch
+        return mixtures.loss(params, x) * weights.sum(), weights.sum()
+
+    def wanted(params):
+        parts = [mixtures.dense_loss(params, x) for x in jnp.split(batch, 8)]
+        return jnp.sum(jnp.stack(parts) * weights.reshape(8, 2).sum(1)) / weights.sum()
+
+    params = zero.init(mixtures.init, jax.random.key(0))
+    found = zero.value_and_grad(loss, weighted=True)(params, (batch, weights))
+    want = jax.value_and_grad(wanted)(mixtures.init(None))
+    _equal((found[0], zero.unshard(found[1])), want, 1e-13)
+
+
+def test_codecs_are_near():
+    config = dataclasses.replace(jz.zeropp(), min_quantized_size=2)
+    zero = _zero(2, config)
+    params = zero.init(mixtures.init, jax.random.key(0))
+    loss, grads = jax.jit(zero.value_and_grad(mixtures.loss))(params, mixtures.batch())
+    want_loss, want = _wanted(mixtures.CHOICES)
+    assert abs(float(loss / want_loss) - 1) < 0.05
+    for x, y in zip(jax.tree.leaves(zero.unshard(grads)), jax.tree.leaves(want), strict=True):
+        assert float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)) < 0.3
+
+
+def test_layout_and_bytes():
+    zero = _zero()
+    params = zero.init(mixtures.init, jax.random.key(0))
+    up, bias = params["experts"]["up"], params["experts"]["up_bias"]
+    assert up.sharding.spec == P(None, "local", None, "node")
+    assert up.shape == (2, 8, 6, 10) and up.addressable_shards[0].data.shape == (2, 2, 6, 5)
+    assert bias.sharding.spec == P(None, "local", "node")
+    plan = zero.plan(mixtures.loss, params, mixtures.batch())
+    sent = [x for x in plan.transfers if "experts" in x.name]
+    assert sent and {x.axis for x in sent} == {"node"}
+    rows = {row.path: row for row in zero.report(params).rows if row.kind == "parameters"}
+    assert rows["experts.up"].device_bytes == up.nbytes // 8
+
+
+@pytest.mark.standard_promotion
+def test_trees_and_updates(tmp_path):
+    zero, tx = _zero(), optax.adam(1e-2)
+    full = mixtures.init(None)
+    params = zero.shard(full)
+    _equal(zero.unshard(params), full, 0)
+    assert float(zero.apply(mixtures.loss)(params, mixtures.batch())) > 0
+    opt_state = zero.init_optimizer(tx, params)
+    assert opt_state[0].mu["experts"]["up"].sharding == params["experts"]["up"].sharding
+    step = jax.jit(zero.value_and_update(mixtures.loss, tx))
+    want_state, want = tx.init(full), full
+    for _ in range(2):
+        _, params, opt_state = step(params, opt_state, mixtures.batch())
+        grads = jax.grad(mixtures.dense_loss)(want, mixtures.batch())
+        updates, want_state = tx.update(grads, want_state, want)
+        want = optax.apply_updates(want, updates)
+    _equal(zero.unshard(params), want, 1e-11)  # Adam divides small gradients by their size
+    with jz.Checkpoints(tmp_path / "run", zero) as checkpoints:
+        checkpoints.save(1, {"params": params, "opt_state": opt_state})
+    other = jz.Zero(jz.make_mesh(nodes=4), zero.config)
+    like = {"params": other.abstract(mixtures.init, jax.random.key(0))}
+    like["opt_state"] = other.init_optimizer(tx, other.shard(full))
+    with jz.Checkpoints(tmp_path / "run", other) as checkpoints:
+        _, restored, _ = checkpoints.restore(like)
+    _equal(other.unshard(restored["params"]), zero.unshard(params), 0)
+
+
+REFUSED = {
+    "stage": (dict(stage=2), "stage=3"),
+    "stages": (dict(stages=jz.Stages(microbatches=2)), "stages"),
+    "deterministic": (dict(schedule=jz.CommSchedule(deterministic="mesh")), "order"),
+    "offload": (dict(offload=jz.Offload(optimizer=True)), "host memory"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_configs(name: str):
+    fields, match = REFUSED[name]
+    with pytest.raises(ValueError, match=match):
+        jz.ZeroConfig(ungathered=mixtures.UNGATHERED, **fields)
+
+
+def test_refused():
+    with pytest.raises(ValueError, match="from step to step"):
+        dataclasses.replace(jz.zeropp4(), ungathered=mixtures.UNGATHERED)
+    with pytest.raises(ValueError, match="pattern"):
+        jz.Ungathered(())
+    with pytest.raises(ValueError, match="`dim`"):
+        jz.Ungathered("x", dim=-1)
+    with pytest.raises(ValueError, match=r"jz.Ungathered\(...\)"):
+        jz.ZeroConfig(ungathered="experts.*")  # pyright: ignore[reportArgumentType]
+
+    def zero(*args):
+        return jz.Zero(jz.make_mesh(2), jz.ZeroConfig(ungathered=jz.Ungathered(*args)))
+
+    params = mixtures.init(None)
+    with pytest.raises(ValueError, match="matches no leaf"):
+        zero("layers.*", 1).shard(params)
+    with pytest.raises(ValueError, match=r"`experts.down`.*10 in dim 2"):
+        zero("experts.*", 2).shard(params)
+    with pytest.raises(ValueError, match="no dim 3"):
+        zero("router", 3).shard(params)
+    with pytest.raises(NotImplementedError, match="`ungathered` leaves are encoded"):
+        _zero().codec_noise(_zero().shard(params))
+    with pytest.raises(NotImplementedError, match="`local_steps` does not work with `ungathered`"):
+        _zero().local_steps(lambda params, opt_state, batch: (params, opt_state, {}), jz.diloco())
+    with pytest.raises(NotImplementedError, match="halves"):
+        step = _zero().value_and_grad(mixtures.loss, halves=True)
+        step(_zero().shard(params), mixtures.batch())
