@@ -38,7 +38,7 @@ from .._collectives import (
     start_gather,
     start_reduction,
 )
-from .._mesh import in_host
+from .._mesh import in_host, whole_weight
 from .._plan import BlockPlan, Gather, GatherGroup, ShardedParam, View
 from .._program import Value, movable_ops
 from .._sharding import DimSharding, unpad
@@ -191,7 +191,7 @@ def _decoded(
     full_weights = []
     gathered = arrays(buckets, [_leading_cast(x) for x in ops])
     for x, layout, after in zip(gathered, layouts, ops, strict=True):
-        x = unpad(x, layout)
+        x = whole_weight(unpad(x, layout))
         for op in after:
             x = op.apply(x)
         full_weights.append(x)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from .._attention import Form, attend_split, default_scale, exchanged, method_for
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
 from ._parts import ScaledLayerNorm, dropout, make_norm, widened
@@ -125,9 +126,22 @@ def attend(
 ) -> Float[Array, "b t h v"]:
     """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature.
 
-    With `start`, the first query is at that key; else there are as many queries as keys.
+    With `start`, the first query is at that key; else there are as many queries as keys. Where
+    their tokens are split over devices, `attend_split` computes it.
     """
     has_dropout = dropout_key is not None and dropout_rate > 0
+    method = None if start is not None else method_for(query_bthk, key_bsgk, value_bsgv)
+    if method is not None and not has_dropout and implementation is None:
+        form = _form(query_bthk.shape[-1], is_causal, window, scale, softcap, mask_bs)
+        reach = window if isinstance(window, jax.Array) else None
+        arrays = query_bthk, key_bsgk, value_bsgv, mask_bs, mask_bs
+        mixed_bthv, logarithms = attend_split(form, method, *arrays, reach)
+        if sinks_h is not None:  # they take a part of what the keys have been given in full
+            left = jax.nn.sigmoid(logarithms - sinks_h.astype(logarithms.dtype))
+            mixed_bthv = (mixed_bthv * left[..., None]).astype(mixed_bthv.dtype)
+        return mixed_bthv
+    if method is not None:
+        query_bthk, key_bsgk, value_bsgv = exchanged(method, query_bthk, key_bsgk, value_bsgv)
     is_plain = softcap is None and sinks_h is None and key_bsgk.shape == value_bsgv.shape
     if is_plain and not has_dropout and not isinstance(window, jax.Array) and start is None:
         return jax.nn.dot_product_attention(
@@ -163,6 +177,21 @@ def attend(
     probabilities = dropout(_softmax(logits, sinks_h), dropout_rate, dropout_key)
     mixed = jnp.einsum("bgnts,bsgv->btgnv", probabilities.astype(value_bsgv.dtype), value_bsgv)
     return mixed.reshape(*query_bthk.shape[:-1], -1)
+
+
+def _form(
+    size: int,
+    is_causal: bool,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+    mask_bs: Mask,
+) -> Form:
+    """What queries see, and their logits; a window that is data comes on top."""
+    before = window - 1 if isinstance(window, int) else None
+    marks = None if mask_bs is None else "keys" if mask_bs.dtype == jnp.bool_ else "segments"
+    scale = default_scale(size) if scale is None else scale
+    return Form(scale, softcap, before, 0 if is_causal else before, marks, chunk=1024)
 
 
 def _softmax(
