@@ -85,9 +85,10 @@ def attend_split(
     if key_marks is None:
         key_marks = jnp.ones((batch, num_keys), jnp.int32)
     query_btgnk = query_bthk.reshape(batch, num_queries, groups, heads // groups, size)
-    # With a mask by distance, tokens are dealt out in turn.
+    # With a mask by distance, tokens are dealt out in turn, if that is one all-to-all.
     num_parts = num_token_parts() if method in ("gather", "ring") else 1
-    in_turn = num_parts > 1 and (form.before is not None or form.after is not None)
+    in_turn = form.before is not None or form.after is not None
+    in_turn = in_turn and num_parts > 1 and num_queries % num_parts**2 == 0
     places = (num_parts, 1) if in_turn else (1, num_queries // num_parts)
     form = dataclasses.replace(
         form,

@@ -10,7 +10,9 @@ from jax.sharding import AxisType
 
 import jaxzero as jz
 
-ROWS, TOKENS, SIZE = 2, 24, 6
+pytestmark = pytest.mark.standard_promotion  # `jax.nn.dot_product_attention` is not strict
+
+ROWS, TOKENS, SIZE = 2, 32, 6
 METHODS = ("gather", "heads", "ring")
 # Options of `jz.attention`, beside the number of query heads and key-value heads.
 CASES = {
@@ -24,7 +26,7 @@ CASES = {
     "padding, segments": ({"mask": True, "segments": True, "softcap": 2.0}, 8, 4),
 }
 SEGMENTS = np.repeat([[1, 2, 3, 0], [5, 5, 7, 7]], TOKENS // 4, axis=1).astype(np.int32)
-SEEN = np.arange(TOKENS) < np.array([[19], [24]])
+SEEN = np.arange(TOKENS) < np.array([[19], [32]])
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +103,9 @@ def check(case, mesh, chunk=None, method=None):
             (_, found), found_gradients = both(got)(*arrays)
     _, has_keys = written_out(*arrays, options)
     assert np.isfinite(found).all()
-    close = {"rtol": 1e-12, "atol": 1e-12}
+    # Without blocks the softmax is JAX's, in float32 for all dtypes.
+    limit = 1e-5 if mesh is None and chunk is None and "softcap" not in given else 1e-12
+    close = {"rtol": limit, "atol": limit}
     np.testing.assert_allclose(found[has_keys], mixed[has_keys], **close)
     for x, y in zip(found_gradients, gradients, strict=True):
         np.testing.assert_allclose(x, y, **close)
@@ -143,11 +147,12 @@ def test_values_of_another_size_and_more_keys_than_queries():
 def test_a_bias_is_added_by_jax_where_tokens_are_split_too():
     query, key, value, _ = drawn(8, 4)
     bias = jax.random.normal(jax.random.key(5), (ROWS, 8, TOKENS, TOKENS))
-    want = jax.nn.dot_product_attention(query, key, value, bias, is_causal=True)
+    want = jax.jit(jax.nn.dot_product_attention, static_argnames="is_causal")
+    want = want(query, key, value, bias, is_causal=True)
     for method in (None, "gather", "heads"):
         with jax.set_mesh(devices(4)):
             run = jax.jit(lambda *x, m=method: jz.attention(*x, is_causal=True, method=m))
-            np.testing.assert_allclose(run(query, key, value, bias), want, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(run(query, key, value, bias), want, rtol=1e-5, atol=1e-5)
 
 
 def test_without_the_axis_short_rows_are_those_of_jax():
@@ -203,16 +208,16 @@ def test_hidden_blocks_take_no_time():
 
 def test_mistakes():
     query, key, value, _ = drawn(4, 2)
-    with pytest.raises(ValueError, match=r"`query` must have a multiple; got \(2, 24, 4, 6\)"):
+    with pytest.raises(ValueError, match=r"`query` must have a multiple; got \(2, 32, 3, 6\)"):
         jz.attention(query[:, :, :3], key, value)
     with pytest.raises(ValueError, match="`segments` must have the rows and tokens"):
-        jz.attention(query, key, value, segments=jnp.zeros((2, 23), jnp.int32))
+        jz.attention(query, key, value, segments=jnp.zeros((2, 31), jnp.int32))
     with pytest.raises(ValueError, match="`softcap` must be positive"):
         jz.attention(query, key, value, softcap=0.0)
     with pytest.raises(ValueError, match="`chunk` must be a number of tokens"):
         jz.attention(query, key, value, chunk=0)
     with pytest.raises(ValueError, match="have no `bias`"):
-        jz.attention(query, key, value, jnp.zeros((1, 1, 24, 24)), softcap=1.0)
+        jz.attention(query, key, value, jnp.zeros((1, 1, 32, 32)), softcap=1.0)
     with pytest.raises(ValueError, match='`method` must be "gather"'):
         jz.attention(query, key, value, method="ulysses")
     with jax.set_mesh(devices(4)):
@@ -220,7 +225,7 @@ def test_mistakes():
             jax.jit(jz.attention)(query[:, :22], key, value)
         with pytest.raises(ValueError, match='"heads"` needs a number of key-value heads'):
             jax.jit(lambda *x: jz.attention(*x, method="heads"))(query, key, value)
-        with pytest.raises(ValueError, match="needs as many keys as queries; got 24 keys and 8"):
+        with pytest.raises(ValueError, match="needs as many keys as queries; got 32 keys and 8"):
             jax.jit(lambda *x: jz.attention(*x, method="ring"))(query[:, :8], key, value)
     explicit = jax.make_mesh((1, 1, 4), ("node", "local", "tokens"), (AxisType.Explicit,) * 3,
                              devices=jax.devices()[:4])  # fmt: skip
