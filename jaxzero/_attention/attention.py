@@ -73,39 +73,31 @@ def attention(
         ValueError: shapes do not fit each other or the axis `tokens`, an option is out of range,
             or two options exclude each other.
     """
-    before, after = _window(local_window_size, is_causal)
     _check(query, key, value, segments, softcap, chunk)
     key_mask = _as_key_mask(mask)
     needs_all = bias is not None or (mask is not None and key_mask is None)
     needs_all |= query_seq_lengths is not None or key_value_seq_lengths is not None
     needs_all |= implementation is not None
-    chosen = _checked_method(method, query, key, value, implementation)
-    if needs_all:
-        if chunk is not None or softcap is not None or chosen == "ring":
-            raise ValueError(
-                "`chunk`, `softcap` and `method='ring'` need blocks, which have no `bias`, no "
-                "`mask` of queries, no lengths and no `implementation`. Leave out one of the two; "
-                "`segments`, `is_causal` and `local_window_size` say most of what masks do."
-            )
-    elif (
-        chosen
-        or chunk
-        or softcap
-        or max(query.shape[1], key.shape[1]) > _LONG
-        or (segments is not None and key_mask is not None)
-    ):
+    if needs_all and (chunk is not None or softcap is not None or method == "ring"):
+        raise ValueError(
+            '`chunk`, `softcap` and `method="ring"` need blocks, which have no `bias`, no `mask` '
+            "of queries, no lengths and no `implementation`. Leave out one of the two; `segments`, "
+            "`is_causal` and `local_window_size` say most of what masks do."
+        )
+    chosen = _checked_method(method, query, key, value, needs_all)
+    # JAX computes the softmax in float32, also of 64-bit logits.
+    is_long = max(query.shape[1], key.shape[1]) > _LONG or query.dtype.itemsize > 4
+    has_marks = segments is not None and key_mask is not None
+    if not needs_all and (chosen or chunk or softcap or has_marks or is_long):
+        marks = None if segments is None and key_mask is None else "keys"
         form = Form(
             default_scale(query.shape[-1]) if scale is None else float(scale),
             softcap,
-            before,
-            after,
-            "segments" if segments is not None else None if key_mask is None else "keys",
+            *_window(local_window_size, is_causal),
+            marks if segments is None else "segments",
             1024 if chunk is None else chunk,
         )
-        marks = segments
-        if key_mask is not None:
-            seen = jnp.broadcast_to(key_mask, key.shape[:2])
-            marks = seen.astype(jnp.int32) if segments is None else jnp.where(seen, segments, 0)
+        marks = _marks_of_keys(segments, key_mask, key)
         return attend_split(form, chosen, query, key, value, segments, marks)[0]
     if segments is not None:
         same = segments[:, None, :, None] == segments[:, None, None]
@@ -144,7 +136,15 @@ def _as_key_mask(mask: Any) -> Bool[Array, "b s"] | None:
     return mask[:, 0, 0]
 
 
-def _checked_method(method: Any, query: Any, key: Any, value: Any, implementation: Any) -> Any:
+def _marks_of_keys(segments: Any, key_mask: Any, key: Any) -> Int[Array, "b s"] | None:
+    """The segment of each key, or 1; 0 for keys that nothing sees. None: all are alike."""
+    if key_mask is None:
+        return segments
+    seen = jnp.broadcast_to(key_mask, key.shape[:2])
+    return seen.astype(jnp.int32) if segments is None else jnp.where(seen, segments, 0)
+
+
+def _checked_method(method: Any, query: Any, key: Any, value: Any, needs_all: bool) -> Any:
     """The way that is taken; None where tokens are not split."""
     num = num_token_parts()
     if method not in (None, "gather", "heads", "ring"):
@@ -157,8 +157,6 @@ def _checked_method(method: Any, query: Any, key: Any, value: Any, implementatio
                 f"`{name}` has {x.shape[1]} tokens, and the mesh axis `tokens` splits them over "
                 f"{num} devices. Pad rows to a multiple of {num}."
             )
-    if implementation == "cudnn" and method is None:
-        method = "heads"
     if method == "heads" and key.shape[2] % num:
         raise ValueError(
             f'`method="heads"` needs a number of key-value heads that divides by the {num} devices '
@@ -169,7 +167,8 @@ def _checked_method(method: Any, query: Any, key: Any, value: Any, implementatio
             f'`method="ring"` needs as many keys as queries; got {key.shape[1]} keys and '
             f'{query.shape[1]} queries. Take "gather".'
         )
-    return method or method_for(query, key, value)
+    chosen = method or method_for(query, key, value)
+    return "gather" if needs_all and chosen == "ring" else chosen
 
 
 def _check(query: Any, key: Any, value: Any, segments: Any, softcap: Any, chunk: Any) -> None:

@@ -1,5 +1,6 @@
 """Rows whose tokens are split over a third mesh axis: `jz.make_mesh(tokens=...)`."""
 
+import dataclasses
 import functools
 
 import jax
@@ -38,15 +39,27 @@ def init(key):
     }
 
 
+def written_out(query, key, value):
+    """Causal attention of the oracle, in the dtype of its arguments throughout."""
+    logits = jnp.einsum("bthk,bshk->bhts", query, key) / np.sqrt(query.shape[-1])
+    powers = jnp.exp(logits) * np.tri(TOKENS)[None, None]
+    return jnp.einsum("bhts,bshk->bthk", powers / powers.sum(-1, keepdims=True), value)
+
+
+def whole(x):
+    return x
+
+
 def logits(params, ids, split):
     """A small model that mixes tokens; `split` says how activations lie."""
+    attend = written_out if split is whole else functools.partial(jz.attention, is_causal=True)
 
     @jax.checkpoint
     def layer(x, weights):
         x = split(x)
-        normed = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * weights["gain"]
+        normed = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * weights["gain"][None, None]
         mixed = (normed @ weights["mix"]).reshape(*x.shape[:2], 3, 4, -1)
-        mixed = jz.attention(*jnp.moveaxis(mixed, 2, 0), is_causal=True)
+        mixed = attend(*jnp.moveaxis(mixed, 2, 0))
         return split(x + mixed.reshape(x.shape) @ weights["out"]), None
 
     x, _ = jax.lax.scan(layer, split(params["table"][ids]), params["layers"])
@@ -74,19 +87,16 @@ def make_batch(rows=8):
     return {"ids": ids[:, :-1], "labels": ids[:, 1:], "weights": weights}
 
 
-PARAMS = jax.eval_shape(init, jax.random.key(0))
-
-
 @functools.cache
 def one_device():
     """Loss, gradients, and the same with weights, without any mesh."""
-    params, batch, same = init(jax.random.key(0)), make_batch(), lambda x: x
+    params, batch = init(jax.random.key(0)), make_batch()
 
     def weighted(params):
-        total, weight = total_and_weight(params, batch, same)
+        total, weight = total_and_weight(params, batch, whole)
         return total / weight
 
-    means = jax.jit(jax.value_and_grad(lambda p: mean(p, batch, same)))(params)
+    means = jax.jit(jax.value_and_grad(lambda p: mean(p, batch, whole)))(params)
     return jax.device_get((means, jax.jit(jax.value_and_grad(weighted))(params)))
 
 
@@ -123,10 +133,18 @@ def test_each_device_holds_its_part_of_matrices(tokens):
     assert report.device_bytes("parameters") == held
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("tokens", [2, 4])
-@pytest.mark.parametrize("config", [jz.zero3(), jz.ddp(), jz.hsdp(), jz.ZeroConfig(stage=2)])
-def test_loss_and_gradients_equal_those_of_one_device(kind, tokens, config):
+@pytest.mark.parametrize(
+    ("tokens", "kind", "config"),
+    [
+        (2, AxisType.Auto, jz.zero3()),
+        (4, AxisType.Auto, jz.zero3()),
+        (2, AxisType.Explicit, jz.zero3()),
+        (4, AxisType.Explicit, jz.ZeroConfig(stage=2)),
+        (2, AxisType.Auto, jz.hsdp()),
+        pytest.param(4, AxisType.Auto, jz.ddp(), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_loss_and_gradients_equal_those_of_one_device(tokens, kind, config):
     (want, want_grads), (weighted, weighted_grads) = one_device()
     zero = make_zero(tokens, config, axis_type=kind)
     params, batch = zero.init(init, jax.random.key(0)), make_batch()
@@ -150,7 +168,7 @@ def test_the_batch_may_be_split_over_tokens():
 
 def test_quantized_messages_are_those_without_the_axis():
     """Each device of a group sends the message of the full shard, so rounding is the same."""
-    config = jz.zeropp(min_quantized_size=1)
+    config = dataclasses.replace(jz.zeropp(), min_quantized_size=1)
     found = {}
     for name, mesh in {
         "split": jz.make_mesh(nodes=2, tokens=2),
@@ -171,13 +189,14 @@ def test_a_device_computes_and_holds_its_part_of_the_tokens():
         step = zero.value_and_grad(functools.partial(mean, split=split))
         return jax.jit(step).lower(params, batch).compile()
 
-    split, whole = compiled(jz.split_tokens), compiled(lambda x: x)
-    assert split.cost_analysis()["flops"] < 0.75 * whole.cost_analysis()["flops"]
+    split, alike = compiled(jz.split_tokens), compiled(whole)
+    assert split.cost_analysis()["flops"] < 0.5 * alike.cost_analysis()["flops"]
     text = split.as_text()
     assert f"f64[1,{TOKENS // 4},{3 * WIDTH}]" in text
     assert f"f64[1,{TOKENS},{3 * WIDTH}]" not in text
 
 
+@pytest.mark.standard_promotion  # optax
 def test_updates_in_the_step_equal_those_after_it():
     zero = make_zero()
     tx = optax.adamw(1e-2)
@@ -201,7 +220,7 @@ def test_checkpoints_cross_meshes(tmp_path):
         target = {"params": other.abstract(init, jax.random.key(0))}
         moved = checkpoints.restore(target).state["params"]
     assert_equal(other.unshard(moved), zero.unshard(params), 0)
-    assert_equal(other.unshard(jz.reshard(params, other)), zero.unshard(params), 0)
+    assert_equal(jz.reshard(params, zero, specs=P()), zero.unshard(params), 0)
 
 
 def test_verify_compares_with_one_device():
@@ -238,6 +257,6 @@ def test_mistakes():
         names = ("node", "local", "tokens", "tensor")
         mesh = jax.make_mesh((2, 1, 2, 2), names, (AxisType.Auto,) * 4)
         jz.Zero(mesh).shard({"w": jnp.ones((8, 8))}, specs=P(None, "tensor"))
-    offload = jz.zero3(offload=jz.Offload(optimizer=True))
+    offload = dataclasses.replace(jz.zero3(), offload=jz.Offload(optimizer=True))
     with pytest.raises(NotImplementedError, match="the axis `tokens` of the mesh.*`offload`"):
         make_zero(2, offload).init(init, jax.random.key(0))
