@@ -149,7 +149,7 @@ def _backward(
     given: tuple[Array, Array],
 ) -> tuple[Queries, Keys]:
     queries, keys, out, logarithm = saved
-    gradient, of_logarithm = given
+    gradient, of_logarithm = map(form.placed, given)
     wide = logarithm.dtype
     products = jnp.sum(gradient.astype(wide) * out.astype(wide), axis=-1) - of_logarithm
     loop = _Loop(form, queries, keys)
@@ -195,21 +195,27 @@ class _Block:
     num_queries: int
     num_keys: int
     step: Array  # of the ring
+    # Without it the compiler splits loops as it likes, and exchanges blocks in each iteration.
+    placed: Callable[[Array], Array]
 
     def of_queries(self, x: Array) -> Array:
-        return lax.dynamic_slice_in_dim(x, self.query_start, self.num_queries, axis=2)
+        x = self.placed(x)
+        return self.placed(lax.dynamic_slice_in_dim(x, self.query_start, self.num_queries, axis=2))
 
     def of_keys(self, x: Array) -> Array:
-        return lax.dynamic_slice_in_dim(x, self.key_start, self.num_keys, axis=2)
+        x = self.placed(x)
+        return self.placed(lax.dynamic_slice_in_dim(x, self.key_start, self.num_keys, axis=2))
 
     def set(self, x: Array, block: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(x, block, self.query_start, axis=2)
+        block = self.placed(block)
+        return self.placed(lax.dynamic_update_slice_in_dim(x, block, self.query_start, axis=2))
 
     def add(self, x: Array, block: Array) -> Array:
         return self.set(x, self.of_queries(x) + block)
 
     def add_to_keys(self, x: Array, block: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(x, self.of_keys(x) + block, self.key_start, axis=2)
+        block = self.of_keys(x) + self.placed(block)
+        return self.placed(lax.dynamic_update_slice_in_dim(x, block, self.key_start, axis=2))
 
     def logits(
         self, form: Form, queries: Queries, keys: Keys
@@ -297,7 +303,7 @@ class _Loop:
 
         def body(sums: tuple[Array, ...], numbers: Array) -> tuple[tuple[Array, ...], None]:
             starts = numbers * jnp.asarray([num_queries, num_keys], jnp.int32)
-            block = _Block(starts[0], starts[1], num_queries, num_keys, step)
+            block = _Block(starts[0], starts[1], num_queries, num_keys, step, self.form.placed)
             return pair(sums, block, keys), None
 
         return lax.scan(body, sums, jnp.asarray(self.pairs))[0]

@@ -89,13 +89,23 @@ def whole_weight(x: Any) -> Any:
     return split_over_tokens(x, None)
 
 
-def split_weight_gradient(x: Any, other: int) -> Any:
-    """The gradient of a full weight, summed over `tokens` into the parts of `weight_dim_of_tokens`.
+def split_weight(x: Any, other: int) -> Any:
+    """A weight, or its shard, split over `tokens` as `weight_dim_of_tokens` says.
 
-    `other` is the dim that `node` and `local` will split.
+    `other` is the dim that `node` and `local` split.
     """
     dim = weight_dim_of_tokens(x.shape, other, num_token_parts())
     return x if dim is None else split_over_tokens(x, dim)
+
+
+def split_weight_gradient(x: Any, other: int) -> Any:
+    """The gradient of a full weight, summed over `tokens` into the parts of `split_weight`.
+
+    It is asked for whole first: where only its parts are asked for, the compiler gathers the
+    activations of all tokens, and each device computes its part of the sum over them.
+    """
+    parts = split_weight(x, other)
+    return x if parts is x else split_weight(whole_weight(x), other)
 
 
 def check_tokens_axis(mesh: Any) -> None:
