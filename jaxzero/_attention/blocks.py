@@ -221,21 +221,26 @@ class _Block:
         self, form: Form, queries: Queries, keys: Keys
     ) -> tuple[Float[Array, "b p g n t s"], Bool[Array, ...], Array | float]:
         """Logits, which of them are seen, and the derivative of the soft cap."""
-        query = self.of_queries(queries.query)
+        # What is seen depends on no array, so that JAX and XLA would compute it for all pairs, before
+        # the loop: one byte for each query and key.
+        starts = self.query_start, self.key_start
+        query, starts = lax.optimization_barrier((self.of_queries(queries.query), starts))
         logits = _product("bptgnk,bpsgk->bpgnts", query, self.of_keys(keys.key))
         logits, slope = logits * form.scale, 1.0
         if form.softcap is not None:
             ratio = jnp.tanh(logits / form.softcap)
             logits, slope = form.softcap * ratio, 1 - ratio * ratio
-        seen = self._seen(form, queries, keys)[:, :, None, None]
+        seen = self._seen(form, queries, keys, starts)[:, :, None, None]
         return logits, jnp.broadcast_to(seen, logits.shape), slope
 
-    def _seen(self, form: Form, queries: Queries, keys: Keys) -> Bool[Array, "_ p t s"]:
+    def _seen(
+        self, form: Form, queries: Queries, keys: Keys, starts: tuple[Array, Array]
+    ) -> Bool[Array, "_ p t s"]:
         num_parts = queries.query.shape[1]
         parts = jnp.arange(num_parts, dtype=jnp.int32)
         sources = (parts - self.step) % num_parts if form.is_ring else parts
-        query_index = self.query_start + jnp.arange(self.num_queries, dtype=jnp.int32)
-        key_index = self.key_start + jnp.arange(self.num_keys, dtype=jnp.int32)
+        query_index = starts[0] + jnp.arange(self.num_queries, dtype=jnp.int32)
+        key_index = starts[1] + jnp.arange(self.num_keys, dtype=jnp.int32)
         at = _places(form.query_places, query_index, parts)[:, :, None]
         distance = at - _places(form.key_places, key_index, sources)[:, None]
         seen = jnp.abs(distance) < queries.reach

@@ -78,6 +78,10 @@ def attend_split(
     Returns:
         The mixed values, and the logarithm of the softmax's denominator of each query and head.
     """
+    if method is not None:
+        # Their gradients too, so that what makes them of tokens is not split by heads.
+        arrays = query_bthk, key_bsgk, value_bsgv
+        query_bthk, key_bsgk, value_bsgv = (split_over_tokens(x, 1) for x in arrays)
     batch, num_queries, heads, size = query_bthk.shape
     num_keys, groups = key_bsgk.shape[1:3]
     if query_marks is None:
@@ -120,6 +124,7 @@ def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[A
 
     The compiler then partitions any attention over the queries, or over the heads.
     """
+    query, key, value = (split_over_tokens(x, 1) for x in (query, key, value))
     if method == "heads":
         return tuple(split_over_tokens(x, 2) for x in (query, key, value))  # pyright: ignore
     return split_over_tokens(query, 1), split_over_tokens(key, None), split_over_tokens(value, None)
