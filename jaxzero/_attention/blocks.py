@@ -221,8 +221,8 @@ class _Block:
         self, form: Form, queries: Queries, keys: Keys
     ) -> tuple[Float[Array, "b p g n t s"], Bool[Array, ...], Array | float]:
         """Logits, which of them are seen, and the derivative of the soft cap."""
-        # What is seen depends on no array, so that JAX and XLA would compute it for all pairs, before
-        # the loop: one byte for each query and key.
+        # What is seen depends on no array, so that JAX and XLA would compute it for all pairs,
+        # before the loop: one byte for each query and key.
         starts = self.query_start, self.key_start
         query, starts = lax.optimization_barrier((self.of_queries(queries.query), starts))
         logits = _product("bptgnk,bpsgk->bpgnts", query, self.of_keys(keys.key))

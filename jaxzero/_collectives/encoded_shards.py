@@ -46,7 +46,7 @@ from .._codecs import (
     joined_rows,
     to_bits,
 )
-from .._mesh import device_index, split_weight
+from .._mesh import device_index
 from .._sharding import LeafSpec
 from .comm_spec import CommSpec, MessageForm
 from .ledger import picked
@@ -174,9 +174,8 @@ class EncodedShards:
         if self.codec is not None:
             data = all_gather(self.data, axis, self.lead, forms=forms)
             return dataclasses.replace(gathered, data=data)
-        x = split_weight(self.data, self.dim)
-        bits = all_gather(x if form.tiled else to_bits(x), axis, self.dim, forms=forms)
-        x = split_weight(from_bits(bits, self.dtype), self.dim)
+        bits = self.data if form.tiled else to_bits(self.data)
+        x = from_bits(all_gather(bits, axis, self.dim, forms=forms), self.dtype)
         return dataclasses.replace(gathered, data=x, shape=tuple(x.shape))
 
     def over(self, axis: str) -> EncodedShards:

@@ -26,7 +26,6 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .._codecs import can_join, column_bytes, columns_in_place, join_columns, rows_of, split_columns
-from .._mesh import split_weight_gradient
 from .._sharding import pad
 from .comm_spec import CommSpec, ReduceSpec, accumulator_dtype, as_one, reduce_axes
 from .ledger import picked
@@ -74,8 +73,6 @@ def start_reduction(
 ) -> ReduceBucket:
     """Pad full gradients, and encode them into a bucket for the first axis."""
     axes = reduce_axes(specs, comm)
-    pairs = zip(fulls, specs, strict=True)
-    fulls = [split_weight_gradient(x, spec.layout.dim) for x, spec in pairs]
     if comm.sums_in_tree:  # what computes them is compiled apart from the sums
         fulls = lax.optimization_barrier(list(fulls))
     if not comm.form.tiled:

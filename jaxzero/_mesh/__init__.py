@@ -65,6 +65,7 @@ from .per_device import to_host as to_host
 from .per_device import without_refs as without_refs
 from .tokens import TOKENS as TOKENS
 from .tokens import num_token_parts as num_token_parts
+from .tokens import on_token_parts as on_token_parts
 from .tokens import split_over_tokens as split_over_tokens
 from .tokens import split_tokens as split_tokens
 from .tokens import split_weight as split_weight

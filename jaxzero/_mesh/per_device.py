@@ -215,14 +215,20 @@ def _with_mesh_context(mesh: Any, closed: Any) -> Any:
     """Give equations with `axis_index` or a debug print the context of `mesh`, to lower them.
 
     If an axis of the mesh is automatic, JAX lowers these as a `shard_map` over the axes that are
-    not manual yet, and finds these axes in the mesh of the equation's context.
+    not manual yet, and finds these axes in the mesh of the equation's context. Inside a `shard_map`
+    over some of these axes they are manual too.
     """
-    with jax.sharding.use_abstract_mesh(mesh):
-        context = jax.make_jaxpr(lambda: lax.axis_index(mesh.manual_axes[0]))().jaxpr.eqns[0].ctx
+
+    @functools.cache
+    def context(inside: tuple[str, ...]) -> Any:
+        manual = mesh.update_axis_types(dict.fromkeys(inside, AxisType.Manual))
+        with jax.sharding.use_abstract_mesh(manual):
+            return jax.make_jaxpr(lambda: lax.axis_index(mesh.manual_axes[0]))().jaxpr.eqns[0].ctx
 
     def change(equation: Any) -> Any:
-        asks = equation.primitive.name in _ASK_FOR_THE_DEVICE
-        return equation.replace(ctx=context) if asks else equation
+        if equation.primitive.name not in _ASK_FOR_THE_DEVICE:
+            return equation
+        return equation.replace(ctx=context(equation.ctx.cur_abstract_mesh.manual_axes))
 
     return rewrite(closed, change)
 

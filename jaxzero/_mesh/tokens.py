@@ -8,6 +8,7 @@ function computes does not depend on the axis.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,6 +83,32 @@ def weight_dim_of_tokens(shape: tuple[int, ...], other: int, num: int) -> int | 
     last = range(max(len(shape) - 2, 0), len(shape))
     dims = [i for i in last if i != other and shape[i] >= _LONG and shape[i] % num == 0]
     return dims[-1] if dims and num > 1 else None
+
+
+def on_token_parts(function: Callable, in_dims: Any, out_dims: Any) -> Callable:
+    """Run a function of trees of arrays on each device's part along the axis `tokens`.
+
+    Collectives over `node` and `local` are then of such parts. GSPMD would gather the parts first.
+
+    Args:
+        function: returns a tree of arrays.
+        in_dims: a tuple of tree prefixes: the dim on which each argument is split, or None.
+        out_dims: a tree prefix: the dim on which results are to be joined; None: they are equal.
+    """
+
+    def specs(dims: Any) -> Any:
+        def spec(dim: int | None) -> PartitionSpec:
+            return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, TOKENS)
+
+        return jax.tree.map(spec, dims, is_leaf=lambda x: x is None)
+
+    return jax.shard_map(
+        function,
+        in_specs=specs(in_dims),
+        out_specs=specs(out_dims),
+        axis_names={TOKENS},
+        check_vma=False,
+    )
 
 
 def whole_weight(x: Any) -> Any:

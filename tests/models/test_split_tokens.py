@@ -40,7 +40,7 @@ def _config(path: Path, kind: Any, pair: tuple[str, dict[str, Any]], **changes: 
     model_type, fields = pair
     (path / "config.json").write_text(json.dumps({"model_type": model_type, **fields}))
     made = kind.from_json(path)
-    return dataclasses.replace(made, dtype="float64", compute_dtype="float64", **changes)
+    return dataclasses.replace(made, compute_dtype="float64", **changes)
 
 
 def _compare(make: Any, loss: Any, batch: Any, tokens: int, **options: Any) -> None:
