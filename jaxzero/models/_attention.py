@@ -137,7 +137,7 @@ def attend(
         arrays = query_bthk, key_bsgk, value_bsgv, mask_bs, mask_bs
         mixed_bthv, logarithms = attend_split(form, method, *arrays, reach)
         if sinks_h is not None:  # they take a part of what the keys have been given in full
-            left = jax.nn.sigmoid(logarithms - sinks_h.astype(logarithms.dtype))
+            left = jax.nn.sigmoid(logarithms - sinks_h.astype(logarithms.dtype)[None, None])
             mixed_bthv = (mixed_bthv * left[..., None]).astype(mixed_bthv.dtype)
         return mixed_bthv
     if method is not None:
