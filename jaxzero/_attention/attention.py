@@ -89,26 +89,17 @@ def attention(
     is_long = max(query.shape[1], key.shape[1]) > _LONG or query.dtype.itemsize > 4
     has_marks = segments is not None and key_mask is not None
     if not needs_all and (chosen or chunk or softcap or has_marks or is_long):
-        marks = None if segments is None and key_mask is None else "keys"
-        form = Form(
-            default_scale(query.shape[-1]) if scale is None else float(scale),
-            softcap,
-            *_window(local_window_size, is_causal),
-            marks if segments is None else "segments",
-            1024 if chunk is None else chunk,
-        )
+        kind = "segments" if segments is not None else None if key_mask is None else "keys"
+        scale = default_scale(query.shape[-1]) if scale is None else float(scale)
+        form = Form(scale, softcap, *_window(local_window_size, is_causal), kind, chunk or 1024)
         marks = _marks_of_keys(segments, key_mask, key)
         return attend_split(form, chosen, query, key, value, segments, marks)[0]
     if segments is not None:
         same = segments[:, None, :, None] == segments[:, None, None]
         same &= (segments != 0)[:, None, None]
         mask = same if mask is None else mask & same
-    if chosen is not None:
-        query, key, value = exchanged(chosen, query, key, value)
     mixed = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
+        *((query, key, value) if chosen is None else exchanged(chosen, query, key, value)),
         bias,
         mask,
         scale=scale,

@@ -84,11 +84,11 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries with their marks, and how far they see at most: `|i - j| < reach`."""
+    """Queries with their marks, and how far they see at most: `|i - j| < reach` (None: all)."""
 
     query: Float[Array, "b p t g n k"]
     marks: Int[Array, "b p t"]
-    reach: Int[Array, ""]
+    reach: Int[Array, ""] | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -121,10 +121,10 @@ def _forward(form: Form, queries: Queries, keys: Keys) -> tuple[tuple[Array, Arr
 
     def pair(sums: tuple[Array, ...], block: _Block, keys: Keys) -> tuple[Array, ...]:
         mixed, largest, total = sums
-        logits, seen, _ = block.logits(form, queries, keys)
+        logits, _ = block.logits(form, queries, keys)
         old = block.of_queries(largest)
-        new = jnp.maximum(old, _to_queries(jnp.max(jnp.where(seen, logits, _NOT_SEEN), axis=-1)))
-        exponentials = jnp.where(seen, jnp.exp(logits - _to_logits(new)), 0)
+        new = jnp.maximum(old, _to_queries(jnp.max(logits, axis=-1)))
+        exponentials = _exp_of_difference(logits, new)
         kept = jnp.exp(old - new)
         value = block.of_keys(keys.value)
         added = _product("bpgnts,bpsgv->bptgnv", exponentials.astype(value.dtype), value)
@@ -156,8 +156,8 @@ def _backward(
 
     def pair(sums: tuple[Array, ...], block: _Block, keys: Keys) -> tuple[Array, ...]:
         of_query, of_key, of_value = sums
-        logits, seen, slope = block.logits(form, queries, keys)
-        chances = jnp.where(seen, jnp.exp(logits - _to_logits(block.of_queries(logarithm))), 0)
+        logits, slope = block.logits(form, queries, keys)
+        chances = _exp_of_difference(logits, block.of_queries(logarithm))
         mixed = block.of_queries(gradient)
         of_logits = _product("bptgnv,bpsgv->bpgnts", mixed, block.of_keys(keys.value))
         of_logits = chances * (of_logits - _to_logits(block.of_queries(products)))
@@ -176,7 +176,11 @@ def _backward(
     of_query, of_key, of_value = loop.over_keys(start, pair, num_of_queries=1)
     none = functools.partial(np.zeros, dtype=jax.dtypes.float0)
     return (
-        Queries(of_query.astype(queries.query.dtype), none(queries.marks.shape), none(())),
+        Queries(
+            of_query.astype(queries.query.dtype),
+            none(queries.marks.shape),
+            None if queries.reach is None else none(()),
+        ),
         Keys(
             of_key.astype(keys.key.dtype), of_value.astype(keys.value.dtype), none(keys.marks.shape)
         ),
@@ -195,6 +199,7 @@ class _Block:
     num_queries: int
     num_keys: int
     step: Array  # of the ring
+    is_edge: bool  # whether some query does not see some key
     # Without it the compiler splits loops as it likes, and exchanges blocks in each iteration.
     placed: Callable[[Array], Array]
 
@@ -219,8 +224,8 @@ class _Block:
 
     def logits(
         self, form: Form, queries: Queries, keys: Keys
-    ) -> tuple[Float[Array, "b p g n t s"], Bool[Array, ...], Array | float]:
-        """Logits, which of them are seen, and the derivative of the soft cap."""
+    ) -> tuple[Float[Array, "b p g n t s"], Array | float]:
+        """Logits, `_NOT_SEEN` where a key is not seen, and the derivative of the soft cap."""
         # What is seen depends on no array, so that JAX and XLA would compute it for all pairs,
         # before the loop: one byte for each query and key.
         starts = self.query_start, self.key_start
@@ -230,8 +235,10 @@ class _Block:
         if form.softcap is not None:
             ratio = jnp.tanh(logits / form.softcap)
             logits, slope = form.softcap * ratio, 1 - ratio * ratio
+        if not self.is_edge:
+            return logits, slope
         seen = self._seen(form, queries, keys, starts)[:, :, None, None]
-        return logits, jnp.broadcast_to(seen, logits.shape), slope
+        return jnp.where(seen, logits, jnp.asarray(_NOT_SEEN, logits.dtype)), slope
 
     def _seen(
         self, form: Form, queries: Queries, keys: Keys, starts: tuple[Array, Array]
@@ -243,7 +250,9 @@ class _Block:
         key_index = starts[1] + jnp.arange(self.num_keys, dtype=jnp.int32)
         at = _places(form.query_places, query_index, parts)[:, :, None]
         distance = at - _places(form.key_places, key_index, sources)[:, None]
-        seen = jnp.abs(distance) < queries.reach
+        seen = jnp.ones(distance.shape, bool)
+        if queries.reach is not None:
+            seen = jnp.abs(distance) < queries.reach
         if form.before is not None:
             seen = seen & (distance <= form.before)
         if form.after is not None:
@@ -265,7 +274,10 @@ class _Loop:
         num_parts, num_queries, num_keys = *queries.query.shape[1:3], keys.key.shape[2]
         self.num_steps = num_parts if form.is_ring else 1
         self.sizes = min(num_queries, form.chunk), min(num_keys, form.chunk)
-        self.pairs = _pairs(form, num_queries, num_keys, num_parts, self.sizes)
+        pairs = _pairs(form, num_queries, num_keys, num_parts, self.sizes)
+        if form.marks is not None or queries.reach is not None:  # which are data
+            pairs = pairs[0][:0], np.concatenate(pairs)
+        self.pairs = pairs
 
     def over_keys(
         self,
@@ -306,18 +318,27 @@ class _Loop:
     ) -> tuple[Array, ...]:
         num_queries, num_keys = self.sizes
 
-        def body(sums: tuple[Array, ...], numbers: Array) -> tuple[tuple[Array, ...], None]:
+        def body(
+            sums: tuple[Array, ...], numbers: Array, is_edge: bool
+        ) -> tuple[tuple[Array, ...], None]:
             starts = numbers * jnp.asarray([num_queries, num_keys], jnp.int32)
-            block = _Block(starts[0], starts[1], num_queries, num_keys, step, self.form.placed)
+            sizes = num_queries, num_keys
+            block = _Block(starts[0], starts[1], *sizes, step, is_edge, self.form.placed)
             return pair(sums, block, keys), None
 
-        return lax.scan(body, sums, jnp.asarray(self.pairs))[0]
+        for is_edge, pairs in zip((False, True), self.pairs, strict=True):
+            if len(pairs):
+                run = functools.partial(body, is_edge=is_edge)
+                sums, _ = lax.scan(run, sums, jnp.asarray(pairs))
+        return sums
 
 
 def _pairs(
     form: Form, num_queries: int, num_keys: int, num_parts: int, sizes: tuple[int, int]
-) -> np.ndarray:
-    """The pairs of blocks `[pairs, 2]` in which a query of some part may see a key of some part."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs of blocks `[pairs, 2]` in which the queries of all parts see all keys of all parts,
+    and those in which some may see some.
+    """
 
     def bounds(places: tuple[int, int], num: int, size: int) -> tuple[np.ndarray, np.ndarray]:
         factor, offset = places
@@ -326,12 +347,22 @@ def _pairs(
 
     query_first, query_last = bounds(form.query_places, num_queries, sizes[0])
     key_first, key_last = bounds(form.key_places, num_keys, sizes[1])
-    seen = np.ones((len(query_first), len(key_first)), bool)
+    some = np.ones((len(query_first), len(key_first)), bool)
+    every = some.copy()
     if form.after is not None:
-        seen &= key_first[None] <= query_last[:, None] + form.after
+        some &= key_first[None] <= query_last[:, None] + form.after
+        every &= key_last[None] <= query_first[:, None] + form.after
     if form.before is not None:
-        seen &= key_last[None] >= query_first[:, None] - form.before
-    return np.argwhere(seen).astype(np.int32)
+        some &= key_last[None] >= query_first[:, None] - form.before
+        every &= key_first[None] >= query_last[:, None] - form.before
+    return np.argwhere(every).astype(np.int32), np.argwhere(some & ~every).astype(np.int32)
+
+
+def _exp_of_difference(
+    logits: Float[Array, "b p g n t s"], of_queries: Float[Array, "b p t g n"]
+) -> Float[Array, "b p g n t s"]:
+    """`exp(logits - of_queries)`, 0 for what is not seen, also by a query that has seen no key."""
+    return jnp.exp(logits - _to_logits(jnp.maximum(of_queries, _NOT_SEEN / 2)))
 
 
 def _product(dims: str, x: Array, y: Array) -> Array:

@@ -25,7 +25,6 @@ from .._mesh import num_token_parts, split_over_tokens
 from .blocks import Form, Keys, Queries, attend_in_blocks, widened
 
 Method = Literal["gather", "heads", "ring"]
-_FAR = 2**30  # more tokens than any row has
 
 
 def method_for(
@@ -109,7 +108,7 @@ def attend_split(
     if padded[-1].shape != arrays[-1].shape and form.marks is None:
         form = dataclasses.replace(form, marks="keys")
     query, query_marks, *keys = padded
-    reach = jnp.int32(_FAR) if reach is None else jax.lax.stop_gradient(reach).astype(jnp.int32)
+    reach = None if reach is None else jax.lax.stop_gradient(reach).astype(jnp.int32)
     made = attend_in_blocks(form, Queries(query, query_marks, reach), Keys(*keys))
     mixed, logarithm = (_joined(x, num_queries, num_parts, in_turn) for x in made)
     mixed = mixed.reshape(batch, num_queries, heads, -1)

@@ -68,7 +68,6 @@ from .tokens import num_token_parts as num_token_parts
 from .tokens import on_token_parts as on_token_parts
 from .tokens import split_over_tokens as split_over_tokens
 from .tokens import split_tokens as split_tokens
-from .tokens import split_weight as split_weight
 from .tokens import split_weight_gradient as split_weight_gradient
 from .tokens import weight_dim_of_tokens as weight_dim_of_tokens
 from .tokens import whole_weight as whole_weight

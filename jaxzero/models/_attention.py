@@ -135,11 +135,7 @@ def attend(
         form = _form(query_bthk.shape[-1], is_causal, window, scale, softcap, mask_bs)
         reach = window if isinstance(window, jax.Array) else None
         arrays = query_bthk, key_bsgk, value_bsgv, mask_bs, mask_bs
-        mixed_bthv, logarithms = attend_split(form, method, *arrays, reach)
-        if sinks_h is not None:  # they take a part of what the keys have been given in full
-            left = jax.nn.sigmoid(logarithms - sinks_h.astype(logarithms.dtype)[None, None])
-            mixed_bthv = (mixed_bthv * left[..., None]).astype(mixed_bthv.dtype)
-        return mixed_bthv
+        return _with_sinks(*attend_split(form, method, *arrays, reach), sinks_h)
     if method is not None:
         query_bthk, key_bsgk, value_bsgv = exchanged(method, query_bthk, key_bsgk, value_bsgv)
     is_plain = softcap is None and sinks_h is None and key_bsgk.shape == value_bsgv.shape
@@ -177,6 +173,18 @@ def attend(
     probabilities = dropout(_softmax(logits, sinks_h), dropout_rate, dropout_key)
     mixed = jnp.einsum("bgnts,bsgv->btgnv", probabilities.astype(value_bsgv.dtype), value_bsgv)
     return mixed.reshape(*query_bthk.shape[:-1], -1)
+
+
+def _with_sinks(
+    mixed_bthv: Float[Array, "b t h v"],
+    logarithms_bth: Float[Array, "b t h"],
+    sinks_h: Float[Array, "h"] | None,
+) -> Float[Array, "b t h v"]:
+    """What is left by sinks of values that the keys were given in full."""
+    if sinks_h is None:
+        return mixed_bthv
+    left = jax.nn.sigmoid(logarithms_bth - sinks_h.astype(logarithms_bth.dtype)[None, None])
+    return (mixed_bthv * left[..., None]).astype(mixed_bthv.dtype)
 
 
 def _form(
