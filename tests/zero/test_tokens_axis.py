@@ -166,9 +166,10 @@ def test_the_batch_may_be_split_over_tokens():
         assert_equal((loss, zero.unshard(grads)), (want, want_grads))
 
 
-def test_quantized_messages_are_those_without_the_axis():
-    """Each device of a group sends the message of the full shard, so rounding is the same."""
-    config = dataclasses.replace(jz.zeropp(), min_quantized_size=1)
+@pytest.mark.parametrize("hpz", [None, pytest.param(jz.HpZ(), marks=pytest.mark.exhaustive)])
+def test_quantized_messages_of_parts(hpz):
+    """Messages are of parts, so they round otherwise, by as much as a codec does."""
+    config = dataclasses.replace(jz.zeropp(), min_quantized_size=1, hpz=hpz)
     found = {}
     for name, mesh in {
         "split": jz.make_mesh(nodes=2, tokens=2),
