@@ -174,13 +174,10 @@ def _backward(
         form.placed(jnp.zeros(x.shape, wide)) for x in (queries.query, keys.key, keys.value)
     )
     of_query, of_key, of_value = loop.over_keys(start, pair, num_of_queries=1)
-    none = functools.partial(np.zeros, dtype=jax.dtypes.float0)
+    none: Any = functools.partial(np.zeros, dtype=jax.dtypes.float0)
+    of_reach = None if queries.reach is None else none(())
     return (
-        Queries(
-            of_query.astype(queries.query.dtype),
-            none(queries.marks.shape),
-            None if queries.reach is None else none(()),
-        ),
+        Queries(of_query.astype(queries.query.dtype), none(queries.marks.shape), of_reach),
         Keys(
             of_key.astype(keys.key.dtype), of_value.astype(keys.value.dtype), none(keys.marks.shape)
         ),

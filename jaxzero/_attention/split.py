@@ -109,7 +109,7 @@ def attend_split(
         form = dataclasses.replace(form, marks="keys")
     query, query_marks, *keys = padded
     reach = None if reach is None else jax.lax.stop_gradient(reach).astype(jnp.int32)
-    made = attend_in_blocks(form, Queries(query, query_marks, reach), Keys(*keys))
+    made: Any = attend_in_blocks(form, Queries(query, query_marks, reach), Keys(*keys))
     mixed, logarithm = (_joined(x, num_queries, num_parts, in_turn) for x in made)
     mixed = mixed.reshape(batch, num_queries, heads, -1)
     logarithm = logarithm.reshape(batch, num_queries, heads)
