@@ -169,17 +169,20 @@ def test_the_batch_may_be_split_over_tokens():
 @pytest.mark.parametrize("hpz", [None, pytest.param(jz.HpZ(), marks=pytest.mark.exhaustive)])
 def test_quantized_messages_of_parts(hpz):
     """Messages are of parts, so they round otherwise, by as much as a codec does."""
+    (_, want), _ = one_device()
     config = dataclasses.replace(jz.zeropp(), min_quantized_size=1, hpz=hpz)
-    found = {}
+    errors = {}
     for name, mesh in {
-        "split": jz.make_mesh(nodes=2, tokens=2),
+        "parts": jz.make_mesh(nodes=2, tokens=2),
         "whole": jz.make_mesh(nodes=2, devices=jax.devices()[:4]),
     }.items():
         zero = jz.Zero(mesh, config)
         params = zero.init(init, jax.random.key(0))
-        loss, grads = jax.jit(zero.value_and_grad(mean))(params, make_batch())
-        found[name] = jax.device_get((loss, zero.unshard(grads)))
-    assert_equal(found["split"], found["whole"], 2e-2)
+        _, grads = jax.jit(zero.value_and_grad(mean))(params, make_batch())
+        pairs = zip(jax.tree.leaves(zero.unshard(grads)), jax.tree.leaves(want), strict=True)
+        errors[name] = [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs]
+    for parts, whole in zip(errors["parts"], errors["whole"], strict=True):
+        assert 0 < parts < 1.2 * whole < 0.4
 
 
 def test_a_device_computes_and_holds_its_part_of_the_tokens():
