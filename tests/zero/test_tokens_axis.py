@@ -195,7 +195,7 @@ def test_a_device_computes_and_holds_its_part_of_the_tokens():
 
     split, alike = compiled(jz.split_tokens), compiled(whole)
     assert split.cost_analysis()["flops"] < 0.5 * alike.cost_analysis()["flops"]
-    text = split.as_text()
+    text = split.as_text() or ""
     assert f"f64[1,{TOKENS // 4},{3 * WIDTH}]" in text
     assert f"f64[1,{TOKENS},{3 * WIDTH}]" not in text
 
