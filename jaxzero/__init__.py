@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ._first_use import exported_on_first_use
 
 if TYPE_CHECKING:
+    from ._attention import attention as attention
     from ._checkpoint import Checkpoints as Checkpoints
     from ._codecs import Cast as Cast
     from ._codecs import Float8 as Float8
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ._mesh import exchange_tokens as exchange_tokens
     from ._mesh import fold_in_device as fold_in_device
     from ._mesh import make_mesh as make_mesh
+    from ._mesh import split_tokens as split_tokens
     from ._planner import Cluster as Cluster
     from ._planner import Device as Device
     from ._planner import compile_for as compile_for
@@ -66,12 +68,13 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = exported_on_first_use(
     __name__,
     {
+        "_attention": "attention",
         "_checkpoint": "Checkpoints",
         "_codecs": "Cast Float8 Int4 Int8 MXFloat8 NVFloat4",
         "_cross_entropy": "softmax_cross_entropy",
         "_deepspeed": "from_deepspeed",
         "_local_steps": "LocalSteps dasgd diloco streaming_diloco",
-        "_mesh": "exchange_tokens fold_in_device make_mesh",
+        "_mesh": "exchange_tokens fold_in_device make_mesh split_tokens",
         "_planner": "Cluster Device compile_for tune",
         "_reshard": "reshard reshard_report",
         "_sharding": "Activations CommSchedule ErrorFeedback HpZ Offload PerAxis Stages "

@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ._mesh import num_token_parts, split_over_tokens
+
 
 def softmax_cross_entropy(
     hidden: Any,
@@ -170,9 +172,9 @@ def _losses_backward(form: _Form, saved: Any, g: Array) -> tuple[Array, Array, N
         hidden_gradient, added = form.gradients(hidden, head, labels, logits, totals, g)
         return head_gradient + added, hidden_gradient
 
-    start = jnp.zeros(head.shape, g.dtype)
+    start = _zeros_of_parts(head, hidden, g.dtype)
     head_gradient, hidden_gradient = jax.lax.scan(step, start, (hidden, labels, totals, g))
-    return hidden_gradient, head_gradient.astype(head.dtype), None
+    return hidden_gradient, _sum_of_parts(head_gradient, head).astype(head.dtype), None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)
@@ -195,8 +197,9 @@ def _weighted_sum_forward(
         hidden_gradient, added = form.gradients(hidden, head, labels, logits, totals, weights)
         return head_gradient + added, (losses, hidden_gradient)
 
-    start = jnp.zeros(head.shape, weights.dtype)
+    start = _zeros_of_parts(head, hidden, weights.dtype)
     head_gradient, rows = jax.lax.scan(step, start, (hidden, labels, weights))
+    head_gradient = _sum_of_parts(head_gradient, head)
     losses, hidden_gradient = rows
     return _sum(losses, weights), (hidden_gradient, head_gradient.astype(head.dtype))
 
@@ -223,10 +226,38 @@ def _product(x: Array, matrix: Array, dim: int) -> Array:
 
 
 def _sum_over_tokens(x: Array, y: Array) -> Array:
-    """Sum of the outer products of the vectors of each token, in 32 bits or more."""
+    """Sum of the outer products of the vectors of each token, in 32 bits or more.
+
+    Where tokens are split over devices, it is the sum of each device, `[devices, *sum]`: the sums
+    of all chunks are added up before those of devices are.
+    """
+    num = _num_parts(x)
+    if num > 1:
+        x, y = (a.reshape(*a.shape[:-2], num, -1, a.shape[-1]) for a in (x, y))
     tokens = tuple(range(x.ndim - 1))
-    dims = ((tokens, tokens), ((), ()))
-    return jax.lax.dot_general(x, y, dims, preferred_element_type=_wide(x))
+    parts = tokens[-2:-1] if num > 1 else ()
+    summed = tuple(i for i in tokens if i not in parts)
+    dims = ((summed, summed), (parts, parts))
+    made = jax.lax.dot_general(x, y, dims, preferred_element_type=_wide(x))
+    return split_over_tokens(made, 0) if num > 1 else made
+
+
+def _zeros_of_parts(head: Array, hidden: Array, dtype: np.dtype) -> Array:
+    """What the results of `_sum_over_tokens` for chunks `hidden` are added to."""
+    num = _num_parts(hidden)
+    if num == 1:
+        return jnp.zeros(head.shape, dtype)
+    return split_over_tokens(jnp.zeros((num, *head.shape), dtype), 0)
+
+
+def _sum_of_parts(x: Array, head: Array) -> Array:
+    return x if x.ndim == head.ndim else jnp.sum(x, axis=0)
+
+
+def _num_parts(hidden: Array) -> int:
+    """Over how many devices the tokens of a chunk are split; 1 if not evenly."""
+    num = num_token_parts()
+    return num if hidden.shape[-2] % num == 0 else 1
 
 
 def _wide(x: Array) -> np.dtype:

@@ -12,7 +12,13 @@ import jaxzero as jz
 from jaxzero._planner import absent_mesh
 
 
-def h200_mesh(nodes: int, local: int) -> jax.sharding.Mesh:
-    """`nodes` x `local` of them, each node one host; before any other use of JAX's devices."""
+def h200_mesh(nodes: int, local: int, tokens: int | None = None) -> jax.sharding.Mesh:
+    """`nodes` x `local` of them, each node one host; before any other use of JAX's devices.
+
+    With `tokens`, so many neighbours of a node share each row.
+    """
     jax.config.update("jax_platforms", "cpu")  # or JAX, finding no GPU, drops its compiler too
-    return absent_mesh(jz.Cluster(nodes=nodes, local=local, device="h200"))
+    mesh = absent_mesh(jz.Cluster(nodes=nodes, local=local, device="h200"))
+    if tokens is None:
+        return mesh
+    return jz.make_mesh(nodes, devices=mesh.devices.flat, tokens=tokens)

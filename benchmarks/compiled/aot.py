@@ -102,6 +102,7 @@ def main(
     form: Literal["plain", "linen"] = "plain",
     microbatches: int = 1,
     frozen: int = 0,
+    token_parts: int | None = None,
     resume: bool = False,
     keep_hlo: Path | None = None,
 ) -> None:
@@ -124,6 +125,8 @@ def main(
             `pipeline`, of which each node is a stage, between one and 2 S - 1 are in flight.
         frozen: layers of a plain scanned decoder that `zero.freeze` freezes, with the embedding
             (jaxzero's variants only); rows are those of `aot_frozen`.
+        token_parts: devices of a node that share each row (models of long rows only); rows are
+            those of `aot_long`.
         resume: leave out programs that have a row of the same code and version of JAX.
         keep_hlo: a folder for the compiled programs.
 
@@ -135,12 +138,14 @@ def main(
             f"`options` must be of {', '.join(map(repr, OPTION_SETS))}; got {unknown}. "
             "Leave it out, or add a set to `OPTION_SETS`."
         )
-    mesh = h200_mesh(nodes, local)
+    mesh = h200_mesh(nodes, local, token_parts)
     cluster = jz.Cluster(nodes=nodes, local=local, device="h200") if durations else None
     written = in_form(model, form)
     rows, size = batch or written.rows, tokens or written.size
     run = dict(nodes=nodes, local=local, batch=rows, tokens=size, microbatches=microbatches)
     run |= {"frozen": frozen} if frozen else {}
+    run |= {"token_parts": token_parts} if token_parts else {}
+    table = "aot_long" if token_parts else "aot_frozen" if frozen else "aot"
     for variant in variants:
         ours = not variant.startswith("gspmd")
         step = {
@@ -152,7 +157,7 @@ def main(
             "durations": durations,
         }
         programs = [step | {"option_set": name} for name in options or _default_sets(variant)]
-        missing = [each for each in programs if not (resume and _has_row(each))]
+        missing = [each for each in programs if not (resume and _has_row(each, table))]
         if not missing:
             continue
         args = variant, written, mesh, written.batch(rows, size), schedule, microbatches, frozen
@@ -166,7 +171,7 @@ def main(
             if keep_hlo is not None:
                 _keep(keep_hlo / f"{model}_{variant}_{program['option_set']}.hlo", text)
             append_row(
-                "aot_frozen" if frozen else "aot",
+                table,
                 {
                     **program,
                     "parameters": written.num_parameters,
@@ -185,14 +190,14 @@ def _default_sets(variant: Variant) -> Sequence[str]:
     return ("xla",) if variant == "gspmd" else ("jaxzero",)
 
 
-def _has_row(program: dict[str, Any]) -> bool:
+def _has_row(program: dict[str, Any], table: str) -> bool:
     """Whether the program was compiled by the same code and version of JAX."""
     wanted = json.loads(json.dumps(program)).items()
     return any(
         wanted <= row["results"].items()
         and row["versions"]["jax"] == jax.__version__
         and is_current(row, *_CODE[program["variant"].startswith("gspmd") :])
-        for row in read_rows("aot_frozen" if "frozen" in program else "aot")
+        for row in read_rows(table)
     )
 
 

@@ -45,6 +45,7 @@ class LlamaSize:
     tied: bool = False  # whether the embedding is the head too
     rank: int = 0  # of the adapters of `init_adapters`
     keeps: Policy = "nothing"  # of each layer, until backward
+    long: bool = False  # rows: attention in blocks, tokens split where the mesh has the axis
 
 
 def init(size: LlamaSize, key: Array) -> Params:
@@ -145,6 +146,7 @@ def loss(
         constrain: called on the activations after every layer, and on the logits.
     """
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    constrain = jz.split_tokens if size.long else constrain
     x = constrain(params["embedding"][tokens])
     mlp = _experts if size.experts else _mlp
 
@@ -161,6 +163,14 @@ def loss(
     else:
         x, _ = jax.lax.scan(layer, x, params["layers"])
     head = params["embedding"].T if size.tied else params["head"]
+    if size.long:
+        labels = jnp.roll(tokens, -1, axis=1)
+        is_last = jnp.arange(tokens.shape[1]) == tokens.shape[1] - 1
+        weights = jnp.broadcast_to(~is_last, tokens.shape)
+        total, weight = jz.softmax_cross_entropy(
+            _norm(x, params["norm"]), head, labels, weights, chunk=8192
+        )
+        return total / weight
     logits = constrain(_norm(x, params["norm"]) @ head)
     log_probabilities = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
     picked = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1)
@@ -192,7 +202,8 @@ def _attention(x: Array, weights: Params, size: LlamaSize) -> Array:
         _project(y, weights, name).reshape(*x.shape[:2], kv_heads, head)
         for name in ("key", "value")
     )
-    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    attention = jz.attention if size.long else jax.nn.dot_product_attention
+    mixed = attention(query, key, value, is_causal=True)
     return x + checkpoint_name(_project(mixed.reshape(x.shape), weights, "out"), "attention")
 
 

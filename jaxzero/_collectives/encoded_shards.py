@@ -302,7 +302,7 @@ def pack(
     """Put shards into buckets: one for all shards with the same remaining axes.
 
     A stack that a loop scans (`lead`), a dtype that cannot be joined, and what is sent alone
-    (`MessageForm`) get their own buckets.
+    (`MessageForm`), or not at all, get their own buckets.
 
     Args:
         sent: for each weight its shards; if these have no data yet, also the `DeferredMessage`
@@ -312,21 +312,19 @@ def pack(
     buckets = []
     by_axes: dict[tuple[str, ...], list[int]] = {}
     for i, (shards, _) in enumerate(sent):
-        is_whole = not comm.axes_with_peers(shards.axes)  # nothing is sent
-        if shards.lead or is_whole or not can_join(_row_dtype(shards)) or is_alone(shards, comm):
-            buckets.append(_single(shards, i))
-        else:
+        is_sent = bool(comm.axes_with_peers(shards.axes)) and not shards.lead
+        if is_sent and can_join(_row_dtype(shards)) and not is_alone(shards, comm):
             by_axes.setdefault(shards.axes, []).append(i)
+        else:
+            buckets.append(_single(shards, i))
     for numbers in by_axes.values():
         chosen, deferred = zip(*(sent[i] for i in numbers), strict=True)
         if deferred == (None,):
             buckets.append(_single(chosen[0], numbers[0]))
             continue
-        pairs = zip(chosen, deferred, strict=True)
-        data = _joined_bits([x or shards.data.reshape(1, -1) for shards, x in pairs])
-        # Keeps XLA from moving the decoding across the collective, as in `EncodedShards.encode`,
-        # which deferred messages do not pass through.
-        if any(deferred):
+        both = zip(chosen, deferred, strict=True)
+        data = _joined_bits([x or shards.data.reshape(1, -1) for shards, x in both])
+        if any(deferred):  # as in `EncodedShards.encode`, which these do not pass through
             data = lax.optimization_barrier(data)
         buckets.append(GatherBucket(data, tuple(_without_data(x) for x in chosen), tuple(numbers)))
     return buckets

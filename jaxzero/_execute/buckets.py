@@ -28,21 +28,25 @@ from .._collectives import (
     ReduceSpec,
     Sum,
     accumulator_dtype,
-    arrays,
     for_alike,
-    gather_hop,
     labelled,
     node_slices,
     picked,
-    reduce_next_axis,
-    start_gather,
-    start_reduction,
 )
 from .._mesh import in_host
 from .._plan import BlockPlan, Gather, GatherGroup, ShardedParam, View
 from .._program import Value, movable_ops
-from .._sharding import DimSharding, unpad
+from .._sharding import DimSharding
 from .mean_gradients import rounded_mean
+from .token_parts import (
+    decoded_parts,
+    gather_hop_of_parts,
+    joined_gradient,
+    part_dim,
+    reduce_next_axis_of_parts,
+    start_gather_of_parts,
+    start_reduction_of_parts,
+)
 
 GatherSources = dict[ShardedParam, EncodedShards]
 Bind = Callable[[list[Any]], list[Any]]
@@ -101,7 +105,7 @@ def encode_bucket(
             assert shard.kept is None, f"{gather.weight.name} has no node slice yet"
             ops, _ = _split_ops(gather, shard, comm)
             shards.append(on_shard(shard, ops, gather.weight)[0] if ops else shard)
-        buckets = for_alike(start_gather, shards, _sizes(group), comm)
+        buckets = for_alike(start_gather_of_parts, shards, _sizes(group), comm)
         # The messages of kept slices were pinned above; what is encoded here depends on them.
         return buckets if kept else with_barrier(buckets, pin)
 
@@ -120,7 +124,7 @@ def gather_next_axis(
     if not ready:
         return list(buckets)
     with _labelled(group):
-        return [*for_alike(gather_hop, ready, _sizes(group), comm), *others]
+        return [*for_alike(gather_hop_of_parts, ready, _sizes(group), comm), *others]
 
 
 def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBucket]:
@@ -173,25 +177,26 @@ def decode_bucket(
 ) -> list[jax.Array]:
     """Decode gathered buckets into full weights, and apply the operations of their gathers."""
     splits = [_split_ops(gather, sources[gather.weight], comm) for gather in group.gathers]
-    layouts = []
+    layouts, dims = [], []
     for gather, (before, _) in zip(group.gathers, splits, strict=True):
         pushed = movable_ops.push(before, gather.weight.layout, gather.weight.shape)
         assert pushed is not None
         layouts.append(pushed[0])
+        dims.append(part_dim(sources[gather.weight], pushed[1], pushed[0].dim))
     with _labelled(group):
-        return for_alike(_decoded, list(buckets), layouts, [after for _, after in splits])
+        return for_alike(_decoded, list(buckets), layouts, dims, [after for _, after in splits])
 
 
 def _decoded(
     buckets: Sequence[GatherBucket],
     layouts: Sequence[DimSharding],
+    dims: Sequence[int | None],
     ops: Sequence[tuple[movable_ops.Op, ...]],
 ) -> list[jax.Array]:
     """Decode gathered buckets, remove the padding of each weight, and apply its operations."""
     full_weights = []
-    gathered = arrays(buckets, [_leading_cast(x) for x in ops])
-    for x, layout, after in zip(gathered, layouts, ops, strict=True):
-        x = unpad(x, layout)
+    gathered = decoded_parts(buckets, [_leading_cast(x) for x in ops], layouts, dims)
+    for x, after in zip(gathered, ops, strict=True):
         for op in after:
             x = op.apply(x)
         full_weights.append(x)
@@ -257,7 +262,9 @@ class GradientBuckets:
     def encode(self, number: int, gradients: Sequence[Any]) -> ReduceBucket:
         """Encode the gradients of a group as a bucket for the first axis."""
         with labelled("gradients", *(spec.name for spec in self.specs(number))):
-            return for_alike(start_reduction, list(gradients), self.specs(number), self.comm)
+            return for_alike(
+                start_reduction_of_parts, list(gradients), self.specs(number), self.comm
+            )
 
     def reduce_next(self, group: int, axis: int, bucket: ReduceBucket) -> ReduceBucket:
         """Reduce a group's bucket over one more of its axes."""
@@ -266,13 +273,13 @@ class GradientBuckets:
         is_mean = self.plan.reduce_groups[group].values[0] in self.plan.means
         divisor = self.comm.divisor if is_mean else 1
         with labelled("gradients", *(spec.name for spec in specs)):
-            return for_alike(reduce_next_axis, bucket, specs, axis, self.comm, divisor)
+            return for_alike(reduce_next_axis_of_parts, bucket, specs, axis, self.comm, divisor)
 
     def finish(self, number: int, bucket: ReduceBucket) -> dict[Value, Any]:
         """Take the gradients, this device's shards, out of a fully reduced bucket."""
-        gradients = {}
+        gradients, specs = {}, self.specs(number)
         for i, value in enumerate(self.plan.reduce_groups[number].values):
-            x, is_mean = bucket.rest[i], value in self.plan.means
+            x, is_mean = joined_gradient(bucket.rest[i], specs[i]), value in self.plan.means
             gradients[value] = rounded_mean(x, self.plan.means[value].dtype) if is_mean else x
         return gradients
 

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._collectives import recording, repeated
-from .._mesh import empty_in_host
+from .._mesh import empty_in_host, num_token_parts
 from .._plan import instructions, pipeline
 from .buckets import Bind
 from .loop_inputs import ByLag, LoopInputs, LoopState, Runner
@@ -154,7 +154,8 @@ class LoopRun(LoopInputs):
         shape, (kind, number) = (self.loop.length, *layer.shape), key
         if kind == "output" and number in self.plan.host_gradients:
             return empty_in_host(shape, layer.dtype, number)
-        return lax.empty(shape, layer.dtype)
+        # The compiler makes `lax.empty` whole along `tokens`, and zeros in the parts that it needs.
+        return (lax.empty if num_token_parts() == 1 else jnp.zeros)(shape, layer.dtype)
 
     def _enter(self, state: LoopState, ticks: range, shapes: Mapping[Any, Any]) -> None:
         """Add what a loop over some ticks carries and is not there yet.

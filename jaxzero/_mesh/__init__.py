@@ -65,3 +65,11 @@ from .per_device import to_host as to_host
 from .per_device import without_refs as without_refs
 from .token_exchange import ROWS_APART as ROWS_APART
 from .token_exchange import exchange_tokens as exchange_tokens
+from .tokens import TOKENS as TOKENS
+from .tokens import num_token_parts as num_token_parts
+from .tokens import on_token_parts as on_token_parts
+from .tokens import split_over_tokens as split_over_tokens
+from .tokens import split_tokens as split_tokens
+from .tokens import split_weight_gradient as split_weight_gradient
+from .tokens import weight_dim_of_tokens as weight_dim_of_tokens
+from .tokens import whole_weight as whole_weight

@@ -29,6 +29,7 @@ from .mesh_kinds import (
     without_node,
 )
 from .per_device import without_mesh
+from .tokens import TOKENS, check_tokens_axis
 
 AXES = (NODE, LOCAL)  # the batch is split in this order, so that a host's rows are contiguous
 REDUCTION_HOPS = (LOCAL, NODE)  # in this order, only sums over a node cross between nodes
@@ -46,6 +47,7 @@ def make_mesh(
     axis_type: AxisType = AxisType.Auto,
     simulate: None = None,
     stages: int | None = None,
+    tokens: int | None = None,
 ) -> Mesh: ...
 
 
@@ -66,6 +68,7 @@ def make_mesh(
     axis_type: AxisType = AxisType.Auto,
     simulate: int | None = None,
     stages: int | None = None,
+    tokens: int | None = None,
 ) -> Mesh | SimulatedMesh:
     """Arrange devices as `(node, local)`.
 
@@ -75,27 +78,36 @@ def make_mesh(
             its processes, which must then all make this call, since they exchange host names. If
             given, devices are ordered by `(process_index, id)`, and a node is a run of neighbours.
         devices: the devices to use; by default all of them.
-        axis_type: `AxisType.Auto` or `AxisType.Explicit`, for both axes.
+        axis_type: `AxisType.Auto` or `AxisType.Explicit`, for `node` and `local`.
         simulate: make a mesh of this many simulated devices. Every array then lies whole on the
             first of `devices`, which does the arithmetic of every device, with the same
             collectives. Use it to study the effect of quantization or small batches on training;
             it shows nothing about memory or speed.
         stages: for a config with `jz.Stages`: divide the nodes into this many runs of neighbours,
             each of which runs one stage of a pipeline. By default each node is a stage then.
+        tokens: split long rows over this many neighbouring devices of a node, along a third axis
+            of type Auto. Rows are then split over `node` and `local`, the tokens of each row over
+            `tokens` (`jz.split_tokens`, `jz.attention`), and parameters over all devices.
 
     Returns:
         A mesh of shape `(nodes, devices / nodes)` with axes `("node", "local")`; with `stages`, of
-        shape `(stages, nodes / stages, devices / nodes)`, with `"stage"` before them. A mesh
+        shape `(stages, nodes / stages, devices / nodes)`, with `"stage"` before them; with `tokens`
+        of shape `(nodes, devices / nodes / tokens, tokens)`, with `"tokens"` after them. A mesh
         made by `jax.make_mesh` can be used as well, if it has these two axes; further axes
         (tensor parallelism) are not touched. With `simulate` only `Zero` accepts the mesh;
         `zero.mesh` is then a mesh of the one device, for shardings.
 
     Raises:
-        ValueError: `nodes` does not divide the number of devices, `stages` not that of nodes, or
-            hosts have different numbers of devices.
+        ValueError: `nodes` does not divide the number of devices, `stages` not that of nodes,
+            `tokens` not that of devices of a node, or hosts have different numbers of devices.
     """
     if simulate is not None:
         devices = jax.local_devices() if devices is None else devices
+        if tokens is not None:
+            raise ValueError(
+                f"A simulated mesh has no axis `{TOKENS}`, which would change no number. Leave out "
+                f"`tokens`; got {tokens}."
+            )
         mesh = _simulated(1 if nodes is None else nodes, simulate, devices[0], axis_type)
         return mesh if stages is None else with_stages(mesh, stages)
     devices = list(jax.devices() if devices is None else devices)
@@ -109,8 +121,24 @@ def make_mesh(
             "Pass `devices=` to use fewer."
         )
     grid = np.array(devices).reshape(nodes, -1)
-    mesh = Mesh(grid, AXES, axis_types=(axis_type,) * 2)
+    if tokens is None:
+        mesh = Mesh(grid, AXES, axis_types=(axis_type,) * 2)
+    else:
+        mesh = _with_tokens(grid, tokens, axis_type)
     return mesh if stages is None else with_stages(mesh, stages)
+
+
+def _with_tokens(grid: np.ndarray, tokens: int, axis_type: AxisType) -> Mesh:
+    """The mesh of a grid `[nodes, devices of a node]`, with the axis `tokens` inside a node."""
+    nodes, size = grid.shape
+    if tokens < 1 or size % tokens:
+        raise ValueError(
+            f"`tokens` must divide the number of devices of a node, {size}; got {tokens}. The "
+            "devices that share a row exchange keys and values in every layer, so they belong to "
+            "one node; with `nodes=` a node may be larger."
+        )
+    types = (axis_type, axis_type, AxisType.Auto)
+    return Mesh(grid.reshape(nodes, -1, tokens), (*AXES, TOKENS), axis_types=types)
 
 
 def with_stages(mesh: Any, stages: int | None = None) -> Any:
@@ -237,7 +265,7 @@ def _shown(mesh: AbstractMesh) -> str:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise `ValueError` unless `mesh` is a mesh with the axes `node` and `local`."""
+    """Raise unless `mesh` is a mesh with the axes `node` and `local`, and `tokens` automatic."""
     if not isinstance(mesh, Mesh | SimulatedMesh | NodeMesh):
         raise ValueError(
             f"`mesh` must be a mesh of devices, such as `jz.make_mesh()`; got {mesh!r}."
@@ -248,6 +276,7 @@ def check_mesh(mesh: Any) -> None:
             f"`mesh` needs the axes {AXES}; {missing} missing from {tuple(mesh.shape)}. "
             "Make one with `jz.make_mesh(nodes=...)`, or name the axes of yours so."
         )
+    check_tokens_axis(mesh)
 
 
 @contextlib.contextmanager

@@ -133,7 +133,11 @@ class SimulatedMesh:
 
 def axes_of_dims(spec: PartitionSpec, ndim: int = 0) -> list[tuple[str, ...]]:
     """For each dim, the mesh axes that split it, major first; for `ndim` dims at least."""
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    free = PartitionSpec.UNCONSTRAINED
+    entries = [
+        (entry,) if isinstance(entry, str) else tuple(() if entry is free else entry or ())
+        for entry in spec
+    ]
     return entries + [()] * (ndim - len(entries))
 
 

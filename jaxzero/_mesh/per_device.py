@@ -75,8 +75,7 @@ def without_mesh(function: Callable, order: Callable | None = None) -> Callable:
             closed, shapes = jax.make_jaxpr(per_device, return_shape=True)(*map(bare, leaves))
             treedef = jax.tree.structure(shapes)
             if order:
-                closed = order(closed, tokens)
-                leaves = [*tokens, *leaves]
+                closed, leaves = order(closed, tokens), [*tokens, *leaves]
             constants = closed.consts
             called = _as_one_call(closed, leaves)
         if len(mesh.manual_axes) < len(mesh.axis_names):
@@ -214,15 +213,18 @@ def bare(x: Any) -> Any:
 def _with_mesh_context(mesh: Any, closed: Any) -> Any:
     """Give equations with `axis_index` or a debug print the context of `mesh`, to lower them.
 
-    If an axis of the mesh is automatic, JAX lowers these as a `shard_map` over the axes that are
-    not manual yet, and finds these axes in the mesh of the equation's context.
+    JAX lowers these as a `shard_map` over the axes that are automatic in the mesh of their context.
     """
-    with jax.sharding.use_abstract_mesh(mesh):
-        context = jax.make_jaxpr(lambda: lax.axis_index(mesh.manual_axes[0]))().jaxpr.eqns[0].ctx
+
+    @functools.cache
+    def context(inside: tuple[str, ...]) -> Any:  # the axes of a `shard_map` that it is in
+        axes = dict.fromkeys(inside, AxisType.Manual)
+        with jax.sharding.use_abstract_mesh(mesh.update_axis_types(axes)):
+            return jax.make_jaxpr(lambda: lax.axis_index(mesh.manual_axes[0]))().jaxpr.eqns[0].ctx
 
     def change(equation: Any) -> Any:
-        asks = equation.primitive.name in _ASK_FOR_THE_DEVICE
-        return equation.replace(ctx=context) if asks else equation
+        asks, mesh = equation.primitive.name in _ASK_FOR_THE_DEVICE, equation.ctx.cur_abstract_mesh
+        return equation.replace(ctx=context(mesh.manual_axes)) if asks else equation
 
     return rewrite(closed, change)
 

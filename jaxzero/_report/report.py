@@ -148,9 +148,7 @@ def _host_traffic(rows: Sequence[Row], plan: Plan | None, has_state: bool) -> Ho
 
 
 def _row(kind: str, leaf: LeafSpec, mesh: AnyMesh, axes: tuple[str, ...]) -> Row:
-    others = axes_of(leaf.other_axes)
-    split = (*leaf.split_axes(axes), *others) if leaf.layout else others
-    pieces = math.prod(mesh.shape[axis] for axis in split)
+    pieces = math.prod(mesh.shape[axis] for axis in axes_of(leaf.spec(axes)))
     size = leaf.dtype.itemsize
     held = leaf.stored.size * leaf.stored.dtype.itemsize // pieces
     is_in_host = leaf.memory_kind == HOST

@@ -26,7 +26,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from .._codecs import Codec
-from .._mesh import AXES, LOCAL, STAGE, AnyMesh, axes_of_dims
+from .._mesh import (
+    AXES,
+    LOCAL,
+    STAGE,
+    TOKENS,
+    AnyMesh,
+    axes_of_dims,
+    weight_dim_of_tokens,
+)
 from .config import ZeroConfig
 
 _LONG = 256  # a dim of at least this size is taken for features: large models have fewer layers
@@ -99,7 +107,7 @@ class LeafSpec:
     shape: tuple[int, ...]  # true shape, without padding
     dtype: Any
     layout: DimSharding | None  # None if replicated
-    # The user's split over further mesh axes, or that over `local` of a leaf of `Ungathered`.
+    # The split over further mesh axes, and over `local` of a leaf of `Ungathered`.
     other_axes: PartitionSpec = PartitionSpec()
     codec: Codec | None = None  # stored encoded, one message for each device; never trained
     memory_kind: str | None = None  # of the stored array: "pinned_host"; None for device memory
@@ -188,14 +196,17 @@ class LeafSpec:
     def spec(self, axes: tuple[str, ...], *, manual_only: bool = False) -> PartitionSpec:
         """The `PartitionSpec` of the global array, split over `axes`.
 
-        With `manual_only`, the spec omits the user's own mesh axes (`other_axes`). The specs of
-        a `shard_map` may name only the axes that it is manual over: `stage`, `node` and `local`.
+        With `manual_only`, the spec omits further mesh axes (`other_axes`). The specs of a
+        `shard_map` may name only the axes that it is manual over: `stage`, `node` and `local`.
+        What no axes split, as weights below stage 3, is not split over `tokens` either.
         """
         if self.codec is not None:
             return PartitionSpec(*[None] * self.num_lead, axes or None)
         entries: list[Any] = [None] * len(self.shape)
         entries[: len(self.other_axes)] = [
-            None if manual_only and entry not in (STAGE, LOCAL) else entry
+            None
+            if manual_only and entry not in (STAGE, LOCAL) or entry == TOKENS and not axes
+            else entry
             for entry in self.other_axes
         ]
         axes = self.split_axes(axes)
@@ -245,6 +256,20 @@ def layout_of_leaf(
         return None
     layouts = layouts_by_preference(shape, num_shards, busy)
     return next((x for x in layouts if {STAGE, LOCAL}.isdisjoint(names[x.dim])), None)
+
+
+def split_over_tokens_axis(
+    shape: tuple[int, ...], layout: DimSharding | None, mesh: AnyMesh
+) -> PartitionSpec:
+    """The split of an array over `tokens`, on another dim than that of its layout.
+
+    So a gather over `node` and `local` leaves the parts along `tokens` in order. Arrays that have
+    no such dim, as vectors and small matrices, are whole along the axis.
+    """
+    if layout is None or TOKENS not in mesh.shape:
+        return PartitionSpec()
+    dim = weight_dim_of_tokens(shape, layout.dim, mesh.shape[TOKENS])
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, TOKENS)
 
 
 def split_over_stages(

@@ -12,9 +12,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec, check_is_value
-from .._mesh import HOST, STAGE, AnyMesh, memory_kind_of
+from .._mesh import HOST, STAGE, TOKENS, AnyMesh, memory_kind_of
 from .config import Offload, Role, ZeroConfig
-from .layout import LeafSpec, axes_of, in_memory, layout_of_leaf, split_over_stages
+from .layout import (
+    LeafSpec,
+    axes_of,
+    in_memory,
+    layout_of_leaf,
+    split_over_stages,
+    split_over_tokens_axis,
+)
 from .modules import overwritten_leaves, trained_leaves
 from .stages import stage_split
 from .stored_array import (
@@ -135,7 +142,7 @@ def plan_tree(
         check_is_value(codec)
     paths, leaves, treedef = flatten(tree)
     _check_arrays(tree, paths, leaves)
-    others = _spread_specs(specs, tree, len(leaves), config)
+    others = _spread_specs(specs, tree, len(leaves), mesh, config)
     if config.stages is not None:
         others = _split_over_stages(paths, leaves, others, mesh, config)
     planned = []
@@ -155,6 +162,9 @@ def plan_tree(
         new = LeafSpec(name, shape, _jax_dtype(leaf.dtype), layout, other, stages=stages)
         if codec is not None and layout and not other and _is_large_float(new, config):
             new = dataclasses.replace(new, codec=codec)
+        elif not axes_of(other):
+            over_tokens = split_over_tokens_axis(shape, layout, mesh)
+            new = dataclasses.replace(new, other_axes=over_tokens)
         planned.append(new)
     return TreePlan(treedef, tuple(planned), statics_of(leaves))
 
@@ -280,7 +290,9 @@ def _with_ungathered(
     return own
 
 
-def _spread_specs(specs: Any, tree: Any, num: int, config: ZeroConfig) -> list[PartitionSpec]:
+def _spread_specs(
+    specs: Any, tree: Any, num: int, mesh: AnyMesh, config: ZeroConfig
+) -> list[PartitionSpec]:
     if specs is None:
         return [PartitionSpec()] * num
     flat = spread_prefix(specs, tree, PartitionSpec)
@@ -289,5 +301,10 @@ def _spread_specs(specs: Any, tree: Any, num: int, config: ZeroConfig) -> list[P
             raise ValueError(
                 f"`specs` may name only mesh axes other than `node` and `local`; got {spec}. "
                 "Those two are laid out by `Zero`."
+            )
+        if TOKENS in mesh.shape and {*axes_of(spec)} - {TOKENS}:
+            raise ValueError(
+                f"`specs` cannot be had on a mesh with the axis `{TOKENS}`, over which `Zero` "
+                f"itself splits parameters; got {spec}. Leave out one of the two."
             )
     return flat

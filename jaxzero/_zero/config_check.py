@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._collectives import check_tree
-from .._mesh import STAGE, AnyMesh, check_mesh
+from .._mesh import STAGE, TOKENS, AnyMesh, check_mesh
 from .._sharding import ZeroConfig, without_defaults, zero3
 from .host_memory import check_platform
 
@@ -30,6 +30,21 @@ def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
         raise ValueError(
             "`mesh` has stages, and `config` divides no layers between them. Leave out `stages` of "
             "`jz.make_mesh`, or take a config such as `jz.pipeline(microbatches=16)`."
+        )
+    if config.stages is not None and TOKENS in mesh.shape:
+        raise NotImplementedError(
+            f"A pipeline of `stages` cannot have the mesh axis `{TOKENS}` yet. Leave out `tokens` "
+            "of `jz.make_mesh`, or the stages."
+        )
+    if config.ungathered is not None and TOKENS in mesh.shape:
+        raise NotImplementedError(
+            f"`ungathered` cannot be had with the mesh axis `{TOKENS}` yet. Leave out `tokens` of "
+            "`jz.make_mesh`, or `ungathered`."
+        )
+    if config.schedule.deterministic and TOKENS in mesh.shape:
+        raise NotImplementedError(
+            f"`deterministic` cannot be had with the mesh axis `{TOKENS}`, over which the compiler "
+            "adds up in an order of its own. Leave out one of the two."
         )
     if config.offload is not None:
         check_platform(mesh)

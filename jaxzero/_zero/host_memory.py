@@ -58,8 +58,8 @@ def check_offloaded(offload: Offload, layout: TreePlan, matched: set[str]) -> No
                 )
     if any(leaf.other_axes for leaf in layout.leaves):
         raise NotImplementedError(
-            "`specs` splits leaves over further mesh axes, which `offload` cannot do yet. Leave "
-            "out one of the two."
+            "`specs`, or the axis `tokens` of the mesh, splits leaves over further mesh axes, "
+            "which `offload` cannot do yet. Leave out one of the two."
         )
 
 

@@ -199,7 +199,7 @@ def _on_one_node(plan: TreePlan, mesh: NodeMesh, config: ZeroConfig) -> TreePlan
 
 def _leaf_on_one_node(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> LeafSpec:
     if leaf.codec is not None or leaf.other_axes:
-        what = "is stored encoded" if leaf.codec else "is split by `specs`"
+        what = "is stored encoded" if leaf.codec else "is split over a third axis"
         raise NotImplementedError(
             f"`local_steps` cannot take the leaf `{leaf.path}`, which {what}. Train it in "
             "full precision over `node` and `local`, or without local steps."

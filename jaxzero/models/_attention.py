@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from .._attention import Form, attend_split, default_scale, exchanged, method_for
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
 from ._parts import ScaledLayerNorm, dropout, make_norm, widened
@@ -125,9 +126,18 @@ def attend(
 ) -> Float[Array, "b t h v"]:
     """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature.
 
-    With `start`, the first query is at that key; else there are as many queries as keys.
+    With `start`, the first query is at that key; else there are as many queries as keys. Where
+    their tokens are split over devices, `attend_split` computes it.
     """
     has_dropout = dropout_key is not None and dropout_rate > 0
+    method = None if start is not None else method_for(query_bthk, key_bsgk, value_bsgv)
+    if method is not None and not has_dropout and implementation is None:
+        form = _form(query_bthk.shape[-1], is_causal, window, scale, softcap, mask_bs)
+        reach = window if isinstance(window, jax.Array) else None
+        arrays = query_bthk, key_bsgk, value_bsgv, mask_bs, mask_bs
+        return _with_sinks(*attend_split(form, method, *arrays, reach), sinks_h)
+    if method is not None:
+        query_bthk, key_bsgk, value_bsgv = exchanged(method, query_bthk, key_bsgk, value_bsgv)
     is_plain = softcap is None and sinks_h is None and key_bsgk.shape == value_bsgv.shape
     if is_plain and not has_dropout and not isinstance(window, jax.Array) and start is None:
         return jax.nn.dot_product_attention(
@@ -163,6 +173,33 @@ def attend(
     probabilities = dropout(_softmax(logits, sinks_h), dropout_rate, dropout_key)
     mixed = jnp.einsum("bgnts,bsgv->btgnv", probabilities.astype(value_bsgv.dtype), value_bsgv)
     return mixed.reshape(*query_bthk.shape[:-1], -1)
+
+
+def _with_sinks(
+    mixed_bthv: Float[Array, "b t h v"],
+    logarithms_bth: Float[Array, "b t h"],
+    sinks_h: Float[Array, "h"] | None,
+) -> Float[Array, "b t h v"]:
+    """What is left by sinks of values that the keys were given in full."""
+    if sinks_h is None:
+        return mixed_bthv
+    left = jax.nn.sigmoid(logarithms_bth - sinks_h.astype(logarithms_bth.dtype)[None, None])
+    return (mixed_bthv * left[..., None]).astype(mixed_bthv.dtype)
+
+
+def _form(
+    size: int,
+    is_causal: bool,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+    mask_bs: Mask,
+) -> Form:
+    """What queries see, and their logits; a window that is data comes on top."""
+    before = window - 1 if isinstance(window, int) else None
+    marks = None if mask_bs is None else "keys" if mask_bs.dtype == jnp.bool_ else "segments"
+    scale = default_scale(size) if scale is None else scale
+    return Form(scale, softcap, before, 0 if is_causal else before, marks, chunk=1024)
 
 
 def _softmax(

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from .._cross_entropy import softmax_cross_entropy
+from .._mesh import split_tokens
 from ._attention import is_among, make_linear, turns_if, window_if
 from ._block import Block, scaled
 from ._cache import Cache, Slots, check_room, make_cache
@@ -216,6 +217,7 @@ class Decoder(nnx.Module):
         mask = mask if segments is None else segments != 0
         x_btd = self._embed(as_indices(ids, mask, config.vocabulary_size), positions)
         x_btd = dropout(x_btd, config.embedding_dropout, embedding_key)
+        split = split_tokens if cache is None else lambda x: x
         all_turns = [turns(rope, positions) for rope in (config.rope, config.sliding_rope) if rope]
         seen: Any = mask if segments is None else segments
         if cache is not None:
@@ -237,10 +239,10 @@ class Decoder(nnx.Module):
                 routers=routers,
             )
             held = None if slots is None else slots.layers
-            return x_btd, held, None if routers is None else routers.balance
+            return split(x_btd), held, None if routers is None else routers.balance
 
         remat = config.remat if cache is None else "none"
-        start = (x_btd, None if cache is None else cache.layers, balance)
+        start = (split(x_btd), None if cache is None else cache.layers, balance)
         x_btd, held, balance = run_layers(self.layers, step, start, config.num_layers, remat)
         if cache is not None:
             cache = Cache(held, seen, cache.length + ids.shape[1])

@@ -11,7 +11,7 @@ import jaxzero as jz
 from jaxzero._collectives import Ledger, for_alike, labelled, recording
 from jaxzero._collectives.alike import alike_once
 from jaxzero._collectives.primitives import all_gather
-from jaxzero._execute import block, buckets
+from jaxzero._execute import block, token_parts
 from jaxzero._mesh import emit, loop_order
 from jaxzero._program import Operation, trace
 
@@ -50,7 +50,7 @@ def _counting(monkeypatch, module, name):
 @pytest.mark.parametrize("config", [jz.zero3(), jz.zeropp()], ids=["zero3", "zeropp"])
 def test_messages_of_alike_layers_are_traced_once(monkeypatch, config):
     names = ("start_gather", "gather_hop", "start_reduction", "reduce_next_axis")
-    calls = {x: _counting(monkeypatch, buckets, x) for x in names}
+    calls = {x: _counting(monkeypatch, token_parts, x) for x in names}
     numbers = []
     for layers in (6, 12):
         for x in calls.values():

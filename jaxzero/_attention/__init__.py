@@ -1,0 +1,12 @@
+"""Attention of rows of any length, whose tokens may be split over devices.
+
+In: queries, keys and values inside a traced function. Out: the mixed values; the compiler adds the
+collectives over the mesh axis `tokens`. Models use `attend_split`, users `attention`.
+"""
+
+from .attention import attention as attention
+from .blocks import Form as Form
+from .blocks import default_scale as default_scale
+from .split import attend_split as attend_split
+from .split import exchanged as exchanged
+from .split import method_for as method_for

@@ -1,0 +1,185 @@
+"""`attention`, with the signature of `jax.nn.dot_product_attention`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from .._mesh import num_token_parts, split_over_tokens
+from .blocks import Form, default_scale
+from .split import Method, attend_split, exchanged, method_for
+
+_LONG = 8192  # tokens: the logits of a head take 256 MiB in float32
+
+
+def attention(
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b s g k"],
+    value: Float[Array, "b s g v"],
+    bias: Shaped[Array, ...] | None = None,
+    mask: Bool[Array, ...] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " b"] | None = None,
+    key_value_seq_lengths: Int[Array, " b"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    segments: Int[Array, "b t"] | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    method: Method | None = None,
+) -> Float[Array, "b t h v"]:
+    """Dot-product attention, also of rows whose tokens are split over devices.
+
+    The arguments are those of `jax.nn.dot_product_attention`, and with them alone, on a mesh
+    without the axis `tokens`, short rows are given to it. With that axis
+    (`jz.make_mesh(tokens=...)`), each device computes its part of the work; queries, keys and
+    values may lie in any way, and the result is split like `jz.split_tokens`. Long rows are
+    computed in blocks of queries and keys, so that memory is linear in tokens, and blocks that a
+    causal mask or a window hides take no time. All ways compute the same, up to rounding.
+
+    Args:
+        query: `[rows, tokens, heads, size]`.
+        key: `[rows, tokens, groups, size]`; each group serves `heads / groups` heads.
+        value: `[rows, tokens, groups, size]`, where the size may be another one.
+        bias: added to logits, as in JAX; all logits then exist at once.
+        mask: True for what is seen, broadcast to `[rows, heads, queries, keys]`. Of shape
+            `[rows, 1, 1, keys]`, as for padding, it costs no more than segments do; otherwise all
+            logits exist at once.
+        scale: factor of the logits; by default `1 / sqrt(size)`.
+        is_causal: whether a query sees no later keys.
+        query_seq_lengths: as in JAX; all logits then exist at once.
+        key_value_seq_lengths: likewise.
+        local_window_size: how many keys before and after its own position a query sees.
+        implementation: as in JAX. With "cudnn" it gets whole rows, so that on a mesh with `tokens`
+            each device takes some of the heads.
+        segments: the document of each token, for queries and keys: they see their own document
+            only, and nothing sees segment 0, which is padding (`jaxzero.data.PackedRows`).
+        softcap: logits x become `softcap * tanh(x / softcap)`.
+        chunk: how many queries, and keys, a block has; the logits of a block exist at once. None:
+            1024, and rows of up to 8192 tokens on one device are not computed in blocks.
+        method: "gather", "heads" or "ring": how tokens that are split over devices meet. None: by
+            bytes and heads. Without the axis `tokens` it has no effect.
+
+    Returns:
+        `[rows, tokens, heads, size of values]`. A query that sees no key gets finite numbers
+        without meaning. In blocks, only reverse-mode derivatives are defined.
+
+    Raises:
+        ValueError: shapes do not fit each other or the axis `tokens`, an option is out of range,
+            or two options exclude each other.
+    """
+    _check(query, key, value, segments, softcap, chunk)
+    key_mask = _as_key_mask(mask)
+    needs_all = bias is not None or (mask is not None and key_mask is None)
+    needs_all |= query_seq_lengths is not None or key_value_seq_lengths is not None
+    needs_all |= implementation is not None
+    if needs_all and (chunk is not None or softcap is not None or method == "ring"):
+        raise ValueError(
+            '`chunk`, `softcap` and `method="ring"` need blocks, which have no `bias`, no `mask` '
+            "of queries, no lengths and no `implementation`. Leave out one of the two; `segments`, "
+            "`is_causal` and `local_window_size` say most of what masks do."
+        )
+    chosen = _checked_method(method, query, key, value, needs_all)
+    # JAX computes the softmax in float32, also of 64-bit logits.
+    is_long = max(query.shape[1], key.shape[1]) > _LONG or query.dtype.itemsize > 4
+    has_marks = segments is not None and key_mask is not None
+    if not needs_all and (chosen or chunk or softcap or has_marks or is_long):
+        kind = "segments" if segments is not None else None if key_mask is None else "keys"
+        scale = default_scale(query.shape[-1]) if scale is None else float(scale)
+        form = Form(scale, softcap, *_window(local_window_size, is_causal), kind, chunk or 1024)
+        marks = _marks_of_keys(segments, key_mask, key)
+        return attend_split(form, chosen, query, key, value, segments, marks)[0]
+    if segments is not None:
+        same = segments[:, None, :, None] == segments[:, None, None]
+        same &= (segments != 0)[:, None, None]
+        mask = same if mask is None else mask & same
+    mixed = jax.nn.dot_product_attention(
+        *((query, key, value) if chosen is None else exchanged(chosen, query, key, value)),
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+    )
+    return mixed if chosen is None else split_over_tokens(mixed, 1)
+
+
+def _window(size: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | None, int | None]:
+    """How many keys before and after its own a query sees; None: all."""
+    before, after = (size, size) if size is None or isinstance(size, int) else size
+    if is_causal:
+        after = 0
+    return before, after
+
+
+def _as_key_mask(mask: Any) -> Bool[Array, "b s"] | None:
+    """A mask that is the same for all queries and heads, without their dims."""
+    if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
+        return None
+    return mask[:, 0, 0]
+
+
+def _marks_of_keys(segments: Any, key_mask: Any, key: Any) -> Int[Array, "b s"] | None:
+    """The segment of each key, or 1; 0 for keys that nothing sees. None: all are alike."""
+    if key_mask is None:
+        return segments
+    seen = jnp.broadcast_to(key_mask, key.shape[:2])
+    return seen.astype(jnp.int32) if segments is None else jnp.where(seen, segments, 0)
+
+
+def _checked_method(method: Any, query: Any, key: Any, value: Any, needs_all: bool) -> Any:
+    """The way that is taken; None where tokens are not split."""
+    num = num_token_parts()
+    if method not in (None, "gather", "heads", "ring"):
+        raise ValueError(f'`method` must be "gather", "heads", "ring" or None; got {method!r}.')
+    if num == 1:
+        return None
+    for name, x in (("query", query), ("key", key)):
+        if x.shape[1] % num:
+            raise ValueError(
+                f"`{name}` has {x.shape[1]} tokens, and the mesh axis `tokens` splits them over "
+                f"{num} devices. Pad rows to a multiple of {num}."
+            )
+    if method == "heads" and key.shape[2] % num:
+        raise ValueError(
+            f'`method="heads"` needs a number of key-value heads that divides by the {num} devices '
+            f'along `tokens`; got {key.shape[2]}. Take "ring" or "gather", or leave it out.'
+        )
+    if method == "ring" and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f'`method="ring"` needs as many keys as queries; got {key.shape[1]} keys and '
+            f'{query.shape[1]} queries. Take "gather".'
+        )
+    chosen = method or method_for(query, key, value)
+    return "gather" if needs_all and chosen == "ring" else chosen
+
+
+def _check(query: Any, key: Any, value: Any, segments: Any, softcap: Any, chunk: Any) -> None:
+    shapes = f"{query.shape}, {key.shape} and {value.shape}"
+    if {query.ndim, key.ndim, value.ndim} != {4}:
+        raise ValueError(
+            f"`query`, `key` and `value` must be `[rows, tokens, heads, size]`; got {shapes}."
+        )
+    fits = query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
+    if not fits or key.shape[:3] != value.shape[:3] or query.shape[2] % key.shape[2]:
+        raise ValueError(
+            "`query` and `key` must have the same rows and sizes, `key` and `value` the same rows, "
+            f"tokens and heads, of which `query` must have a multiple; got {shapes}."
+        )
+    if segments is not None and not segments.shape == query.shape[:2] == key.shape[:2]:
+        raise ValueError(
+            "`segments` must have the rows and tokens of `query` and of `key`; got "
+            f"{segments.shape} for {shapes}."
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"`softcap` must be positive, or None for no cap; got {softcap}.")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"`chunk` must be a number of tokens, at least 1; got {chunk}.")

@@ -1,0 +1,390 @@
+"""Exact attention in blocks of queries and keys, whose memory is linear in tokens.
+
+    o_i = sum_j exp(x_ij - L_i) v_j,    L_i = log sum_j exp(x_ij),    x_ij = cap(scale q_i k_j)
+
+A loop goes over the pairs of blocks in which some query sees some key, and carries of each query
+the running maximum of x, the sum of exponentials and the sum of values. Forward keeps o and L;
+backward computes the x of each pair again:
+
+    p = exp(x - L);    dv = p^T do;    ds = p (do v^T - (do . o - dL))
+    dq = scale ds k;   dk = scale ds^T q
+
+(FlashAttention, https://arxiv.org/abs/2205.14135). Queries come in parts, one for each device along
+the mesh axis `tokens`, which all run the same loop. Token x of part p of P is at position x P + p
+if tokens are dealt out in turn: then the blocks that a causal mask hides are the same in each part
+(striped attention, https://arxiv.org/abs/2311.09431). Each part has all keys, or its part of them,
+and then they go around in a ring (https://arxiv.org/abs/2310.01889): in step r, part p has the keys
+of part p - r.
+
+Dimensions: b rows, p parts, t queries of a part, s keys of a part, g key-value heads, n query heads
+for each, k size of queries and keys, v size of values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from .._mesh import split_over_tokens
+
+_NOT_SEEN = -1e30  # below every logit, and finite, so that a difference of two of them is a number
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Which keys a query sees, and the formula of its logits.
+
+    Attributes:
+        scale: factor of the products of queries and keys.
+        softcap: the logits x become `softcap * tanh(x / softcap)`; None: as they are.
+        before: a query at position i sees keys from `i - before` on; None: from the first on.
+        after: and up to `i + after`; None: up to the last.
+        marks: what `marks` of queries and keys mean. "segments": they must be equal, and not 0;
+            "keys": that of the key must not be 0; None: nothing.
+        chunk: the most queries, and keys, of a block.
+        query_places: `(factor, offset)`: token x of part p is at position `factor x + offset p`.
+        key_places: likewise, of keys.
+        is_ring: whether each part has only its keys, and those of the others come to it in turn.
+        split_dim: the dim of `[b, p, ...]` that is split over devices: 1 the parts, 3 the heads.
+    """
+
+    scale: float
+    softcap: float | None
+    before: int | None
+    after: int | None
+    marks: Literal["segments", "keys"] | None
+    chunk: int
+    query_places: tuple[int, int] = (1, 0)
+    key_places: tuple[int, int] = (1, 0)
+    is_ring: bool = False
+    split_dim: int | None = None
+
+    def placed(self, x: Array) -> Array:
+        """`x`, split over devices on `split_dim`, if it has that dim."""
+        if self.split_dim is None or x.ndim <= self.split_dim:
+            return x
+        return split_over_tokens(x, self.split_dim)
+
+
+class Keys(NamedTuple):
+    """Keys, values and their marks: of each part."""
+
+    key: Float[Array, "b p s g k"]
+    value: Float[Array, "b p s g v"]
+    marks: Int[Array, "b p s"]
+
+
+class Queries(NamedTuple):
+    """Queries with their marks, and how far they see at most: `|i - j| < reach` (None: all)."""
+
+    query: Float[Array, "b p t g n k"]
+    marks: Int[Array, "b p t"]
+    reach: Int[Array, ""] | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_in_blocks(
+    form: Form, queries: Queries, keys: Keys
+) -> tuple[Float[Array, "b p t g n v"], Float[Array, "b p t g n"]]:
+    """Attend, and return the logarithm of the softmax's denominator of each query too.
+
+    Args:
+        form: which keys are seen, and the formula.
+        queries: of each part; more than `form.chunk` must be a multiple of it.
+        keys: of each part, likewise.
+
+    Returns:
+        The mixed values in the dtype of the values, and the logarithms in 32 bits or more. For a
+        query that sees no key they are 0, and a large negative number.
+    """
+    return _forward(form, queries, keys)[0]
+
+
+def _forward(form: Form, queries: Queries, keys: Keys) -> tuple[tuple[Array, Array], Any]:
+    loop = _Loop(form, queries, keys)
+    *lead, _ = queries.query.shape
+    wide = widened(queries.query.dtype)
+    start = (
+        form.placed(jnp.zeros((*lead, keys.value.shape[-1]), wide)),
+        form.placed(jnp.full(lead, _NOT_SEEN, wide)),
+        form.placed(jnp.zeros(lead, wide)),
+    )
+
+    def pair(sums: tuple[Array, ...], block: _Block, keys: Keys) -> tuple[Array, ...]:
+        mixed, largest, total = sums
+        logits, _ = block.logits(form, queries, keys)
+        old = block.of_queries(largest)
+        new = jnp.maximum(old, _to_queries(jnp.max(logits, axis=-1)))
+        exponentials = _exp_of_difference(logits, new)
+        kept = jnp.exp(old - new)
+        value = block.of_keys(keys.value)
+        added = _product("bpgnts,bpsgv->bptgnv", exponentials.astype(value.dtype), value)
+        return (
+            block.set(mixed, block.of_queries(mixed) * kept[..., None] + added),
+            block.set(largest, new),
+            block.set(
+                total, block.of_queries(total) * kept + _to_queries(jnp.sum(exponentials, axis=-1))
+            ),
+        )
+
+    mixed, largest, total = loop.over_keys(start, pair)
+    total = jnp.where(total == 0, 1, total)  # a query that sees no key
+    out = (mixed / total[..., None]).astype(keys.value.dtype)
+    logarithm = largest + jnp.log(total)
+    return (out, logarithm), (queries, keys, out, logarithm)
+
+
+def _backward(
+    form: Form,
+    saved: tuple[Queries, Keys, Array, Array],
+    given: tuple[Array, Array],
+) -> tuple[Queries, Keys]:
+    queries, keys, out, logarithm = saved
+    gradient, of_logarithm = map(form.placed, given)
+    wide = logarithm.dtype
+    products = jnp.sum(gradient.astype(wide) * out.astype(wide), axis=-1) - of_logarithm
+    loop = _Loop(form, queries, keys)
+
+    def pair(sums: tuple[Array, ...], block: _Block, keys: Keys) -> tuple[Array, ...]:
+        of_query, of_key, of_value = sums
+        logits, slope = block.logits(form, queries, keys)
+        chances = _exp_of_difference(logits, block.of_queries(logarithm))
+        mixed = block.of_queries(gradient)
+        of_logits = _product("bptgnv,bpsgv->bpgnts", mixed, block.of_keys(keys.value))
+        of_logits = chances * (of_logits - _to_logits(block.of_queries(products)))
+        of_logits = (of_logits * slope * form.scale).astype(queries.query.dtype)
+        chances = chances.astype(mixed.dtype)
+        query, key = block.of_queries(queries.query), block.of_keys(keys.key)
+        return (
+            block.add(of_query, _product("bpgnts,bpsgk->bptgnk", of_logits, key)),
+            block.add_to_keys(of_key, _product("bpgnts,bptgnk->bpsgk", of_logits, query)),
+            block.add_to_keys(of_value, _product("bpgnts,bptgnv->bpsgv", chances, mixed)),
+        )
+
+    start = tuple(
+        form.placed(jnp.zeros(x.shape, wide)) for x in (queries.query, keys.key, keys.value)
+    )
+    of_query, of_key, of_value = loop.over_keys(start, pair, num_of_queries=1)
+    none: Any = functools.partial(np.zeros, dtype=jax.dtypes.float0)
+    of_reach = None if queries.reach is None else none(())
+    return (
+        Queries(of_query.astype(queries.query.dtype), none(queries.marks.shape), of_reach),
+        Keys(
+            of_key.astype(keys.key.dtype), of_value.astype(keys.value.dtype), none(keys.marks.shape)
+        ),
+    )
+
+
+attend_in_blocks.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A pair of blocks: where its queries and keys start, and how many there are."""
+
+    query_start: Array
+    key_start: Array
+    num_queries: int
+    num_keys: int
+    step: Array  # of the ring
+    is_edge: bool  # whether some query does not see some key
+    # Without it the compiler splits loops as it likes, and exchanges blocks in each iteration.
+    placed: Callable[[Array], Array]
+
+    def of_queries(self, x: Array) -> Array:
+        x = self.placed(x)
+        return self.placed(lax.dynamic_slice_in_dim(x, self.query_start, self.num_queries, axis=2))
+
+    def of_keys(self, x: Array) -> Array:
+        x = self.placed(x)
+        return self.placed(lax.dynamic_slice_in_dim(x, self.key_start, self.num_keys, axis=2))
+
+    def set(self, x: Array, block: Array) -> Array:
+        block = self.placed(block)
+        return self.placed(lax.dynamic_update_slice_in_dim(x, block, self.query_start, axis=2))
+
+    def add(self, x: Array, block: Array) -> Array:
+        return self.set(x, self.of_queries(x) + block)
+
+    def add_to_keys(self, x: Array, block: Array) -> Array:
+        block = self.of_keys(x) + self.placed(block)
+        return self.placed(lax.dynamic_update_slice_in_dim(x, block, self.key_start, axis=2))
+
+    def logits(
+        self, form: Form, queries: Queries, keys: Keys
+    ) -> tuple[Float[Array, "b p g n t s"], Array | float]:
+        """Logits, `_NOT_SEEN` where a key is not seen, and the derivative of the soft cap."""
+        # What is seen depends on no array, so that JAX and XLA would compute it for all pairs,
+        # before the loop: one byte for each query and key.
+        starts = self.query_start, self.key_start
+        query, starts = lax.optimization_barrier((self.of_queries(queries.query), starts))
+        logits = _product("bptgnk,bpsgk->bpgnts", query, self.of_keys(keys.key))
+        logits, slope = logits * form.scale, 1.0
+        if form.softcap is not None:
+            ratio = jnp.tanh(logits / form.softcap)
+            logits, slope = form.softcap * ratio, 1 - ratio * ratio
+        if not self.is_edge:
+            return logits, slope
+        seen = self._seen(form, queries, keys, starts)[:, :, None, None]
+        return jnp.where(seen, logits, jnp.asarray(_NOT_SEEN, logits.dtype)), slope
+
+    def _seen(
+        self, form: Form, queries: Queries, keys: Keys, starts: tuple[Array, Array]
+    ) -> Bool[Array, "_ p t s"]:
+        num_parts = queries.query.shape[1]
+        parts = jnp.arange(num_parts, dtype=jnp.int32)
+        sources = (parts - self.step) % num_parts if form.is_ring else parts
+        query_index = starts[0] + jnp.arange(self.num_queries, dtype=jnp.int32)
+        key_index = starts[1] + jnp.arange(self.num_keys, dtype=jnp.int32)
+        at = _places(form.query_places, query_index, parts)[:, :, None]
+        distance = at - _places(form.key_places, key_index, sources)[:, None]
+        seen = jnp.ones(distance.shape, bool)
+        if queries.reach is not None:
+            seen = jnp.abs(distance) < queries.reach
+        if form.before is not None:
+            seen = seen & (distance <= form.before)
+        if form.after is not None:
+            seen = seen & (distance >= -form.after)
+        seen = seen[None]
+        if form.marks is not None:
+            of_keys = self.of_keys(keys.marks)[:, :, None]
+            seen = seen & (of_keys != 0)
+            if form.marks == "segments":
+                seen = seen & (self.of_queries(queries.marks)[..., None] == of_keys)
+        return seen
+
+
+class _Loop:
+    """The loop over the pairs of blocks in which queries see keys."""
+
+    def __init__(self, form: Form, queries: Queries, keys: Keys):
+        self.form, self.keys = form, keys
+        num_parts, num_queries, num_keys = *queries.query.shape[1:3], keys.key.shape[2]
+        self.num_steps = num_parts if form.is_ring else 1
+        self.sizes = min(num_queries, form.chunk), min(num_keys, form.chunk)
+        pairs = _pairs(form, num_queries, num_keys, num_parts, self.sizes)
+        if form.marks is not None or queries.reach is not None:  # which are data
+            pairs = pairs[0][:0], np.concatenate(pairs)
+        self.pairs = pairs
+
+    def over_keys(
+        self,
+        sums: tuple[Array, ...],
+        pair: Callable[..., tuple[Array, ...]],
+        num_of_queries: int = 3,
+    ) -> tuple[Array, ...]:
+        """Apply `pair` to all pairs, with the keys of each part in turn.
+
+        Args:
+            sums: what is carried.
+            pair: the sums after a pair, from those before it, the block, and the keys.
+            num_of_queries: how many of the sums belong to queries; others travel with the keys.
+        """
+        sums = self._over_pairs(sums, self.keys, jnp.int32(0), pair)
+        if self.num_steps == 1:
+            return sums
+
+        def step(carry: Any, number: Array) -> tuple[Any, None]:
+            sums, keys = carry
+            fixed, travelling = sums[:num_of_queries], sums[num_of_queries:]
+            keys, travelling = self._passed_on((keys, travelling))
+            return (self._over_pairs((*fixed, *travelling), keys, number, pair), keys), None
+
+        numbers = jnp.arange(1, self.num_steps, dtype=jnp.int32)
+        (sums, _), _ = lax.scan(step, (sums, self.keys), numbers)
+        return (*sums[:num_of_queries], *self._passed_on(sums[num_of_queries:]))
+
+    def _passed_on(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: self.form.placed(jnp.roll(x, 1, axis=1)), tree)
+
+    def _over_pairs(
+        self,
+        sums: tuple[Array, ...],
+        keys: Keys,
+        step: Array,
+        pair: Callable[..., tuple[Array, ...]],
+    ) -> tuple[Array, ...]:
+        num_queries, num_keys = self.sizes
+
+        def body(
+            sums: tuple[Array, ...], numbers: Array, is_edge: bool
+        ) -> tuple[tuple[Array, ...], None]:
+            starts = numbers * jnp.asarray([num_queries, num_keys], jnp.int32)
+            sizes = num_queries, num_keys
+            block = _Block(starts[0], starts[1], *sizes, step, is_edge, self.form.placed)
+            return pair(sums, block, keys), None
+
+        for is_edge, pairs in zip((False, True), self.pairs, strict=True):
+            if len(pairs):
+                run = functools.partial(body, is_edge=is_edge)
+                sums, _ = lax.scan(run, sums, jnp.asarray(pairs))
+        return sums
+
+
+def _pairs(
+    form: Form, num_queries: int, num_keys: int, num_parts: int, sizes: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs of blocks `[pairs, 2]` in which the queries of all parts see all keys of all parts,
+    and those in which some may see some.
+    """
+
+    def bounds(places: tuple[int, int], num: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        factor, offset = places
+        first = np.arange(0, num, size) * factor
+        return first, first + (size - 1) * factor + offset * (num_parts - 1)
+
+    query_first, query_last = bounds(form.query_places, num_queries, sizes[0])
+    key_first, key_last = bounds(form.key_places, num_keys, sizes[1])
+    some = np.ones((len(query_first), len(key_first)), bool)
+    every = some.copy()
+    if form.after is not None:
+        some &= key_first[None] <= query_last[:, None] + form.after
+        every &= key_last[None] <= query_first[:, None] + form.after
+    if form.before is not None:
+        some &= key_last[None] >= query_first[:, None] - form.before
+        every &= key_first[None] >= query_last[:, None] - form.before
+    return np.argwhere(every).astype(np.int32), np.argwhere(some & ~every).astype(np.int32)
+
+
+def _exp_of_difference(
+    logits: Float[Array, "b p g n t s"], of_queries: Float[Array, "b p t g n"]
+) -> Float[Array, "b p g n t s"]:
+    """`exp(logits - of_queries)`, 0 for what is not seen, also by a query that has seen no key."""
+    return jnp.exp(logits - _to_logits(jnp.maximum(of_queries, _NOT_SEEN / 2)))
+
+
+def _product(dims: str, x: Array, y: Array) -> Array:
+    """An einsum, summed in 32 bits or more."""
+    return jnp.einsum(dims, x, y, preferred_element_type=widened(x.dtype))
+
+
+def _places(places: tuple[int, int], index: Array, parts: Array) -> Int[Array, "p x"]:
+    factor, offset = places
+    return index[None] * factor + parts[:, None] * offset
+
+
+def _to_queries(x: Float[Array, "b p g n t"]) -> Float[Array, "b p t g n"]:
+    return jnp.moveaxis(x, -1, 2)
+
+
+def _to_logits(x: Float[Array, "b p t g n"]) -> Float[Array, "b p g n t 1"]:
+    return jnp.moveaxis(x, 2, -1)[..., None]
+
+
+def widened(dtype: Any) -> np.dtype:
+    """The dtype of sums of products: float32 for 16-bit types."""
+    return np.dtype(np.float32) if np.dtype(dtype).itemsize < 4 else np.dtype(dtype)
+
+
+def default_scale(size: int) -> float:
+    """The factor of logits of queries of this size, if none is given."""
+    return 1 / math.sqrt(size)

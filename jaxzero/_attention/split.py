@@ -1,0 +1,174 @@
+"""Attention where tokens are split over the mesh axis `tokens`, in one of three ways.
+
+    gather    each device has its queries, and gathers the keys and values of all
+    heads     tokens are exchanged for heads, all-to-all: a device has some heads of all tokens
+              (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509)
+    ring      each device has its queries; the keys and values of the others come to it in turn
+
+All of them are constraints on where arrays lie; the compiler adds the collectives. With a causal
+mask or a window, queries of `gather` and `ring` are dealt out to devices in turn, so that each has
+as many keys to look at (`blocks`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from .._mesh import num_token_parts, split_over_tokens
+from .blocks import Form, Keys, Queries, attend_in_blocks, widened
+
+Method = Literal["gather", "heads", "ring"]
+
+
+def method_for(
+    query_bthk: Shaped[Array, "b t h k"],
+    key_bsgk: Shaped[Array, "b s g k"],
+    value_bsgv: Shaped[Array, "b s g v"],
+) -> Method | None:
+    """The way that is taken, by bytes and heads; None: tokens are not split, or not evenly.
+
+    Heads, if each device can have some of them. All their queries are then on one device, which
+    leaves out what a mask hides and can call a kernel for it. Where there are many queries for one
+    key they cost more bytes: above twice those of the keys, keys are sent. Keys and values travel
+    in a ring, so that a device never holds those of all tokens; of rows that are not split evenly
+    into queries and keys they are gathered.
+    """
+    num = num_token_parts()
+    if num == 1 or query_bthk.shape[1] % num or key_bsgk.shape[1] % num:
+        return None
+    heads, size = query_bthk.shape[2:]
+    groups, of_value = value_bsgv.shape[2:]
+    of_keys = groups * (size + of_value)
+    of_heads = (heads * (size + of_value) + of_keys) / num
+    if groups % num == 0 and of_heads <= 2 * of_keys:
+        return "heads"
+    return "ring" if query_bthk.shape[1] == key_bsgk.shape[1] else "gather"
+
+
+def attend_split(
+    form: Form,
+    method: Method | None,
+    query_bthk: Float[Array, "b t h k"],
+    key_bsgk: Float[Array, "b s g k"],
+    value_bsgv: Float[Array, "b s g v"],
+    query_marks: Int[Array, "b t"] | None = None,
+    key_marks: Int[Array, "b s"] | None = None,
+    reach: Int[Array, ""] | None = None,
+) -> tuple[Float[Array, "b t h v"], Float[Array, "b t h"]]:
+    """Attend in blocks, with tokens split over devices.
+
+    Args:
+        form: which keys are seen; the places of tokens are set here.
+        method: the way; None: all on one device.
+        query_bthk: queries.
+        key_bsgk: keys.
+        value_bsgv: values.
+        query_marks: segments of the queries, if `form` looks at them.
+        key_marks: marks of the keys.
+        reach: a query at position i sees keys at positions j with `|i - j| < reach`.
+
+    Returns:
+        The mixed values, and the logarithm of the softmax's denominator of each query and head.
+    """
+    if method is not None:
+        # Their gradients too, so that what makes them of tokens is not split by heads.
+        arrays = query_bthk, key_bsgk, value_bsgv
+        query_bthk, key_bsgk, value_bsgv = (split_over_tokens(x, 1) for x in arrays)
+    batch, num_queries, heads, size = query_bthk.shape
+    num_keys, groups = key_bsgk.shape[1:3]
+    if query_marks is None:
+        query_marks = jnp.ones((batch, num_queries), jnp.int32)
+    if key_marks is None:
+        key_marks = jnp.ones((batch, num_keys), jnp.int32)
+    query_btgnk = query_bthk.reshape(batch, num_queries, groups, heads // groups, size)
+    # With a mask by distance, tokens are dealt out in turn, if that is one all-to-all.
+    num_parts = num_token_parts() if method in ("gather", "ring") else 1
+    in_turn = form.before is not None or form.after is not None
+    in_turn = in_turn and num_parts > 1 and num_queries % num_parts**2 == 0
+    places = (num_parts, 1) if in_turn else (1, num_queries // num_parts)
+    form = dataclasses.replace(
+        form,
+        query_places=places,
+        key_places=places if method == "ring" else (1, 0),
+        is_ring=method == "ring",
+        split_dim={None: None, "heads": 3}.get(method, 1),
+    )
+    cut = functools.partial(_parts, num=num_parts, in_turn=in_turn)
+    cut_keys = functools.partial(_for_all, num=num_parts) if method == "gather" else cut
+    arrays = [cut(query_btgnk), cut(query_marks)]
+    arrays += [cut_keys(x) for x in (key_bsgk, value_bsgv, key_marks)]
+    padded = [form.placed(_padded(x, form.chunk)) for x in arrays]
+    if padded[-1].shape != arrays[-1].shape and form.marks is None:
+        form = dataclasses.replace(form, marks="keys")
+    query, query_marks, *keys = padded
+    reach = None if reach is None else jax.lax.stop_gradient(reach).astype(jnp.int32)
+    made: Any = attend_in_blocks(form, Queries(query, query_marks, reach), Keys(*keys))
+    mixed, logarithm = (_joined(x, num_queries, num_parts, in_turn) for x in made)
+    mixed = mixed.reshape(batch, num_queries, heads, -1)
+    logarithm = logarithm.reshape(batch, num_queries, heads)
+    if method is None:
+        return mixed, logarithm
+    return split_over_tokens(mixed, 1), split_over_tokens(logarithm, 1)
+
+
+def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """Queries, keys and values where attention over whole rows needs them.
+
+    The compiler then partitions any attention over the queries, or over the heads.
+    """
+    query, key, value = (split_over_tokens(x, 1) for x in (query, key, value))
+    if method == "heads":
+        return tuple(split_over_tokens(x, 2) for x in (query, key, value))  # pyright: ignore
+    return split_over_tokens(query, 1), split_over_tokens(key, None), split_over_tokens(value, None)
+
+
+def _parts(x: Shaped[Array, "b t *_"], num: int, in_turn: bool) -> Shaped[Array, "b p t *_"]:
+    """Cut a dim of tokens into parts."""
+    if in_turn:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, num, *x.shape[2:]), 2, 1)
+    return x.reshape(x.shape[0], num, -1, *x.shape[2:])
+
+
+def _joined(
+    x: Shaped[Array, "b p t *_"], num_tokens: int, num: int, in_turn: bool
+) -> Shaped[Array, "b t *_"]:
+    """Undo `_parts` and `_padded`."""
+    x = x[:, :, : num_tokens // num]
+    x = jnp.moveaxis(x, 1, 2) if in_turn else x
+    return x.reshape(x.shape[0], num_tokens, *x.shape[3:])
+
+
+def _padded(x: Shaped[Array, "b p t *_"], chunk: int) -> Shaped[Array, "b p t *_"]:
+    """Pad the tokens of each part to whole blocks."""
+    added = -x.shape[2] % min(x.shape[2], chunk)
+    return jnp.pad(x, [(0, added if i == 2 else 0) for i in range(x.ndim)]) if added else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _for_all(x: Shaped[Array, "b s *_"], num: int) -> Shaped[Array, "b p s *_"]:
+    """All tokens for each part: an all-gather, and for gradients a reduce-scatter."""
+    whole = split_over_tokens(x, None)
+    copies = jnp.broadcast_to(whole[:, None], (x.shape[0], num, *x.shape[1:]))
+    return split_over_tokens(copies, 1)
+
+
+def _for_all_forward(x: Array, num: int) -> tuple[Array, None]:
+    return _for_all(x, num), None
+
+
+def _for_all_backward(num: int, _: None, gradient: Array) -> tuple[Any]:
+    del num
+    if gradient.dtype == jax.dtypes.float0:
+        return (np.zeros((gradient.shape[0], *gradient.shape[2:]), gradient.dtype),)
+    wide = gradient.astype(widened(gradient.dtype))
+    return (split_over_tokens(jnp.sum(wide, axis=1), 1).astype(gradient.dtype),)
+
+
+_for_all.defvjp(_for_all_forward, _for_all_backward)

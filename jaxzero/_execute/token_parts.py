@@ -1,0 +1,182 @@
+"""Gather weights and reduce gradients where the mesh has the axis `tokens`, part by part.
+
+A matrix is split over `node` and `local` on one dim and over `tokens` on another. Each device
+gathers the shards of its own part over `node` and `local`, with messages, codecs and buckets of
+parts; the parts are gathered last. Gradients are summed into parts first. What has no such dim is
+equal on all devices along `tokens`, and each of them sends it.
+
+In flight, the arrays of a bucket are those of parts, with a leading dim that counts parts. These
+functions do what those of `_collectives` do where there is one part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from .._collectives import (
+    CommSpec,
+    EncodedShards,
+    GatherBucket,
+    ReduceBucket,
+    ReduceSpec,
+    arrays,
+    gather_hop,
+    reduce_next_axis,
+    start_gather,
+    start_reduction,
+)
+from .._mesh import (
+    num_token_parts,
+    on_token_parts,
+    split_weight_gradient,
+    weight_dim_of_tokens,
+    whole_weight,
+)
+from .._sharding import DimSharding, unpad
+
+_IN_FLIGHT = 0
+
+
+def start_gather_of_parts(
+    shards: Sequence[EncodedShards], sizes: Sequence[int], comm: CommSpec
+) -> list[GatherBucket]:
+    """`start_gather`, of this device's part of each shard."""
+    if num_token_parts() == 1:
+        return start_gather(shards, sizes, comm)
+    described: list[GatherBucket] = []
+
+    def run(data: list[Array]) -> list[Array]:
+        pairs = zip(shards, data, strict=True)
+        parts = [_with_data(shard, x) for shard, x in pairs]
+        described[:] = start_gather(parts, sizes, comm)
+        return [x.data[None] for x in described]
+
+    data = [x.data for x in shards]
+    dims = [part_dim(x, x.data.shape, x.dim) for x in shards]
+    return _filled(described, on_token_parts(run, (dims,), _IN_FLIGHT)(data))
+
+
+def gather_hop_of_parts(
+    buckets: Sequence[GatherBucket], sizes: Sequence[int], comm: CommSpec
+) -> list[GatherBucket]:
+    """`gather_hop`, of parts."""
+    if num_token_parts() == 1:
+        return gather_hop(buckets, sizes, comm)
+    described: list[GatherBucket] = []
+
+    def run(data: list[Array]) -> list[Array]:
+        described[:] = gather_hop(_filled(buckets, [x[0] for x in data]), sizes, comm)
+        return [x.data[None] for x in described]
+
+    data = [x.data for x in buckets]
+    return _filled(described, on_token_parts(run, (_IN_FLIGHT,), _IN_FLIGHT)(data))
+
+
+def decoded_parts(
+    buckets: Sequence[GatherBucket],
+    dtypes: Sequence[Any],
+    layouts: Sequence[DimSharding],
+    dims: Sequence[int | None],
+) -> list[Array]:
+    """The full weights of gathered buckets.
+
+    Args:
+        buckets: gathered over `node` and `local`.
+        dtypes: of each weight; None: its own.
+        layouts: of each weight; without the padding.
+        dims: of each weight, the dim that is split over `tokens` (`part_dim`).
+    """
+    if num_token_parts() == 1:
+        pairs = zip(arrays(buckets, dtypes), layouts, strict=True)
+        return [unpad(x, layout) for x, layout in pairs]
+
+    def run(data: list[Array]) -> list[Array]:
+        made = arrays(_filled(buckets, [x[0] for x in data]), dtypes)
+        return [unpad(x, layout) for x, layout in zip(made, layouts, strict=True)]
+
+    data = [x.data for x in buckets]
+    return [whole_weight(x) for x in on_token_parts(run, (_IN_FLIGHT,), [*dims])(data)]
+
+
+def start_reduction_of_parts(
+    fulls: Sequence[Array], specs: Sequence[ReduceSpec], comm: CommSpec
+) -> ReduceBucket:
+    """`start_reduction`, of this device's part of each sum over `tokens`."""
+    if num_token_parts() == 1:
+        return start_reduction(fulls, specs, comm)
+    pairs = zip(fulls, specs, strict=True)
+    fulls = [split_weight_gradient(x, spec.layout.dim) for x, spec in pairs]
+    local_specs = _of_parts(specs)
+
+    def run(fulls: list[Array]) -> ReduceBucket:
+        return jax.tree.map(lambda x: x[None], start_reduction(fulls, local_specs, comm))
+
+    dims = [weight_dim_of_tokens(x.shape, x.layout.dim, num_token_parts()) for x in specs]
+    return on_token_parts(run, (dims,), _IN_FLIGHT)(fulls)
+
+
+def reduce_next_axis_of_parts(
+    bucket: ReduceBucket,
+    specs: Sequence[ReduceSpec],
+    number: int,
+    comm: CommSpec,
+    divisor: int | float = 1,
+) -> ReduceBucket:
+    """`reduce_next_axis`, of parts."""
+    if num_token_parts() == 1:
+        return reduce_next_axis(bucket, specs, number, comm, divisor)
+    local_specs = _of_parts(specs)
+
+    def run(bucket: ReduceBucket) -> ReduceBucket:
+        bucket = jax.tree.map(lambda x: x[0], bucket)
+        made = reduce_next_axis(bucket, local_specs, number, comm, divisor)
+        return jax.tree.map(lambda x: x[None], made)
+
+    return on_token_parts(run, (_IN_FLIGHT,), _IN_FLIGHT)(bucket)
+
+
+def joined_gradient(x: Any, spec: ReduceSpec) -> Any:
+    """This device's shard of a sum, from its parts in a fully reduced bucket."""
+    if num_token_parts() == 1:
+        return x
+    dim = weight_dim_of_tokens(spec.shape, spec.layout.dim, num_token_parts())
+    return on_token_parts(lambda x: jax.tree.map(lambda x: x[0], x), (_IN_FLIGHT,), dim)(x)
+
+
+def _of_parts(specs: Sequence[ReduceSpec]) -> list[ReduceSpec]:
+    """The reductions of parts of gradients."""
+    num, made = num_token_parts(), []
+    for spec in specs:
+        shape, dim = list(spec.shape), weight_dim_of_tokens(spec.shape, spec.layout.dim, num)
+        if dim is not None:
+            shape[dim] //= num
+        made.append(dataclasses.replace(spec, shape=tuple(shape)))
+    return made
+
+
+def part_dim(shards: EncodedShards, shape: Sequence[int], dim: int) -> int | None:
+    """The dim of a weight that is split over `tokens`, from what it is gathered from.
+
+    Args:
+        shards: shards, or a node slice; messages that exist already are of all parts together.
+        shape: of the full weight as it is gathered, or of a shard.
+        dim: the dim that `node` and `local` split.
+    """
+    if shards.codec is not None:
+        return None
+    return weight_dim_of_tokens(tuple(shape), dim, num_token_parts())
+
+
+def _with_data(shards: EncodedShards, data: Array) -> EncodedShards:
+    """The shards with a part of their data."""
+    shape = shards.shape if shards.codec is not None else tuple(data.shape)
+    return dataclasses.replace(shards, data=data, shape=shape)
+
+
+def _filled(buckets: Sequence[GatherBucket], data: Sequence[Array]) -> list[GatherBucket]:
+    return [dataclasses.replace(x, data=d) for x, d in zip(buckets, data, strict=True)]
