@@ -78,6 +78,7 @@ def configs() -> list[jz.ZeroConfig]:
             offload=jz.Offload(optimizer=True),
             activations=jz.Activations(budget_bytes=2**30),
         ),
+        jz.ZeroConfig(ungathered=jz.Ungathered("*.experts.*")),
     ]
 
 
@@ -158,6 +159,16 @@ def other_parts(zero: jz.Zero, params: Model, opt_state: Any, key: jax.Array) ->
 
     ids = zeros((16, 9), jnp.int32)
     print(zero.verify(loss_fn, params, ids), zero.report(params).largest_model(device_bytes=2**36))
+
+
+def mixture(model: Model, x: jax.Array) -> jax.Array:
+    def compute(rows: jax.Array, group_sizes: jax.Array, row_weights: jax.Array) -> jax.Array:
+        return rows * row_weights[:, None] * group_sizes.sum()
+
+    first = zeros((len(x), 1), jnp.int32)
+    mixed, dropped = jz.exchange_tokens(compute, x, first, x[:, :1], num_experts=2, num_local=2)
+    heads = jz.split_tokens(mixed.reshape(1, len(x), 2, -1))
+    return jz.attention(heads, heads, heads, is_causal=True).sum() + dropped
 
 
 def plans() -> None:
