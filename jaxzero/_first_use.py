@@ -29,7 +29,7 @@ def imported_on_first_use(
                 raise
             raise ImportError(
                 f"`{name}` needs the package {missing.name!r}, which is not installed. Install it "
-                f'with `pip install -e ".[{extra}]"` in a checkout of jaxzero.'
+                f'with `pip install "jaxzero[{extra}]"`.'
             ) from missing
 
     return find

@@ -75,13 +75,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of the cases of a parametrized test, run the first and each Nth after it",
+        help="of the cases in each file, run the first and each Nth after it",
     )
 
 
 @pytest.hookimpl(trylast=True)  # what markers leave out is no case
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the cases of parametrized tests, and skip GPU tests where there is no GPU."""
+    """Choose a part of the cases, and skip GPU tests where there is no GPU."""
     _leave_out_cases(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
@@ -92,12 +92,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     every = int(config.getoption("every", 1))
-    cases: collections.Counter[str] = collections.Counter()  # of each test so far
+    cases: collections.Counter[Path] = collections.Counter()  # of each file so far
     kept, left_out = [], []
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        (left_out if cases[test] % every else kept).append(item)
-        cases[test] += 1
+        (left_out if cases[item.path] % every else kept).append(item)
+        cases[item.path] += 1
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept

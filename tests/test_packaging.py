@@ -13,8 +13,13 @@ import pytest
 
 import jaxzero
 
+from . import typed_program
+
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = ["interop", "pallas_kernels"]  # beside `jaxzero/`, installed inside it through links
+in_a_checkout = pytest.mark.skipif(
+    not (ROOT / OUTSIDE[0]).exists(), reason="the sdist has these folders where the links are"
+)
 
 
 def _packages() -> dict[str, Path]:
@@ -57,13 +62,19 @@ def test_importing_loads_no_slow_or_optional_package(statement, unwanted, tmp_pa
     assert done.stdout.strip() == ""
 
 
-def test_the_public_face_is_small_and_explicit():
+def _public_names() -> dict[str, str]:
+    """The public names of `jaxzero`, and the module of each."""
     names = {}
     for node in ast.walk(ast.parse((ROOT / "jaxzero" / "__init__.py").read_text())):
         if isinstance(node, ast.ImportFrom) and node.level and node.module != "_first_use":
             for alias in node.names:
                 assert alias.asname == alias.name, f"Write `{alias.name} as {alias.name}`."
                 names[alias.name] = node.module
+    return names
+
+
+def test_the_public_face_is_small_and_explicit():
+    names = _public_names()
     # 8 codecs and what places them, 6 presets and their parts, `Zero`, SimiGrad's 4, the 4 of
     # local steps, the 3 of the planner and `compile_for`, the schedule of freezing, `reshard` with
     # its report, which is to be read before anything is sent, a warning to be filtered by name, and
@@ -77,6 +88,16 @@ def test_the_public_face_is_small_and_explicit():
     assert names.keys() <= set(dir(jaxzero))
     with pytest.raises(AttributeError, match="'jaxzero' has no attribute 'Zer'"):
         _ = jaxzero.Zer  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion  # optax computes `decay**count` from two types
+def test_a_typed_program_runs_and_has_every_public_name(tmp_path):
+    text = (ROOT / "tests" / "typed_program.py").read_text()
+    assert sorted(name for name in _public_names() if f"jz.{name}" not in text) == []
+    assert len({str(config) for config in typed_program.configs()}) == len(typed_program.configs())
+    *losses, restored = typed_program.train(tmp_path)
+    assert losses[1] < losses[0] and restored < losses[0]
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
@@ -93,6 +114,7 @@ def test_what_is_installed_is_what_is_here(package):
         assert (installed / "py.typed").exists()
 
 
+@in_a_checkout
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_links_resolve(name):
     link = ROOT / "jaxzero" / name
@@ -101,6 +123,7 @@ def test_links_resolve(name):
     assert link.resolve() == ROOT / name
 
 
+@in_a_checkout
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_package_imported_by_its_folder_name_is_refused(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / name / "__init__.py")

@@ -10,6 +10,7 @@ import ast
 import functools
 import graphlib
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
@@ -165,6 +166,14 @@ def test_imports_go_to_lower_floors():
             if other not in (own, None) and FLOOR[other] >= FLOOR[own]:
                 wrong.append(f"{module} (floor {FLOOR[own]}) imports {name} ({FLOOR[other]})")
     assert not wrong, f"Move it to a lower floor, or pass it in: {wrong}"
+
+
+def test_the_architecture_page_has_every_room():
+    page = (ROOT / "docs" / "how_it_works" / "architecture.md").read_text()
+    named = {
+        path.rpartition("/")[2] for path in re.findall(r"^\| `([\w/]+?)(?:/|\.py)` \|", page, re.M)
+    }
+    assert named >= {room.split(".")[1] for room in FLOOR if "." in room}
 
 
 def test_other_rooms_are_imported_through_their_face():

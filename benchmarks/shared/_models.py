@@ -50,6 +50,7 @@ LlamaName = Literal[
     "gemma-untied",
     "70b",
     "70b-unrolled",
+    "405b",
     "tiny",
     "tiny-unrolled",
 ]
@@ -75,6 +76,9 @@ SIZES: dict[LlamaName, LlamaSize] = {
     "gemma-untied": dataclasses.replace(_GEMMA, tied=False),
     "70b": _LARGE,
     "70b-unrolled": dataclasses.replace(_LARGE, unrolled=True),
+    "405b": LlamaSize(
+        layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256
+    ),
     "tiny": _TINY,
     "tiny-unrolled": dataclasses.replace(_TINY, unrolled=True),
 }
@@ -140,6 +144,7 @@ _LLAMAS: dict[LlamaName, str] = {
     "gemma": "Gemma-2B, tied 256k vocabulary, scanned",
     "gemma-untied": "Gemma-2B, untied 256k vocabulary, scanned",
     "70b": "Llama-70B, scanned",
+    "405b": "Llama-405B, scanned",
     "70b-unrolled": "Llama-70B, unrolled",
     "tiny": "tiny, scanned",
     "tiny-unrolled": "tiny, unrolled",

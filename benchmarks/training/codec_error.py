@@ -30,7 +30,7 @@ from rich.table import Table
 import jaxzero as jz
 from benchmarks.shared._rows import RESULTS, append_row
 from jaxzero.jobs import Data, Devices, Optimization, Sharding, set_up
-from jaxzero.jobs._data import load_examples, training_batches
+from jaxzero.jobs._data import training_batches
 from jaxzero.jobs._retrieval import contrastive_loss, make_embed
 
 _NAME = "codec_error"
@@ -68,9 +68,8 @@ def _made_up(size: int) -> dict[str, Rows]:
 def _of_a_model(optimization: Optimization) -> dict[str, Rows]:
     """The checkpoint's weights, and the gradients of the job's first batch, on one device."""
     console, one = Console(), Devices(nodes=1, devices=1)
-    tokens = Data().max_tokens
-    setup = set_up(None, one, Sharding(stage=0), optimization, max_tokens=tokens, console=console)
-    pairs = load_examples(Data(), setup.checkpoint, console).train
+    setup = set_up(None, one, Sharding(stage=0), optimization, max_tokens=None, console=console)
+    pairs = setup.task.load_examples(Data(), console).train
     first = next(training_batches(pairs, setup.zero, optimization))
     embed = make_embed(setup.graph)
 

@@ -27,7 +27,6 @@ from rich.console import Console
 
 import jaxzero as jz
 from benchmarks.shared._rows import append_row, is_current, read_rows, rounded
-from jaxzero import jobs
 from jaxzero._zero.activation_cache import ActivationCache
 from jaxzero._zero.freezing import Freezing
 from jaxzero.interop import load_encoder
@@ -85,9 +84,7 @@ class Task:
         self.settings, self.weights = settings, loaded.params
         self.zero = jz.Zero(jz.make_mesh(1, devices=jax.devices()[: settings.devices]))
         self.tx = settings.optimizer()
-        self.examples = load_examples(
-            jobs.Data(max_tokens=settings.tokens), checkpoint, Console(quiet=True)
-        )
+        self.examples = load_examples(None, checkpoint, settings.tokens, Console(quiet=True))
         embed = make_embed(loaded.graph)
 
         def loss(params: Any, batch: PairTokens) -> jax.Array:

@@ -136,7 +136,7 @@ def _check(function: Any, module: Any) -> None:
     except ImportError as error:
         raise ImportError(
             "Comparing with PyTorch needs torch, which is optional. Install it with "
-            '`pip install -e ".[torch]"` in a checkout of jaxzero.'
+            '`pip install "jaxzero[torch]"`.'
         ) from error
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"`module` must be a `torch.nn.Module`; got {type(module).__name__}.")

@@ -1,6 +1,6 @@
 """Compute with Hugging Face transformers on PyTorch, to compare.
 
-Both are optional (`pip install -e ".[torch]"` in a checkout) and are imported only when called.
+Both are optional (`pip install "jaxzero[torch]"`) and are imported only when called.
 """
 
 import contextlib
@@ -152,7 +152,7 @@ def _imported() -> tuple[Any, Any]:
     except ImportError as error:
         raise ImportError(
             "Comparing with PyTorch needs torch and transformers, which are optional. Install them "
-            'with `pip install -e ".[torch]"` in a checkout of jaxzero.'
+            'with `pip install "jaxzero[torch]"`.'
         ) from error
     return torch, transformers
 

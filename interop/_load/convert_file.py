@@ -104,7 +104,7 @@ def _check_torch(form: Form) -> None:
     if importlib.util.find_spec("torch") is None:
         raise ImportError(
             f"Writing form={form!r} needs PyTorch, which is optional. Install it with "
-            '`pip install -e ".[torch]"` in a checkout of jaxzero, or write safetensors.'
+            '`pip install "jaxzero[torch]"`, or write safetensors.'
         )
 
 

@@ -161,7 +161,7 @@ def _ways(ours: Module, theirs: Module) -> dict[str, list[Steps]]:
 
 
 def ways_of(ours: Tensor, theirs: Tensor, stack: tuple[int, ...]) -> list[Steps]:
-    """List the sequences of steps from a tensor, of which there is a stack, to ours."""
+    """List the steps that turn `theirs`, one tensor for each layer of `stack`, into `ours`."""
     lead = len(stack)
     if ours.shape[:lead] != stack:
         return []

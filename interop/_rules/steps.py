@@ -132,7 +132,7 @@ class Split(_Parts):
 
     @property
     def inverse(self) -> "Merge":
-        """Concatenates the parts."""
+        """The step that concatenates the parameters to the tensor again, for exporting."""
         return Merge(self.dim, self.sizes)
 
 
@@ -153,7 +153,7 @@ class Merge(_Parts):
 
     @property
     def inverse(self) -> Split:
-        """Splits the tensor again."""
+        """The step that splits the parameter into the tensors again, for exporting."""
         return Split(self.dim, self.sizes)
 
 
@@ -208,7 +208,7 @@ class MergeHeads(_HeadParts):
 
     @property
     def inverse(self) -> SplitHeads:
-        """Splits the tensor again."""
+        """The step that splits the parameter into the tensors again, for exporting."""
         return SplitHeads(self.dim, self.num_heads, self.sizes)
 
 
@@ -305,9 +305,9 @@ def _joined(step: _Parts, tensors: Tensors) -> Tensors:
     """Undo `_divided`."""
     equal, num_heads = isinstance(step.sizes, int), step.num_heads
     _count(step, tensors, step.sizes if isinstance(step.sizes, int) else len(step.sizes))
-    for each in tensors:
-        _check_dim(step, each, step.dim)
-    given = tuple(each.shape[step.dim] for each in tensors)
+    for tensor in tensors:
+        _check_dim(step, tensor, step.dim)
+    given = tuple(tensor.shape[step.dim] for tensor in tensors)
     sizes = tuple(total // num_heads for total in given)
     whole = all(total % num_heads == 0 for total in given)
     if not whole or (len(set(sizes)) != 1 if equal else sizes != step.sizes):
@@ -315,7 +315,7 @@ def _joined(step: _Parts, tensors: Tensors) -> Tensors:
             f"{step} does not fit {tensors[0].label} and the other tensors of the rule, which have "
             f"{given} along dimension {step.dim}."
         )
-    blocks = tuple(_in_heads(each, step.dim, num_heads) for each in tensors)
+    blocks = tuple(_in_heads(tensor, step.dim, num_heads) for tensor in tensors)
     fused = concatenate(blocks, blocks[0].ndim - tensors[0].ndim + step.dim)
     return (_without_heads(fused, step.dim, num_heads),)
 

@@ -20,7 +20,7 @@ from jaxzero._text import matches
 from jaxzero.interop._tensors import LazyTensor
 
 _CONFIG = "config.json"
-_MAX_CONFIG_BYTES = 2**26
+_MAX_CONFIG_BYTES = 2**26  # read whole into memory; real ones have some KB
 # Patterns of the files and folders, besides weights and config, that are copied from `source`.
 CARRIED = (
     "added_tokens.json",

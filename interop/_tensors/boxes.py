@@ -22,7 +22,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def common_box(a: Box, b: Box) -> Box | None:
-    """The elements of both boxes; None if there are none."""
+    """The intersection of two boxes; None if it is empty."""
     both = tuple((max(x, z), min(y, w)) for (x, y), (z, w) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 

@@ -19,7 +19,7 @@ from jaxzero.interop._tensors import AdamMoments, FileTensor, LazyTensor, by_pla
 
 Shape = tuple[int, ...]
 _Taken = tuple[int, ...]  # how many parameters each group has
-_MAX_STATES = 2**20
+_MAX_STATES = 2**20  # ways to match that are followed side by side: a bound on memory
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

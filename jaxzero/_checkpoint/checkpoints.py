@@ -206,7 +206,7 @@ class Checkpoints:
         return Restored(chosen, with_arrays(tree, stored), extra)
 
     def _read_together(
-        self, folder: Path, like: Mapping[str, Any] | Callable
+        self, folder: Path, like: Mapping[str, Any] | Callable[..., Any]
     ) -> tuple[dict[str, Any], dict[str, Named], dict[str, jax.Array], dict[str, Any]]:
         """Read `extra`, then the arrays; raise on all processes if any fails. Collective.
 

@@ -74,12 +74,6 @@ def write_records(
     (folder / SUMS).write_text("".join(lines))
 
 
-def has_no_records(folder: Path) -> bool:
-    """Return True for a checkpoint of an early jaxzero, which wrote no digests."""
-    recorded = (folder / DESCRIPTION).exists() or (folder / SUMS).exists()
-    return not recorded and (folder / "_CHECKPOINT_METADATA").exists()
-
-
 def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
     """Compare files of a checkpoint with their digests: the share of process `number` of `count`.
 
@@ -158,24 +152,24 @@ def _read_sums(folder: Path) -> dict[str, str]:
             lines = read_regular(folder / SUMS, MAX_TEXT_BYTES).decode().splitlines()
     except UnicodeDecodeError as error:
         raise _Damage(f"{SUMS} is no text ({error})") from error
-    found = {}
+    digests = {}
     for number, line in enumerate(lines, start=1):
         match = _LINE.fullmatch(line)
         if match is None:
             raise _Damage(f"{SUMS} has no digest and file in line {number}")
-        found[match[2]] = match[1]
-    return found
+        digests[match[2]] = match[1]
+    return digests
 
 
 def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> None:
     """Raise `_Damage` unless a file has its size and digest. `size` is None for a text."""
     path = folder / name
     with _opening(folder, name):
-        found = regular_size(path)
-        if size is None and found > MAX_TEXT_BYTES:
-            raise _Damage(f"{name} has {found} bytes, and at most {MAX_TEXT_BYTES} are read")
-        if size is not None and found != size:
-            raise _Damage(f"{name} has {found} bytes, and had {size} when it was written")
+        num_bytes = regular_size(path)
+        if size is None and num_bytes > MAX_TEXT_BYTES:
+            raise _Damage(f"{name} has {num_bytes} bytes, and at most {MAX_TEXT_BYTES} are read")
+        if size is not None and num_bytes != size:
+            raise _Damage(f"{name} has {num_bytes} bytes, and had {size} when it was written")
         if digest(path) != wanted:
             raise _Damage(f"{name} holds other bytes than when it was written (SHA-256)")
 

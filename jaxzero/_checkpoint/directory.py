@@ -28,7 +28,7 @@ from pathlib import Path
 import jax
 
 from .._processes import all_succeed, flush_tree, hidden, put_in_place, remove
-from .digests import DamagedCheckpoint, find_damage, has_no_records
+from .digests import DamagedCheckpoint, find_damage
 
 _numbers = itertools.count()
 _LEFTOVER = re.compile(r"\.\d+\.[0-9a-f]{8}\.(tmp|old)")
@@ -194,9 +194,8 @@ def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int]
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
     """Return if a checkpoint exists, and a description of its damage. Collective."""
     with all_succeed(name, seconds) as told:  # an error is not evidence of damage
-        is_early = has_no_records(folder)
         share = {"number": jax.process_index(), "count": jax.process_count()}
-        told["problem"] = None if is_early else find_damage(folder, **share)
+        told["problem"] = find_damage(folder, **share)
         told["is_there"] = is_folder(folder)
     blind = [number for number, each in enumerate(told.of_all) if not each["is_there"]]
     if blind:
@@ -207,13 +206,6 @@ def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
         raise RuntimeError(
             f"Process {blind[0]} does not see {str(folder)!r}, which process 0 does. Keep "
             "checkpoints in a directory on a file system that all processes share."
-        )
-    if is_early:
-        warnings.warn(
-            f"The checkpoint {str(folder)!r} was written by an earlier jaxzero without digests and "
-            "cannot be verified. It is used without verification.",
-            UserWarning,
-            stacklevel=4,
         )
     problems = [each["problem"] for each in told.of_all if each["problem"] is not None]
     return True, "; ".join(dict.fromkeys(problems)) or None

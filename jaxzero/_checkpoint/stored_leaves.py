@@ -64,14 +64,14 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
     named = {}
     for key in sorted(state):
         tree = state[key]
-        for leaf, x in _leaves(key, tree, zero):
-            entry = Named(leaf, data_of(x))
+        for leaf, array in _leaves(key, tree, zero):
+            entry = Named(leaf, data_of(array))
             if leaf.codec is not None:  # encoded leaves are stored as messages, without decoding
                 entry = entry._replace(
                     leaf=LeafSpec(leaf.path, leaf.stored.shape, leaf.stored.dtype, None)
                 )
             if entry.is_key:
-                data = jax.eval_shape(jax.random.key_data, x)
+                data = jax.eval_shape(jax.random.key_data, array)
                 entry = entry._replace(leaf=LeafSpec(leaf.path, data.shape, data.dtype, None))
             name = _name(key, leaf.path)
             if name in named:
@@ -95,28 +95,28 @@ def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[LeafSpec, Any]]:
         TypeError: a leaf outside any `eqx.Module` or `nnx.Module` is not an array.
     """
     paths, leaves, _ = flatten(tree)
-    found = []
-    for path, x, in_module in zip(paths, leaves, trained_leaves(tree), strict=True):
-        is_empty = isinstance(x, StoredArray) and x.is_empty
-        if is_array(x):
-            found.append((path, x))
+    arrays = []
+    for path, value, in_module in zip(paths, leaves, trained_leaves(tree), strict=True):
+        is_empty = isinstance(value, StoredArray) and value.is_empty
+        if is_array(value):
+            arrays.append((path, value))
         elif in_module is None and not is_empty:
             name = _name(key, path_name(path))
             raise TypeError(
-                f"The leaf `{name}` must be an array; got {type(x).__name__}. Convert it "
+                f"The leaf `{name}` must be an array; got {type(value).__name__}. Convert it "
                 "to an array, or pass it in `extra`, which holds JSON."
             )
     plan = zero.find_plan(tree)
     if plan is not None:
-        return [(leaf, x) for leaf, (_, x) in zip(plan.leaves, found, strict=True)]
+        return [(leaf, value) for leaf, (_, value) in zip(plan.leaves, arrays, strict=True)]
     return [
         (
-            x.leaf(path_name(path))
-            if isinstance(x, StoredArray)
-            else LeafSpec(path_name(path), tuple(x.shape), x.dtype, None),
-            x,
+            value.leaf(path_name(path))
+            if isinstance(value, StoredArray)
+            else LeafSpec(path_name(path), tuple(value.shape), value.dtype, None),
+            value,
         )
-        for path, x in found
+        for path, value in arrays
     ]
 
 
@@ -129,19 +129,19 @@ def check_fits_jax(named: Mapping[str, Named]) -> None:
     for name, entry in named.items():
         if isinstance(entry.value, jax.Array | jax.ShapeDtypeStruct) or entry.is_key:
             continue
-        x = np.asarray(entry.value)
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        if dtype == x.dtype:
+        array = np.asarray(entry.value)
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        if dtype == array.dtype:
             continue
         with np.errstate(over="ignore"):
-            narrow = x.astype(dtype)
+            narrow = array.astype(dtype)
         is_integer = jnp.issubdtype(dtype, jnp.integer)
-        is_lost = narrow != x if is_integer else np.isfinite(x) & ~np.isfinite(narrow)
+        is_lost = narrow != array if is_integer else np.isfinite(array) & ~np.isfinite(narrow)
         if is_lost.any():
             raise ValueError(
-                f"The leaf `{name}` is {x.dtype} and holds {x[is_lost][0]}, and JAX would restore "
-                f"it as {dtype}, which cannot hold that. Pass it in `extra`, which holds JSON, or "
-                "set `jax_enable_x64`."
+                f"The leaf `{name}` is {array.dtype} and holds {array[is_lost][0]}, and JAX would "
+                f"restore it as {dtype}, which cannot hold that. Pass it in `extra`, which holds "
+                "JSON, or set `jax_enable_x64`."
             )
 
 
@@ -154,16 +154,16 @@ def with_arrays(tree: Any, arrays: Sequence[Any]) -> Any:
 
 def true_array(named: Named, zero: Zero) -> Any:
     """Return the leaf without padding, the form that checkpoints store."""
-    leaf, x = named
+    leaf, array = named
     own = _own_array(named)
     if own is not None:
         return own
     if named.is_key:
-        return jax.random.key_data(x)
+        return jax.random.key_data(array)
     if not leaf.padded_dims:
-        return x
-    sharding = _in_memory_of(x, _even_sharding(leaf, zero))
-    return run_automatic(lambda x: leaf.unpad(to_device(x)), sharding, zero._programs, x)
+        return array
+    sharding = _in_memory_of(array, _even_sharding(leaf, zero))
+    return run_automatic(lambda x: leaf.unpad(to_device(x)), sharding, zero._programs, array)
 
 
 def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:

@@ -44,14 +44,14 @@ def for_alike(function: Callable[..., Any], *args: Any) -> Any:
         args: its arguments. They are alike if they differ in the values of arrays alone, and in
             the names of leaves.
     """
-    known = _known.get()
-    if known is None or is_simulating():
+    recordings = _known.get()
+    if recordings is None or is_simulating():
         return function(*args)
     leaves, treedef = jax.tree.flatten(args)
     numbers = [i for i, x in enumerate(leaves) if _is_array(x)]
     key = function, treedef, tuple(map(_kind, leaves)), current_ledger() is None
     arrays = [leaves[i] for i in numbers]
-    if key not in known:
+    if key not in recordings:
 
         def of_arrays(*arrays: Any) -> Any:
             merged = list(leaves)
@@ -61,10 +61,10 @@ def for_alike(function: Callable[..., Any], *args: Any) -> Any:
 
         with noted() as transfers:
             recording = Recording(of_arrays, arrays)
-        known[key] = (recording, transfers) if recording.is_closed else None
-    if (found := known[key]) is None:
+        recordings[key] = (recording, transfers) if recording.is_closed else None
+    if (recorded := recordings[key]) is None:
         return function(*args)
-    recording, transfers = found
+    recording, transfers = recorded
     note_again(transfers)
     return recording.put(arrays)
 

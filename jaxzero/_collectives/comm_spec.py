@@ -60,10 +60,13 @@ class MessageForm:
         return self.join_below_bytes is None or num_bytes < self.join_below_bytes
 
     def copies(self, shape: tuple[int, ...], dim: int, num_bytes: int) -> bool:
-        """Whether to join a leaf, split on `dim`, if it can be sent as it lies.
+        """Whether to copy a leaf into a message of several leaves.
+
+        A leaf whose shards lie one after the other in memory can be sent by itself without a copy;
+        above a size that is cheaper than the collective that a joined message saves.
 
         Args:
-            shape: of the leaf; pieces along `dim` follow one another if all dims before it are 1.
+            shape: of the leaf; its shards along `dim` are contiguous if all dims before it are 1.
             dim: the split dim.
             num_bytes: of the leaf on the larger side of the collective.
         """
@@ -106,10 +109,10 @@ class CommSpec:
         halves: bool = False,
         node_microbatches: tuple[int, ...] | None = None,
     ) -> CommSpec:
-        """How a program on `mesh` communicates; `halves` and the last are those of the fields.
+        """Derive how a program on `mesh` communicates; the last two arguments are fields.
 
         Raises:
-            ValueError: they cannot be had with `deterministic="mesh"`.
+            ValueError: `deterministic="mesh"` does not allow them.
         """
         if config.schedule.deterministic and (halves or node_microbatches):
             raise ValueError(
@@ -162,7 +165,7 @@ class CommSpec:
         return self.num_devices if self.mean_divisor is None else self.mean_divisor
 
     def num_runs(self, microbatches: int) -> int:
-        """How many micro-batches all devices run together, if the fastest run `microbatches`."""
+        """The micro-batches of a step, summed over devices; the fastest run `microbatches`."""
         if self.node_microbatches is None:
             return self.num_devices * microbatches
         return self.sizes[LOCAL] * sum(self.node_microbatches)

@@ -106,7 +106,8 @@ class EncodedShards:
             return dataclasses.replace(EncodedShards.plain(x, self.dim, self.lead), axes=self.axes)
         with jax.named_scope("encode"):
             data = self._messages(x, codec, device_index(axes), tiled)
-        # The barrier keeps XLA from moving the decoding across the collective that follows.
+        # Without it XLA may move casts of the decoding in front of the collective that follows,
+        # which would then send floats.
         data = lax.optimization_barrier(data)
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape), tiled=tiled)
 
@@ -300,8 +301,7 @@ def pack(
 ) -> list[GatherBucket]:
     """Put shards into buckets: one for all shards with the same remaining axes.
 
-    A stack that a loop scans (`lead`), a dtype that cannot be joined, and what is sent alone
-    (`MessageForm`) get their own buckets.
+    Stacks that a loop scans (`lead`) and what is sent alone, or not at all, get their own buckets.
 
     Args:
         sent: for each weight its shards; if these have no data yet, also the `DeferredMessage`
@@ -310,12 +310,12 @@ def pack(
     """
     buckets = []
     by_axes: dict[tuple[str, ...], list[int]] = {}
-    for i, (x, _) in enumerate(sent):
-        is_whole = not comm.axes_with_peers(x.axes)  # nothing is sent
-        if x.lead or is_whole or not can_join(_row_dtype(x)) or is_alone(x, comm):
-            buckets.append(_single(x, i))
+    for i, (shards, _) in enumerate(sent):
+        joins = comm.axes_with_peers(shards.axes) and not shards.lead
+        if joins and can_join(_row_dtype(shards)) and not is_alone(shards, comm):
+            by_axes.setdefault(shards.axes, []).append(i)
         else:
-            by_axes.setdefault(x.axes, []).append(i)
+            buckets.append(_single(shards, i))
     for numbers in by_axes.values():
         chosen, deferred = zip(*(sent[i] for i in numbers), strict=True)
         if deferred == (None,):
@@ -333,19 +333,19 @@ def pack(
 
 def unpack(buckets: Sequence[GatherBucket]) -> list[EncodedShards]:
     """The shards in `buckets`, gathered or not, in the order given to `pack`."""
-    found: dict[int, EncodedShards] = {}
+    by_position: dict[int, EncodedShards] = {}
     for bucket in buckets:
-        found.update(zip(bucket.positions, bucket.unpack(), strict=True))
-    return [found[i] for i in range(len(found))]
+        by_position.update(zip(bucket.positions, bucket.unpack(), strict=True))
+    return [by_position[i] for i in range(len(by_position))]
 
 
 def arrays(buckets: Sequence[GatherBucket], dtypes: Sequence[Any]) -> list[Array]:
     """Decode all weights, in the order given to `pack`; see `GatherBucket.arrays`."""
-    found: dict[int, Array] = {}
+    by_position: dict[int, Array] = {}
     for bucket in buckets:
         decoded = bucket.arrays([dtypes[i] for i in bucket.positions])
-        found.update(zip(bucket.positions, decoded, strict=True))
-    return [found[i] for i in range(len(found))]
+        by_position.update(zip(bucket.positions, decoded, strict=True))
+    return [by_position[i] for i in range(len(by_position))]
 
 
 def _single(shards: EncodedShards, position: int) -> GatherBucket:

@@ -130,15 +130,20 @@ def node_slices(
     sent = [dataclasses.replace(x, axes=(NODE,)) for x in sent]
     received = unpack(gather_hop(pin(start_gather(sent, sizes, comm)), sizes, comm))
     slices = []
-    for shard, x, size in zip(shards, received, sizes, strict=True):
+    for shard, gathered, size in zip(shards, received, sizes, strict=True):
         if shard.kept is not None:
-            new = comm.weight_hop.updated(_finite(shard.kept), x.join()).astype(shard.dtype)
+            new = comm.weight_hop.updated(_finite(shard.kept), gathered.join()).astype(shard.dtype)
             new = EncodedShards.plain(new, shard.dim, shard.lead)
             slices.append(encode_node_slice(new, size, comm))
         else:
             tiled = comm.form.tiled
-            slices.append(x if x.pinned else encode_node_slice(x, size, comm, tiled=tiled))
-    return [dataclasses.replace(x, axes=s.axes[1:]) for x, s in zip(slices, shards, strict=True)]
+            slices.append(
+                gathered
+                if gathered.pinned
+                else encode_node_slice(gathered, size, comm, tiled=tiled)
+            )
+    pairs = zip(slices, shards, strict=True)
+    return [dataclasses.replace(x, axes=before.axes[1:]) for x, before in pairs]
 
 
 def encode_node_slice(

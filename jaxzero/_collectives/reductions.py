@@ -73,7 +73,9 @@ def start_reduction(
 ) -> ReduceBucket:
     """Pad full gradients, and encode them into a bucket for the first axis."""
     axes = reduce_axes(specs, comm)
-    if comm.sums_in_tree:  # what computes them is compiled apart from the sums
+    if comm.sums_in_tree:
+        # Fused with the sums, a product could be added without being rounded first, and what XLA
+        # fuses depends on the mesh: the bits would too.
         fulls = lax.optimization_barrier(list(fulls))
     if not comm.form.tiled:
         fulls = _behind_barrier(fulls)
@@ -238,7 +240,7 @@ def _encode_bucket(
             rows = [rows_of(sums[i], specs[i].layout.dim, comm.sizes[axis]) for i in numbers]
             plain[name] = join_columns(rows)
     rest = {i: sums[i] for i, s in enumerate(specs) if not s.scatters(axis, comm)}
-    # The barrier keeps XLA from moving the decoding across the exchange.
+    # Without it XLA may move casts of the decoding in front of the exchange, and send floats.
     return ReduceBucket(lax.optimization_barrier(messages), plain, rest)
 
 
@@ -259,19 +261,19 @@ def _message(
     seed = rounding_seed(axis) if coded else None  # one for all; it takes several operations
 
     def kind(i: int) -> Any:
-        x, codec = arrays[i], specs[i].codec(axis, comm)
+        array, codec = arrays[i], specs[i].codec(axis, comm)
         assert codec is not None
-        is_sum = not isinstance(x, PartialSums) or x.decoded is not None
+        is_sum = not isinstance(array, PartialSums) or array.decoded is not None
         joinable = codec.is_joinable and is_sum and not comm.form.tiled
-        return codec, total_of(x).dtype if joinable else i
+        return codec, total_of(array).dtype if joinable else i
 
     for (codec, _), run in itertools.groupby(coded, kind):
         numbers = list(run)
-        x, dim = arrays[numbers[0]], specs[numbers[0]].layout.dim
+        array, dim = arrays[numbers[0]], specs[numbers[0]].layout.dim
         if len(numbers) > 1:
             pairs = [(total_of(arrays[i]), specs[i].layout.dim) for i in numbers]
-            x, dim = join_columns([rows_of(*pair, num) for pair in pairs]), 0
-        messages.append(encoded(x, dim, num, codec, num_summed, comm.form, seed))
+            array, dim = join_columns([rows_of(*pair, num) for pair in pairs]), 0
+        messages.append(encoded(array, dim, num, codec, num_summed, comm.form, seed))
     return messages[0] if comm.form.tiled else join_columns(messages)
 
 

@@ -76,7 +76,7 @@ class RowExchange:
             dtype: that rows are sent in.
             back: of cotangents, which all devices get; of rows that are read otherwise.
         """
-        found: dict[str, int] = dict.fromkeys(AXES, 0)
+        num_bytes: dict[str, int] = dict.fromkeys(AXES, 0)
         axes = self.axes(back)
         sizes = [self.comm.sizes[axis] for axis in axes]
         for i, axis in enumerate(axes):
@@ -84,10 +84,10 @@ class RowExchange:
             rows = (sizes[i] - 1) * math.prod(sizes[i + 1 :])
             if self.layout.dim != 0 and axis in self.comm.axes:
                 rows = (sizes[i] - 1) / sizes[i]
-            found[axis] = int(n * self.row_bytes(dtype) * rows)
+            num_bytes[axis] = int(n * self.row_bytes(dtype) * rows)
             if not back or axes != self.axes(back=False):  # ids have not been sent yet
-                found[axis] += 4 * n * k * (sizes[i] - 1) * math.prod(sizes[i + 1 :])
-        return found
+                num_bytes[axis] += 4 * n * k * (sizes[i] - 1) * math.prod(sizes[i + 1 :])
+        return num_bytes
 
     def axes(self, back: bool) -> tuple[str, ...]:
         """The axes that rows are sent over, major first; cotangents are summed over all."""

@@ -71,7 +71,8 @@ def reduce_in_tree(
     arrays: Sequence[Shaped[Array, ...]], axis: str, num: int
 ) -> list[Shaped[Array, ...]]:
     """Sum each array over the `num` devices of `axis`: one or two collectives for each dtype."""
-    # What computes the arrays is compiled apart from the sum, and narrow floats are rounded.
+    # Fused with the sum, a product could be added without being rounded first, and narrow floats
+    # could keep bits that they do not have. What XLA fuses depends on the mesh.
     arrays = lax.optimization_barrier(list(arrays))
     sums: dict[int, Array] = {}
     for dtype in dict.fromkeys(x.dtype for x in arrays):
@@ -104,10 +105,10 @@ def _reduce_row(row: Shaped[Array, "1 m"], axis: str, num: int) -> Shaped[Array,
 @functools.cache
 def _prime_factors(num: int) -> tuple[int, ...]:
     """In ascending order; none of 1."""
-    found, factor = [], 2
+    factors, factor = [], 2
     while num > 1:
         while num % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             num //= factor
         factor += 1
-    return tuple(found)
+    return tuple(factors)

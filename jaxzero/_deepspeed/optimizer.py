@@ -147,7 +147,7 @@ def _warmup_decay_lr(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
     )
 
 
-def _warmup_then(keys: DeepSpeedKeys, rate: Any, after: Callable) -> CommSchedule:
+def _warmup_then(keys: DeepSpeedKeys, rate: Any, after: Callable[..., Any]) -> CommSchedule:
     low = _param(keys, "warmup_min_lr", 0.0)
     high = _param(keys, "warmup_max_lr", rate)
     steps, risen = _warmup(keys)

@@ -52,7 +52,7 @@ class DeepSpeedRun:
     compute_dtype: np.dtype | None
     unhonoured: tuple[str, ...]
 
-    def value_and_grad(self, loss_fn: Callable, **options: Any) -> Callable:
+    def value_and_grad(self, loss_fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Apply `zero.value_and_grad` with the dtype, micro-batches and loss scale of the file.
 
         Args:

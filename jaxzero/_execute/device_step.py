@@ -276,11 +276,13 @@ def _share(
     dtype = shapes[0].dtype
     if not isinstance(share_of_loss, jax.Array):
         return float(np.asarray(share_of_loss).astype(dtype)), not_derived
+    # Rounded to the dtype of the loss, which it multiplies: the divisor of the sums is made of the
+    # same numbers.
     return share_of_loss.astype(dtype).astype(share_of_loss.dtype), not_derived
 
 
 def _with_divisor(comm: CommSpec, share: Array | float | None) -> CommSpec:
-    """Let the sums of one micro-batch be divided by what its shares of the loss add up to."""
+    """Divide the sums of one micro-batch by the sum over devices of their shares of the loss."""
     is_known = isinstance(share, float)  # a share by weight is not, and `_means` divides by it
     return dataclasses.replace(comm, mean_divisor=comm.num_devices * share) if is_known else comm
 

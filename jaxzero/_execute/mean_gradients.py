@@ -159,7 +159,7 @@ def mean_of_one_microbatch(x: Array, dtype: Any, divisor: int | float) -> Array:
 
 
 def rounded_mean(mean: Array, dtype: Any) -> Array:
-    """A mean gradient as `dtype`, from the quotient in the dtype of the sum."""
+    """Cast a mean gradient from the dtype of the sum to `dtype`, so that XLA cannot undo it."""
     stored, summed = jnp.finfo(dtype), jnp.finfo(mean.dtype)
     if stored.bits < summed.bits and stored.nexp == summed.nexp:
         # XLA may leave out a cast to fewer bits and back; a mean that is stored has fewer bits.

@@ -158,7 +158,8 @@ def num_here(node_microbatches: Sequence[int]) -> Array:
 def _scan_first(body: Callable, start: Any, scanned: Any, num: Array) -> tuple[Any, Any]:
     """`lax.scan` over the first `num` slices of `scanned`; the outputs of the others are zeros.
 
-    `num` may differ between nodes: nothing in the body waits for devices of other nodes.
+    A `fori_loop`, because a `scan` has a length that is known when it is traced, and `num` differs
+    between nodes. This cannot deadlock: nothing in the body waits for devices of other nodes.
     """
 
     def at(index: Any) -> Any:

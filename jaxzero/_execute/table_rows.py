@@ -107,9 +107,9 @@ def with_rows(
 def with_table_shards(
     full: Sequence[Array | None], stored: Sequence[Array], parameters: Parameters
 ) -> list[Array | None]:
-    """The arrays that the program gets for parameters, of tables their shards.
+    """The program's inputs for the parameters: full arrays, but for a table this device's shard.
 
-    These are decoded, and in device memory.
+    Shards are decoded, and copied to device memory if they lie in host memory.
     """
     arrays = [*full]
     for i in parameters.tables:

@@ -74,7 +74,7 @@ class Timeline:
         """Of the time that copies from and to the host take, without that spent waiting."""
         return 1 - self.host_exposed_seconds / self.host_seconds if self.host_seconds else 1.0
 
-    def add(self, other: Timeline, times: int = 1) -> None:
+    def add(self, other: Timeline, times: int) -> None:
         """Append another one, run `times` times."""
         for field in dataclasses.fields(self):
             value = getattr(other, field.name)

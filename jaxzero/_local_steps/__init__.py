@@ -7,7 +7,7 @@ under way while steps are computed. `_zero` lays out the arrays; it uses the nam
 from .exchange import AsTree as AsTree
 from .exchange import Exchange as Exchange
 from .exchange import Outer as Outer
-from .exchange import OuterPlan as OuterPlan
+from .exchange import OuterLayout as OuterLayout
 from .fragments import Cut as Cut
 from .round import Carry as Carry
 from .round import Inner as Inner

@@ -32,7 +32,7 @@ AsTree = Callable[[Sequence[Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterPlan:
+class OuterLayout:
     """How an outer optimizer's state is laid out.
 
     Attributes:
@@ -57,7 +57,7 @@ class OuterPlan:
         full: Sequence[jax.ShapeDtypeStruct],
         parts: Sequence[jax.ShapeDtypeStruct],
         fragments: int,
-    ) -> OuterPlan:
+    ) -> OuterLayout:
         """Plan the state of `tx` for leaves that are like `full`, with fragments like `parts`.
 
         Raises:
@@ -147,7 +147,7 @@ class Exchange:
     cuts: tuple[Cut, ...]
     mesh: NodeMesh
     min_quantized_size: int
-    outer: OuterPlan
+    outer: OuterLayout
     has_tangents: bool = False
 
     @functools.cached_property

@@ -180,7 +180,8 @@ class RunLoop(Instruction):
 class EncodeGradients(Instruction):
     """Encode the gradients of a group, all of which have been made, for its first axis.
 
-    With `after_sent`, they wait until the message of the iteration before has been sent.
+    With `after_sent`, they wait until the message of the iteration before has been sent: otherwise
+    XLA may hold both.
     """
 
     group: int

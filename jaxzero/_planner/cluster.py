@@ -47,7 +47,15 @@ class Device:
                 raise ValueError(f"`{field.name}` of `Device` must be above 0; got {value!r}.")
 
 
-def _gpu(name: str, flops: float, memory: float, size: float, local: float, host: float) -> Device:
+def _gpu(
+    name: str,
+    flops: float,
+    memory: float,
+    size: float,
+    local: float,
+    host: float,
+    has_compiler: bool = True,
+) -> Device:
     """A GPU with the rates of its data sheet, of which programs reach a part."""
     return Device(
         name=name,
@@ -56,17 +64,21 @@ def _gpu(name: str, flops: float, memory: float, size: float, local: float, host
         memory=size,
         local_link=0.89 * local,
         host_link=0.8 * host,
-        target=name,
+        target=name if has_compiler else None,
     )
 
 
-# Dense 16-bit peak, memory bandwidth, memory, NVLink in one direction, PCIe in one direction, of
-# the SXM modules. Programs are taken to reach 71, 90, 89 and 80 percent of the rates.
+# Dense 16-bit peak, memory bandwidth, memory, NVLink or Infinity Fabric in one direction (of AMD's
+# GPUs all seven links), PCIe in one direction, of the SXM and OAM modules. Programs are taken to
+# reach 71, 90, 89 and 80 percent of the rates. XLA's compiler for AMD's GPUs cannot be installed
+# beside the one for CUDA.
 DEVICES: dict[str, Device] = {
     "a100": _gpu("a100", 312e12, 2.039e12, 80e9, 300e9, 32e9),
     "h100": _gpu("h100", 989e12, 3.35e12, 80e9, 450e9, 64e9),
     "h200": _gpu("h200", 989e12, 4.8e12, 141e9, 450e9, 64e9),
     "b200": _gpu("b200", 2250e12, 8.0e12, 180e9, 900e9, 64e9),
+    "mi300x": _gpu("mi300x", 1307e12, 5.3e12, 192e9, 448e9, 64e9, has_compiler=False),
+    "mi355x": _gpu("mi355x", 2516e12, 8.0e12, 288e9, 538e9, 64e9, has_compiler=False),
 }
 
 
@@ -77,9 +89,9 @@ class Cluster:
     Attributes:
         nodes: number of nodes.
         local: devices of a node.
-        device: "a100", "h100", "h200", "b200", or a `Device` of your own. Where nodes differ, a
-            tuple with one for each node: `shares` then divides the micro-batches of a step among
-            them; plans are made for one kind.
+        device: "a100", "h100", "h200", "b200", "mi300x", "mi355x", or a `Device` of your own. Where
+            nodes differ, a tuple with one for each node: `shares` then divides the micro-batches of
+            a step among them; plans are made for one kind.
         link: bytes a second that enter a node from other nodes, over all its links.
         local_link: bytes a second that a device receives from its node; by default the device's.
         host_link: bytes a second between a device and its host, each way; by default the device's.
@@ -146,7 +158,10 @@ class Cluster:
             memory=found.memory,
             local_link=found.local_link,
             host_link=found.host_link,
-            target=next((gpu for gpu in DEVICES if gpu.upper() in re.split(r"\W", name)), None),
+            target=next(
+                (x.target for gpu, x in DEVICES.items() if gpu.upper() in re.split(r"\W", name)),
+                None,
+            ),
         )
         return cls(
             nodes=mesh.shape[NODE],

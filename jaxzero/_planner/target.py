@@ -73,10 +73,7 @@ def why_no_compiler(cluster: Cluster) -> str | None:
     if device.target not in _GPUS:
         return f"`Device.target` must be one of {', '.join(_GPUS)}; it is {device.target!r}"
     if not any(find_module(name) for name in _PLUGINS):
-        return (
-            "XLA's compiler for CUDA is not installed "
-            '(`pip install -e ".[aot]"` in a checkout of jaxzero)'
-        )
+        return 'XLA\'s compiler for CUDA is not installed (`pip install "jaxzero[aot]"`)'
     try:
         absent_mesh(cluster)
     except NotImplementedError:  # JAX has found no GPU, and dropped its compiler

@@ -27,7 +27,7 @@ _RESERVED = 0.05  # of a device's memory, for the runtime
 
 
 def tune(
-    loss_fn: Callable | Mapping[str, Callable],
+    loss_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
     init_fn: Callable[[], Any],
     batch: Any,
     cluster: Cluster,

@@ -295,7 +295,7 @@ def _has_effects(equation: Any) -> bool:
 
 
 def is_matrix_product(equation: Any) -> bool:
-    """Whether it multiplies matrices: both factors have dims of their own, and one is summed."""
+    """Whether it multiplies two matrices; not a matrix and a vector, nor element by element."""
     summed, batch = equation.params["dimension_numbers"]
     shapes = [x.aval.shape for x in equation.invars]
     sizes = [math.prod(shapes[0][i] for i in summed[0])]

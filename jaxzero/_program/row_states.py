@@ -25,7 +25,7 @@ Parts = tuple[Part, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """Where values of different rows meet.
+    """An operation whose result depends on several rows of the batch in a way that a mean does not.
 
     Attributes:
         kind: "statistic", "function", "product", "ratio", "pairs", "order", "extreme" or "key".

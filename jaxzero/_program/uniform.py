@@ -26,7 +26,8 @@ from .operation_kinds import is_elementwise
 
 Known = dict[Value, np.ndarray]
 
-# Looked at: arrays with so many elements, and so many iterations of a loop, nested ones included.
+# Integers are computed by numpy while a step is traced, which must stay quick: up to so many
+# elements of an array, and iterations of a loop, nested ones included. Indices of layers are few.
 _MAX_SIZE = 2**12
 _MAX_ITERATIONS = 2**10
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
@@ -59,7 +60,9 @@ _DETERMINISTIC = {
 
 
 def known_integers(block: Block, given: Mapping[Value, np.ndarray]) -> Known:
-    """Find the known integers of a block.
+    """Compute the integers and booleans of a block that follow from constants and known inputs.
+
+    The indices at which layers of a stack are read are such integers, on all devices alike.
 
     Args:
         block: a program, or the body of a loop.

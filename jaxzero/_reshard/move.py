@@ -31,7 +31,7 @@ from jaxtyping import Array, Shaped
 from .._codecs import Codec, bits_dtype, from_bits, to_bits
 from .._collectives import all_gather, all_to_all, from_stored, permute
 from .._sharding import LeafSpec
-from .steps import Route, Step
+from .steps import MoveStep, Route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,14 +185,14 @@ class Move:
         return [*(i for i in range(sum(num_of_dims)) if i not in rests), *rests]
 
 
-def _slice(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
+def _slice(x: Shaped[Array, "*f m"], step: MoveStep, mesh: Mesh) -> Shaped[Array, "*g m"]:
     for digit, factor in zip(step.digits, step.after, strict=True):
         assert factor is not None
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(digit), 1, axis=factor)
     return x
 
 
-def _exchange(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
+def _exchange(x: Shaped[Array, "*f m"], step: MoveStep, mesh: Mesh) -> Shaped[Array, "*g m"]:
     others = [i for i in range(x.ndim) if i not in step.after]
     x = x.transpose([*step.after, *others])
     sizes = [mesh.shape[digit] for digit in step.digits]
@@ -204,7 +204,7 @@ def _exchange(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array,
     return received.reshape(*sizes, *received.shape[1:]).transpose(np.argsort(order))
 
 
-def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*g m"]:
+def _gather(x: Shaped[Array, "*f m"], step: MoveStep, mesh: Mesh) -> Shaped[Array, "*g m"]:
     # Without the dims of the split factors, which have size 1.
     row = x.reshape([size for i, size in enumerate(x.shape) if i not in step.before])
     full = all_gather(row[None], step.digits, 0)
@@ -213,11 +213,11 @@ def _gather(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "
     return full.reshape(*sizes, *full.shape[1:]).transpose(np.argsort(order))
 
 
-def _permute(x: Shaped[Array, "*f m"], step: Step, mesh: Mesh) -> Shaped[Array, "*f m"]:
+def _permute(x: Shaped[Array, "*f m"], step: MoveStep, mesh: Mesh) -> Shaped[Array, "*f m"]:
     return permute(x, step.digits, pairs(step, mesh))
 
 
-def pairs(step: Step, mesh: Mesh) -> tuple[tuple[int, int], ...]:
+def pairs(step: MoveStep, mesh: Mesh) -> tuple[tuple[int, int], ...]:
     """Who sends to whom in a permutation, by their index over its digits."""
     sizes = [mesh.shape[digit] for digit in step.digits]
     source_of = [step.after.index(factor) for factor in step.before]

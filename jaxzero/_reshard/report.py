@@ -19,8 +19,8 @@ from .._collectives import readable_bytes
 from .._report import TextTable
 from .._sharding import LeafSpec
 from .move import Move, pairs
-from .plan import ReshardPlan, held_bytes, known, plain_spec, spec_without_padding
-from .steps import Step, groups
+from .resharding import Resharding, held_bytes, known, plain_spec, spec_without_padding
+from .steps import MoveStep, groups
 
 Boxes = Sequence[tuple[slice, ...]]
 
@@ -135,13 +135,13 @@ def _compared(name: str, sent: int, least: int) -> tuple[str, str, str]:
     return name, readable_bytes(sent), readable_bytes(least) + part
 
 
-def make_report(plan: ReshardPlan) -> ReshardReport:
-    """Count what a plan sends and holds."""
-    mesh, nodes = plan.digits.mesh, plan.nodes
+def make_report(resharding: Resharding) -> ReshardReport:
+    """Count what a resharding sends and holds."""
+    mesh, nodes = resharding.digits.mesh, resharding.nodes
     sent, least = np.zeros((2, mesh.size)), (np.zeros(mesh.size), np.zeros(nodes.max() + 1))
     rows, copies = [], [0]  # bytes of arrays without their padding, before `jax.device_put`
     for leaf, source, target, move in zip(
-        plan.leaves, plan.sources, plan.targets, plan.moves, strict=True
+        resharding.leaves, resharding.sources, resharding.targets, resharding.moves, strict=True
     ):
         result = math.prod(target.shard_shape(leaf.shape))
         if move is None:
@@ -152,7 +152,7 @@ def make_report(plan: ReshardPlan) -> ReshardReport:
             continue
         others, outside = sent_by(move, mesh, nodes)
         sent += np.stack([others, outside])
-        for total, more in zip(least, _least(leaf, source, target, move, plan), strict=True):
+        for total, more in zip(least, _least(leaf, source, target, move, resharding), strict=True):
             total += more
         size = result * move.dtype.itemsize
         most = _most(others, outside, nodes)
@@ -164,20 +164,25 @@ def make_report(plan: ReshardPlan) -> ReshardReport:
         least_into_node=int(least[1].max()),
         into_device=into_device,
         least_into_device=int(least[0].max()),
-        source_bytes=sum(_held(x, y) for x, y in zip(plan.leaves, plan.sources, strict=True)),
+        source_bytes=sum(
+            _held(x, y) for x, y in zip(resharding.leaves, resharding.sources, strict=True)
+        ),
         result_bytes=sum(x.device_bytes for x in rows),
         program_bytes=max(
-            [*copies, *(sum(held_bytes(move, mesh) for move in moves) for moves in plan.programs)]
+            [
+                *copies,
+                *(sum(held_bytes(move, mesh) for move in moves) for moves in resharding.programs),
+            ]
         ),
-        windows=len(plan.windows),
+        windows=len(resharding.windows),
         largest_leaf_bytes=max(
             (
                 math.prod(leaf.shape) * (move.dtype if move else leaf.dtype).itemsize
-                for leaf, move in zip(plan.leaves, plan.moves, strict=True)
+                for leaf, move in zip(resharding.leaves, resharding.moves, strict=True)
             ),
             default=0,
         ),
-        num_uncounted=sum(move is None for move in plan.moves),
+        num_uncounted=sum(move is None for move in resharding.moves),
     )
 
 
@@ -190,10 +195,10 @@ def _least(
     source: NamedSharding,
     target: NamedSharding,
     move: Move,
-    plan: ReshardPlan,
+    resharding: Resharding,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lower bounds in bytes as they are sent, for devices and for nodes."""
-    devices = list(plan.digits.mesh.devices.flat)
+    devices = list(resharding.digits.mesh.devices.flat)
     plain = NamedSharding(source.mesh, plain_spec(leaf, source))
     had, asked = (
         [known(indices[device]) for device in devices]
@@ -202,7 +207,7 @@ def _least(
             target.devices_indices_map(leaf.shape),
         )
     )
-    into_devices, into_nodes = least_elements(leaf.shape, had, asked, plan.nodes)
+    into_devices, into_nodes = least_elements(leaf.shape, had, asked, resharding.nodes)
     message = move.message
     each = message.size * message.dtype.itemsize / max(1, math.prod(move.inner))
     return into_devices * each, into_nodes * each
@@ -239,7 +244,7 @@ def sent_by(move: Move, mesh: Mesh, nodes: np.ndarray) -> tuple[np.ndarray, np.n
     return others, outside
 
 
-def _senders(step: Step, mesh: Mesh) -> np.ndarray:
+def _senders(step: MoveStep, mesh: Mesh) -> np.ndarray:
     """`[devices, K]`: the devices that send to each device, which may be one of them."""
     if step.kind == "slice":
         return np.arange(mesh.size)[:, None]

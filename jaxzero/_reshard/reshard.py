@@ -22,8 +22,15 @@ from .._mesh import gloo_workaround, is_traced
 from .._sharding import LeafSpec, TreePlan, arrays_of, axes_of, rebuild, spread_prefix
 from .._zero import Zero
 from .move import Move
-from .plan import Options, ReshardPlan, make_plan, sent_dtype, spec_without_padding, uneven_dims
 from .report import ReshardReport, make_report
+from .resharding import (
+    Options,
+    Resharding,
+    make_resharding,
+    sent_dtype,
+    spec_without_padding,
+    uneven_dims,
+)
 
 _WINDOW_BYTES = 2**26
 
@@ -89,27 +96,33 @@ def reshard(
             "`params` must be arrays with values; got traced ones. Call `reshard` outside of "
             "`jax.jit`: it runs programs of its own, one for each window."
         )
-    tree, plan, options = planned(params, zero, specs, mesh, dtype, codec, window_bytes)
-    made = _moved(plan, arrays)
-    for i, move in enumerate(plan.moves):
+    tree, resharding, options = planned(params, zero, specs, mesh, dtype, codec, window_bytes)
+    made = _moved(resharding, arrays)
+    for i, move in enumerate(resharding.moves):
         if move is None:
-            made[i] = _put(arrays[i], plan.leaves[i], plan.sources[i], plan.targets[i], options)
+            made[i] = _put(
+                arrays[i],
+                resharding.leaves[i],
+                resharding.sources[i],
+                resharding.targets[i],
+                options,
+            )
     return tree.whole([made[i] for i in range(len(arrays))])
 
 
-def _moved(plan: ReshardPlan, arrays: Sequence[Any]) -> dict[int, jax.Array]:
+def _moved(resharding: Resharding, arrays: Sequence[Any]) -> dict[int, jax.Array]:
     """The arrays that have moves, by index, in their new shardings."""
-    made, mesh = {}, plan.digits.mesh
-    for window, moves in zip(plan.windows, plan.programs, strict=True):
+    made, mesh = {}, resharding.digits.mesh
+    for window, moves in zip(resharding.windows, resharding.programs, strict=True):
         stacks = [
-            _viewed(_in_place(arrays[i], plan.sources[i]), *_stack(move, mesh))
+            _viewed(_in_place(arrays[i], resharding.sources[i]), *_stack(move, mesh))
             for i, move in zip(window, moves, strict=True)
         ]
         # The user's own mesh, in whose context this may run, is not that of the program.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             results = _program(mesh, moves)(*stacks)
         for i, x in zip(window, results, strict=True):
-            made[i] = _viewed(x, plan.leaves[i].shape, plan.targets[i])
+            made[i] = _viewed(x, resharding.leaves[i].shape, resharding.targets[i])
     return made
 
 
@@ -152,7 +165,7 @@ def planned(
     dtype: Any = None,
     codec: Codec | None = None,
     window_bytes: int = _WINDOW_BYTES,
-) -> tuple[TreePlan, ReshardPlan, Options]:
+) -> tuple[TreePlan, Resharding, Options]:
     """The layout of a tree, the moves of its arrays, and how they are sent; runs nothing."""
     check_options(zero, mesh, dtype, codec, window_bytes)
     mesh = zero.mesh if mesh is None else mesh
@@ -166,7 +179,7 @@ def planned(
     sources = tuple(NamedSharding(zero.mesh, x.spec) for x in shardings)
     targets = tuple(NamedSharding(mesh, spec) for spec in of_leaves)
     options = Options(dtype, codec, zero.config.min_quantized_size, window_bytes)
-    return tree, make_plan(tree.leaves, sources, targets, options), options
+    return tree, make_resharding(tree.leaves, sources, targets, options), options
 
 
 def check_options(zero: Any, mesh: Any, dtype: Any, codec: Any, window_bytes: Any) -> None:
@@ -260,8 +273,10 @@ def _put(
         return jax.device_put(x, target)
     # Padding and messages are removed before: only here are the cuts of both known.
     own = NamedSharding(source.mesh, spec_without_padding(leaf, source))
-    plan = make_plan((leaf,), (source,), (own,), dataclasses.replace(options, codec=None))
-    return jax.device_put(_moved(plan, [x])[0], target)
+    resharding = make_resharding(
+        (leaf,), (source,), (own,), dataclasses.replace(options, codec=None)
+    )
+    return jax.device_put(_moved(resharding, [x])[0], target)
 
 
 @functools.lru_cache(maxsize=512)
@@ -292,10 +307,10 @@ def _stack(move: Move, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
     return shape, NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
-def lowered(plan: ReshardPlan) -> list[jax.stages.Lowered]:
+def lowered(resharding: Resharding) -> list[jax.stages.Lowered]:
     """The program of each window, to be compiled and not run."""
-    mesh, found = plan.digits.mesh, []
-    for moves in plan.programs:
+    mesh, found = resharding.digits.mesh, []
+    for moves in resharding.programs:
         stacks = [_stack(move, mesh) for move in moves]
         structs = [
             jax.ShapeDtypeStruct(shape, move.leaf.stored.dtype, sharding=sharding)

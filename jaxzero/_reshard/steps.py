@@ -37,7 +37,7 @@ Place = int | None  # index of a factor that a digit splits; None: it splits non
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class MoveStep:
     """One operation on all devices.
 
     Attributes:
@@ -71,7 +71,7 @@ class Route:
     """
 
     factors: tuple[tuple[int, ...], ...]
-    steps: tuple[Step, ...]
+    steps: tuple[MoveStep, ...]
     source: tuple[bool, ...]
     target: tuple[bool, ...]
 
@@ -126,7 +126,7 @@ def _split(where: dict[str, Place], num: int) -> tuple[bool, ...]:
 
 def _steps(
     where: dict[str, Place], goal: dict[str, Place], is_between_nodes: Callable[[str], bool]
-) -> list[Step] | None:
+) -> list[MoveStep] | None:
     where, steps = dict(where), []
     while where != goal:
         wrong = [x for x in where if where[x] != goal[x]]
@@ -166,9 +166,11 @@ def _waited_for(
     return [x for x in where if goal[x] is None and where[x] in factors and is_between_nodes(x)]
 
 
-def _step(kind: str, digits: list[str], where: dict[str, Place], after: dict[str, Place]) -> Step:
+def _step(
+    kind: str, digits: list[str], where: dict[str, Place], after: dict[str, Place]
+) -> MoveStep:
     befores, afters = (tuple(places[x] for x in digits) for places in (where, after))
-    return Step(kind, tuple(digits), befores, afters)  # pyright: ignore[reportArgumentType]
+    return MoveStep(kind, tuple(digits), befores, afters)  # pyright: ignore[reportArgumentType]
 
 
 def _passed_on(

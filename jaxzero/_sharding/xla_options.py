@@ -100,7 +100,8 @@ _PLATFORMS: dict[str, _Platform] = {
     "cpu": _Platform(before_0_11=_CPU_BEFORE_0_11),
     "gpu": _GPUS,
     "cuda": _GPUS,
-    "rocm": _Platform(),  # nothing has been measured there
+    # The scheduler is the same, its model of the hardware is not. Nothing has been compiled there.
+    "rocm": _Platform(_GPU, offload=_GPU_OFFLOAD, local_steps=_GPU_LOCAL_STEPS),
     "tpu": _Platform(_TPU),
 }
 _registered: dict[str, _Changes] = {}
@@ -146,8 +147,9 @@ def compiler_options(
 
     Args:
         platform: the devices' `jax.devices()[0].platform`: "cpu", "gpu", "cuda", "rocm" or "tpu",
-            or one that was given to `jaxzero.extend.register_compiler_options`. For AMD's
-            GPUs no option has been measured: they get none.
+            or one that was given to `jaxzero.extend.register_compiler_options`. JAX may call AMD's
+            GPUs "gpu" too: give "rocm" for them, which leaves out XLA's model of NVIDIA's hardware.
+            Nothing has been compiled for them.
         offload: whether the program has arrays in host memory (`jz.Offload`).
         local_steps: whether the program is a round of `Zero.local_steps`.
 

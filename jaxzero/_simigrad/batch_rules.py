@@ -72,12 +72,12 @@ def first_memory(rule: BatchRule) -> Any:
         ValueError: `init` returns something else.
     """
     memory = rule.init()
-    for path, x in jax.tree_util.tree_flatten_with_path(memory)[0]:
-        shape = getattr(x, "shape", () if isinstance(x, int | float) else None)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(memory)[0]:
+        shape = getattr(leaf, "shape", () if isinstance(leaf, int | float) else None)
         if shape != ():
             raise ValueError(
                 f"`init` of the rule {rule!r} must return a tree of scalars; got "
-                f"{_described(x)} at `{jax.tree_util.keystr(path)}`. Keep several numbers as a "
+                f"{_described(leaf)} at `{jax.tree_util.keystr(path)}`. Keep several numbers as a "
                 "tuple of scalars."
             )
     return jax.tree.map(jnp.asarray, memory)
@@ -115,6 +115,8 @@ def next_steps(
             f"`wanted` of the rule {rule!r} must return a memory like that of `init`, "
             f"{jax.tree.structure(memory)} of scalars; got {_described(new)}."
         )
+    # A state whose dtypes change from one update to the next would be compiled twice, and could not
+    # be carried by a `scan`.
     new = jax.tree.map(lambda x, y: jnp.asarray(x).astype(jnp.result_type(y)), new, memory)
     wanted = jnp.asarray(wanted).astype(jnp.float32)
     return jnp.where(jnp.isnan(wanted), steps, wanted), new

@@ -33,7 +33,7 @@ class Settings:
     max_steps: Any
     rule: str | BatchRule
     lr_scaling: str | None
-    schedule: Callable | None
+    schedule: Callable[..., Any] | None
     groups: Any
     combine: str
     noise_window: Any
@@ -60,15 +60,15 @@ class Settings:
 
     def _check_steps(self) -> None:
         names = ("min_steps", "initial", "max_steps")
-        known = {name: getattr(self, name) for name in names if not is_traced(getattr(self, name))}
-        for name, value in known.items():
+        sizes = {name: getattr(self, name) for name in names if not is_traced(getattr(self, name))}
+        for name, value in sizes.items():
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
             if not whole or not 1 <= value <= _LARGEST:
                 raise ValueError(
                     f"`{name}` is a number of micro-batches, an integer from 1 to {_LARGEST}; "
                     f"got {value!r}."
                 )
-        if len(known) == 3 and not self.min_steps <= self.initial <= self.max_steps:
+        if len(sizes) == 3 and not self.min_steps <= self.initial <= self.max_steps:
             raise ValueError(
                 "`initial` must lie between `min_steps` and `max_steps`; got "
                 f"initial={self.initial}, min_steps={self.min_steps}, max_steps={self.max_steps}."
@@ -333,13 +333,13 @@ def simigrad_stats(state: Any) -> dict[str, Any]:
     def is_ours(x: Any) -> bool:
         return isinstance(x, SimigradState)
 
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
-    if len(found) != 1:
+    states = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
+    if len(states) != 1:
         raise ValueError(
             f"`state` must hold one state of `simigrad`; got {type(state).__name__} with "
-            f"{len(found)}. Pass a single one."
+            f"{len(states)}. Pass a single one."
         )
-    (own,) = found
+    (own,) = states
 
     def measured(similarity: Array, moments: Moments) -> dict[str, Array]:
         return {

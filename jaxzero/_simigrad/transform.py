@@ -66,7 +66,7 @@ def simigrad(
     max_steps: Any,
     rule: str | BatchRule = "walk",
     lr_scaling: str | None = None,
-    schedule: Callable | None = None,
+    schedule: Callable[..., Any] | None = None,
     groups: Any = None,
     combine: str = "mean",
     noise_window: Any = 20,

@@ -135,7 +135,7 @@ class Freezing:
             self._check(name, self._zero._plan_of(tree), layout)
         return self._join(active, frozen, self._cut, self._zero._weight_axes)
 
-    def wrap(self, f: Callable) -> Callable:
+    def wrap(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Turn `f(params, ...)` into `g(active, frozen, ...)`, for `value_and_grad` and `apply`.
 
         `f` sees the whole tree. If it scans a stack that is frozen in part, it becomes two loops,
@@ -168,7 +168,7 @@ class Freezing:
 
     def cache(
         self,
-        f: Callable,
+        f: Callable[..., Any],
         frozen: Any,
         *,
         max_bytes: int | None = None,
@@ -303,7 +303,7 @@ class Freezing:
         )
 
 
-def _with_two_trees(f: Callable) -> inspect.Signature | None:
+def _with_two_trees(f: Callable[..., Any]) -> inspect.Signature | None:
     """The signature of `f` with `active` and `frozen` in place of its first parameter."""
     try:
         parameters = list(inspect.signature(f).parameters.values())

@@ -58,7 +58,7 @@ _OF_OUTER = (
 class LocalRounds:
     """Runs rounds of local steps on every node; returned by `Zero.local_steps`."""
 
-    def __init__(self, step: Callable, method: LocalSteps, zero: ShardedTrees):
+    def __init__(self, step: Callable[..., Any], method: LocalSteps, zero: ShardedTrees):
         self.method = method
         self._step = step
         self._zero = zero
@@ -303,7 +303,7 @@ class LocalRounds:
             check_kept(name, tree, wanted, nodes if kept.is_per_node else None)
         return layouts
 
-    def _made(self, layouts: Layouts, make: Callable, arrays: Any) -> LocalState:
+    def _made(self, layouts: Layouts, make: Callable[..., Any], arrays: Any) -> LocalState:
         """The state whose arrays `make(arrays)` returns, each made on the devices that keep it."""
         mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
         shardings = layouts.each(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from .._collectives import accumulator_dtype, all_gather, shard_shape
-from .._local_steps import AsTree, Cut, Exchange, LocalSteps, OuterPlan
+from .._local_steps import AsTree, Cut, Exchange, LocalSteps, OuterLayout
 from .._mesh import LOCAL, NODE, AnyMesh, NodeMesh, SimulatedMesh, map_devices
 from .._sharding import (
     LeafSpec,
@@ -241,11 +241,11 @@ def _exchange(
         if leaf.layout is not None:
             shape[leaf.layout.dim] *= leaf.layout.num_shards
         parts.append(jax.ShapeDtypeStruct(tuple(shape), dtype))
-    outer = OuterPlan.of(method.outer, as_tree, full, parts, method.fragments)
+    outer = OuterLayout.of(method.outer, as_tree, full, parts, method.fragments)
     return Exchange(method, leaves, tuple(cuts), mesh, config.min_quantized_size, outer)
 
 
-def _outer_leaves(outer: OuterPlan, anchors: Sequence[LeafSpec]) -> tuple[LeafSpec, ...]:
+def _outer_leaves(outer: OuterLayout, anchors: Sequence[LeafSpec]) -> tuple[LeafSpec, ...]:
     """The layouts of the outer optimizer's state."""
     structs = jax.eval_shape(
         outer.init, [jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in anchors]

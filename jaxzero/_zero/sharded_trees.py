@@ -70,7 +70,7 @@ class ShardedTrees:
 
     # Trees in and out of their sharded form.
 
-    def init(self, init_fn: Callable, *args: Any, specs: Any = None) -> Any:
+    def init(self, init_fn: Callable[..., Any], *args: Any, specs: Any = None) -> Any:
         """Run `init_fn(*args)` so that each device makes only its own shards.
 
         Args:
@@ -105,7 +105,7 @@ class ShardedTrees:
         return plan.stored(made)
 
     def abstract(
-        self, init_fn: Callable, *args: Any, specs: Any = None, codec: Codec | None = None
+        self, init_fn: Callable[..., Any], *args: Any, specs: Any = None, codec: Codec | None = None
     ) -> Any:
         """The result of `init` as `ShapeDtypeStruct`s with shardings; allocates nothing.
 

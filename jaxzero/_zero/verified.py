@@ -23,7 +23,7 @@ class VerifiedTrees(ShardedTrees):
 
     def verify(
         self,
-        f: Callable,
+        f: Callable[..., Any],
         *args: Any,
         tx: optax.GradientTransformation | None = None,
         reference: Any = None,
@@ -145,7 +145,7 @@ class VerifiedTrees(ShardedTrees):
 
 
 def _check(
-    f: Callable,
+    f: Callable[..., Any],
     tx: optax.GradientTransformation | None,
     argnums: int | Sequence[int],
     in_one_program: bool,

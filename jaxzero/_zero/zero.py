@@ -90,7 +90,7 @@ class Zero(VerifiedTrees):
 
     def value_and_grad(
         self,
-        f: Callable,
+        f: Callable[..., Any],
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         allow_int: bool = False,
@@ -104,7 +104,7 @@ class Zero(VerifiedTrees):
         row_statistics: str | None = None,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """`jax.value_and_grad` on sharded parameters.
 
         `f` is written for one device: it sees full parameters and this device's rows of the batch,
@@ -198,7 +198,7 @@ class Zero(VerifiedTrees):
 
     def value_and_update(
         self,
-        f: Callable,
+        f: Callable[..., Any],
         tx: optax.GradientTransformation,
         has_aux: bool = False,
         *,
@@ -209,7 +209,7 @@ class Zero(VerifiedTrees):
         row_statistics: str | None = None,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """A training step: the loss, and the update of the parameters, in one program.
 
         With offload (`jz.Offload`), a scanned stack of which parameter and state are in host memory
@@ -269,14 +269,14 @@ class Zero(VerifiedTrees):
 
     def apply(
         self,
-        f: Callable,
+        f: Callable[..., Any],
         argnums: int | Sequence[int] = 0,
         *,
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
         out_reduce: Any = None,
         row_statistics: str | None = None,
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """Run a function of sharded parameters, without gradients: for evaluation.
 
         Args:
@@ -321,7 +321,7 @@ class Zero(VerifiedTrees):
 
     def plan(
         self,
-        f: Callable,
+        f: Callable[..., Any],
         *args: Any,
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
@@ -367,7 +367,7 @@ class Zero(VerifiedTrees):
         return transform.plan(transform.program, arrays, state, along)
 
     def local_steps(
-        self, step: Callable, method: LocalSteps | None = None, /, **options: Any
+        self, step: Callable[..., Any], method: LocalSteps | None = None, /, **options: Any
     ) -> LocalRounds:
         """Train every node by itself, and average the nodes' parameters every few steps.
 

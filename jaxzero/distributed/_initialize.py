@@ -155,10 +155,10 @@ def _detected(
     """
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     devices = _listed_devices() if local_device_ids is None else local_device_ids
-    known = (address, num_processes, process_id, devices)
+    place = (address, num_processes, process_id, devices)
     try:
-        if method != "deactivate" and any(value is None for value in known):
-            known = detect_cluster(*known, method, seconds)
+        if method != "deactivate" and any(value is None for value in place):
+            place = detect_cluster(*place, method, seconds)
     # Raised for a pod without a Job or without permissions, and for a method that is not available
     # (no mpi4py, no SLURM).
     except (RuntimeError, TypeError, ImportError, KeyError) as error:
@@ -167,12 +167,12 @@ def _detected(
             "`coordinator_address`, `num_processes` and `process_id`, or set the JAXZERO_* "
             "variables (docs/howto/several_hosts.md)."
         ) from error
-    address, number, index, devices = known
+    address, number, index, devices = place
     if (address, number, index) == (None, None, None):
         _refuse_unseen_processes(method)
         return None
-    found = {"coordinator_address": address, "num_processes": number, "process_id": index}
-    for name, value in found.items():
+    required = {"coordinator_address": address, "num_processes": number, "process_id": index}
+    for name, value in required.items():
         if value is None:
             raise ValueError(f"`{name}` is not given and was not detected. Give all three.")
     assert address is not None and number is not None and index is not None
@@ -259,9 +259,9 @@ def _script() -> str:
 
 def _digest_of_sources() -> str:
     """Digest of names and contents of the package's sources, also behind symbolic links."""
-    found = {}
+    sources = {}
     for folder, _, names in os.walk(_PACKAGE_ROOT, followlinks=True):
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
-            found[path.relative_to(_PACKAGE_ROOT).as_posix()] = path.read_bytes()
-    parts = (part for name in sorted(found) for part in (name.encode(), found[name]))
+            sources[path.relative_to(_PACKAGE_ROOT).as_posix()] = path.read_bytes()
+    parts = (part for name in sorted(sources) for part in (name.encode(), sources[name]))
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]

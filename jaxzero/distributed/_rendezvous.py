@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from typing import Any
 
 _LINE_BYTES = 1 << 20  # limit for a line from an unknown program
-_RETRY_SECONDS = 0.2
+_RETRY_SECONDS = 0.2  # between attempts to connect: process 0 may start last
 _LATE_SECONDS = 30.0  # after an error is found, how long others may still connect to receive it
 _LOOK_SECONDS = 0.5  # interval of checks for closed connections
-_SEND_SECONDS = 5.0
+_SEND_SECONDS = 5.0  # for a short line; a peer that does not read it is stopped or gone
 _ANSWER_SECONDS = 10.0  # how long to wait for the answer after the timeout of connecting
 _STRANGER = "the program that answers is not a process of this run"
 
@@ -175,11 +175,11 @@ def _mistake(came: list[Hello]) -> str:
                 "`num_processes`."
             )
         for name in sorted(first.facts.keys() | hello.facts.keys()):
-            expected, found = first.facts.get(name), hello.facts.get(name)
-            if found != expected:
+            expected, fact = first.facts.get(name), hello.facts.get(name)
+            if fact != expected:
                 return (
                     f"Process {hello.process_id} ({hello.host}) has another {name} than process 0 "
-                    f"({first.host}): {found} and {expected}. Run the same code everywhere."
+                    f"({first.host}): {fact} and {expected}. Run the same code everywhere."
                 )
     return ""
 

@@ -35,7 +35,7 @@ from .._processes import (
 )
 
 _NAME = "watchdog"
-_TICKS = 4  # publishes and checks per `heartbeat_seconds`
+_TICKS = 4  # publishes and checks per `heartbeat_seconds`: three may be late before one is missed
 _DONE = "done"
 _AGREED = (None, 0, STOPPED, DIVERGED)  # codes of `SystemExit` that all processes raise together
 
@@ -90,6 +90,8 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
         if process_count() > 1 and not _is_agreed(error):
             traceback.print_exception(error)
+            # A process that is lost makes collectives fail on the others, with an error that does
+            # not name it.
             if any(_may_be_of_a_peer(e) for e in causes(error)):
                 time.sleep(2 * self._heartbeat_seconds)  # `_watch` reports a lost process meanwhile
             message = f"This process exits at once, so that the others notice: {error!r}"

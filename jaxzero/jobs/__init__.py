@@ -1,4 +1,4 @@
-"""The example job, `jaxzero train`: fine-tune a text encoder to find code by its description.
+"""The job `jaxzero train`: fine-tune a decoder on text, or a text encoder to find code.
 
 The job and the packages of its extra `train` are imported on first use.
 
@@ -25,10 +25,8 @@ from ._settings import Wire as Wire
 from ._settings import check_positive as check_positive
 
 if TYPE_CHECKING:
-    from ._data import abstract_tokens as abstract_tokens
     from ._data import open_tokenizer as open_tokenizer
     from ._devices import choose_devices as choose_devices
-    from ._retrieval import make_loss as make_loss
     from ._setup import describe_devices as describe_devices
     from ._setup import plan_step as plan_step
     from ._setup import set_up as set_up
@@ -38,10 +36,8 @@ if TYPE_CHECKING:
 __getattr__ = imported_on_first_use(
     __name__,
     {
-        "abstract_tokens": ("_data", "train"),
         "open_tokenizer": ("_data", "train"),
         "choose_devices": ("_devices", None),
-        "make_loss": ("_retrieval", "train"),
         "describe_devices": ("_setup", "train"),
         "plan_step": ("_setup", "train"),
         "set_up": ("_setup", "train"),

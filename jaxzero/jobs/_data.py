@@ -23,7 +23,7 @@ import tokenize
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +32,14 @@ from jaxtyping import Bool, Int
 from rich.console import Console
 
 from .._zero import Zero
-from ._settings import Data, Optimization
+from ._settings import Optimization
 
 _SKIPPED_DIRECTORIES = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "testing", "tests"}
 )
 _MIN_DESCRIPTION_WORDS = 3
 _MIN_CODE_CHARACTERS = 40  # leaves out `pass`, `...`, `return self._name`
-_HELD_OUT_SHARE = 8  # one module in so many
+HELD_OUT_SHARE = 8  # one file in so many is held out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def collect_pairs(directory: Path) -> Pairs:
         )
     train, held_out = [], []
     seen = set()
-    for path in _python_files(directory):
+    for path in python_files(directory):
         module = path.relative_to(directory).as_posix()
         side = held_out if is_held_out(module) else train
         for pair in pairs_in(_read(path), module):
@@ -100,7 +100,7 @@ def collect_pairs(directory: Path) -> Pairs:
 
 def is_held_out(module: str) -> bool:
     """Return True if `module` is held out from training, by a hash of its path."""
-    return zlib.crc32(module.encode()) % _HELD_OUT_SHARE == 0  # unlike `hash`, the same every time
+    return zlib.crc32(module.encode()) % HELD_OUT_SHARE == 0  # unlike `hash`, the same every time
 
 
 def pairs_in(source: str, module: str) -> Iterator[Pair]:
@@ -139,16 +139,17 @@ def _body_without_docstring(
     return textwrap.dedent("\n".join(lines[start - 1 : statements[-1].end_lineno])).strip()
 
 
-def _python_files(directory: Path) -> list[Path]:
-    found = []
+def python_files(directory: Path) -> list[Path]:
+    """Sources under `directory`, sorted, without tests and installed packages."""
+    paths = []
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_DIRECTORIES]  # prune
-        found += [
+        paths += [
             Path(folder, name)
             for name in names
             if name.endswith(".py") and not name.startswith("test_")
         ]
-    return sorted(found, key=lambda path: path.relative_to(directory).as_posix())
+    return sorted(paths, key=lambda path: path.relative_to(directory).as_posix())
 
 
 def _read(path: Path) -> str:
@@ -243,27 +244,32 @@ class PairTokenizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examples:
-    """The tokenised pairs of a run, for training and held out."""
+    """The tokenised rows of a run, for training and held out.
 
-    train: PairTokens
-    held_out: PairTokens
+    `PairTokens`, or of text an int32 array `[rows, tokens]`.
+    """
+
+    train: Any
+    held_out: Any
 
     @property
     def digest(self) -> str:
-        """Digest of all pairs; it detects edited files, another Python or another tokenizer."""
+        """Digest of all rows; it detects edited files, another Python or another tokenizer."""
         arrays = (*self.train, *self.held_out)
         return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
 
-def load_examples(settings: Data, checkpoint: Path, console: Console) -> Examples:
-    """Collect and tokenise the pairs.
+def load_examples(
+    directory: Path | None, checkpoint: Path, num_tokens: int, console: Console
+) -> Examples:
+    """Collect the pairs of a tree, by default the standard library, and tokenise them.
 
     Raises:
-        ValueError: `settings.data` is no folder or has too few functions, or the checkpoint has no
+        ValueError: `directory` is no folder or has too few functions, or the checkpoint has no
             tokenizer.
     """
-    directory = standard_library() if settings.data is None else settings.data
-    tokenize = PairTokenizer(checkpoint, settings.max_tokens)
+    directory = standard_library() if directory is None else directory
+    tokenize = PairTokenizer(checkpoint, num_tokens)
     pairs = collect_pairs(directory)
     console.print(
         f"{directory}: {len(pairs.train)} training and {len(pairs.held_out)} held-out pairs",
@@ -273,33 +279,38 @@ def load_examples(settings: Data, checkpoint: Path, console: Console) -> Example
     return Examples(train=tokenize(pairs.train), held_out=tokenize(pairs.held_out))
 
 
-def training_batches(pairs: PairTokens, zero: Zero, optimization: Optimization) -> Batches:
+def training_batches(rows: Any, zero: Zero, optimization: Optimization) -> Batches:
     """An endless iterator over training batches, one for each step.
 
-    Every epoch is a new permutation of all pairs, without the remainder that does not fill a step:
+    Every epoch is a new permutation of all rows, without the remainder that does not fill a step:
     a batch that spans two epochs could have a pair twice, which would be its own negative.
 
+    Args:
+        rows: `Examples.train`.
+        zero: gives the devices.
+        optimization: the rows of a step, and the seed of their order.
+
     Raises:
-        ValueError: there are fewer pairs than a step takes, or they do not divide over the devices.
+        ValueError: there are fewer rows than a step takes, or they do not divide over the devices.
     """
     import grain  # with `..data` it is needed for training alone, not for a report of it
 
     from ..data import Batches
 
     per_step, num_devices = optimization.pairs, zero.mesh.size
-    if len(pairs) < per_step:
+    if len(rows) < per_step:
         raise ValueError(
-            f"`pairs` asks for {per_step} per step, the data has {len(pairs)}. Ask for fewer, or "
+            f"`pairs` asks for {per_step} per step, the data has {len(rows)}. Ask for fewer, or "
             "point `data` to a larger tree."
         )
     if per_step % num_devices:
         raise ValueError(
             f"`pairs` must be a multiple of the number of devices, {num_devices}; got {per_step}."
         )
-    order = grain.MapDataset.range(len(pairs)).seed(optimization.seed).shuffle()
-    epochs = order[: len(pairs) - len(pairs) % per_step].repeat()
+    order = grain.MapDataset.range(len(rows)).seed(optimization.seed).shuffle()
+    epochs = order[: len(rows) - len(rows) % per_step].repeat()
     return Batches(
-        epochs.map(lambda i: PairTokens(pairs.ids[i], pairs.mask[i])),
+        epochs.map(lambda i: jax.tree.map(lambda x: x[i], rows)),
         zero,
         batch_size=per_step,
         read_options=grain.ReadOptions(num_threads=0, prefetch_buffer_size=0),  # it is in memory

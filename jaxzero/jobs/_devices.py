@@ -23,13 +23,13 @@ def choose_devices(num_devices: int | None) -> list[Any]:
     if jax.config.values["jax_num_cpu_devices"] < 0:  # not set by the user
         with contextlib.suppress(RuntimeError):  # a backend runs already: take its devices
             jax.config.update("jax_num_cpu_devices", _fake_devices(num_devices))
-    found = jax.devices()
-    if num_devices is not None and num_devices > len(found):
+    devices = jax.devices()
+    if num_devices is not None and num_devices > len(devices):
         raise ValueError(
-            f"`devices` asks for {num_devices}, JAX sees {len(found)} ({found[0].platform}). Ask "
-            "for at most that many, or run on fake ones with JAX_PLATFORMS=cpu."
+            f"`devices` asks for {num_devices}, JAX sees {len(devices)} ({devices[0].platform}). "
+            "Ask for at most that many, or run on fake ones with JAX_PLATFORMS=cpu."
         )
-    return found[:num_devices]
+    return devices[:num_devices]
 
 
 def _fake_devices(num_devices: int | None) -> int:

@@ -18,12 +18,12 @@ from .._plan import Plan
 from .._report import LocalReport, Traffic
 from .._sharding import ZeroConfig
 from .._zero import LocalRounds
-from ._data import PairTokens
 from ._journal import Row
 from ._retrieval import LossFn
 from ._session import Session, State
 from ._settings import Local, Sharding
 from ._setup import Setup, plan_step, zero_config
+from ._tasks import Task
 
 _KINDS = {
     "params": "parameters",
@@ -50,7 +50,7 @@ class NodeBytes:
 
 
 def node_bytes(
-    setup: Setup, loss: LossFn, tokens: PairTokens, work: Plan | LocalRounds
+    setup: Setup, loss: LossFn, tokens: Any, work: Plan | LocalRounds
 ) -> NodeBytes | None:
     """Count the bytes that enter a node; None if there is only one node.
 
@@ -173,18 +173,21 @@ def progress_bar(
 
 
 def _numbers(metrics: Mapping[str, float]) -> str:
-    batch = ""
+    parts = [f"loss {metrics['loss']:.3f}"]
+    if "accuracy" in metrics:
+        parts.append(f"accuracy {metrics['accuracy']:.2f}")
+        parts.append(f"cosine {metrics['similarity']:.2f}/{metrics['similarity_others']:.2f}")
     if "steps_per_update" in metrics:
-        batch = f"batch of {metrics['steps_per_update']:.0f} steps "
-    return (
-        f"loss {metrics['loss']:.3f} accuracy {metrics['accuracy']:.2f} "
-        f"cosine {metrics['similarity']:.2f}/{metrics['similarity_others']:.2f} "
-        f"{batch}{metrics['pairs_per_second']:.1f} pairs/s"
-    )
+        parts.append(f"batch of {metrics['steps_per_update']:.0f} steps")
+    for name, value in metrics.items():
+        if name.endswith("_per_second"):
+            parts.append(f"{value:.1f} {name.removesuffix('_per_second')}/s")
+    return " ".join(parts)
 
 
 def print_summary(
     console: Console,
+    task: Task,
     *,
     scores: Mapping[str, Mapping[str, float]],
     rows: Sequence[Row],
@@ -197,26 +200,27 @@ def print_summary(
 
     Args:
         console: where to print.
-        scores: "before" and "after", each with `mrr_at_10` and `recall_at_1`.
+        task: what was trained.
+        scores: "before" and "after", each with the fields of `task.scores`.
         rows: the "step" rows of the journal.
         node_bytes: bytes of one step; None if there is one node or nothing was trained.
         directory: the run's directory.
-        torch_difference: from `export_and_compare`.
+        torch_difference: from `Task.export`.
         seconds: duration of the job.
     """
     before, after = scores["before"], scores["after"]
-    table = Table(title="Held-out retrieval", title_justify="left")
+    table = Table(title=task.title, title_justify="left")
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right" if column else "left")
-    for name, label in (("mrr_at_10", "MRR@10"), ("recall_at_1", "recall@1")):
+    for name, label in task.labels.items():
         change = after[name] - before[name]
         table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{change:+.3f}")
     console.print(table)
 
     facts = Table.grid(padding=(0, 2))
     if rows:
-        speed = statistics.median(row["pairs_per_second"] for row in rows)
-        facts.add_row("steps", f"{rows[-1]['step']}, median {speed:.1f} pairs/s")
+        speed = statistics.median(row[f"{task.unit}_per_second"] for row in rows)
+        facts.add_row("steps", f"{rows[-1]['step']}, median {speed:.1f} {task.unit}/s")
     if rows and rows[-1]["skipped"]:
         facts.add_row("not finite", f"{rows[-1]['skipped']:.0f} steps, which changed nothing")
     if rows and "updates" in rows[-1]:
@@ -262,6 +266,6 @@ def _verdict(difference: float | None) -> str:
     if difference is None:
         return (
             "not compared: torch or transformers is missing "
-            r'(`pip install -e ".\[torch]"` in a checkout of jaxzero)'
+            r'(`pip install "jaxzero\[torch]"`), or the model is too large to be held twice'
         )
-    return f"embeddings agree, largest difference {difference:.1e}"
+    return f"its outputs agree, largest difference {difference:.1e}"

@@ -32,7 +32,7 @@ NODE_AXES = ("local",)  # those inside a node
 Params = Any
 EmbedFn = Callable[[Params, PairTokens], Float[Array, "b 2 d"]]
 Metrics = dict[str, Float[Array, ""]]
-LossFn = Callable[[Params, PairTokens], tuple[Float[Array, ""], Metrics]]
+LossFn = Callable[[Params, Any], tuple[Float[Array, ""], Metrics]]  # of a device's rows
 _ROWS = 1024  # descriptions ranked at once: bounds memory to this times the number of pairs
 
 

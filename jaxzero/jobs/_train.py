@@ -1,53 +1,41 @@
 """`jaxzero train`: fine-tune a PyTorch checkpoint.
 
-Load the checkpoint shard by shard, measure retrieval on held-out modules, train, measure again,
-export, and check the export against PyTorch.
+Load the checkpoint shard by shard, score it on held-out files, train, score it again, export, and
+check the export against PyTorch.
 """
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from rich.console import Console
 
 from .._processes import barrier, of_first, process_index
+from .._sharding import ZeroConfig
 from ..distributed import Watchdog, check_same, initialize, time_limit
-from ..interop import embed_with_transformers, export_encoder
-from ._data import PairTokens
 from ._journal import Journal, plot_run
 from ._loop import run_steps
 from ._printed import NodeBytes, node_bytes, print_overview, print_summary
-from ._retrieval import Retrieval, embed_in_batches, make_embed, retrieval_scores
 from ._session import Session, begin, latest_step, open_session, restore
 from ._settings import Train
-from ._setup import Setup
-from ._step import make_sharded_embed
+from ._tasks import Scores, Task
 from ._verified import print_verified
 
 _MEETING_SECONDS = 60.0
-_EVALUATED_PAIRS = 16  # per device and forward pass: a pass gathers every weight, so not too few
-TOLERANCE = 1e-4  # largest difference of any component of two unit vectors
-_NUM_COMPARED = 32  # pairs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Retrieval scores before and after a run, and what the run cost.
+    """Scores before and after a run, on files that are not in the training data, and its costs."""
 
-    The scores are computed on pairs from Python modules that are not in the training data.
-    """
-
-    before: Retrieval
-    after: Retrieval
+    before: Scores
+    after: Scores
     directory: Path
     node_bytes: NodeBytes | None  # of one step; None if nothing was trained, or on one node
-    torch_difference: float | None  # None if PyTorch is not installed
+    torch_difference: float | None  # None if PyTorch is not installed, or the model is too large
     seconds: float
 
 
@@ -88,6 +76,7 @@ def train(settings: Train, console: Console) -> Outcome:
     )
     print_summary(
         console,
+        session.setup.task,
         scores={"before": dataclasses.asdict(before), "after": dataclasses.asdict(after)},
         rows=session.journal.rows("step"),
         node_bytes=entered,
@@ -106,26 +95,27 @@ def _agreed(settings: Train) -> Train:
 
 
 def _export(session: Session, params: Any) -> float | None:
-    """Plot the curves, and write and check the PyTorch checkpoint (see `export_and_compare`)."""
+    """Plot the curves, and write and check the PyTorch checkpoint (see `Task.export`)."""
     directory, held_out = session.settings.run.directory, session.examples.held_out
+    task, zero = session.setup.task, session.setup.zero
     if process_index() == 0:
-        rows = session.journal.rows("step")
-        plot_run(rows, directory / "loss.png", title=f"{session.settings.run.name}")
+        rows, title = session.journal.rows("step"), f"{session.settings.run.name}"
+        plot_run(rows, directory / "loss.png", title=title, curves=task.curves)
     limit = session.settings.faults.phase_seconds
     with time_limit("the export", limit):
-        difference = export_and_compare(session.setup, params, held_out, directory / "export")
+        difference = task.export(zero, params, held_out, directory / "export")
         barrier("the export", limit)
     return difference
 
 
-def _evaluated_training(session: Session) -> tuple[Retrieval, Any, Retrieval]:
+def _evaluated_training(session: Session) -> tuple[Scores, Any, Scores]:
     """Train; return the scores before, the trained parameters and their scores."""
     evaluate, run, faults = _Evaluation(session), session.settings.run, session.settings.faults
     if run.resume or (run.resume_or_start and latest_step(session) is not None):
         with time_limit("restoring", faults.phase_seconds):
             state = restore(session)
         session.console.print(f"Resumed after step {state.step}", highlight=False)
-        before = _noted(session.journal, faults.phase_seconds)
+        before = _noted(session.journal, session.setup.task, faults.phase_seconds)
     else:
         state = begin(session)
         before = None
@@ -155,67 +145,30 @@ def _note_node_bytes(session: Session) -> NodeBytes | None:
     return entered
 
 
-def _noted(journal: Journal, seconds: float) -> Retrieval | None:
+def _noted(journal: Journal, task: Task, seconds: float) -> Scores | None:
     """The scores before training, from the journal of process 0; None if it has none."""
     found = journal.rows("evaluation")[:1] if process_index() == 0 else []
     rows = json.loads(of_first("before training", json.dumps(found), seconds))
-    names = [field.name for field in dataclasses.fields(Retrieval)]
-    return Retrieval(**{name: rows[0][name] for name in names}) if rows else None
+    return task.scores(**{name: rows[0][name] for name in task.labels}) if rows else None
 
 
 class _Evaluation:
-    """A function that scores parameters on the held-out pairs; it compiles once for all calls."""
+    """A function that scores parameters on the held-out rows; it compiles once for all calls.
+
+    Weights are gathered without a codec, so that the exported weights are scored.
+    """
 
     def __init__(self, session: Session):
-        self._session = session
-        self._embed = make_sharded_embed(session.setup)
+        self._session, self._task = session, session.setup.task
+        config = session.setup.zero.config
+        exact = ZeroConfig(stage=config.stage, offload=config.offload)
+        zero, _ = session.setup.other_zero(exact)
+        self._scores = self._task.make_scores(zero)
 
-    def __call__(self, label: str, params: Any, step: int) -> Retrieval:
+    def __call__(self, label: str, params: Any, step: int) -> Scores:
         session = self._session
-        with session.console.status(f"{label}: embedding held-out pairs"):
-            embeddings = embed_in_batches(
-                lambda tokens: self._embed(params, tokens),
-                session.examples.held_out,
-                _EVALUATED_PAIRS * session.setup.num_devices,
-            )
-        scores = retrieval_scores(embeddings)
+        with session.console.status(f"{label}: held-out {self._task.unit}"):
+            scores = self._scores(params, session.examples.held_out)
         session.journal.append("evaluation", step, **dataclasses.asdict(scores))
-        session.console.print(
-            f"{label}: MRR@10 {scores.mrr_at_10:.3f}, recall@1 {scores.recall_at_1:.3f}",
-            highlight=False,
-        )
+        session.console.print(f"{label}: {self._task.said(scores)}", highlight=False)
         return scores
-
-
-def export_and_compare(
-    setup: Setup, params: Any, tokens: PairTokens, directory: Path
-) -> float | None:
-    """Write a PyTorch checkpoint, load it with transformers, and compare embeddings.
-
-    All processes must call it, since it gathers the parameters.
-
-    Returns:
-        The largest difference in any component, or None if torch or transformers is not installed,
-        and on processes other than the first.
-
-    Raises:
-        RuntimeError: the embeddings differ by more than `TOLERANCE`; the export is not deleted.
-    """
-    full = jax.tree.map(np.asarray, setup.zero.unshard(params))
-    export_encoder(full, directory, source=setup.checkpoint)
-    if process_index() != 0 or not all(
-        importlib.util.find_spec(name) for name in ("torch", "transformers")
-    ):
-        return None
-    sample = tokens.rows(slice(_NUM_COMPARED))
-    ours = np.asarray(jax.jit(make_embed(setup.graph))(full, sample))
-    flat = (array.reshape(-1, array.shape[-1]) for array in sample)
-    theirs = embed_with_transformers(directory, *flat).reshape(ours.shape)
-    difference = float(np.abs(ours - theirs).max())
-    if not difference <= TOLERANCE:  # also when it is NaN
-        raise RuntimeError(
-            f"The PyTorch checkpoint in {str(directory)!r} does not compute what was trained: "
-            f"embeddings differ by {difference:.1e}, more than {TOLERANCE:.0e}. Do not use it; "
-            "this is an error in jaxzero, please report it."
-        )
-    return difference

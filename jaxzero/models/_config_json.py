@@ -20,7 +20,7 @@ _ADAPTER = (
     ".save_pretrained(merged)`, and give `merged`."
 )
 _OF_DECODERS = (
-    " Decoders are read by `jaxzero.interop.load_decoder`; examples/finetune_llm.py trains one."
+    " Decoders are read by `jaxzero.interop.load_decoder`, and trained by `jaxzero train`."
 )
 _MISSING = (
     "Save the checkpoint again with `save_pretrained` of a current transformers release, which "

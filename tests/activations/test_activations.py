@@ -88,7 +88,9 @@ def _bytes(residuals: Any) -> int:
     return sum(x.num_bytes for x in residuals)
 
 
-@pytest.mark.parametrize("budget", [0, 24_000, 50_000, 10**9])
+@pytest.mark.parametrize(
+    "budget", [0, 24_000, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (50_000, 10**9))]
+)
 @pytest.mark.parametrize("name", _MODELS)
 def test_a_step_is_that_of_one_device(name, budget):
     zero = _zero(budget)

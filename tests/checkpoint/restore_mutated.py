@@ -3,8 +3,7 @@
     python restore_mutated.py SOURCE DIRECTORY MODE
 
 It reads the number of a change per line, and prints what happened as a line of JSON. `MODE` says
-what becomes of the digests: "kept", "signed" again after the change, or "none", as of an early
-jaxzero.
+what becomes of the digests: "kept", or "signed" again after the change.
 """
 
 from __future__ import annotations
@@ -123,10 +122,6 @@ def _sign(folder: Path, mode: str) -> None:
     from jaxzero._checkpoint import digests
 
     listed = [folder / name for name in (digests.SUMS, digests.DESCRIPTION)]
-    if mode == "none":
-        for path in listed:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        (folder / "_CHECKPOINT_METADATA").touch()
     if mode == "signed" and all(_is_small(path) for path in listed):
         try:
             said = dict(json.loads(listed[1].read_bytes()))

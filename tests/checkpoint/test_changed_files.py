@@ -38,22 +38,6 @@ def test_what_is_no_regular_file_is_damage(directory, zero, name: str, replaceme
         assert checkpoints.restore(make_state(zero, 0)).step == 20
 
 
-@pytest.mark.parametrize("replacement", REPLACEMENTS)
-@pytest.mark.parametrize("name", ["state/_METADATA", "state/manifest.ocdbt", "extra/metadata"])
-def test_nor_is_it_read_without_digests(directory, zero, name: str, replacement: str):
-    make, said = REPLACEMENTS[replacement]
-    folder = directory / "40"
-    for each in ("SHA256SUMS", "jaxzero.json", name):
-        (folder / each).unlink()
-    (folder / "_CHECKPOINT_METADATA").touch()
-    make(folder / name)
-    with (
-        pytest.warns(UserWarning, match="without digests"),
-        pytest.raises(ValueError, match=f"{folder}' cannot be read .*{name}.* {said}"),
-    ):
-        jz.Checkpoints(directory, zero).restore(make_state(zero, 0))
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -119,9 +103,9 @@ def restoring(*arguments: object) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("digests", ["kept", "signed", "none"])
+@pytest.mark.parametrize("digests", ["kept", "signed"])
 def test_changes_are_refused_or_make_no_difference(source: Path, tmp_path: Path, digests: str):
-    """A change of `extra` that is signed, or without digests, is what was saved."""
+    """A change of `extra` that is signed is what was saved."""
     shutil.copytree(source / "20", tmp_path / "source" / "20")
     ends = []
     with restoring(tmp_path / "source", tmp_path, digests) as process:

@@ -231,16 +231,13 @@ def test_a_folder_that_cannot_be_looked_at_is_an_error(directory, zero, monkeypa
         checkpoints.restore_or_none(make_state(zero, 0))
 
 
-def test_checkpoints_without_digests_are_read_with_a_warning(directory, zero):
+def test_a_checkpoint_without_digests_is_damaged(directory, zero):
     for name in ("SHA256SUMS", "jaxzero.json"):
         (directory / "40" / name).unlink()
-    (directory / "40" / "_CHECKPOINT_METADATA").write_text("{}")  # Orbax' manager wrote it
+    (directory / "40" / "_CHECKPOINT_METADATA").write_text("{}")  # as of Orbax' manager
     checkpoints = jz.Checkpoints(directory, zero)
-    with pytest.warns(
-        UserWarning,
-        match="40' was written by an earlier jaxzero without digests.*cannot be verified",
-    ):
-        assert checkpoints.restore(make_state(zero, 0)).step == 40
+    with pytest.warns(checkpoints.Damaged, match="step 40 .* is damaged: .*SHA256SUMS"):
+        assert checkpoints.restore(make_state(zero, 0)).step == 20
 
 
 def test_errors_in_the_background_come_up_and_do_not_stay(directory, zero, monkeypatch):

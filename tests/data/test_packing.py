@@ -117,7 +117,7 @@ def _losses(graph: Any, params: Any, ids: Any, labels: Any, **options: Any) -> j
 @pytest.mark.parametrize(
     ("changes", "gives_positions", "tolerance"),
     [
-        ({}, True, 1e-12),
+        pytest.param({}, True, 1e-12, marks=pytest.mark.exhaustive),
         ({}, False, 1e-12),
         # Rotations are computed in float32.
         ({"rope": Rope(rotary_size=4)}, False, 1e-5),

@@ -155,7 +155,9 @@ def _deep_run(config, schedule, mesh="2x4-auto", microbatches=1):
     return seen
 
 
-@pytest.mark.parametrize("mesh", ["2x4-auto", "8x1-explicit"])
+@pytest.mark.parametrize(
+    "mesh", ["2x4-auto", pytest.param("8x1-explicit", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_scan_reads_the_slices_that_its_step_returns(schedule, mesh):
     """Of all layers, also the last, which a pipelined loop sends more than once."""

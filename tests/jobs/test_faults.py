@@ -52,8 +52,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
 
 def test_steps_that_are_not_finite_are_no_points_of_the_plot(tmp_path: Path):
     whole = {"loss": 1.0, "accuracy": 0.5, "similarity": 0.5, "similarity_others": 0.1}
-    plot_run([{"step": 1, **whole}, {"step": 2, "accuracy": 0.5}], tmp_path / "a.png", title="")
-    plot_run([{"step": 1, **whole}], tmp_path / "b.png", title="")
+    rows = [{"step": 1, **whole}, {"step": 2, "accuracy": 0.5}]
+    for name, shown in {"a.png": rows, "b.png": rows[:1]}.items():
+        plot_run(shown, tmp_path / name, title="", curves={"accuracy": "a", "similarity": "s"})
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 

@@ -129,8 +129,7 @@ def test_nothing_is_shown_where_nothing_is_installed_or_on_other_processes(
     assert not make_trackers(settings, console)
     assert (
         output.getvalue()
-        == 'Nothing for TensorBoard: tensorboardX is missing (`pip install -e ".[train]"` in a '
-        "checkout of jaxzero)\n"
+        == 'Nothing for TensorBoard: tensorboardX is missing (`pip install "jaxzero[train]"`)\n'
     )
     with pytest.raises(
         ValueError, match="`wandb='p'` needs the package wandb.* `pip install wandb`"

@@ -102,8 +102,8 @@ def test_writes_everything_and_learns(finished: Finished):
         ("evaluation", 4),
         ("node_bytes", 4),
     ]
-    assert rows[0]["mrr_at_10"] == outcome.before.mrr_at_10
-    assert rows[-2]["recall_at_1"] == outcome.after.recall_at_1
+    assert rows[0] | dataclasses.asdict(outcome.before) == rows[0]
+    assert rows[-2] | dataclasses.asdict(outcome.after) == rows[-2]
     assert losses(directory)[-1] < losses(directory)[0]
     # The pooler took no part; everything that did was changed.
     before, after = (
@@ -281,7 +281,7 @@ def test_an_export_that_disagrees_is_an_error(
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr(
-        "jaxzero.jobs._train.embed_with_transformers",
+        "jaxzero.jobs._tasks.embed_with_transformers",
         lambda directory, ids, mask: np.zeros((len(ids), tiny_checkpoint.HIDDEN), np.float32),
     )
     with pytest.raises(RuntimeError, match="embeddings differ by .*, more than 1e-04"):

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 import jaxzero as jz
 from jaxzero._plan import schedule
+from jaxzero._plan.block_plan import ReduceGroup
 from jaxzero._plan.layer_memory import LayerMemory
 from jaxzero._plan.lifetimes import Gather
 from jaxzero._plan.lookahead import latest_issues
 from jaxzero._plan.param_uses import ShardedParam
+from jaxzero._program import Value
 from jaxzero._sharding import layouts_by_preference
 
 LAUNCH = 3_500_000_000  # multiplications that a device does meanwhile
@@ -82,6 +84,21 @@ def test_layers_with_much_weight_are_sent_before_those_with_much_work():
     one_before = [(max(i - 1, 0),) for i in range(len(layers))]
     late = time_of_last_use(layers, ("local",), one_before)
     assert time_of_last_use(layers, ("local",), [(x,) for x in issues]) < 0.8 * late
+
+
+def test_reductions_take_their_turn_on_the_link():
+    """Four of them, of a number each, take a launch each: what is sent before them goes earlier."""
+    layers = range(6)
+    groups = [[_gather(i, 10**6)] for i in layers]
+    work = 10**10 * np.arange(1, 7)  # a gather takes less than half of a layer
+    number = Value(jax.ShapeDtypeStruct((1,), np.dtype(np.float32)))
+    reduces = [ReduceGroup((number,), at=2)] * 4  # sent before the gather of layer 4
+    alone = latest_issues(groups, [], layers, work, 6, ("local",))
+    beside = latest_issues(groups, reduces, layers, work, 6, ("local",))
+    assert alone == {i: (max(i - 1, 0),) for i in layers}
+    # Layer 4 is used at 40, in 10**9 multiplications. So the four launches, of 3.5, begin at 21.6,
+    # and the gather of layer 3 before them, of 4.4, at 17.2, while layer 1 computes.
+    assert beside == alone | {3: (1,)}
 
 
 BUSY, HEAVY = 6, 3

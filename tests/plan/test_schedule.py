@@ -292,7 +292,11 @@ def test_a_schedule_refuses_what_is_no_count(field, value):
 
 
 def test_compiler_options():
-    assert jz.compiler_options("rocm") == {} != jz.compiler_options("tpu")
+    rocm, cuda = jz.compiler_options("rocm"), jz.compiler_options("cuda")
+    assert (
+        rocm.items() <= cuda.items() and "xla_gpu_enable_analytical_latency_estimator" not in rocm
+    )
+    assert rocm.keys() & jz.compiler_options("tpu").keys() == set() != rocm.keys()
     assert jz.compiler_options("cuda") == jz.compiler_options("gpu") != {}
     with pytest.raises(ValueError, match="`platform` must be"):
         jz.compiler_options("h200")

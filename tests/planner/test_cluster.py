@@ -9,6 +9,7 @@ import pytest
 
 import jaxzero as jz
 from jaxzero._planner.cluster import DEVICES
+from jaxzero._planner.target import why_no_compiler
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,10 @@ def test_shares_compute_most_rows_a_second():
 def test_shares_of_no_micro_batches_are_refused():
     with pytest.raises(ValueError, match="`microbatches` must be an integer of at least 1; got 0"):
         jz.Cluster(nodes=2, local=2).shares(0)
+
+
+def test_plans_for_gpus_without_a_compiler_say_why():
+    """AMD's modules: https://www.amd.com/en/products/accelerators/instinct.html."""
+    cluster = jz.Cluster(nodes=2, local=8, device="mi300x")
+    assert cluster.rates.flops < 1307.4e12 and cluster.kind.memory == 192e9
+    assert "no compiler for mi300x" in str(why_no_compiler(cluster))

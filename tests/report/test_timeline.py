@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import jaxzero as jz
-from jaxzero._hlo import Rates, timeline
+from jaxzero._hlo import Rates, Timeline, timeline
 from jaxzero._report.timeline import live_bytes, spans
 from tests.plan import test_schedule
 
@@ -96,6 +96,96 @@ def test_a_program_is_walked_with_stated_rates():
 def test_a_loop_of_unknown_length_is_refused():
     with pytest.raises(ValueError, match="no known trip count"):
         timeline(_HLO.replace("known_trip_count", "other"), Rates(num_local=2))
+
+
+_STREAMS = """HloModule step, is_scheduled=true
+
+%add (m: f32[], n: f32[]) -> f32[] {
+  %m = f32[] parameter(0)
+  %n = f32[] parameter(1)
+  ROOT %sum = f32[] add(%m, %n)
+}
+
+%short (s: f32[1024]) -> f32[1024] {
+  %s = f32[1024]{0} parameter(0)
+  ROOT %s1 = f32[1024]{0} negate(%s)
+}
+
+%long (l: f32[1024]) -> f32[1024] {
+  %l = f32[1024]{0} parameter(0)
+  %l1 = f32[1024]{0} negate(%l)
+  ROOT %l2 = f32[1024]{0} negate(%l1)
+}
+
+ENTRY %main (a: f32[1024], h: f32[1024], c: s32[]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %h = f32[1024]{0:S(5)} parameter(1)
+  %c = s32[] parameter(2)
+  STEPS
+}
+"""
+_RATES = Rates(flops=1e12, memory=8192e3, local=4096e3, host=4096e3, num_local=2, launch=1e-3)
+
+
+def _walked(*steps: str) -> Timeline:
+    return timeline(_STREAMS.replace("STEPS", "\n  ".join(steps)), _RATES)
+
+
+def test_collectives_take_turns_on_one_stream():
+    line = _walked(
+        "%s = (f32[1024]{0}, f32[2048]{0}) all-gather-start(%a), replica_groups={{0,1},{2,3}}",
+        "%t = (f32[1024]{0}, f32[2048]{0}) all-gather-start(%a), replica_groups={{0,1},{2,3}}",
+        "%y = f32[1024]{0} negate(%a)",
+        "%u = f32[2048]{0} all-gather-done(%s)",
+        "ROOT %v = f32[2048]{0} all-gather-done(%t)",
+    )
+    # Each takes 2 ms, the second from when the first is done; 1 ms of them is hidden by the negate.
+    assert line.seconds == pytest.approx(4e-3)
+    assert line.exposed_seconds == pytest.approx(3e-3)
+    assert line.hidden_share == pytest.approx(1 / 4)
+    assert line.received_bytes == line.asynchronous_bytes == line.local_bytes == 2 * 4096
+    assert line.node_bytes == 0 and line.asynchronous_share == 1
+
+
+def test_a_collective_that_nothing_is_computed_beside_is_waited_for():
+    line = _walked(
+        "%y = f32[1024]{0} negate(%a)",
+        "%s = (f32[1024]{0}, f32[2048]{0}) all-gather-start(%y), replica_groups={{0,1},{2,3}}",
+        "ROOT %u = f32[2048]{0} all-gather-done(%s)",
+    )
+    assert line.seconds == pytest.approx(3e-3) and line.hidden_share == pytest.approx(0)
+    assert line.asynchronous_bytes == line.asynchronous_share == 0
+
+
+def test_copies_from_and_to_the_host_have_a_stream_each():
+    started = "(f32[1024]{0}, f32[1024]{0:S(5)}, u32[])"
+    line = _walked(
+        f"%s = {started} copy-start(%h)",
+        f"%x = {started} copy-start(%h)",
+        "%t = (f32[1024]{0:S(5)}, f32[1024]{0}, u32[]) copy-start(%a)",
+        "%n = f32[1024]{0} negate(%a)",
+        "%u = f32[1024]{0} copy-done(%s)",
+        "%v = f32[1024]{0:S(5)} copy-done(%t)",
+        "%y = f32[1024]{0} copy-done(%x)",
+        "%z = f32[1024]{0} negate(%y)",
+        "ROOT %w = f32[1024]{0} copy(%h)",
+    )
+    # Of 1 ms each: one to the host and one from it beside the negate, and a second from it behind
+    # them, which is waited for; then a negate, and a copy that begins after it.
+    assert (line.host_bytes_in, line.host_bytes_out) == (3 * 4096, 4096)
+    assert line.host_seconds == pytest.approx(4e-3)
+    assert line.host_exposed_seconds == pytest.approx(2e-3)
+    assert line.host_hidden_share == pytest.approx(1 / 2)
+    assert line.seconds == pytest.approx(4e-3) and line.exposed_seconds == 0
+    assert line.hidden_share == 1  # there is nothing to hide
+
+
+def test_of_branches_the_longest_counts_and_a_call_counts_once():
+    line = _walked(
+        "%b = f32[1024]{0} conditional(%c, %a, %a), branch_computations={%short, %long}",
+        "ROOT %d = f32[1024]{0} call(%b), to_apply=%short",
+    )
+    assert line.seconds == line.compute_seconds == pytest.approx(3e-3)
 
 
 _FUSIONS = """HloModule step, is_scheduled=true

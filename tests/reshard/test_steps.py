@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxzero._reshard.steps import Step, route
+from jaxzero._reshard.steps import MoveStep, route
 
 DIGITS = ("node", "first", "second")
 SIZES = dict.fromkeys(DIGITS, 2)
@@ -48,7 +48,7 @@ def padded(names: tuple[str, ...], num: int) -> tuple[str | None, ...]:
     return (*names, *[None] * (num - len(names)))
 
 
-def senders(step: Step, device: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def senders(step: MoveStep, device: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """The devices that send to this one, itself included."""
     dims = [DIGITS.index(x) for x in step.digits]
     if step.kind == "slice":
@@ -63,7 +63,7 @@ def senders(step: Step, device: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         yield from (x for x in DEVICES if all(x[i] == device[i] for i in same))
 
 
-def played(step: Step, cells: Cells) -> tuple[Cells, list[int]]:
+def played(step: MoveStep, cells: Cells) -> tuple[Cells, list[int]]:
     """What each device has after a step, and how many cells entered each node."""
     result, entered = {}, [0, 0]
     for device in DEVICES:

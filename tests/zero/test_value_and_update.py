@@ -158,13 +158,12 @@ def with_a_head(params, tokens):
     ("loss", "num_layers"),
     [
         (scanned, 2),
-        (scanned, 3),
         (kept_in_host_memory, 2),
         (with_a_head, 3),
         *(
             pytest.param(loss, num_layers, marks=pytest.mark.exhaustive)
             for loss, num_layers in (
-                *((kept_in_host_memory, 3), (with_a_head, 2)),
+                *((scanned, 3), (kept_in_host_memory, 3), (with_a_head, 2)),
                 *((loss, 4) for loss in (scanned, kept_in_host_memory, with_a_head)),
             )
         ),

@@ -42,7 +42,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReshardPlan:
+class Resharding:
     """Moves of several arrays.
 
     Attributes:
@@ -72,12 +72,12 @@ class ReshardPlan:
 
 
 @functools.lru_cache(maxsize=16)
-def make_plan(
+def make_resharding(
     leaves: tuple[LeafSpec, ...],
     sources: tuple[NamedSharding, ...],
     targets: tuple[NamedSharding, ...],
     options: Options,
-) -> ReshardPlan:
+) -> Resharding:
     """Plan the moves of arrays, all of which are on one mesh, to another one.
 
     Plans are cached: planning some hundred arrays takes as long as sending a megabyte on a fast
@@ -99,7 +99,7 @@ def make_plan(
         for leaf, source, target in zip(leaves, sources, targets, strict=True)
     )
     windows = _windows(moves, digits.mesh, options.window_bytes)
-    return ReshardPlan(leaves, sources, targets, moves, windows, digits, nodes)
+    return Resharding(leaves, sources, targets, moves, windows, digits, nodes)
 
 
 def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:

@@ -1,0 +1,146 @@
+"""Rows of text for a decoder, cut from files, and the loss of each next token.
+
+Files are read in sorted order, and their tokens follow each other. A file is held out as a whole by
+a hash of its path, as in `_data`; of a tree with too few files, the last rows are.
+
+Dimensions: b rows of this device, t tokens.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from rich.console import Console
+
+from ._data import (
+    HELD_OUT_SHARE,
+    Examples,
+    is_held_out,
+    open_tokenizer,
+    python_files,
+    standard_library,
+)
+from ._retrieval import LossFn, Params
+
+_MOST_HELD_OUT = 512  # rows that are scored: an evaluation takes the time of some steps, not more
+_FILES_AT_ONCE = 64  # which the tokenizer cuts in its own threads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextScores:
+    """The mean loss of a token of the held-out rows, in nats."""
+
+    loss: float
+
+
+def load_rows(
+    directory: Path | None, checkpoint: Path, num_tokens: int, console: Console
+) -> Examples:
+    """Cut the text of all files into rows of `num_tokens` tokens; the rest of the last is dropped.
+
+    Raises:
+        ValueError: `directory` is no folder or has less than two rows of text, or the checkpoint no
+            tokenizer.
+    """
+    files = _files(directory)
+    tokenizer = open_tokenizer(checkpoint)
+    ids: dict[bool, list[int]] = {False: [], True: []}  # by whether they are held out
+    names = list(files)
+    for start in range(0, len(names), _FILES_AT_ONCE):
+        some = names[start : start + _FILES_AT_ONCE]
+        texts = {name: text for name in some if (text := _text(files[name]))}
+        encodings = tokenizer.encode_batch(list(texts.values()))
+        for name, encoding in zip(texts, encodings, strict=True):
+            ids[is_held_out(name)] += encoding.ids
+    train, held_out = (_rows(ids[side], num_tokens) for side in (False, True))
+    if not len(train) or not len(held_out):
+        rows = np.concatenate([train, held_out])
+        num_held_out = -(-len(rows) // HELD_OUT_SHARE)
+        train, held_out = rows[:-num_held_out], rows[len(rows) - num_held_out :]
+    where = standard_library() if directory is None else directory
+    if not len(train) or not len(held_out):
+        raise ValueError(
+            f"{str(where)!r} gives {len(train) + len(held_out)} rows of {num_tokens} tokens, too "
+            "few to train on some and hold out others. Point `data` to more text, or lower "
+            "`max_tokens`."
+        )
+    console.print(
+        f"{where}: {len(train)} training and {len(held_out)} held-out rows of {num_tokens} tokens",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return Examples(train=train, held_out=held_out[:: -(-len(held_out) // _MOST_HELD_OUT)])
+
+
+def _files(directory: Path | None) -> dict[str, Path]:
+    """Files by their path in the folder, which decides what is held out; none that are hidden."""
+    if directory is None:
+        root = standard_library()
+        paths = python_files(root)
+    elif directory.is_dir():
+        root = directory
+        paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    else:
+        raise ValueError(
+            f"`data` must be a directory of text files; {str(directory)!r} is not a directory. "
+            "Leave it out to use the sources of the standard library."
+        )
+    named = {path.relative_to(root).as_posix(): path for path in paths}
+    return {name: path for name, path in named.items() if not f"/{name}".count("/.")}
+
+
+def _text(path: Path) -> str:
+    """The text of a file; "" if it is none."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+def _rows(ids: list[int], num_tokens: int) -> Int[np.ndarray, "rows tokens"]:
+    num_rows = len(ids) // num_tokens
+    return np.array(ids[: num_rows * num_tokens], np.int32).reshape(num_rows, num_tokens)
+
+
+def make_text_loss(graph: Any) -> LossFn:
+    """Make the training loss, `loss(params, ids) -> (loss, {})`: the mean over all next tokens."""
+
+    def loss(params: Params, ids: Int[Array, "b t"]) -> tuple[Float[Array, ""], dict[str, Any]]:
+        model, labels = nnx.merge(graph, params), ids[:, 1:]
+        weights = jnp.ones(labels.shape, jnp.float32)  # known ones: logits are computed once
+        total, _ = model.cross_entropy(model.hidden(ids)[:, :-1], labels, weights)
+        return total / labels.size, {}
+
+    return loss
+
+
+def make_row_losses(graph: Any) -> Callable[[Params, Int[Array, "b t"]], Float[Array, "b"]]:
+    """Make `row_losses(params, ids)`: the mean loss of each row, for evaluation."""
+
+    def row_losses(params: Params, ids: Int[Array, "b t"]) -> Float[Array, "b"]:
+        model = nnx.merge(graph, params)
+        return model.cross_entropy(model.hidden(ids)[:, :-1], ids[:, 1:]).mean(axis=1)
+
+    return row_losses
+
+
+def mean_over_rows(
+    row_losses: Callable[[Any], Any], ids: Int[np.ndarray, "rows tokens"], batch_size: int
+) -> TextScores:
+    """The mean of the losses of all rows, by a function of a fixed batch size."""
+    losses = np.concatenate(list(_in_batches(row_losses, ids, batch_size)))
+    return TextScores(loss=float(losses.mean()))
+
+
+def _in_batches(
+    row_losses: Callable[[Any], Any], ids: Int[np.ndarray, "rows tokens"], batch_size: int
+) -> Iterator[np.ndarray]:
+    for start in range(0, len(ids), batch_size):
+        batch = ids[start : start + batch_size]
+        full = np.pad(batch, ((0, batch_size - len(batch)), (0, 0)))  # their losses are dropped
+        yield np.asarray(row_losses(full))[: len(batch)]
