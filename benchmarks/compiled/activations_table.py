@@ -40,8 +40,12 @@ def programs(rows: Iterable[Row]) -> dict[tuple, list[Row]]:
 
 
 def _label(program: tuple) -> str:
-    model, layers, nodes, local, batch, tokens = program
-    return f"{MODELS[model].label}, {layers} layers, {nodes} x {local}, {batch} x {tokens} tokens"
+    name, layers, nodes, local, batch, tokens = program
+    model = MODELS[name]
+    depth = f", {layers} layers" if layers else ""
+    return (
+        f"{model.label}{depth}, {nodes} x {local}, {model.rows_of.format(rows=batch, size=tokens)}"
+    )
 
 
 def _kind(row: Row) -> str:

@@ -29,6 +29,11 @@ def goes_to_host(operation: Operation) -> bool:
     return operation.name == "device_put" and operation.uses_host_memory
 
 
+def is_view(operation: Operation) -> bool:
+    """Whether what an operation makes takes no time, and no bytes beside those that it is of."""
+    return operation.name in _VIEWS or is_broadcast(operation)
+
+
 def flops_of(operation: Operation) -> int:
     """Of the matrix products and convolutions in an operation, two for each multiplication."""
     estimate = operation.equation.params.get("cost_estimate")
@@ -37,7 +42,7 @@ def flops_of(operation: Operation) -> int:
 
 def seconds_of(operation: Operation) -> float:
     """How long it takes to repeat an operation."""
-    if operation.name in _VIEWS or is_broadcast(operation):
+    if is_view(operation):
         return 0.0
     written = sum(map(bytes_of, operation.outputs))
     if isinstance(operation, Loop):

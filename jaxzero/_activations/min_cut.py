@@ -49,7 +49,8 @@ class Part:
         stored: values that are kept anyway.
         never: operations that are not repeated.
         trips: how often the part runs.
-        times: how many times what all trips keep is on a device: less, if it runs a part of them.
+        layer_sets: how many times what all trips keep is on a device; less, if it runs a part.
+        segments: into how many the part is cut, which backward repeats one after the other.
     """
 
     operations: Sequence[Operation]
@@ -59,11 +60,17 @@ class Part:
     stored: Collection[Value]
     never: Collection[Operation]
     trips: int = 1
-    times: float = 1.0
+    layer_sets: float = 1.0
+    segments: int = 1
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of what backward reads of one trip and segment."""
+        return sum(map(bytes_of, self.wanted)) // self.segments
 
     def kept_bytes(self, value: Value) -> int:
         """Bytes on a device, if a value is kept."""
-        return round(bytes_of(value) * self.trips * self.times)
+        return round(bytes_of(value) * self.trips * self.layer_sets)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,8 @@ class Forward:
         read = {x for operation in self.block.operations[self.end :] for x in operation.values}
         inputs = {x: cost for x, cost in outside.items() if x not in read and x not in self._at}
         never = {*never, *crossing, *self._pairs}
-        return Part(operations, self.wanted, (), inputs, {*stored}, never)
+        segments = len(self._cuts) + 1
+        return Part(operations, self.wanted, (), inputs, {*stored}, never, segments=segments)
 
     def is_weight(self, value: Value) -> bool:
         """Whether a value is a weight or made of weights alone, which backward gathers anyway."""

@@ -78,7 +78,8 @@ def _check_plot(path: Path) -> None:
 def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
     """Plot memory, and the buckets in flight, over the operations of a step.
 
-    The upper panel shows the MiB of full weights and unreduced gradients on one device. The lower
+    The upper panel shows the MiB of full weights, unreduced gradients and activations that forward
+    keeps for backward, on one device. The lower
     panel has a bar for each bucket: a gather's from the send to the last use of its weights, a
     reduction's from its first gradient to the send. Copies from host memory (green) and to it (red)
     have bars of their own, the first until their weights are sent.
@@ -97,8 +98,8 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
     memory_axes.stackplot(
         place,
         live,
-        labels=["full weights", "gradients not yet reduced"],
-        colors=_COLORS.values(),
+        labels=["full weights", "gradients not yet reduced", "activations kept for backward"],
+        colors=[*_COLORS.values(), "tab:gray"],
         alpha=0.7,
         step="post",
     )

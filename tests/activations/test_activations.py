@@ -319,8 +319,8 @@ def test_value_and_update():
 
 def test_copies_in_host_memory(monkeypatch):
     """The largest values wait there, as far as products take longer than copies."""
-    monkeypatch.setattr("jaxzero._activations.choice._MIN_HOST", 1)
-    monkeypatch.setattr("jaxzero._activations.choice.RATES", Rates(host=1e15))
+    monkeypatch.setattr("jaxzero._activations.priced._MIN_HOST", 1)
+    monkeypatch.setattr("jaxzero._activations.priced.RATES", Rates(host=1e15))
     zero = _zero(24_000, host=True)
     _check(zero, _scanned)
     in_host = _residuals(zero, _scanned, "host")
