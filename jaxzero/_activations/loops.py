@@ -13,7 +13,7 @@ exist anyway. What is repeated moves into the body of the backward loop:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -188,6 +188,27 @@ def _stacked_values(loop: Loop) -> list[tuple[int, Value]]:
     return [(i, x) for i, x in made if isinstance(x, Value)]
 
 
+def _before_readers(
+    made_inside: Sequence[Operation], repeated: Sequence[Operation]
+) -> list[Operation]:
+    """Both, each operation that makes a constant in front of the first to read it.
+
+    Where masks of all scores are made counts: the plan takes them for arrays that a layer holds.
+    """
+    makers = {x: operation for operation in made_inside for x in operation.outputs}
+    ordered: dict[Operation, None] = {}
+
+    def add(operation: Operation) -> None:
+        for maker in (makers[x] for x in operation.values if x in makers):
+            if maker not in ordered:
+                add(maker)
+        ordered[operation] = None
+
+    for operation in (*repeated, *made_inside):
+        add(operation)
+    return [*ordered]
+
+
 class _Recomputing(Copies):
     """A loop whose body computes values of the forward loop's body again."""
 
@@ -202,7 +223,7 @@ class _Recomputing(Copies):
         self.forward = forward
         self.loop = loop
         self.stacks = stacks
-        super().__init__([*made_inside, *repeated])
+        super().__init__(_before_readers(made_inside, repeated))
         self.outside = {
             x for operation in made_inside for x in operation.values
         } - self._makers.keys()
