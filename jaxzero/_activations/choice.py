@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection
 
 from .._program import Atom, Block, Value
 from .._sharding import Activations
-from .costs import RATES, bytes_of, seconds_of
-from .min_cut import Choice, Part
-from .priced import Apart, Chosen, Point, PricedProgram
+from .costs import RATES, bytes_of
+from .priced import Chosen, Point, PricedProgram
 from .residuals import by_kind, described, kept_bytes
 
 # Seconds for a byte: what it takes to write and to read it, and as much as to keep nothing.
@@ -20,7 +19,6 @@ _PRICES = 2 / RATES.memory, 1e-7
 _STEPS = 12  # of the search for a price
 _NEAR = 0.98  # of the budget: near enough
 _TRIED = 8  # values that are kept one by one, where the next price keeps too much
-_LEAST_GAIN = 0.01  # of the seconds of all layers, forward: less is not worth a second loop
 _POINTS = 5  # of a frontier
 _APART = 1.1  # times the bytes of the next point
 
@@ -95,7 +93,7 @@ def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
     if budget == 0:
         return least
     logarithms = math.log(low), math.log(high)
-    fits, at, over, over_at = _search(
+    fits, at, over = _search(
         lambda x: program.at(math.exp(x), link), *logarithms, most, least, budget
     )
     price = math.exp(at)
@@ -107,34 +105,7 @@ def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
         if chosen.num_bytes <= budget and chosen.seconds < fits.seconds:
             fits = chosen
             keep.append(value)
-    if (apart := _apart(program, fits, over, math.exp(over_at), budget)) is None:
-        return fits
-    chosen = program.at(price, link, keep, apart)
-    gain = fits.seconds - chosen.seconds
-    is_worth = gain >= _LEAST_GAIN * apart.seconds and chosen.num_bytes <= budget
-    return chosen if is_worth else fits
-
-
-def _apart(
-    program: PricedProgram, fits: Chosen, over: Chosen, price: float, budget: int
-) -> Apart | None:
-    """As many layers as fit of the loop that lacks most of what `over` keeps, at that price."""
-    if not program.outside_loops:  # a stage has one loop
-        return None
-    pairs = zip(fits.choices[:-1], over.choices[:-1], strict=True)
-    missing = [_kept_bytes(*more) - _kept_bytes(*less) for less, more in pairs]
-    most = max(missing, default=0)
-    if most <= 0:
-        return None
-    i = missing.index(most)
-    part, _ = fits.choices[i]
-    num = int(part.trips * (budget - fits.num_bytes) / most)
-    seconds = part.trips * sum(map(seconds_of, part.operations))
-    return Apart(i, num, price, seconds) if 0 < num < part.trips else None
-
-
-def _kept_bytes(part: Part, choice: Choice) -> int:
-    return sum(map(part.kept_bytes, choice.kept))
+    return fits
 
 
 def _search(
@@ -144,8 +115,8 @@ def _search(
     over: Chosen,
     fits: Chosen,
     budget: int,
-) -> tuple[Chosen, float, Chosen, float]:
-    """What just fits, and where it is chosen; what just does not, and where that is chosen."""
+) -> tuple[Chosen, float, Chosen]:
+    """What just fits, where it is chosen, and what just does not."""
     for _ in range(_STEPS):
         if budget * _NEAR <= fits.num_bytes:
             break
@@ -155,11 +126,7 @@ def _search(
             over_at, over = middle, chosen
         else:
             fits_at, fits = middle, chosen
-    return fits, fits_at, over, over_at
-
-
-def _kept_bytes(part: Part, choice: Choice) -> int:
-    return sum(map(part.kept_bytes, choice.kept))
+    return fits, fits_at, over
 
 
 def _too_little(budget: int, least: Chosen) -> str:

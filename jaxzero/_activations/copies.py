@@ -64,7 +64,7 @@ def renewed(operation: Operation, inputs: Iterable[Atom]) -> Operation:
     outputs = tuple(map(like, operation.outputs))
     operation = dataclasses.replace(operation, inputs=tuple(inputs), outputs=outputs)
     if isinstance(operation, Loop):
-        operation = dataclasses.replace(operation, body=renewed_block(operation.body))
+        operation = dataclasses.replace(operation, body=_renewed_block(operation.body))
     return operation
 
 
@@ -75,8 +75,7 @@ def like(value: Value, shape: tuple[int, ...] | None = None) -> Value:
     return new
 
 
-def renewed_block(block: Block) -> Block:
-    """A block of the same operations with values of its own."""
+def _renewed_block(block: Block) -> Block:
     new: dict[Atom, Atom] = {x: like(x) for x in block.inputs}
     operations = []
     for operation in block.operations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from .._program import (
@@ -21,7 +21,6 @@ from .._program import (
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import loops, unrolled
 from .costs import RATES, bytes_of, goes_to_host, seconds_of
-from .halves import can_split, in_halves
 from .min_cut import Choice, Cost, Part, cheapest
 from .residuals import Residual, kept_bytes, residuals_of
 
@@ -89,22 +88,6 @@ class Chosen:
         return Point(self.num_bytes, self.seconds, working)
 
 
-class Apart(NamedTuple):
-    """The last layers of a loop, which keep what another price says than the others do.
-
-    Attributes:
-        index: of the loop, among those that keep something.
-        num: of the layers.
-        price: of a byte, in seconds.
-        seconds: of all layers, forward.
-    """
-
-    index: int
-    num: int
-    price: float
-    seconds: float
-
-
 class PricedProgram:
     """A program, for which prices of a byte give choices."""
 
@@ -133,33 +116,20 @@ class PricedProgram:
                 self.outside[x] = Cost(min(num, sources) if is_view else num)
         self.outside |= {x: Cost(0, bytes_of(x) / RATES.local) for x in self.weights}
 
-    def at(
-        self,
-        price: float,
-        link: float = 0.0,
-        keep: Collection[Value] = (),
-        apart: Apart | None = None,
-    ) -> Chosen:
+    def at(self, price: float, link: float = 0.0, keep: Collection[Value] = ()) -> Chosen:
         """What is cheapest if a byte that is kept costs `price` seconds.
 
         Args:
             price: of a byte, in seconds.
             link: the share of the time of forward that may be spent on copies to host memory.
             keep: values that are kept at no price.
-            apart: layers with another price.
         """
         block, choices, done, in_host = self.block, [], set(), set()
-        outside, others = self.outside, None
         while pair := self._next_pair(block, done):
-            if apart and others is None and len(choices) == apart.index and can_split(pair):
-                block, others = in_halves(block, pair, pair.forward.length - apart.num)
-                outside = outside | _of_slices(block, outside)
-                continue
-            first = pair.forward.outputs[0]
-            done.add(first)
-            part = loops.part_of(pair, outside, self._bound(pair.forward.body), self.layer_sets)
-            mine = apart.price if apart and first is others else price
-            choices.append((part, cheapest(part, mine, keep)))
+            done.add(pair.forward.outputs[0])
+            never = self._bound(pair.forward.body)
+            part = loops.part_of(pair, self.outside, never, self.layer_sets)
+            choices.append((part, cheapest(part, price, keep)))
             hosted = _in_host(pair, choices[-1][1], link)
             in_host.update(hosted)
             block = loops.repeating(block, pair, choices[-1][1], hosted)
@@ -199,18 +169,6 @@ class PricedProgram:
         """The number of operations in forward, which ends with the last result to be made."""
         needed = operations_for(block, self.results, self.inputs)
         return block.operations.index(needed[-1]) + 1 if needed else 0
-
-
-def _of_slices(block: Block, outside: Mapping[Value, Cost]) -> dict[Value, Cost]:
-    """What the slices of stacks cost that loops scan which were split."""
-    costs = {}
-    for operation in block.operations:
-        source, made = operation.source, operation.outputs
-        if operation.name == "slice" and made[0] not in outside and source in outside:
-            share = bytes_of(made[0]) / max(bytes_of(source), 1)
-            num_bytes, seconds = outside[source]
-            costs[made[0]] = Cost(round(share * num_bytes), share * seconds)
-    return costs
 
 
 def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
