@@ -105,6 +105,44 @@ def test_more_is_kept_and_less_repeated_for_more_bytes(name):
     assert again == sorted(again, reverse=True) and again[0] > again[-1]
 
 
+def _attention(x: jax.Array, w: Any) -> jax.Array:
+    scores = jnp.einsum("btd,bsd->bts", x @ w["mix"], x)
+    return x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), x)
+
+
+def _mlp(x: jax.Array, w: Any) -> jax.Array:
+    h = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w["gain"][None, None]
+    return x + jax.nn.gelu(h @ w["up"]) @ w["down"]
+
+
+@pytest.mark.parametrize(("layer", "most"), [(_mlp, 0.0), (_attention, 2**-24)])
+@pytest.mark.parametrize("name", _MODELS)
+def test_bits_are_those_of_the_unchanged_program(name, layer, most):
+    """In float32, of a norm and an MLP; where softmax is computed again, not.
+
+    XLA for CPUs fuses a softmax that is kept with other operations than one that is repeated, and
+    rounds its quotient or its product apart.
+    """
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        x = p["embed"][ids]
+        if name == "scanned":
+            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, p["layers"])
+        else:
+            for i in range(LAYERS):
+                x = layer(x, jax.tree.map(lambda w, i=i: w[i], p["layers"]))
+        return _head(p, x, ids)
+
+    params = jax.tree.map(lambda x: x.astype(np.float32), _params())
+    steps = []
+    for zero in (_zero(None), _zero(0)):
+        step = jax.jit(zero.value_and_grad(loss))(zero.shard(params), _ids())
+        steps.append(jax.device_get(step))
+    differ = jax.tree.map(lambda x, y: np.abs(x - y).max(), *steps)
+    assert max(jax.tree.leaves(differ)) <= most
+    assert _bytes(_residuals(_zero(0), loss, "recompute")) > 0
+
+
 def test_the_least_of_a_scanned_model_is_what_its_layers_pass_on():
     kept = _residuals(_zero(0), _scanned)
     assert max(kept, key=lambda x: x.num_bytes).shape == (ROWS // 4, TOKENS, WIDTH)
@@ -325,8 +363,8 @@ def test_copies_in_host_memory(monkeypatch):
     _check(zero, _scanned)
     in_host = _residuals(zero, _scanned, "host")
     assert _bytes(in_host) > 0 and all(x.layers == LAYERS for x in in_host)
-    repeated = _bytes(_residuals(zero, _scanned, "recompute"))
-    assert repeated < _bytes(_residuals(_zero(24_000), _scanned, "recompute"))
+    kept, of_device = (_bytes(_residuals(x, _scanned)) for x in (zero, _zero(24_000)))
+    assert kept <= 24_000 and kept + _bytes(in_host) > 1.5 * of_device
 
 
 def test_a_plan_names_each_residual_and_its_line():
