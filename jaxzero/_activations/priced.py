@@ -161,8 +161,14 @@ class PricedProgram:
                 self._is_bound[x] = _is_bound(x)
         return [x for x in block.operations if self._is_bound[x]]
 
+    @functools.cached_property
+    def _pairs(self) -> list[loops.Pair]:
+        """The loops of the program as it is, which are the same for all prices."""
+        return loops.find_pairs(self.block, self._end(self.block))
+
     def _next_pair(self, block: Block, done: Collection[Value]) -> loops.Pair | None:
-        pairs = loops.find_pairs(block, self._end(block))
+        is_first = block is self.block
+        pairs = self._pairs if is_first else loops.find_pairs(block, self._end(block))
         return next((x for x in pairs if x.forward.outputs[0] not in done), None)
 
     def _end(self, block: Block) -> int:

@@ -149,6 +149,37 @@ def test_the_least_of_a_scanned_model_is_what_its_layers_pass_on():
     assert sum(x.layers == LAYERS and x.num_bytes > 4096 for x in kept) == 1
 
 
+@pytest.mark.parametrize("name", _MODELS)
+def test_what_backward_reads_at_once_is_not_repeated(name):
+    """Such as what is made of logits, `[rows of a device, tokens, 32]`."""
+    again = _residuals(_zero(0), _MODELS[name], "recompute")
+    assert again and not [x for x in again if x.shape == (ROWS // 4, TOKENS, 32)]
+
+
+def test_masks_are_made_where_they_are_read():
+    """The plan takes them for arrays, and reduces gradients where a layer holds little, as it does
+    with a `jax.checkpoint` of each layer."""
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        scores = jnp.einsum("btd,bsd->bts", x @ w["mix"], x)
+        mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None]
+        scores = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
+        return x + jnp.einsum("bts,bsd->btd", scores, x) @ w["mix"], None
+
+    ids = jax.ShapeDtypeStruct((ROWS, 512), jnp.int32)
+    early = []
+    for budget, body in ((0, layer), (None, jax.checkpoint(layer))):
+
+        def loss(p: Any, ids: jax.Array, body: Any = body) -> jax.Array:
+            x, _ = lax.scan(body, p["embed"][ids], p["layers"])
+            return _head(p, x, ids)
+
+        zero = _zero(budget)
+        plan = zero.plan(loss, zero.abstract(_params), ids)
+        early.append([len(x.body.reduce_early) for x in plan.top.loops.values()])
+    assert [x[-1] for x in early] == [1, 1]
+
+
 def test_memory_of_the_compiled_step():
     """XLA holds less by most of what the plan does not keep; one layer is computed again at once.
 
