@@ -48,5 +48,7 @@ def seconds_of(operation: Operation) -> float:
     if isinstance(operation, Loop):
         body = sum(seconds_of(x) for x in operation.body.operations)
         return operation.length * (body + _TURN)
-    read = 0 if is_elementwise(operation) else sum(map(bytes_of, operation.values))
+    # XLA fuses reductions, such as those of a softmax or a norm, with what makes their operand.
+    is_fused = is_elementwise(operation) or operation.name.startswith("reduce_")
+    read = 0 if is_fused else sum(map(bytes_of, operation.values))
     return max(flops_of(operation) / RATES.flops, (written + read) / RATES.memory)

@@ -256,11 +256,11 @@ class _Recomputing(Copies):
             num_constants=first + n,
         )
 
-    def _replaced(self) -> dict[Value, Value]:
+    def _replaced(self) -> dict[Atom, Value]:
         """For inputs of the body the values of the forward loop's body that are computed again."""
         forward, loop = self.forward, self.loop
         stacks = {forward.outputs[i]: x for i, x in _stacked_values(forward) if x in self._makers}
-        replaced = {inside: stacks[x] for x, inside in loop.stacks if x in stacks}
+        replaced: dict[Atom, Value] = {y: stacks[x] for x, y in loop.stacks if x in stacks}
         given = zip(forward.inputs, forward.body.inputs, strict=True)
         constants = {outside: inside for outside, inside in given if inside in self._makers}
         for outside, inside in zip(

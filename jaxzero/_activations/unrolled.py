@@ -115,7 +115,10 @@ class Forward:
         return derived
 
     def _segments(self) -> list[int]:
-        """Where segments end: the indices of their last operations, but for the last segment."""
+        """Where segments end: the indices of their last operations, but for the last segment.
+
+        Without a loop the last segment is as short as can be: a head, say, without the last layer.
+        """
         changes = [0] * (self.end + 1)
         for value, i in self._at.items():
             if self._last.get(value, -1) > i and not self._is_free(value):
@@ -126,13 +129,18 @@ class Forward:
         for value in self.wanted:
             wanted[self._at[value]] += bytes_of(value)
         total, since, cuts = sum(wanted), 0, []
-        for i in range(1, self.end - 1):
-            since += wanted[i]
-            is_least = alive[i - 1] > alive[i] <= alive[i + 1]
+        inner = range(1, self.end - 1)
+        least = [i for i in inner if alive[i - 1] > alive[i] <= alive[i + 1] and alive[i]]
+        made = list(itertools.accumulate(wanted))
+        for i in least:
             worth = max(math.sqrt(total * alive[i]), _LEAST_GAIN * alive[i])
-            if is_least and alive[i] and since >= worth:
+            if made[i] - since >= worth and made[i] < total:
                 cuts.append(i)
-                since = 0
+                since = made[i]
+        short = (i for i in reversed(least) if total - made[i] >= _LEAST_GAIN * alive[i])
+        last = next(short, 0)
+        if not self._loops and last > max(cuts, default=last):
+            cuts.append(last)
         return cuts
 
 
