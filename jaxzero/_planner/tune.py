@@ -117,16 +117,9 @@ def tune(
     folder = _default_cache() if cache == "default" else cache and Path(cache)
     compiler = None if missing else Compiler(job, cluster, folder or None)
     deadline = time.monotonic() + budget
-    search = Search(
-        job,
-        cluster,
-        limit,
-        objective,
-        compiler,
-        deadline,
-        progress or (lambda line: None),
-        budgets=activations and not missing,  # bounds do not count what they save
-    )
+    say = progress or (lambda line: None)
+    budgets = activations and not missing  # bounds do not count what they save
+    search = Search(job, cluster, limit, objective, compiler, deadline, say, budgets)
     if missing:
         search.notes.append(f"ranked by lower bounds alone: {missing}")
     numbers = [k for k in microbatches if num_rows // cluster.num_devices % k == 0]

@@ -78,18 +78,27 @@ def spans(plan: Plan) -> tuple[Span, ...]:
 
 
 def live_bytes(plan: Plan) -> np.ndarray:
-    """Bytes that a device holds at each operation for this micro-batch.
+    """Bytes of full weights, and of gradients not yet sent, at each operation.
 
     Returns:
-        `[3, operations]`: full weights, gradients not yet sent, and activations that forward keeps
-        for backward, of a program without stages.
+        `[2, operations]`: weights, then gradients.
     """
     found = [span for span in spans(plan) if span.action not in COPIES]
-    live = np.zeros((3, 2 + max((span.stop for span in found), default=0)), np.int64)
+    live = np.zeros((2, 2 + max((span.stop for span in found), default=0)), np.int64)
     for span in found:
         live[int(span.action == "reduce"), span.start : span.stop + 1] += span.num_bytes
+    return live
+
+
+def activation_bytes(plan: Plan) -> np.ndarray:
+    """Bytes of activations that forward keeps for backward, at each operation.
+
+    Returns:
+        `[operations]`, of one micro-batch; zeros for a program in stages.
+    """
+    live = np.zeros(_length(plan.top), np.int64)
     for start, stop, num_bytes in _activations(plan.top):
-        live[2, start : stop + 1] += num_bytes
+        live[start : stop + 1] += num_bytes
     return live
 
 

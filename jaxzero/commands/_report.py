@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from .._plan import Plan
 from .._processes import new_file
-from .._report import live_bytes, spans
+from .._report import activation_bytes, live_bytes, spans
 from ..jobs import (
     Data,
     Optimization,
@@ -93,11 +93,12 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     memory_axes, wire_axes = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.6])
-    live = live_bytes(plan) / 2**20
-    place = np.arange(live.shape[1])
+    weights, gradients = live_bytes(plan)
+    held = [weights, gradients, activation_bytes(plan)]
+    place = np.arange(max(map(len, held)))
     memory_axes.stackplot(
         place,
-        live,
+        [np.pad(x, (0, len(place) - len(x))) / 2**20 for x in held],
         labels=["full weights", "gradients not yet reduced", "activations kept for backward"],
         colors=[*_COLORS.values(), "tab:gray"],
         alpha=0.7,

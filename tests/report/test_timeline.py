@@ -14,7 +14,7 @@ import jaxzero as jz
 from jaxzero._hlo import Rates, timeline
 from jaxzero._plan import Plan
 from jaxzero._program import Loop
-from jaxzero._report.timeline import live_bytes, spans
+from jaxzero._report.timeline import activation_bytes, live_bytes, spans
 from tests.plan import test_schedule
 
 
@@ -56,7 +56,7 @@ def _budgeted(budget: int | None) -> Plan:
 def test_activations_live_from_the_loop_that_makes_them_to_the_one_that_reads_them(budget):
     """What crosses from forward to backward is what the plan keeps."""
     plan = _budgeted(budget)
-    _, _, activations = live_bytes(plan)
+    activations = activation_bytes(plan)
     loops = [i for i, x in enumerate(plan.top.block.operations) if isinstance(x, Loop)]
     assert len(loops) == 2
     first, last = (
