@@ -102,7 +102,8 @@ def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
     keep: list[Value] = []
     for value in sorted(more, key=bytes_of, reverse=True)[:_TRIED]:
         chosen = program.at(price, link, [*keep, value])
-        if chosen.num_bytes <= budget and chosen.seconds < fits.seconds:
+        to_write_and_read = low * (chosen.num_bytes - fits.num_bytes)
+        if chosen.num_bytes <= budget and chosen.seconds + to_write_and_read < fits.seconds:
             fits = chosen
             keep.append(value)
     return fits

@@ -34,6 +34,14 @@ def is_view(operation: Operation) -> bool:
     return operation.name in _VIEWS or is_broadcast(operation)
 
 
+def is_fused(operation: Operation) -> bool:
+    """Whether XLA fuses an operation with what makes its operands.
+
+    Such as the reductions of a softmax or a norm.
+    """
+    return is_elementwise(operation) or operation.name.startswith("reduce_")
+
+
 def flops_of(operation: Operation) -> int:
     """Of the matrix products and convolutions in an operation, two for each multiplication."""
     estimate = operation.equation.params.get("cost_estimate")
@@ -48,7 +56,5 @@ def seconds_of(operation: Operation) -> float:
     if isinstance(operation, Loop):
         body = sum(seconds_of(x) for x in operation.body.operations)
         return operation.length * (body + _TURN)
-    # XLA fuses reductions, such as those of a softmax or a norm, with what makes their operand.
-    is_fused = is_elementwise(operation) or operation.name.startswith("reduce_")
-    read = 0 if is_fused else sum(map(bytes_of, operation.values))
+    read = 0 if is_fused(operation) else sum(map(bytes_of, operation.values))
     return max(flops_of(operation) / RATES.flops, (written + read) / RATES.memory)

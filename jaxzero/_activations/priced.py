@@ -70,9 +70,7 @@ class Chosen:
     @property
     def seconds(self) -> float:
         """How long it takes to repeat operations, by the cost model."""
-        return sum(
-            part.trips * seconds_of(x) for part, choice in self.choices for x in choice.repeated
-        )
+        return sum(part.seconds_of(x) for part, choice in self.choices for x in choice.repeated)
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
