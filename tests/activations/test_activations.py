@@ -150,7 +150,7 @@ def test_with_other_layouts(preset):
 
 def test_stages_keep_less_of_each_microbatch():
     loose, tight = (zero_of(x, preset=lambda: jz.pipeline(2)) for x in (10**9, 0))
-    assert 4 * bytes_of(residuals(tight, _scanned)) < bytes_of(residuals(loose, _scanned))
+    assert 3 * bytes_of(residuals(tight, _scanned)) < bytes_of(residuals(loose, _scanned))
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -326,7 +326,7 @@ def test_copies_in_host_memory(monkeypatch):
     in_host = residuals(zero, _scanned, "host")
     assert bytes_of(in_host) > 0 and all(x.layers == LAYERS for x in in_host)
     kept, of_device = (bytes_of(residuals(x, _scanned)) for x in (zero, zero_of(24_000)))
-    assert kept <= 24_000 and kept + bytes_of(in_host) > 1.5 * of_device
+    assert kept <= 24_000 and kept + bytes_of(in_host) > 1.3 * of_device
 
 
 def test_a_plan_names_each_residual_and_its_line():
