@@ -78,8 +78,8 @@ def test_the_public_face_is_small_and_explicit():
     # 8 codecs and what places them, 6 presets and their parts, `Zero`, SimiGrad's 4, the 4 of
     # local steps, the 3 of the planner and `compile_for`, the schedule of freezing, `reshard` with
     # its report, which is to be read before anything is sent, a warning to be filtered by name, and
-    # what models need that no framework has: a loss without the logits of all tokens, attention and a
-    # constraint for split tokens, leaves that stay split and the exchange of tokens with them.
+    # what models need that no framework has: a loss without the logits of all tokens, attention and
+    # a constraint for split tokens, leaves that stay split and the exchange of tokens with them.
     assert len(names) <= 49, f"{len(names)} public names: the API is too big."
     # What type checkers and the documentation read is what is imported on first use.
     for name, module in names.items():

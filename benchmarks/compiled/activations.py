@@ -2,12 +2,13 @@
 
     python -m benchmarks.compiled.activations                      # Llama-1.1B, 2 x 8
     python -m benchmarks.compiled.activations --model 7b --budgets 0 2 4 8 16 32 --resume
+    python -m benchmarks.compiled.activations --model gpt2 --nodes 1 --batch 256
     python -m benchmarks.compiled.activations --hosts 1 2
     python -m benchmarks.compiled.activations_table                # the table and the plot
 
-Needs jaxzero[aot]. The step is `zero3()`. A policy is given to `jax.checkpoint` around each layer;
-a budget is `jz.Activations` of a model without any `jax.checkpoint`. Nothing is run: memory is what
-XLA reports, times are predicted.
+Needs jaxzero[aot]. The step is `zero3()`. A policy is given to `jax.checkpoint` around each layer,
+or block of a U-Net; a budget is `jz.Activations` of a model without any `jax.checkpoint`. Nothing
+is run: memory is what XLA reports, times are predicted.
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ import dataclasses
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import tyro
 
 import jaxzero as jz
-from benchmarks.shared import _llama
-from benchmarks.shared._llama import Policy
-from benchmarks.shared._models import SIZES, LlamaName
+from benchmarks.shared._llama import LlamaSize, Policy
+from benchmarks.shared._models import MODELS, LlamaName, Model
 from benchmarks.shared._rows import append_row, is_current, read_rows
 from jaxzero._activations import kept_bytes
 
@@ -43,15 +42,15 @@ _POLICIES: tuple[Policy, ...] = (
 
 
 def main(
-    model: LlamaName = "1b",
+    model: LlamaName | Literal["gpt2", "unet"] = "1b",
     policies: Sequence[Policy] = _POLICIES,
     budgets: Sequence[float] = (0, 1, 2, 4, 8, 64),
     hosts: Sequence[float] = (),
     layers: int | None = None,
     nodes: int = 2,
     local: int = 8,
-    batch: int = 32,
-    tokens: int = 2048,
+    batch: int | None = None,
+    tokens: int | None = None,
     resume: bool = False,
 ) -> None:
     """Compile, and append a row for each policy and budget.
@@ -61,17 +60,18 @@ def main(
         policies: of `jax.checkpoint`.
         budgets: of `jz.Activations`, in GiB.
         hosts: likewise, with `host=True`.
-        layers: of the model; None: as many as it has.
+        layers: of a Llama or Mamba; None: as many as it has.
         nodes: of the mesh.
         local: devices of a node.
-        batch: sequences of a step, over all devices.
-        tokens: of each sequence.
+        batch: rows of a step, over all devices. None: as many as the model has by default.
+        tokens: of each row; of an image the pixels on a side. None: likewise.
         resume: leave out programs that have a row of the same code and version of JAX.
     """
-    size = SIZES[model]
-    size = dataclasses.replace(size, layers=layers or size.layers)
+    written = MODELS[model]
+    batch, tokens = batch or written.rows, tokens or written.size
     mesh = h200_mesh(nodes, local)
-    run = dict(model=model, layers=size.layers, nodes=nodes, local=local, batch=batch)
+    layers = layers or getattr(_form(written), "layers", None)
+    run = dict(model=model, layers=layers, nodes=nodes, local=local, batch=batch)
     kinds: list[dict[str, Any]] = [{"policy": x} for x in policies]
     kinds += [{"budget_gib": x, "host": False} for x in budgets]
     kinds += [{"budget_gib": x, "host": True} for x in hosts]
@@ -79,25 +79,40 @@ def main(
         program = {**run, "tokens": tokens, **kind}
         if resume and _has_row(program):
             continue
-        row = _compiled(program, size, mesh, jax.ShapeDtypeStruct((batch, tokens), jnp.int32))
+        keeps = program.get("policy", "everything")
+        row = _compiled(program, _that_keeps(written, keeps, layers), mesh)
         append_row("activations", program | row)
 
 
-def _compiled(
-    program: dict[str, Any], size: _llama.LlamaSize, mesh: Any, tokens: Any
-) -> dict[str, Any]:
-    size = dataclasses.replace(size, keeps=program.get("policy", "everything"))
+def _form(model: Model) -> Any:
+    """The module, or the size, that a model is made of."""
+    assert isinstance(model.loss, functools.partial)
+    return model.loss.args[0]
+
+
+def _that_keeps(model: Model, keeps: Policy, layers: int | None) -> Model:
+    """The model with a policy, and if it is a Llama with so many layers."""
+    form = _form(model)
+    if isinstance(form, LlamaSize):
+        form = dataclasses.replace(form, keeps=keeps, layers=layers)
+    else:
+        form = form.clone(keeps=keeps)
+    init, loss = (functools.partial(x.func, form, *x.args[1:]) for x in (model.init, model.loss))
+    return dataclasses.replace(model, init=init, loss=loss)
+
+
+def _compiled(program: dict[str, Any], model: Model, mesh: Any) -> dict[str, Any]:
     activations = None
     if "budget_gib" in program:
         budget = int(program["budget_gib"] * 2**30)
         activations = jz.Activations(budget_bytes=budget, host=program["host"])
     zero = jz.Zero(mesh, dataclasses.replace(jz.zero3(), activations=activations))
-    params = zero.abstract(functools.partial(_llama.init, size), jax.random.key(0))
-    loss = functools.partial(_llama.loss, size)
-    lowered = jax.jit(zero.value_and_grad(loss)).lower(params, tokens)
+    params = zero.abstract(model.init, jax.random.key(0))
+    batch = model.batch(program["batch"], program["tokens"])
+    lowered = jax.jit(zero.value_and_grad(model.loss)).lower(params, batch)
     options: dict[str, Any] = {**jz.compiler_options("cuda")}
     compiled = lowered.compile(compiler_options=options)
-    residuals = zero.plan(loss, params, tokens).residuals
+    residuals = zero.plan(model.loss, params, batch).residuals
     promised = {
         f"{action}_gib": round(kept_bytes(residuals, action) / 2**30, 3)
         for action in ("keep", "host", "recompute")

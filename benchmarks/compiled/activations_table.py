@@ -16,6 +16,7 @@ from benchmarks.shared._models import MODELS
 from benchmarks.shared._rows import RESULTS, read_rows
 
 _LINK = "400 GB/s between nodes"
+_PANELS = 3  # side by side
 _PROGRAM = ("model", "layers", "nodes", "local", "batch", "tokens")
 _NAMES = {
     "nothing": "nothing saved",
@@ -40,8 +41,12 @@ def programs(rows: Iterable[Row]) -> dict[tuple, list[Row]]:
 
 
 def _label(program: tuple) -> str:
-    model, layers, nodes, local, batch, tokens = program
-    return f"{MODELS[model].label}, {layers} layers, {nodes} x {local}, {batch} x {tokens} tokens"
+    name, layers, nodes, local, batch, tokens = program
+    model = MODELS[name]
+    depth = f", {layers} layers" if layers else ""
+    return (
+        f"{model.label}{depth}, {nodes} x {local}, {model.rows_of.format(rows=batch, size=tokens)}"
+    )
 
 
 def _kind(row: Row) -> str:
@@ -70,9 +75,12 @@ def table(program: tuple, rows: Sequence[Row]) -> str:
 
 def figure(found: Mapping[tuple, Sequence[Row]]) -> Figure:
     """A panel for each program: budgets as a line, policies as points."""
-    drawn = Figure(figsize=(5.2 * len(found), 4), layout="constrained")
-    panels = drawn.subplots(1, len(found), squeeze=False)[0]
-    for axes, (program, rows) in zip(panels, found.items(), strict=True):
+    lines = -(-len(found) // _PANELS)
+    drawn = Figure(figsize=(5.2 * _PANELS, 4 * lines), layout="constrained")
+    panels = drawn.subplots(lines, _PANELS, squeeze=False).flat
+    for axes in panels[len(found) :]:
+        axes.set_visible(False)
+    for axes, (program, rows) in zip(panels, found.items(), strict=False):
         for host, label in ((False, "jz.Activations"), (True, "jz.Activations(host=True)")):
             line = [x for x in rows if "policy" not in x and x["host"] is host]
             if line:

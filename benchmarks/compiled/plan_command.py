@@ -2,8 +2,8 @@
 
     python -m benchmarks.compiled.plan_command --model 1b
 
-Needs jaxzero[aot,train]. The command starts, reads the `config.json` of a Llama, compares its loss
-with and without rematerialisation, and prints a table. CPU seconds, those of child processes
+Needs jaxzero[aot,train]. The command starts, reads the `config.json` of a Llama, compares budgets
+of activations too, and prints a table. CPU seconds, those of child processes
 included, change less than wall time with other load.
 """
 

@@ -1,7 +1,7 @@
 """A U-Net and a ResNet in Flax Linen, unrolled: layers of many sizes, and many small leaves.
 
-Computed in bfloat16, normalised by GroupNorm, and not rematerialised. `constrain` is called on the
-activations after every block.
+Computed in bfloat16, normalised by GroupNorm, and by default not rematerialised. `constrain` is
+called on the activations after every block.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from ._llama import POLICIES, Policy
 
 Constrain = Callable[[Array], Array]
 _Dense = functools.partial(nn.Dense, dtype=jnp.bfloat16)
@@ -31,6 +33,7 @@ class UNet(nn.Module):
     channels: int = 320
     multiples: tuple[int, ...] = (1, 2, 4, 4)  # of `channels`, for each resolution
     blocks: int = 2  # of each resolution, on the way down; one more on the way up
+    keeps: Policy = "everything"  # of each block, until backward
     constrain: Constrain = lambda x: x
 
     @nn.compact
@@ -59,6 +62,12 @@ class UNet(nn.Module):
         return _Conv(images.shape[-1], (3, 3))(nn.silu(_Norm()(x)))
 
     def _block(self, x: Array, time: Array, channels: int, level: int) -> Array:
+        block = functools.partial(UNet._layers, channels=channels, level=level)
+        if self.keeps != "everything":
+            block = nn.remat(block, policy=POLICIES[self.keeps])
+        return block(self, x, time)
+
+    def _layers(self, x: Array, time: Array, channels: int, level: int) -> Array:
         """Two convolutions, and below the first resolution attention."""
         y = _Conv(channels, (3, 3))(nn.silu(_Norm()(x)))
         y = y + _Dense(channels)(time)[:, None, None]

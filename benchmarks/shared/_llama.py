@@ -19,7 +19,7 @@ Params = Any
 # What forward keeps of a layer for backward.
 Policy = Literal["nothing", "everything", "dots", "dots_without_batch_dims", "names", "offload"]
 _saveable = jax.checkpoint_policies
-_POLICIES: dict[Policy, Callable[..., Any]] = {
+POLICIES: dict[Policy, Callable[..., Any]] = {
     "nothing": _saveable.nothing_saveable,
     "dots": _saveable.dots_saveable,
     "dots_without_batch_dims": _saveable.dots_with_no_batch_dims_saveable,
@@ -156,7 +156,7 @@ def loss(
         return constrain(mlp(_attention(x, weights, size), weights)), None
 
     if size.keeps != "everything":
-        layer = jax.checkpoint(layer, policy=_POLICIES[size.keeps])
+        layer = jax.checkpoint(layer, policy=POLICIES[size.keeps])
     if size.unrolled:
         for weights in params["layers"]:
             x, _ = layer(x, weights)

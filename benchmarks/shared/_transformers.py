@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ._llama import POLICIES, Policy
+
 Constrain = Callable[[Array], Array]
 _HEAD = 64  # width of a head in all three
 
@@ -71,6 +73,7 @@ class GPT2(nn.Module):
     width: int = 768
     vocabulary: int = 50304  # 50257, padded to a multiple of 128
     positions: int = 1024
+    keeps: Policy = "nothing"  # of each layer, until backward
     constrain: Constrain = lambda x: x
 
     @nn.compact
@@ -79,8 +82,11 @@ class GPT2(nn.Module):
         embed = nn.Embed(self.vocabulary, self.width, dtype=jnp.bfloat16)
         at = nn.Embed(self.positions, self.width, dtype=jnp.bfloat16)
         x = self.constrain(embed(tokens) + at(jnp.arange(tokens.shape[1])))
+        kind = _Layer
+        if self.keeps != "everything":
+            kind = nn.remat(_Layer, policy=POLICIES[self.keeps])
         for _ in range(self.layers):
-            layer = nn.remat(_Layer)(4 * self.width, causal=True, constrain=self.constrain)
+            layer = kind(4 * self.width, causal=True, constrain=self.constrain)
             x, _ = layer(x)
         return self.constrain(embed.attend(nn.LayerNorm(dtype=jnp.bfloat16)(x)))
 

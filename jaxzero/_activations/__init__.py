@@ -4,8 +4,11 @@ In: a program of loss and gradients, and a budget in bytes. Out: a program that 
 what became of each value that backward reads. To what plans gathers it is a program like any other.
 """
 
-from .choice import Chosen as Chosen
 from .choice import choose_activations as choose_activations
+from .costs import goes_to_host as goes_to_host
+from .costs import is_view as is_view
+from .priced import Chosen as Chosen
+from .priced import Point as Point
 from .residuals import Residual as Residual
 from .residuals import by_kind as by_kind
 from .residuals import described as described

@@ -29,6 +29,19 @@ def goes_to_host(operation: Operation) -> bool:
     return operation.name == "device_put" and operation.uses_host_memory
 
 
+def is_view(operation: Operation) -> bool:
+    """Whether what an operation makes takes no time, and no bytes beside those that it is of."""
+    return operation.name in _VIEWS or is_broadcast(operation)
+
+
+def is_fused(operation: Operation) -> bool:
+    """Whether XLA fuses an operation with what makes its operands.
+
+    Such as the reductions of a softmax or a norm.
+    """
+    return is_elementwise(operation) or operation.name.startswith("reduce_")
+
+
 def flops_of(operation: Operation) -> int:
     """Of the matrix products and convolutions in an operation, two for each multiplication."""
     estimate = operation.equation.params.get("cost_estimate")
@@ -37,11 +50,11 @@ def flops_of(operation: Operation) -> int:
 
 def seconds_of(operation: Operation) -> float:
     """How long it takes to repeat an operation."""
-    if operation.name in _VIEWS or is_broadcast(operation):
+    if is_view(operation):
         return 0.0
     written = sum(map(bytes_of, operation.outputs))
     if isinstance(operation, Loop):
         body = sum(seconds_of(x) for x in operation.body.operations)
         return operation.length * (body + _TURN)
-    read = 0 if is_elementwise(operation) else sum(map(bytes_of, operation.values))
+    read = 0 if is_fused(operation) else sum(map(bytes_of, operation.values))
     return max(flops_of(operation) / RATES.flops, (written + read) / RATES.memory)

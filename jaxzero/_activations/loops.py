@@ -13,7 +13,7 @@ exist anyway. What is repeated moves into the body of the backward loop:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -78,7 +78,7 @@ def _scans(reader: Operation, i: int, loop: Loop) -> bool:
 
 
 def part_of(
-    pair: Pair, outside: dict[Value, Cost], never: Collection[Operation], times: float
+    pair: Pair, outside: dict[Value, Cost], never: Collection[Operation], layer_sets: float
 ) -> Part:
     """The body of the forward loop of a pair.
 
@@ -86,7 +86,7 @@ def part_of(
         pair: the pair.
         outside: what values of the block cost that do not exist in backward anyway.
         never: operations of the body that are not repeated.
-        times: how many times the residuals of all layers are on a device.
+        layer_sets: how many times the residuals of all layers are on a device.
     """
     loop = pair.forward
     body = loop.body
@@ -103,7 +103,7 @@ def part_of(
         {x for x in others if isinstance(x, Value)},
         never,
         loop.length,
-        times,
+        layer_sets,
     )
 
 
@@ -116,10 +116,10 @@ def repeating(block: Block, pair: Pair, choice: Choice, in_host: Collection[Valu
         choice: for the body of the forward loop.
         in_host: the kept values that are in host memory between forward and backward.
     """
-    views = _views(block, pair.forward)
-    loop = _Recomputing(pair.forward, pair.forward, {}, views, []).result()
+    made_inside = _made_inside(block, pair.forward)
+    loop = _Recomputing(pair.forward, pair.forward, {}, made_inside, []).result()
     copies = [_to_host_and_back(loop, x) for x in in_host]
-    at = {x: loop.outputs[i] for i, x in _stacks(loop)}
+    at = {x: loop.outputs[i] for i, x in _stacked_values(loop)}
     kept = [x for x in choice.kept if x not in in_host] + [to.outputs[0] for to, _ in copies]
     new = [x for x in kept if x not in at]
     stacks = {x: like(x, (loop.length, *x.shape)) for x in new}
@@ -132,23 +132,23 @@ def repeating(block: Block, pair: Pair, choice: Choice, in_host: Collection[Valu
     changed: dict[Operation, Operation] = {pair.forward: forward}
     again = [*(back for _, back in copies), *choice.repeated]
     for reader in pair.readers:
-        changed[reader] = _Recomputing(forward, reader, at | stacks, views, again).result()
+        changed[reader] = _Recomputing(forward, reader, at | stacks, made_inside, again).result()
     operations = tuple(changed.get(x, x) for x in block.operations)
     return dataclasses.replace(block, operations=operations)
 
 
-def _views(block: Block, loop: Loop) -> list[Operation]:
+def _made_inside(block: Block, loop: Loop) -> list[Operation]:
     """Operations that make constants of a loop in its body: of much smaller ones, such as masks.
 
     A mask that is broadcast before the loop would be read in full in each iteration.
     """
-    views: dict[Operation, None] = {}
+    operations: dict[Operation, None] = {}
     for outside, inside in zip(loop.inputs[: loop.num_constants], loop.body.inputs, strict=False):
         made = _made_of_small(block, outside, bytes_of(inside) // _SMALLER)
         if made:
             *others, last = made
-            views |= dict.fromkeys((*others, dataclasses.replace(last, outputs=(inside,))))
-    return [*views]
+            operations |= dict.fromkeys((*others, dataclasses.replace(last, outputs=(inside,))))
+    return [*operations]
 
 
 def _made_of_small(block: Block, value: Atom, most: int) -> list[Operation]:
@@ -182,10 +182,31 @@ def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:
     return to_host, dataclasses.replace(back, outputs=(value,))
 
 
-def _stacks(loop: Loop) -> list[tuple[int, Value]]:
+def _stacked_values(loop: Loop) -> list[tuple[int, Value]]:
     """Of each stack that a loop makes its index, and the value of the body."""
     made = enumerate(loop.body.outputs[loop.num_carry :], loop.num_carry)
     return [(i, x) for i, x in made if isinstance(x, Value)]
+
+
+def _before_readers(
+    made_inside: Sequence[Operation], repeated: Sequence[Operation]
+) -> list[Operation]:
+    """Both, each operation that makes a constant in front of the first to read it.
+
+    Where masks of all scores are made counts: the plan takes them for arrays that a layer holds.
+    """
+    makers = {x: operation for operation in made_inside for x in operation.outputs}
+    ordered: dict[Operation, None] = {}
+
+    def add(operation: Operation) -> None:
+        for maker in (makers[x] for x in operation.values if x in makers):
+            if maker not in ordered:
+                add(maker)
+        ordered[operation] = None
+
+    for operation in (*repeated, *made_inside):
+        add(operation)
+    return [*ordered]
 
 
 class _Recomputing(Copies):
@@ -196,14 +217,16 @@ class _Recomputing(Copies):
         forward: Loop,
         loop: Loop,
         stacks: dict[Value, Value],
-        views: list[Operation],
+        made_inside: list[Operation],
         repeated: list[Operation],
     ):
         self.forward = forward
         self.loop = loop
         self.stacks = stacks
-        super().__init__([*views, *repeated])
-        self.outside = {x for operation in views for x in operation.values} - self._makers.keys()
+        super().__init__(_before_readers(made_inside, repeated))
+        self.outside = {
+            x for operation in made_inside for x in operation.values
+        } - self._makers.keys()
         given = zip(loop.inputs, loop.body.inputs, strict=True)
         carry = range(loop.num_constants, loop.first_stack)
         self.constants, self.scanned = {}, {}  # by the value outside, that inside
@@ -215,12 +238,7 @@ class _Recomputing(Copies):
 
     def result(self) -> Loop:
         loop, body = self.loop, self.loop.body
-        outputs = self.forward.outputs
-        again = {outputs[i]: x for i, x in _stacks(self.forward) if x in self._makers}
-        replaced = {self.scanned[x]: inside for x, inside in again.items() if x in self.scanned}
-        for outside, inside in zip(self.forward.inputs, self.forward.body.inputs, strict=True):
-            if inside in self._makers and outside in self.constants:
-                replaced[self.constants[outside]] = inside
+        replaced = self._replaced()
         for operation in body.operations:
             self.add(operation.reading(replaced))
         results = (replaced.get(x, x) for x in body.outputs)
@@ -237,6 +255,20 @@ class _Recomputing(Copies):
             body=Block(inside, made, tuple(self.operations)),
             num_constants=first + n,
         )
+
+    def _replaced(self) -> dict[Atom, Value]:
+        """For inputs of the body the values of the forward loop's body that are computed again."""
+        forward, loop = self.forward, self.loop
+        stacks = {forward.outputs[i]: x for i, x in _stacked_values(forward) if x in self._makers}
+        replaced: dict[Atom, Value] = {y: stacks[x] for x, y in loop.stacks if x in stacks}
+        given = zip(forward.inputs, forward.body.inputs, strict=True)
+        constants = {outside: inside for outside, inside in given if inside in self._makers}
+        for outside, inside in zip(
+            loop.inputs, loop.body.inputs[: loop.num_constants], strict=False
+        ):
+            if outside in constants:
+                replaced[inside] = constants[outside]
+        return replaced
 
     def read(self, value: Value, copied: Operation) -> Atom:
         forward = self.forward

@@ -17,13 +17,14 @@ partitioner of torch.compile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .._program import Operation, Value
-from .costs import bytes_of, seconds_of
+from .._program import Operation, Value, is_elementwise
+from .costs import bytes_of, is_fused, seconds_of
 
 _INFINITE = 2**31 - 1
 _LARGEST = 2**30  # of all finite capacities together, so that no sum overflows 32 bits
@@ -49,7 +50,8 @@ class Part:
         stored: values that are kept anyway.
         never: operations that are not repeated.
         trips: how often the part runs.
-        times: how many times what all trips keep is on a device: less, if it runs a part of them.
+        layer_sets: how many times what all trips keep is on a device; less, if it runs a part.
+        segments: into how many the part is cut, which backward repeats one after the other.
     """
 
     operations: Sequence[Operation]
@@ -59,11 +61,35 @@ class Part:
     stored: Collection[Value]
     never: Collection[Operation]
     trips: int = 1
-    times: float = 1.0
+    layer_sets: float = 1.0
+    segments: int = 1
+
+    @functools.cached_property
+    def _fused(self) -> set[Operation]:
+        """Elementwise operations that XLA fuses with all that reads them: it writes no result."""
+        readers: dict[Value, list[Operation]] = {}
+        for operation in self.operations:
+            for x in operation.values:
+                readers.setdefault(x, []).append(operation)
+        return {
+            operation
+            for operation in self.operations
+            if is_elementwise(operation)
+            and all(map(is_fused, (y for x in operation.outputs for y in readers.get(x, ()))))
+        }
+
+    def seconds_of(self, operation: Operation) -> float:
+        """How long it takes to repeat an operation in all trips."""
+        return 0.0 if operation in self._fused else self.trips * seconds_of(operation)
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of what backward reads of one trip and segment."""
+        return sum(map(bytes_of, self.wanted)) // self.segments
 
     def kept_bytes(self, value: Value) -> int:
         """Bytes on a device, if a value is kept."""
-        return round(bytes_of(value) * self.trips * self.times)
+        return round(bytes_of(value) * self.trips * self.layer_sets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +132,7 @@ def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
             graph.edges[_SOURCE, node(value)] = seconds
             continue
         if maker not in graph.nodes:
-            repeated = np.inf if maker in part.never else seconds_of(maker) * part.trips
+            repeated = np.inf if maker in part.never else part.seconds_of(maker)
             graph.edges[_SOURCE, node(maker)] = repeated
             for x in maker.values:
                 graph.edges[node(x), node(maker)] = np.inf

@@ -13,12 +13,12 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from .._program import Atom, Barrier, Block, Operation, Value, fixed_of
 from .copies import Copies, like
 from .costs import bytes_of
-from .loops import find_pairs
+from .loops import Pair, find_pairs
 from .min_cut import Choice, Cost, Part
 
 _LEAST_GAIN = 4  # times the bytes that a cut keeps, which a segment drops
@@ -29,7 +29,8 @@ class Forward:
 
     Attributes:
         end: how many of the operations are forward.
-        wanted: the values that they make and backward reads, but for the stacks of loops.
+        wanted: the values that they make and backward reads, but for the stacks of loops, and what
+            is made at the end of forward and read at the start of backward.
     """
 
     def __init__(self, block: Block, weights: Collection[Value], end: int):
@@ -37,8 +38,9 @@ class Forward:
         self.end = end
         self._fixed = fixed_of(block, weights)
         self._at = {x: i for i, op in enumerate(block.operations[:end]) for x in op.outputs}
-        self._pairs = [pair.forward for pair in find_pairs(block, end)]
-        stacks = {x for loop in self._pairs for x in loop.outputs[loop.num_carry :]}
+        pairs = find_pairs(block, end)
+        self._loops = [pair.forward for pair in pairs]
+        stacks = {x for loop in self._loops for x in loop.outputs[loop.num_carry :]}
         later = (x for operation in block.operations[end:] for x in operation.values)
         kept = dict.fromkeys(x for x in later if x in self._at and not self.is_weight(x))
         self.wanted = [x for x in kept if x not in stacks]
@@ -47,6 +49,8 @@ class Forward:
             self._last |= dict.fromkeys(operation.values, i)
         self._derived = self._made_of_inputs()
         self._cuts = self._segments()
+        turn = self._around_turn(pairs)
+        self.wanted = [x for x in self.wanted if x not in turn]
 
     def part(self, outside: Mapping[Value, Cost], never: Collection[Operation]) -> Part:
         """The forward part, where nothing is repeated of which a result crosses a cut.
@@ -62,8 +66,9 @@ class Forward:
         stored = (x for x in self.block.outputs if isinstance(x, Value))
         read = {x for operation in self.block.operations[self.end :] for x in operation.values}
         inputs = {x: cost for x, cost in outside.items() if x not in read and x not in self._at}
-        never = {*never, *crossing, *self._pairs}
-        return Part(operations, self.wanted, (), inputs, {*stored}, never)
+        never = {*never, *crossing, *self._loops}
+        segments = len(self._cuts) + 1
+        return Part(operations, self.wanted, (), inputs, {*stored}, never, segments=segments)
 
     def is_weight(self, value: Value) -> bool:
         """Whether a value is a weight or made of weights alone, which backward gathers anyway."""
@@ -81,6 +86,26 @@ class Forward:
     def _is_free(self, value: Value) -> bool:
         return value in self._derived or self.is_weight(value)
 
+    def _around_turn(self, pairs: Sequence[Pair]) -> set[Value]:
+        """What backward reads at once, which would be held all the same if it were repeated.
+
+        It is made behind the last loop over layers, and read before the loop of its gradients; or
+        in the last segment.
+        """
+        operations = self.block.operations
+        last = max((self._at[x] for x in self.wanted), default=0)
+        behind = [operations.index(loop) for loop in self._loops]
+        behind = behind or [cut for cut in self._cuts if cut < last]
+        if not behind:
+            return set()
+        readers = {reader for pair in pairs for reader in pair.readers}
+        until = next((i for i, x in enumerate(operations) if x in readers), len(operations))
+        late = {x for operation in operations[until:] for x in operation.values}
+        made = (
+            x for operation in operations[max(behind) + 1 : self.end] for x in operation.outputs
+        )
+        return {x for x in made if x not in late}
+
     def _made_of_inputs(self) -> set[Value]:
         """Values that are made of no weights and no products, such as masks and positions."""
         derived = {x for x in self.block.inputs if not self.is_weight(x)}
@@ -90,7 +115,10 @@ class Forward:
         return derived
 
     def _segments(self) -> list[int]:
-        """Where segments end: the indices of their last operations, but for the last segment."""
+        """Where segments end: the indices of their last operations, but for the last segment.
+
+        Without a loop the last segment is as short as can be: a head, say, without the last layer.
+        """
         changes = [0] * (self.end + 1)
         for value, i in self._at.items():
             if self._last.get(value, -1) > i and not self._is_free(value):
@@ -101,13 +129,18 @@ class Forward:
         for value in self.wanted:
             wanted[self._at[value]] += bytes_of(value)
         total, since, cuts = sum(wanted), 0, []
-        for i in range(1, self.end - 1):
-            since += wanted[i]
-            is_least = alive[i - 1] > alive[i] <= alive[i + 1]
+        inner = range(1, self.end - 1)
+        least = [i for i in inner if alive[i - 1] > alive[i] <= alive[i + 1] and alive[i]]
+        made = list(itertools.accumulate(wanted))
+        for i in least:
             worth = max(math.sqrt(total * alive[i]), _LEAST_GAIN * alive[i])
-            if is_least and alive[i] and since >= worth:
+            if made[i] - since >= worth and made[i] < total:
                 cuts.append(i)
-                since = 0
+                since = made[i]
+        short = (i for i in reversed(least) if total - made[i] >= _LEAST_GAIN * alive[i])
+        last = next(short, 0)
+        if not self._loops and last > max(cuts, default=last):
+            cuts.append(last)
         return cuts
 
 

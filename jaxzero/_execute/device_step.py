@@ -181,7 +181,7 @@ def _plan_of_step(
         microbatches=microbatches,
         rows=tuple(tables.values()),
         later=program.later,
-        residuals=chosen.residuals,
+        activations=chosen,
     )
 
 

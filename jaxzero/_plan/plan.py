@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from .._activations import Residual, by_kind, described
+from .._activations import Chosen, Residual, by_kind, described
 from .._collectives import HostTransfer, Transfer, readable_bytes
 from .._program import Fork, Loop, Operation, kept_values
 from .block_plan import BlockPlan
@@ -99,7 +99,13 @@ class Plan:
     # With hpZ and several micro-batches, `top` and `steps` are those of the first, which keeps node
     # slices. This is the plan of the others, which gather from the slices.
     later: BlockPlan | None = None
-    residuals: tuple[Residual, ...] = ()  # what backward reads of forward, if it was chosen
+    # What forward keeps for backward.
+    activations: Chosen | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def residuals(self) -> tuple[Residual, ...]:
+        """What backward reads of forward, and what becomes of it, if that was chosen."""
+        return self.activations.residuals if self.activations else ()
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
+from .._activations import Point
+from .._hlo import Rates
 from .._mesh import SimulatedMesh, make_mesh
+from .._plan import Plan
 from .bounds import Bounds, Work
-from .candidates import Candidate
+from .candidates import Candidate, with_budgets
 from .cluster import Cluster
 from .flops import matrix_flops
 from .job import Job, Shapes, placed
@@ -38,6 +41,18 @@ def left_out(untraced: Sequence[tuple[str, str]]) -> list[str]:
     ]
 
 
+def _traced_alike(candidate: Candidate) -> Any:
+    """Equal for candidates whose layers keep the same for backward."""
+    stage = candidate.config.stage
+    is_of_node = candidate.local_steps is not None
+    return candidate.loss, candidate.microbatches, candidate.stages, stage, is_of_node
+
+
+def _runs(candidate: Candidate) -> float:
+    """How many times a device runs all layers in a step, ticks without a micro-batch included."""
+    return (candidate.microbatches + candidate.stages - 1) / candidate.stages
+
+
 @dataclasses.dataclass
 class Bounder:
     """Computes bounds of candidates.
@@ -55,6 +70,8 @@ class Bounder:
     _nodes: dict[Candidate, tuple[Bounds, int]] = dataclasses.field(default_factory=dict)
     _costs: dict[Any, RoundCost] = dataclasses.field(default_factory=dict)
     _refused: dict[Any, Exception | None] = dataclasses.field(default_factory=dict)  # of losses
+    _plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
+    _frontiers: dict[Any, tuple[Point, ...]] = dataclasses.field(default_factory=dict)
 
     def bounds(self, candidate: Candidate) -> Bounds | RoundBounds:
         """The bounds of a candidate.
@@ -76,6 +93,23 @@ class Bounder:
             self._costs[of_round] = round_cost(self.job, candidate, mesh, rates)
         return RoundBounds(*self._nodes[step], self._costs[of_round])
 
+    def with_budgets(
+        self, candidate: Candidate, bounds: Bounds | RoundBounds
+    ) -> Iterator[tuple[Candidate, Bounds | RoundBounds]]:
+        """A candidate that has bounds, with budgets of activations, and the bounds of each."""
+        key = _traced_alike(candidate)
+        if key not in self._frontiers:
+            chosen = self._plans.pop(key).activations
+            self._frontiers[key] = chosen.frontier() if chosen else ()
+        runs = _runs(candidate) * Rates().flops / self.cluster.rates.flops
+        for each, point in with_budgets(candidate, self._frontiers[key]):
+            of_step = point._replace(seconds=point.seconds * runs)
+            if isinstance(bounds, RoundBounds):
+                step = dataclasses.replace(bounds.step, activations=of_step)
+                yield each, dataclasses.replace(bounds, step=step)
+            else:
+                yield each, dataclasses.replace(bounds, activations=of_step)
+
     def _of_stages(self, candidate: Candidate) -> Bounds:
         """The bounds of a candidate with stages; a form of the loss is refused once for all."""
         key = "stages", candidate.loss
@@ -96,7 +130,9 @@ class Bounder:
         """The work of a candidate's program, and the bytes of its gradients."""
         job, cluster = placed(self.job, self.cluster, candidate)
         shapes = Shapes.of(job, candidate, self._mesh(cluster, candidate.stages))
-        report = shapes.report(job, candidate)
+        report, plan = shapes.report(job, candidate)
+        if (key := _traced_alike(candidate)) not in self._frontiers:
+            self._plans.setdefault(key, plan)
         # A stage computes in each tick, also where it has no micro-batch.
         ticks = (candidate.stages, candidate.microbatches) if candidate.stages > 1 else ()
         form = candidate.loss, *ticks

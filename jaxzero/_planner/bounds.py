@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from .._activations import Point
 from .._hlo import Rates
 from .._report import Report
 from .cluster import Cluster
@@ -27,6 +28,7 @@ class Bounds:
         node_bytes: bytes that enter a node, those of the update too.
         host_bytes: bytes between device and host, both ways.
         full_gradients: bytes of the gradients of all parameters, if they are not split.
+        activations: what a budget gives, with the seconds of all micro-batches; None: no budget.
     """
 
     memory: int
@@ -38,6 +40,7 @@ class Bounds:
     node_bytes: int
     host_bytes: int
     full_gradients: int
+    activations: Point | None = None
 
     @property
     def gradients(self) -> float:

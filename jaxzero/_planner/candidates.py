@@ -1,4 +1,7 @@
-"""The plans that are compared: presets, stages, micro-batches, offload, and forms of the loss."""
+"""The plans that are compared.
+
+Presets, stages, micro-batches, offload, forms of the loss, and budgets of activations.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Sequence, Set
 
+from .._activations import Point
 from .._local_steps import LocalSteps
 from .._sharding import (
+    Activations,
     Offload,
     Stages,
     ZeroConfig,
@@ -62,9 +67,14 @@ class Candidate:
     stages: int = 1
 
     @property
-    def family(self) -> tuple[str, str, LocalSteps | None]:
+    def family(self) -> tuple[str, str, LocalSteps | None, int | None]:
         """What it shares with the plans that only save memory, compared with it."""
-        return self.preset, self.loss, self.local_steps
+        return self.preset, self.loss, self.local_steps, self.activation_bytes
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """The budget of activations; None: what the loss keeps."""
+        return self.config.activations.budget_bytes if self.config.activations else None
 
     @property
     def program(self) -> tuple[Candidate, bool]:
@@ -102,6 +112,8 @@ class Candidate:
             words.append(f"{self.microbatches} micro-batches")
         if self.offload:
             words.append(f"{self.offload} in host memory")
+        if (budget := self.activation_bytes) is not None:
+            words.append(f"{budget / 1e9:.3g} GB of activations" if budget else "least activations")
         if self.local_steps is not None:
             words += _words(self.local_steps)
         return ", ".join([*words, *([self.loss] if self.loss else [])])
@@ -194,6 +206,19 @@ def _with_stages(
                 microbatches=total,
                 stages=num,
             )
+
+
+def with_budgets(
+    candidate: Candidate, frontier: Sequence[Point]
+) -> Iterator[tuple[Candidate, Point]]:
+    """A plan with the budgets of a frontier, the least first, and what each gives.
+
+    Without prefetch, which saves the memory of one layer's weights, only the least is worth a try.
+    """
+    for i, point in enumerate(frontier if candidate.config.schedule.prefetch else frontier[:1]):
+        budget = Activations(budget_bytes=point.num_bytes if i else 0)
+        config = dataclasses.replace(candidate.config, activations=budget)
+        yield dataclasses.replace(candidate, config=config), point
 
 
 def tells_more(

@@ -10,6 +10,9 @@ the same for all plans of a model; `e` is the part of the shorter times that not
 1 without prefetch, and by preset with it. What `e` is expected to be was set on Llamas of 1.1B and
 7B parameters (`benchmarks/compiled/plan_regret.py`). For each `b` of a grid, `t / m` is linear in
 the rest; how likely each made what was observed weighs them.
+
+Under a budget of activations the seconds that its operations take to repeat are added. What it does
+not keep need not be written and read: how much less that takes is learned for each loss.
 """
 
 from __future__ import annotations
@@ -66,12 +69,17 @@ _COMPUTE = {
     "full of": (0.0, 0.05),  # a form of the loss: without remat softmax takes a smaller part
     "full, doublings": (0.01, 0.02),
     "full program": (0.0, 0.01),
+    "budget": (-0.2, 0.15),
 }
-_ALL = _EXPOSED | _TOTAL | _COMPUTE
+_SECONDS = {"repeated": (1.0, 0.4)}  # ... and in seconds
+_ALL = _EXPOSED | _TOTAL | _COMPUTE | _SECONDS
 
 
-def _features(plan: Candidate) -> tuple[Features, ...]:
-    """What a proxy's time depends on: in units of what may overlap, of `m`, and of `b c`."""
+def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, ...]:
+    """What a proxy's time depends on.
+
+    In units of what may overlap, of `m`, of `b c`, and in seconds.
+    """
     program, of_one_node = plan.program
     in_host, doublings = plan.has_host_arrays, np.log2(plan.microbatches)
     name = program.name, str(of_one_node)
@@ -110,7 +118,10 @@ def _features(plan: Candidate) -> tuple[Features, ...]:
         ("host, doublings",): in_host * doublings,
         ("program", *name): 1.0,
     }
-    return exposed, total, compute
+    if bounds.activations is None:
+        return exposed, total, compute, {}
+    compute |= {("budget", plan.loss): 1.0}
+    return exposed, total, compute, {("repeated",): bounds.activations.seconds}
 
 
 def _of_full(plan: Candidate) -> Features:
@@ -133,10 +144,10 @@ class Durations:
     """
 
     def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds]):
-        parts = [_features(plan) for plan in bounds]
+        parts = [_features(plan, x) for plan, x in bounds.items()]
         full = [_of_full(plan) for plan in bounds]
         self._names = names_of(*zip(*parts, strict=True), full)
-        self._exposed, self._total, self._compute, self._full = (
+        self._exposed, self._total, self._compute, self._seconds, self._full = (
             matrix_of(self._names, x) for x in (*zip(*parts, strict=True), full)
         )
         steps = [x.step if isinstance(x, RoundBounds) else x for x in bounds.values()]
@@ -157,7 +168,8 @@ class Durations:
         exposed = (np.sum(times, axis=1) / longest - 1)[:, None] * self._exposed[numbers]
         compute = self._compute[numbers] + (self._full[numbers] if is_full else 0.0)
         in_compute = (times[:, 0] / longest)[:, None] * compute
-        return self._total[numbers] + exposed + in_compute, longest
+        in_seconds = self._seconds[numbers] / longest[:, None]
+        return self._total[numbers] + exposed + in_compute + in_seconds, longest
 
     def observe(self, number: int, seconds: float, *, is_full: bool) -> None:
         """Learn the time of a program of plan `number`, unless it contradicts the bounds."""

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from .._mesh import SimulatedMesh
+from .._plan import Plan
 from .._report import Report
 from .._zero import Zero
 from .candidates import Candidate
@@ -81,9 +82,9 @@ class Shapes:
         step = zero.value_and_grad(job.losses[candidate.loss], **options)
         return cls(zero, params, opt_state, arguments, step)
 
-    def report(self, job: Job, candidate: Candidate) -> Report:
-        """The bytes that a device holds and a step sends; traces the step."""
+    def report(self, job: Job, candidate: Candidate) -> tuple[Report, Plan]:
+        """The bytes that a device holds and a step sends, and its plan; traces the step."""
         options = {**job.options, "microbatches": candidate.microbatches, **self.arguments}
         loss = job.losses[candidate.loss]
         plan = self.zero.plan(loss, self.params, job.batch, **options)
-        return self.zero.report(self.params, self.opt_state, plan)
+        return self.zero.report(self.params, self.opt_state, plan), plan

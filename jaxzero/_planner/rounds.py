@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from .._activations import Point
 from .._hlo import Rates
 from .._local_steps import LocalSteps
 from .._mesh import SimulatedMesh
@@ -116,6 +117,11 @@ class RoundBounds:
     def host_bytes(self) -> int:
         """Bytes between device and host in a step, both ways."""
         return self.step.host_bytes
+
+    @property
+    def activations(self) -> Point | None:
+        """What a budget of activations gives a node; None: no budget."""
+        return self.step.activations
 
     @property
     def full_gradients(self) -> int:

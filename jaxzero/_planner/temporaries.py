@@ -12,7 +12,8 @@ micro-batches. What `b` is depends on the preset, on whether there are several m
 gradients are summed up, and on what lies in host memory. `u` is known by arithmetic, and what `b`
 is expected to be was set on Llamas of 1.1B and 7B parameters
 (`benchmarks/compiled/plan_regret.py`). So the first program that is compiled tells the activations
-of all plans; each corrects what is expected.
+of all plans; each corrects what is expected. Under a budget of activations, `a s / k` is what the
+budget keeps, and what backward reads of one layer; both are known by arithmetic.
 """
 
 from __future__ import annotations
@@ -60,10 +61,12 @@ _OF_GRADIENTS = {
     "sums in host, quantized": (-0.4, 0.15),
     "program, gradients": (0.0, 0.03),
 }
+# ... and in bytes that a budget gives.
+_OF_BUDGETS = {"kept": (0.97, 0.05), "working": (1.0, 0.5), "program, budget": (0.0, 0.02)}
 
 
-def _features(plan: Candidate) -> tuple[Features, Features]:
-    """What a proxy's temporaries depend on: in units of activations, and of gradients."""
+def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, Features, Features]:
+    """What a proxy's temporaries depend on: in units of activations, of gradients, and of bytes."""
     program, of_one_node = plan.program
     several, in_host = plan.microbatches > 1, plan.has_host_arrays
     waits = 1 - plan.config.schedule.prefetch
@@ -77,6 +80,15 @@ def _features(plan: Candidate) -> tuple[Features, Features]:
         ("stages",): plan.stages > 1,
         ("program", *name): 1.0,
     }
+    budget = {}
+    if bounds.activations is not None:
+        kept, _, working = bounds.activations
+        activations = {}
+        budget = {
+            ("kept",): kept,
+            ("working",): working,
+            ("program, budget", *name): kept + working,
+        }
     gradients = {
         ("held",): 1.0,
         ("held by", plan.preset): 1.0,
@@ -92,12 +104,14 @@ def _features(plan: Candidate) -> tuple[Features, Features]:
         ("sums in host, quantized",): several and in_host and plan.preset.startswith("zeropp"),
         ("program, gradients", *name): 1.0,
     }
-    return activations, gradients
+    return activations, gradients, budget
 
 
 def _of_full(plan: Candidate) -> Features:
     """What a full compile adds to a proxy, in units of activations."""
     program, of_one_node = plan.program
+    if plan.activation_bytes is not None:  # proxies and full compiles hold the same, within 1%
+        return {}
     many = plan.microbatches > 2
     return {
         ("full",): 1.0,
@@ -133,10 +147,10 @@ class Temporaries:
     def __init__(
         self, bounds: Mapping[Candidate, Bounds | RoundBounds], cluster: Cluster, limit: float
     ):
-        parts = [_features(plan) for plan in bounds]
+        parts = [_features(plan, x) for plan, x in bounds.items()]
         full = [_of_full(plan) for plan in bounds]
         self._names = names_of(*zip(*parts, strict=True), full)
-        activations, gradients, compiled = (
+        activations, gradients, self._budgets, compiled = (
             matrix_of(self._names, x) for x in (*zip(*parts, strict=True), full)
         )
         k = np.array([[_parts(plan)] for plan in bounds])
@@ -164,6 +178,7 @@ class Temporaries:
             expected = {
                 **_OF_ACTIVATIONS,
                 **_OF_GRADIENTS,
+                **_OF_BUDGETS,
                 "activations": (self._limit / 10 / scale, self._limit / scale),
             }
             mean, sd = np.array([expected[name[0]] for name in self._names]).T
@@ -175,7 +190,8 @@ class Temporaries:
 
     def _x(self, numbers: int | Sequence[int], is_full: bool) -> np.ndarray:
         """Features of a plan or of several, for temporaries in units of `self._scale` bytes."""
-        x = self._activations[numbers] + self._gradients[numbers] / self._scale
+        in_bytes = self._gradients[numbers] + self._budgets[numbers]
+        x = self._activations[numbers] + in_bytes / self._scale
         return x + self._full[numbers] if is_full else x
 
     def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:

@@ -9,5 +9,6 @@ from .local_report import LocalReport as LocalReport
 from .report import Report as Report
 from .report import make_report as make_report
 from .text_table import TextTable as TextTable
+from .timeline import activation_bytes as activation_bytes
 from .timeline import live_bytes as live_bytes
 from .timeline import spans as spans

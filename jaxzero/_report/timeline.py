@@ -15,8 +15,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from .._activations import goes_to_host, is_view
 from .._plan import BlockPlan, GatherGroup, Plan, PlanStep, region_name
-from .._program import Loop, Value, is_costly
+from .._program import Loop, Operation, Value, fixed_of, is_costly
 
 COPIES = ("fetch", "offload")  # the actions that copy from or to host memory
 
@@ -87,6 +88,44 @@ def live_bytes(plan: Plan) -> np.ndarray:
     for span in found:
         live[int(span.action == "reduce"), span.start : span.stop + 1] += span.num_bytes
     return live
+
+
+def activation_bytes(plan: Plan) -> np.ndarray:
+    """Bytes of activations that forward keeps for backward, at each operation.
+
+    Returns:
+        `[operations]`, of one micro-batch; zeros for a program in stages.
+    """
+    live = np.zeros(_length(plan.top), np.int64)
+    for start, stop, num_bytes in _activations(plan.top):
+        live[start : stop + 1] += num_bytes
+    return live
+
+
+def _activations(plan: BlockPlan) -> Iterator[tuple[int, int, int]]:
+    """Of each value that forward keeps for backward its first place, its last one, and its bytes.
+
+    Values made of weights alone are none. Those that are views of another, or in host memory, take
+    nothing.
+    """
+    if plan.last_forward is None:
+        return
+    block, end = plan.block, plan.last_forward + 1
+    fixed = fixed_of(block, [x for x in block.inputs if x in plan.uses.views])
+    last = {x: i for i, operation in enumerate(block.operations) for x in operation.values}
+    for i, operation in enumerate(block.operations[:end]):
+        for x in operation.outputs if not is_view(operation) else ():
+            if last.get(x, 0) < end or not x.is_array or fixed.of(x) or _is_in_host(operation, x):
+                continue
+            yield _after_loops(plan, i), _after_loops(plan, last[x] + 1) - 1, x.num_bytes
+
+
+def _is_in_host(operation: Operation, made: Value) -> bool:
+    """Whether a stack of a loop is copied to host memory, layer by layer."""
+    if not isinstance(operation, Loop):
+        return False
+    maker = operation.body.makers.get(operation.body.outputs[operation.outputs.index(made)])
+    return maker is not None and goes_to_host(maker)
 
 
 def _span(top: BlockPlan, steps: list[PlanStep]) -> Span:

@@ -39,7 +39,7 @@ class Staged:
     Attributes:
         block: the program of one micro-batch, as it was traced.
         program: likewise, with the arrays that it closes over.
-        residuals: what its backward reads of forward, if that was chosen.
+        chosen: what its forward keeps for backward.
     """
 
     def __init__(
@@ -91,11 +91,10 @@ class Staged:
         rest = self.block if self._frozen is None else self._frozen.rest
         end = len(rest.outputs) - num_combined
         results = [*rest.outputs[:first], *rest.outputs[first + len(differentiated) : end]]
-        chosen = self._chosen(rest, results, activations)
-        self.residuals = chosen.residuals
-        self._cut = cut_at_layers(chosen.block, named, of_stacks)
+        self.chosen = self._choose(rest, results, activations)
+        self._cut = cut_at_layers(self.chosen.block, named, of_stacks)
 
-    def _chosen(
+    def _choose(
         self, block: Block, results: Sequence[Atom], activations: Activations | None
     ) -> Chosen:
         """Choose what the layers of a stage keep, for all micro-batches in flight."""

@@ -108,7 +108,7 @@ def run_on_stage(
         result,
         gradients=[x if is_stack[i] else _scattered(x, leaves[i]) for i, x in gradients],
         others=[x[0] for x in result.others],
-        plan=dataclasses.replace(result.plan, stages=staged.described, residuals=staged.residuals),
+        plan=dataclasses.replace(result.plan, stages=staged.described, activations=staged.chosen),
         program=staged.program,
         block=staged.block,
     )

@@ -18,7 +18,6 @@ from ._job import load_job
 from ._settings import Plan
 
 _GIGA = 1e9
-_REMAT = {"remat full": "full", "no remat": "none"}
 
 
 def plan(settings: Plan, console: Console) -> None:
@@ -38,15 +37,15 @@ def plan(settings: Plan, console: Console) -> None:
     )
     if settings.model is not None:
         batch = (settings.rows * cluster.num_devices, settings.tokens)
-        losses, init_fn = decoder_job(settings.model)
+        loss, init_fn = decoder_job(settings.model)
         rows = jax.ShapeDtypeStruct(batch, jnp.int32)
     else:
         assert settings.function is not None
-        losses, init_fn, rows = load_job(settings.function, f"`--function {settings.function}`")[:3]
+        loss, init_fn, rows = load_job(settings.function, f"`--function {settings.function}`")[:3]
     method = settings.rounds.method
     with console.status("planning") as status:
         plans = tune(
-            losses,
+            loss,
             init_fn,
             rows,
             cluster,
@@ -64,23 +63,16 @@ def plan(settings: Plan, console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def decoder_job(directory: Path) -> tuple[dict[str, Callable], Callable[[], Any]]:
-    """The losses of a decoder, one for each form of rematerialisation, and its parameters.
+def decoder_job(directory: Path) -> tuple[Callable, Callable[[], Any]]:
+    """The loss of a decoder without any `jax.checkpoint`, and its parameters.
 
     Args:
         directory: holds `config.json`.
     """
-    losses, init_fn = {}, None
-    for name, remat in _REMAT.items():
-        config = DecoderConfig.from_json(
-            directory, compute_dtype="bfloat16", scan_layers=True, remat=remat
-        )
-        make = functools.partial(_make, config)
-        graph, _ = nnx.split(nnx.eval_shape(make))
-        losses[name] = functools.partial(_loss, graph)
-        init_fn = functools.partial(_state, make)
-    assert init_fn is not None
-    return losses, init_fn
+    config = DecoderConfig.from_json(directory, compute_dtype="bfloat16", scan_layers=True)
+    make = functools.partial(_make, config)
+    graph, _ = nnx.split(nnx.eval_shape(make))
+    return functools.partial(_loss, graph), functools.partial(_state, make)
 
 
 def _make(config: DecoderConfig) -> Decoder:

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from .._plan import Plan
 from .._processes import new_file
-from .._report import live_bytes, spans
+from .._report import activation_bytes, live_bytes, spans
 from ..jobs import Optimization, describe_devices, plan_step, set_up
 from ._settings import Report
 
@@ -67,7 +67,8 @@ def _check_plot(path: Path) -> None:
 def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
     """Plot memory, and the buckets in flight, over the operations of a step.
 
-    The upper panel shows the MiB of full weights and unreduced gradients on one device. The lower
+    The upper panel shows the MiB of full weights, unreduced gradients and activations that forward
+    keeps for backward, on one device. The lower
     panel has a bar for each bucket: a gather's from the send to the last use of its weights, a
     reduction's from its first gradient to the send. Copies from host memory (green) and to it (red)
     have bars of their own, the first until their weights are sent.
@@ -81,13 +82,14 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
 
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     memory_axes, wire_axes = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.6])
-    live = live_bytes(plan) / 2**20
-    place = np.arange(live.shape[1])
+    weights, gradients = live_bytes(plan)
+    held = [weights, gradients, activation_bytes(plan)]
+    place = np.arange(max(map(len, held)))
     memory_axes.stackplot(
         place,
-        live,
-        labels=["full weights", "gradients not yet reduced"],
-        colors=_COLORS.values(),
+        [np.pad(x, (0, len(place) - len(x))) / 2**20 for x in held],
+        labels=["full weights", "gradients not yet reduced", "activations kept for backward"],
+        colors=[*_COLORS.values(), "tab:gray"],
         alpha=0.7,
         step="post",
     )

@@ -44,8 +44,8 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Choose config, pipeline stages, micro-batches, rematerialisation and offload for a cluster
-    that is not here.
+    """Choose config, pipeline stages, micro-batches, a budget of activations and offload for a
+    cluster that is not here.
 
     Nothing is run. With the extra `aot` programs are compiled for the cluster's GPUs, and their
     memory and time read off; without it plans are ranked by lower bounds alone. Needs the extra

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxzero._activations.costs import bytes_of, seconds_of
+from jaxzero._activations.costs import RATES, bytes_of
 from jaxzero._activations.min_cut import Choice, Cost, Part, cheapest
 from jaxzero._program import Operation, Value
 
@@ -46,7 +46,7 @@ def _seconds(part: Part, price: float, repeated: tuple[Operation, ...]) -> tuple
     read = {*part.wanted, *(x for operation in repeated for x in operation.values)} - again
     makers = {x for operation in part.operations for x in operation.outputs}
     kept = {x for x in read if x in makers or x in part.carried}
-    seconds = part.trips * sum(map(seconds_of, repeated))
+    seconds = sum(map(part.seconds_of, repeated))
     seconds += price * part.trips * sum(bytes_of(x) for x in kept - {*part.stored})
     for x in read & part.inputs.keys():
         seconds += price * part.inputs[x].bytes + part.inputs[x].seconds
@@ -69,6 +69,26 @@ def test_no_other_choice_costs_less(seed, price):
     assert seconds == pytest.approx(least, rel=40 * 100 / 2**30)
     assert {*choice.kept} == kept
     assert not {*choice.repeated} & {*part.never}
+
+
+def test_chains_of_elementwise_operations_are_written_once():
+    """Where a product or a gather reads the last; what reductions read is not written at all."""
+
+    def made(name: str, *inputs: Value) -> Operation:
+        equation: Any = types.SimpleNamespace(params={}, effects=())
+        return Operation(
+            name, inputs, (Value(jax.ShapeDtypeStruct((1000,), np.float32)),), equation
+        )
+
+    start = Value(jax.ShapeDtypeStruct((1000,), np.float32))
+    first = made("exp", start)
+    summed = made("reduce_sum", *first.outputs)
+    second = made("div", *first.outputs, *summed.outputs)
+    last = made("gather", *second.outputs)
+    part = Part([first, summed, second, last], [], [], {}, [], [], trips=2)
+    write = 4000 / RATES.memory
+    seconds = [part.seconds_of(x) for x in part.operations]
+    assert seconds == pytest.approx([0, 2 * write, 2 * write, 4 * write])
 
 
 def test_values_that_are_kept_at_no_price_are_kept():

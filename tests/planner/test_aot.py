@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jaxzero._planner.bounder import Bounder
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.compiles import Compiler
 from jaxzero._planner.job import Job
+from jaxzero._planner.ranking import ranked
+from jaxzero._planner.search import Search
 from jaxzero._planner.tune import tune
 
 pytestmark = pytest.mark.standard_promotion
@@ -148,14 +151,14 @@ def mixer():
     }
 
 
-def classify(params, batch):
+def classify(params, batch, wrapped=jax.checkpoint):
     def block(x, w):
         w = jax.tree.map(lambda a: a.astype(jnp.bfloat16), w)
         x = x + jnp.einsum("btc,c,ts->bsc", x, w["scale"], w["tokens"])
         return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
 
     x = batch["patches"] @ params["patches"].astype(jnp.bfloat16)
-    x, _ = jax.lax.scan(jax.checkpoint(block), x, params["blocks"])
+    x, _ = jax.lax.scan(wrapped(block), x, params["blocks"])
     logits = jnp.mean(x.astype(jnp.float32), axis=1) @ params["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["classes"]).mean()
 
@@ -194,3 +197,30 @@ def test_the_choice_is_the_best_of_all_compiled_plans(tmp_path):
         assert (plans.stages is not None) == has_stages
         restricted = min(seconds[x.name] for x in candidates if x.stages == 1)
         assert (min(seconds.values()) < 0.8 * restricted) == has_stages
+
+
+def test_a_budget_is_chosen_where_it_is_best(tmp_path):
+    """Of all compiled plans that fit in 60% of what the loss keeps by itself, or within 3%."""
+    batch = {
+        "patches": jax.ShapeDtypeStruct((8 * ROWS, TOKENS, 48), jnp.bfloat16),
+        "classes": jax.ShapeDtypeStruct((8 * ROWS,), jnp.int32),
+    }
+    loss = functools.partial(classify, wrapped=lambda block: block)
+    job = Job({"": loss}, mixer, batch, optax.adamw(1e-4), {})
+    search = Search(job, CLUSTER, 1e12, "step_time", None, 0.0, lambda line: None, budgets=True)
+    candidates = enumerate_candidates(CLUSTER, ("",), (1,), False)
+    search._bound([x for x in candidates if x.name == "zero3, prefetch 1"])
+    compiler = Compiler(job, CLUSTER, tmp_path)
+    memory, seconds = {}, {}
+    for x, bounds in search.bounds.items():
+        compiled = compiler.compile(x, is_proxy=False)
+        memory[x] = bounds.with_temporaries(compiled.temporary)
+        seconds[x] = bounds.predicted(compiled.timeline(CLUSTER.rates).seconds, 0.0)[0]
+    whole = next(x for x in memory if x.activation_bytes is None)
+    limit = 0.6 * memory[whole]
+    assert len(memory) > 3 and memory[whole] == max(memory.values())
+    search = dataclasses.replace(search, compiler=compiler, limit=limit, deadline=math.inf)
+    search.run([])
+    best = ranked(search)[0].candidate
+    assert best.activation_bytes is not None
+    assert seconds[best] <= 1.03 * min(seconds[x] for x in seconds if memory[x] <= limit)

@@ -1,15 +1,20 @@
 """The plan as a timeline, and the timeline of a compiled program against sums by hand."""
 
+import dataclasses
 import io
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
 import jaxzero as jz
 from jaxzero._hlo import Rates, Timeline, timeline
-from jaxzero._report.timeline import live_bytes, spans
+from jaxzero._plan import Plan
+from jaxzero._program import Loop
+from jaxzero._report.timeline import activation_bytes, live_bytes, spans
 from tests.plan import test_schedule
 
 
@@ -33,6 +38,36 @@ def test_what_crosses_iterations_lives_for_the_whole_body():
     assert len(late) == 1 and late[0].trips == test_schedule.LAYERS
     backward = next(s for s in found if s.region == late[0].region and s.action == "gather")
     assert (late[0].start, late[0].stop) == (backward.start, backward.stop)
+
+
+def _budgeted(budget: int | None) -> Plan:
+    def loss(params, rows):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), rows, params)
+        return jnp.sum(x)
+
+    activations = None if budget is None else jz.Activations(budget_bytes=budget)
+    config = dataclasses.replace(jz.zero3(), activations=activations)
+    zero = jz.Zero(jz.make_mesh(2, simulate=4), config)
+    params = zero.abstract(lambda: jnp.ones((4, 32, 32)))
+    return zero.plan(loss, params, jax.ShapeDtypeStruct((64, 32), jnp.float32))
+
+
+@pytest.mark.parametrize("budget", [None, 0, 10**9])
+def test_activations_live_from_the_loop_that_makes_them_to_the_one_that_reads_them(budget):
+    """What crosses from forward to backward is what the plan keeps."""
+    plan = _budgeted(budget)
+    activations = activation_bytes(plan)
+    loops = [i for i, x in enumerate(plan.top.block.operations) if isinstance(x, Loop)]
+    assert len(loops) == 2
+    first, last = (
+        i + (k and len(plan.top.loops[loops[0]].body.block.operations)) for k, i in enumerate(loops)
+    )
+    last += len(plan.top.loops[loops[1]].body.block.operations)
+    held = np.flatnonzero(activations)
+    assert (held[0], held[-1]) == (first, last)
+    # Of 4 layers `[rows of a device, 32]`: what each reads, its tanh, and the derivative of that.
+    a_layer = 64 // 4 * 32 * 4
+    assert activations.max() // a_layer == 4 * {None: 3, 0: 1, 10**9: 2}[budget]
 
 
 def test_the_report_prints_and_holds_it():

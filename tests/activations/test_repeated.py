@@ -1,0 +1,93 @@
+"""What backward repeats: its bits, what is left out, and where it is put."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from .test_activations import (
+    LAYERS,
+    MODELS,
+    ROWS,
+    TOKENS,
+    batch,
+    bytes_of,
+    head,
+    init,
+    residuals,
+    zero_of,
+)
+
+
+def _attention(x: jax.Array, w: Any) -> jax.Array:
+    scores = jnp.einsum("btd,bsd->bts", x @ w["mix"], x)
+    return x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), x)
+
+
+def _mlp(x: jax.Array, w: Any) -> jax.Array:
+    h = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w["gain"][None, None]
+    return x + jax.nn.gelu(h @ w["up"]) @ w["down"]
+
+
+@pytest.mark.parametrize(("layer", "most"), [(_mlp, 0.0), (_attention, 2**-24)])
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_are_those_of_the_unchanged_program(name, layer, most):
+    """In float32, of a norm and an MLP; where softmax is computed again, not.
+
+    XLA for CPUs fuses a softmax that is kept with other operations than one that is repeated, and
+    rounds its quotient or its product apart.
+    """
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        x = p["embed"][ids]
+        if name == "scanned":
+            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, p["layers"])
+        else:
+            for i in range(LAYERS):
+                x = layer(x, jax.tree.map(lambda w, i=i: w[i], p["layers"]))
+        return head(p, x, ids)
+
+    params = jax.tree.map(lambda x: x.astype(np.float32), init())
+    steps = []
+    for zero in (zero_of(None), zero_of(0)):
+        step = jax.jit(zero.value_and_grad(loss))(zero.shard(params), batch())
+        steps.append(jax.device_get(step))
+    differ = jax.tree.map(lambda x, y: np.abs(x - y).max(), *steps)
+    assert max(jax.tree.leaves(differ)) <= most
+    assert bytes_of(residuals(zero_of(0), loss, "recompute")) > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_backward_reads_at_once_is_not_repeated(name):
+    """Such as what is made of logits, `[rows of a device, tokens, 32]`."""
+    again = residuals(zero_of(0), MODELS[name], "recompute")
+    assert again and not [x for x in again if x.shape == (ROWS // 4, TOKENS, 32)]
+
+
+def test_masks_are_made_where_they_are_read():
+    """The plan takes them for arrays, and reduces gradients where a layer holds little, as it does
+    with a `jax.checkpoint` of each layer."""
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        scores = jnp.einsum("btd,bsd->bts", x @ w["mix"], x)
+        mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None]
+        scores = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
+        return x + jnp.einsum("bts,bsd->btd", scores, x) @ w["mix"], None
+
+    ids = jax.ShapeDtypeStruct((ROWS, 512), jnp.int32)
+    early = []
+    for budget, body in ((0, layer), (None, jax.checkpoint(layer))):
+
+        def loss(p: Any, ids: jax.Array, body: Any = body) -> jax.Array:
+            x, _ = lax.scan(body, p["embed"][ids], p["layers"])
+            return head(p, x, ids)
+
+        zero = zero_of(budget)
+        plan = zero.plan(loss, zero.abstract(init), ids)
+        early.append([len(x.body.reduce_early) for x in plan.top.loops.values()])
+    assert [x[-1] for x in early] == [1, 1]
