@@ -21,4 +21,4 @@ def h200_mesh(nodes: int, local: int, tokens: int | None = None) -> jax.sharding
     mesh = absent_mesh(jz.Cluster(nodes=nodes, local=local, device="h200"))
     if tokens is None:
         return mesh
-    return jz.make_mesh(nodes, devices=mesh.devices.flat, tokens=tokens)
+    return jz.make_mesh(nodes, devices=list(mesh.devices.flat), tokens=tokens)
