@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ._mesh import num_token_parts, split_over_tokens
+from ._sums import widened
 
 
 def softmax_cross_entropy(
@@ -92,7 +93,7 @@ def softmax_cross_entropy(
     narrow = head.astype(hidden.dtype)
     arrays = (cut(hidden), narrow, cut(labels.astype(jnp.int32)))
     if weights is not None:
-        weights = _checked_weights(weights, labels).astype(_wide(hidden))
+        weights = _checked_weights(weights, labels).astype(widened(hidden.dtype))
         return _weighted_sum(form, *arrays, cut(weights)), jnp.sum(weights)
     losses: Any = _losses(form, *arrays)
     losses = jnp.moveaxis(losses, 0, -1)  # [*rows, tokens of a chunk, chunks]
@@ -222,7 +223,7 @@ def _sum(losses: Array, weights: Array) -> Array:
 def _product(x: Array, matrix: Array, dim: int) -> Array:
     """Product over the last dim of `x` and a dim of a matrix, summed in 32 bits or more."""
     dims = (((x.ndim - 1,), (dim,)), ((), ()))
-    return jax.lax.dot_general(x, matrix, dims, preferred_element_type=_wide(x))
+    return jax.lax.dot_general(x, matrix, dims, preferred_element_type=widened(x.dtype))
 
 
 def _sum_over_tokens(x: Array, y: Array) -> Array:
@@ -238,7 +239,7 @@ def _sum_over_tokens(x: Array, y: Array) -> Array:
     parts = tokens[-2:-1] if num > 1 else ()
     summed = tuple(i for i in tokens if i not in parts)
     dims = ((summed, summed), (parts, parts))
-    made = jax.lax.dot_general(x, y, dims, preferred_element_type=_wide(x))
+    made = jax.lax.dot_general(x, y, dims, preferred_element_type=widened(x.dtype))
     return split_over_tokens(made, 0) if num > 1 else made
 
 
@@ -258,10 +259,6 @@ def _num_parts(hidden: Array) -> int:
     """Over how many devices the tokens of a chunk are split; 1 if not evenly."""
     num = num_token_parts()
     return num if hidden.shape[-2] % num == 0 else 1
-
-
-def _wide(x: Array) -> np.dtype:
-    return np.dtype(np.float32) if x.dtype.itemsize < 4 else x.dtype
 
 
 def _is_label(logits: Array, labels: Array) -> Array:

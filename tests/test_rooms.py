@@ -26,6 +26,7 @@ FLOORS = [
         "jaxzero._warnings",
         "jaxzero._regular_file",
         "jaxzero._raw",
+        "jaxzero._sums",
         "jaxzero._text",
         "jaxzero._xla_of_jax",
         "jaxzero._without_gc",

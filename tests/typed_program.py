@@ -78,7 +78,7 @@ def configs() -> list[jz.ZeroConfig]:
             offload=jz.Offload(optimizer=True),
             activations=jz.Activations(budget_bytes=2**30),
         ),
-        jz.ZeroConfig(ungathered=jz.Ungathered("*.experts.*")),
+        jz.ZeroConfig(ungathered=jz.Ungathered("*.experts.*", dim=0)),
     ]
 
 

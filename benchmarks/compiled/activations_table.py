@@ -61,14 +61,17 @@ def _seconds(row: Row) -> float:
 
 def table(program: tuple, rows: Sequence[Row]) -> str:
     """Markdown: what is kept down; memory, steps and compute across."""
-    head = (_label(program), "temporaries", "step", "compute", "kept", "in host memory")
+    sizes = {"kept": "keep_gib"}
+    if any(row.get("host") for row in rows):
+        sizes["in host memory"] = "host_gib"
+    head = (_label(program), "temporaries", "step", "compute", *sizes)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         compute = row["predicted"][_LINK]["compute_seconds"]
         cells = [_kind(row), f"{row['temporary_gib']:.1f} GiB", f"{_seconds(row):.3f} s"]
         cells += [f"{compute:.3f} s"]
         planned = "policy" not in row
-        cells += [f"{row[x]:.1f} GiB" if planned else "" for x in ("keep_gib", "host_gib")]
+        cells += [f"{row[x]:.1f} GiB" if planned else "" for x in sizes.values()]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

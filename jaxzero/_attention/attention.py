@@ -12,7 +12,7 @@ from .._mesh import num_token_parts, split_over_tokens
 from .blocks import Form, default_scale
 from .split import Method, attend_split, exchanged, method_for
 
-_LONG = 8192  # tokens: the logits of a head take 256 MiB in float32
+_LONG_ROW = 8192  # tokens: the logits of a head take 256 MiB in float32
 
 
 def attention(
@@ -75,20 +75,25 @@ def attention(
     """
     _check(query, key, value, segments, softcap, chunk)
     key_mask = _as_key_mask(mask)
-    needs_all = bias is not None or (mask is not None and key_mask is None)
-    needs_all |= query_seq_lengths is not None or key_value_seq_lengths is not None
-    needs_all |= implementation is not None
+    without_blocks = {
+        "bias": bias,
+        "mask": mask if key_mask is None else None,  # of queries
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "implementation": implementation,
+    }
+    needs_all = [name for name, given in without_blocks.items() if given is not None]
     if needs_all and (chunk is not None or softcap is not None or method == "ring"):
         raise ValueError(
-            '`chunk`, `softcap` and `method="ring"` need blocks, which have no `bias`, no `mask` '
-            "of queries, no lengths and no `implementation`. Leave out one of the two; `segments`, "
-            "`is_causal` and `local_window_size` say most of what masks do."
+            '`chunk`, `softcap` and `method="ring"` need blocks, which have no '
+            f"`{'`, no `'.join(needs_all)}`. Leave out one of the two; `segments`, `is_causal` and "
+            "`local_window_size` say most of what masks do."
         )
-    chosen = _checked_method(method, query, key, value, needs_all)
+    chosen = _checked_method(method, query, key, value, bool(needs_all))
     # JAX computes the softmax in float32, also of 64-bit logits.
-    is_long = max(query.shape[1], key.shape[1]) > _LONG or query.dtype.itemsize > 4
+    needs_blocks = max(query.shape[1], key.shape[1]) > _LONG_ROW or query.dtype.itemsize > 4
     has_marks = segments is not None and key_mask is not None
-    if not needs_all and (chosen or chunk or softcap or has_marks or is_long):
+    if not needs_all and (chosen or chunk or softcap or has_marks or needs_blocks):
         kind = "segments" if segments is not None else None if key_mask is None else "keys"
         scale = default_scale(query.shape[-1]) if scale is None else float(scale)
         form = Form(scale, softcap, *_window(local_window_size, is_causal), kind, chunk or 1024)

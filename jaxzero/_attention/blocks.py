@@ -35,6 +35,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from .._mesh import split_over_tokens
+from .._sums import widened
 
 _NOT_SEEN = -1e30  # below every logit, and finite, so that a difference of two of them is a number
 
@@ -378,11 +379,6 @@ def _to_queries(x: Float[Array, "b p g n t"]) -> Float[Array, "b p t g n"]:
 
 def _to_logits(x: Float[Array, "b p t g n"]) -> Float[Array, "b p g n t 1"]:
     return jnp.moveaxis(x, 2, -1)[..., None]
-
-
-def widened(dtype: Any) -> np.dtype:
-    """The dtype of sums of products: float32 for 16-bit types."""
-    return np.dtype(np.float32) if np.dtype(dtype).itemsize < 4 else np.dtype(dtype)
 
 
 def default_scale(size: int) -> float:

@@ -22,7 +22,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from .._mesh import num_token_parts, split_over_tokens
-from .blocks import Form, Keys, Queries, attend_in_blocks, widened
+from .._sums import widened
+from .blocks import Form, Keys, Queries, attend_in_blocks
 
 Method = Literal["gather", "heads", "ring"]
 
@@ -101,7 +102,7 @@ def attend_split(
         split_dim={None: None, "heads": 3}.get(method, 1),
     )
     cut = functools.partial(_parts, num=num_parts, in_turn=in_turn)
-    cut_keys = functools.partial(_for_all, num=num_parts) if method == "gather" else cut
+    cut_keys = functools.partial(_keys_for_each_part, num=num_parts) if method == "gather" else cut
     arrays = [cut(query_btgnk), cut(query_marks)]
     arrays += [cut_keys(x) for x in (key_bsgk, value_bsgv, key_marks)]
     padded = [form.placed(_padded(x, form.chunk)) for x in arrays]
@@ -152,18 +153,18 @@ def _padded(x: Shaped[Array, "b p t *_"], chunk: int) -> Shaped[Array, "b p t *_
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _for_all(x: Shaped[Array, "b s *_"], num: int) -> Shaped[Array, "b p s *_"]:
+def _keys_for_each_part(x: Shaped[Array, "b s *_"], num: int) -> Shaped[Array, "b p s *_"]:
     """All tokens for each part: an all-gather, and for gradients a reduce-scatter."""
     whole = split_over_tokens(x, None)
     copies = jnp.broadcast_to(whole[:, None], (x.shape[0], num, *x.shape[1:]))
     return split_over_tokens(copies, 1)
 
 
-def _for_all_forward(x: Array, num: int) -> tuple[Array, None]:
-    return _for_all(x, num), None
+def _keys_for_each_part_forward(x: Array, num: int) -> tuple[Array, None]:
+    return _keys_for_each_part(x, num), None
 
 
-def _for_all_backward(num: int, _: None, gradient: Array) -> tuple[Any]:
+def _keys_for_each_part_backward(num: int, _: None, gradient: Array) -> tuple[Any]:
     del num
     if gradient.dtype == jax.dtypes.float0:
         return (np.zeros((gradient.shape[0], *gradient.shape[2:]), gradient.dtype),)
@@ -171,4 +172,4 @@ def _for_all_backward(num: int, _: None, gradient: Array) -> tuple[Any]:
     return (split_over_tokens(jnp.sum(wide, axis=1), 1).astype(gradient.dtype),)
 
 
-_for_all.defvjp(_for_all_forward, _for_all_backward)
+_keys_for_each_part.defvjp(_keys_for_each_part_forward, _keys_for_each_part_backward)

@@ -65,6 +65,7 @@ from .per_device import to_host as to_host
 from .per_device import without_refs as without_refs
 from .token_exchange import ROWS_APART as ROWS_APART
 from .token_exchange import exchange_tokens as exchange_tokens
+from .tokens import MIN_FEATURES as MIN_FEATURES
 from .tokens import TOKENS as TOKENS
 from .tokens import num_token_parts as num_token_parts
 from .tokens import on_token_parts as on_token_parts

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from .._sums import widened
 from .mesh import LOCAL
 from .mesh_kinds import is_simulating, varying
 
@@ -125,13 +126,14 @@ def _check(
             f"{weights.shape} and {experts.shape}."
         )
     if not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise ValueError(f"`experts` must be integers; got {experts.dtype}.")
+        raise ValueError(f"`experts` must be integers; got {experts.dtype}. Take `jax.lax.top_k`.")
     if not 1 <= num_local <= num_experts:
         raise ValueError(
-            f"`num_local` must be from 1 to `num_experts`, {num_experts}; got {num_local}."
+            f"`num_local` must be from 1 to `num_experts`, {num_experts}; got {num_local}. "
+            "Give the size of the leaf's dim of experts, as the function sees it."
         )
     if factor is not None and not factor > 0:
-        raise ValueError(f"`capacity_factor` must be positive or None; got {factor!r}.")
+        raise ValueError(f"`capacity_factor` must be above 0, or None; got {factor!r}.")
 
 
 def _check_devices(num_experts: int, num_local: int) -> None:
@@ -229,11 +231,6 @@ def _with_capacity(
     return _sum_of_copies(made_pd, k), dropped
 
 
-def _wide(dtype: Any) -> jnp.dtype:
-    """The dtype of sums: at least float32."""
-    return max(jnp.dtype(jnp.float32), jnp.dtype(dtype), key=lambda x: x.itemsize)
-
-
 def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
     """Send the i-th part of the rows to device i."""
     return lax.all_to_all(varying(x, LOCAL), LOCAL, 0, 0, tiled=True)
@@ -311,7 +308,7 @@ def _sum_of_copies(x: Shaped[Array, "m d"], k: int) -> Shaped[Array, "n d"]:
     if k == 1:
         return x
     copies = x.reshape(len(x) // k, k, x.shape[1])
-    return copies.sum(axis=1, dtype=_wide(x.dtype)).astype(x.dtype)
+    return copies.sum(axis=1, dtype=widened(x.dtype)).astype(x.dtype)
 
 
 # Each is the derivative of the other. Sums of 16 bits are rounded once, on the device that reads
@@ -337,7 +334,7 @@ def _all_rows(x: Array) -> Array:
 def _sum_over_devices(x: Array) -> Array:
     num = lax.axis_size(LOCAL)
     parts = _exchanged(x).reshape(num, len(x) // num, *x.shape[1:])
-    return parts.sum(axis=0, dtype=_wide(x.dtype)).astype(x.dtype)
+    return parts.sum(axis=0, dtype=widened(x.dtype)).astype(x.dtype)
 
 
 _gathered.defvjp(lambda x: (_gathered(x), None), lambda _, grad: (_sum_over_devices(grad),))

@@ -16,7 +16,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Shaped
 
 TOKENS = "tokens"
-_LONG = 256  # a dim of at least this size is taken for features: large models have fewer layers
+MIN_FEATURES = (
+    256  # a dim of at least this size is taken for features: large models have fewer layers
+)
 
 
 def split_tokens(x: Shaped[Array, ...], dim: int = 1) -> Shaped[Array, ...]:
@@ -81,7 +83,7 @@ def weight_dim_of_tokens(shape: tuple[int, ...], other: int, num: int) -> int | 
     split. None: the weight is whole along `tokens`, since none of them is long and divides.
     """
     last = range(max(len(shape) - 2, 0), len(shape))
-    dims = [i for i in last if i != other and shape[i] >= _LONG and shape[i] % num == 0]
+    dims = [i for i in last if i != other and shape[i] >= MIN_FEATURES and shape[i] % num == 0]
     return dims[-1] if dims and num > 1 else None
 
 

@@ -69,10 +69,10 @@ class Candidate:
     @property
     def family(self) -> tuple[str, str, LocalSteps | None, int | None]:
         """What it shares with the plans that only save memory, compared with it."""
-        return self.preset, self.loss, self.local_steps, self.activation_bytes
+        return self.preset, self.loss, self.local_steps, self.activation_budget
 
     @property
-    def activation_bytes(self) -> int | None:
+    def activation_budget(self) -> int | None:
         """The budget of activations; None: what the loss keeps."""
         return self.config.activations.budget_bytes if self.config.activations else None
 
@@ -112,7 +112,7 @@ class Candidate:
             words.append(f"{self.microbatches} micro-batches")
         if self.offload:
             words.append(f"{self.offload} in host memory")
-        if (budget := self.activation_bytes) is not None:
+        if (budget := self.activation_budget) is not None:
             words.append(f"{budget / 1e9:.3g} GB of activations" if budget else "least activations")
         if self.local_steps is not None:
             words += _words(self.local_steps)

@@ -49,7 +49,7 @@ class Search:
         compiler: compiles candidates; None: there is none for these devices.
         deadline: when to start no further compile, as `time.monotonic`.
         progress: called with a line for each thing that begins.
-        budgets: whether to try each candidate with budgets of activations too.
+        tries_budgets: whether to try each candidate with budgets of activations too.
     """
 
     job: Job
@@ -59,7 +59,7 @@ class Search:
     compiler: Compiles | None
     deadline: float
     progress: Callable[[str], None]
-    budgets: bool = False
+    tries_budgets: bool = False
     rows: dict[Candidate, PlanRow] = dataclasses.field(default_factory=dict)
     bounds: dict[Candidate, Bounds | RoundBounds] = dataclasses.field(default_factory=dict)
     temporaries: dict[Candidate, int] = dataclasses.field(default_factory=dict)  # of its program
@@ -103,7 +103,7 @@ class Search:
                 untraced.append((candidate.name, error))
                 continue
             self.add(candidate, bounds)
-            for each in bounder.with_budgets(candidate, bounds) if self.budgets else ():
+            for each in bounder.with_budgets(candidate, bounds) if self.tries_budgets else ():
                 self.add(*each)
         if untraced and not self.rows:
             raise untraced[0][1]

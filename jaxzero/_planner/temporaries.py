@@ -110,7 +110,7 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
 def _of_full(plan: Candidate) -> Features:
     """What a full compile adds to a proxy, in units of activations."""
     program, of_one_node = plan.program
-    if plan.activation_bytes is not None:  # proxies and full compiles hold the same, within 1%
+    if plan.activation_budget is not None:  # proxies and full compiles hold the same, within 1%
         return {}
     many = plan.microbatches > 2
     return {

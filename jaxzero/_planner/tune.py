@@ -39,7 +39,7 @@ def tune(
     microbatches: Sequence[int] = (1, 2, 4, 8),
     local_steps: LocalSteps | Sequence[LocalSteps] = (),
     layers: Layers | None = "layers",
-    activations: bool = True,
+    activation_budgets: bool = True,
     budget: float = 180.0,
     cache: Path | str | None = "default",
     progress: Callable[[str], None] | None = None,
@@ -80,9 +80,10 @@ def tune(
         layers: the path of the stacks of layers in the parameters, as for `jz.pipeline`, which
             plans with pipeline stages divide between nodes. Losses that stages refuse are left out
             of these plans, with a note that says why. None: no stages.
-        activations: whether to try budgets of `jz.Activations` too, for each form of the loss:
-            from the least that can be kept to the most that is sooner read than computed again. A
-            `jax.checkpoint` in the loss is respected, so a loss without one leaves them the choice.
+        activation_budgets: whether to try budgets of `jz.Activations` too, for each form of the
+            loss: from the least that can be kept to the most that is sooner read than computed
+            again. A `jax.checkpoint` in the loss is respected, so a loss without one leaves them
+            the choice.
         budget: seconds after which no further compile is started.
         cache: a folder for compiled programs; by default `~/.cache/jaxzero/plans`; None: keep none.
         progress: called with a line of text when something begins.
@@ -118,7 +119,7 @@ def tune(
     compiler = None if missing else Compiler(job, cluster, folder or None)
     deadline = time.monotonic() + budget
     say = progress or (lambda line: None)
-    budgets = activations and not missing  # bounds do not count what they save
+    budgets = activation_budgets and not missing  # bounds do not count what they save
     search = Search(job, cluster, limit, objective, compiler, deadline, say, budgets)
     if missing:
         search.notes.append(f"ranked by lower bounds alone: {missing}")

@@ -29,6 +29,7 @@ from .._codecs import Codec
 from .._mesh import (
     AXES,
     LOCAL,
+    MIN_FEATURES,
     STAGE,
     TOKENS,
     AnyMesh,
@@ -36,8 +37,6 @@ from .._mesh import (
     weight_dim_of_tokens,
 )
 from .config import ZeroConfig
-
-_LONG = 256  # a dim of at least this size is taken for features: large models have fewer layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,7 @@ def layouts_by_preference(
 
     def rank(dim: int) -> tuple[bool, bool, bool, int, int]:
         uneven = shape[dim] % (num_shards * busy[dim]) != 0
-        is_long = not uneven and shape[dim] >= _LONG and dim >= len(shape) - 2
+        is_long = not uneven and shape[dim] >= MIN_FEATURES and dim >= len(shape) - 2
         return (busy[dim] > 1, uneven, not is_long, 0 if is_long else -shape[dim], dim)
 
     def layout(dim: int) -> DimSharding:

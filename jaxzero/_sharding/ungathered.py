@@ -34,11 +34,12 @@ class Ungathered:
             ...]`.
 
     Raises:
-        ValueError: one is of another type or out of range.
+        ValueError: `leaves` has no pattern, or `dim` is no integer of at least 0.
     """
 
     leaves: str | tuple[str, ...]
-    dim: int = 0
+    _: dataclasses.KW_ONLY
+    dim: int
 
     def __post_init__(self):
         patterns = self.patterns
@@ -92,7 +93,8 @@ class Ungathered:
                 known = ", ".join(leaf.path for leaf in leaves[:8])
                 raise ValueError(
                     f"`leaves` of `Ungathered` has the pattern {pattern!r}, which matches no leaf "
-                    f"of this tree; its leaves are {known}{', ...' if len(leaves) > 8 else ''}."
+                    f"of this tree; its leaves are {known}{', ...' if len(leaves) > 8 else ''}. "
+                    "Correct the pattern; if it is for another tree, shard that one first."
                 )
             matched |= {pattern} if found else set()
             for leaf in found:
@@ -110,12 +112,19 @@ def check_ungathered(config: Any) -> None:
         raise ValueError(
             f"`ungathered` must be a `jz.Ungathered(...)` or None; got {config.ungathered!r}."
         )
-    for refused, why in (
-        (config.stage < 3, f"parameters are split (`stage=3`); got `stage={config.stage}`"),
-        (config.stages is not None, "all devices run all layers, so `stages` is not possible"),
-        (config.needs_wire_state, "hops cannot keep arrays from step to step"),
-        (config.schedule.deterministic, "sums over devices have no order that all meshes share"),
-        (config.offload is not None, "nothing is in host memory, so `offload` is not possible"),
+    if config.stage < 3:
+        raise ValueError(
+            f"`ungathered` needs parameters that are split; got `stage={config.stage}`. Take "
+            "`stage=3`."
+        )
+    for refused, what in (
+        (config.stages is not None, "`stages`, which divide the layers between nodes"),
+        (config.needs_wire_state, "hops that keep arrays from step to step (`needs_wire_state`)"),
+        (config.schedule.deterministic, "`deterministic`, an order of sums that all meshes share"),
+        (config.offload is not None, "`offload`, arrays in host memory"),
     ):
         if refused:
-            raise ValueError(f"With `ungathered`, {why}. Leave out one of the two.")
+            raise ValueError(
+                f"`ungathered` cannot be had with {what} (got {config.ungathered!r}). Leave out "
+                "one of the two."
+            )

@@ -54,6 +54,7 @@ def plan(settings: Plan, console: Console) -> None:
             quantized=not settings.unquantized,
             local_steps=method or (),
             layers=settings.layers or None,
+            activation_budgets=settings.activation_budgets,
             budget=settings.budget,
             progress=status.update,
         )

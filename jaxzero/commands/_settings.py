@@ -93,6 +93,9 @@ class Plan:
     """Path of the stack of layers in the parameters, which one `jax.lax.scan` runs through:
     pipeline stages divide it between nodes. Empty: no stages."""
 
+    activation_budgets: bool = True
+    """Try budgets of activations, too."""
+
     rounds: Local = Local()
     """Compare local steps too, which are another training algorithm: losses differ."""
 

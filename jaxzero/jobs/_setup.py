@@ -239,7 +239,7 @@ def _search(
             tx=optimizer,
             quantized=quantized,
             microbatches=(1,),
-            activations=False,
+            activation_budgets=False,
             budget=_SEARCH_SECONDS,
             progress=status.update,
             has_aux=True,

@@ -39,7 +39,7 @@ from ._rope import LongScaling as LongScaling
 from ._rope import Rope as Rope
 from ._rope import YarnScaling as YarnScaling
 from ._router_losses import RouterBalance as RouterBalance
-from ._router_losses import corrected_choices as corrected_choices
+from ._router_losses import next_correction as next_correction
 from ._router_losses import router_balance as router_balance
 from ._sampling import Sampling as Sampling
 from ._tensor_parallel import tensor_parallel_specs as tensor_parallel_specs

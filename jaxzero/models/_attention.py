@@ -25,9 +25,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from .._attention import Form, attend_split, default_scale, exchanged, method_for
+from .._sums import widened
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
-from ._parts import ScaledLayerNorm, dropout, make_norm, widened
+from ._parts import ScaledLayerNorm, dropout, make_norm
 from ._rope import Turns, rotate
 
 Window = int | Int[Array, ""] | None

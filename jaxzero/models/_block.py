@@ -61,16 +61,16 @@ class Block(nnx.Module):
             seen, mask, window=window, turns=turns, dropout_key=probabilities_key, slots=slots
         )
         if self.config.residual != "sequential":
-            wide = self._wide(seen if self.mlp_norm is None else self.mlp_norm(x_btd), routers)
+            wide = self._apply_mlp(seen if self.mlp_norm is None else self.mlp_norm(x_btd), routers)
             added = dropout(mixed, rate, attention_key) + dropout(wide, rate, mlp_key)
             return x_btd + scaled(added, scale)
         added = _normalized(self.attention_post_norm, dropout(mixed, rate, attention_key))
         x_btd = x_btd + scaled(added, scale)
-        added = self._wide(_normalized(self.mlp_norm, x_btd), routers)
+        added = self._apply_mlp(_normalized(self.mlp_norm, x_btd), routers)
         added = _normalized(self.mlp_post_norm, dropout(added, rate, mlp_key))
         return x_btd + scaled(added, scale)
 
-    def _wide(self, x_btd: Float[Array, "b t d"], routers: Routers | None) -> Array:
+    def _apply_mlp(self, x_btd: Float[Array, "b t d"], routers: Routers | None) -> Array:
         if isinstance(self.mlp, Experts):
             return self.mlp(x_btd, routers)
         return self.mlp(x_btd)

@@ -8,11 +8,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Key
 
 from .._checked_json import JsonKeys
+from .._sums import widened
 from ._attention import Window, attend
 from ._experts import ACTIVATIONS
 from ._layers import Remat
 from ._part_configs import check_choices, check_dropout, check_positive
-from ._parts import dropout, make_layer_norm, split_key, widened
+from ._parts import dropout, make_layer_norm, split_key
 from ._rope import Turns, rotate
 
 _SMALLEST_NORM = 1e-12

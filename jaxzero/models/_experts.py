@@ -35,11 +35,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from .._mesh import exchange_tokens
+from .._sums import widened
 from ._attention import make_linear
 from ._decoder_config import DecoderConfig
 from ._grouped import apply_by_group
 from ._part_configs import ClampedGate, ExpertsConfig, GroupRouting
-from ._parts import widened
 from ._router_losses import RouterBalance, router_balance
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

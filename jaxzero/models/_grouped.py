@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ._parts import widened
+from .._sums import widened
 
 _MOST_ROWS = 2048  # of a block: more would only compute more rows that are masked
 _FEWEST_ROWS = 16
@@ -37,12 +37,13 @@ def apply_by_group(
     function: Function,
     params: Any,
     rows: Shaped[Array, "m d"],
-    sizes: Int[Array, " g"],
-    weights: Float[Array, " m"],
+    group_sizes: Int[Array, " g"],
+    row_weights: Float[Array, " m"],
 ) -> Shaped[Array, "m o"]:
     """Apply `function(params of an expert, its rows)` to each group, and multiply by weights.
 
-    The `compute` of `jz.exchange_tokens`, in place of `jax.lax.ragged_dot`.
+    A `compute` for `jz.exchange_tokens`; unlike `jax.lax.ragged_dot` on GPUs and CPUs it does no
+    arithmetic for experts that a row did not choose.
 
     Args:
         function: of the parameters of one expert and rows `[r, d]`, each of which it computes by
@@ -50,19 +51,19 @@ def apply_by_group(
             over traced arrays.
         params: a tree of arrays `[g, ...]`.
         rows: `[m, d]`, sorted by group.
-        sizes: `[g]`, the number of rows of each group, int32.
-        weights: `[m]`, of the results of rows; products are rounded to the dtype that `function`
-            returns.
+        group_sizes: `[g]`, the number of rows of each group, int32.
+        row_weights: `[m]`, of the results of rows; products are rounded to the dtype that
+            `function` returns.
 
     Returns:
         `[m, o]`; rows after the last group are 0.
     """
-    blocks = _Blocks.of(len(rows), sizes)
+    blocks = _Blocks.of(len(rows), group_sizes)
     out = jax.eval_shape(function, _expert(params, 0), rows[: blocks.rows])
 
     def add(y: Array, number: Array) -> Array:
         expert, start, is_own = blocks.block(number)
-        x, w = (_cut(x, start, blocks.rows) for x in (rows, weights))
+        x, w = (_cut(x, start, blocks.rows) for x in (rows, row_weights))
         return _written(y, _weighted(function, _expert(params, expert), x, w), start, is_own)
 
     return blocks.run(add, jnp.zeros((len(rows), *out.shape[1:]), out.dtype))

@@ -17,11 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from ._decoder_config import DecoderConfig
 
 
-def widened(dtype: jnp.dtype) -> jnp.dtype:
-    """Float32 for 16-bit floats, else `dtype`."""
-    return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
-
-
 def dropout(
     x: Float[Array, "*dims"], rate: float, key: Key[Array, ""] | None
 ) -> Float[Array, "*dims"]:

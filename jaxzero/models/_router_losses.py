@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._mesh import AXES, program_axes
-from ._parts import widened
+from .._sums import widened
 
 
 class RouterBalance(NamedTuple):
@@ -41,9 +41,9 @@ class RouterBalance(NamedTuple):
 
 
 def router_balance(
-    logits_ne: Float[Array, "n e"],
-    chosen_nk: Int[Array, "n k"],
-    mask_n: Bool[Array, " n"] | None = None,
+    logits: Float[Array, "n e"],
+    chosen: Int[Array, "n k"],
+    mask: Bool[Array, " n"] | None = None,
     *,
     sigmoids: bool = False,
 ) -> RouterBalance:
@@ -52,22 +52,22 @@ def router_balance(
     Add them to the loss, times coefficients such as 0.01 and 0.001.
 
     Args:
-        logits_ne: of the router, for this device's tokens.
-        chosen_nk: the experts that each token chose.
-        mask_n: False for padding, which does not count; None if there is none.
+        logits: `[n, e]`, of the router, for this device's tokens.
+        chosen: `[n, k]`, the experts that each token chose.
+        mask: `[n]`, False for padding, which does not count; None if there is none.
         sigmoids: whether shares are the sigmoids of logits, scaled to a sum of 1; by default they
             are the softmax.
     """
-    num_experts = logits_ne.shape[1]
-    logits_ne = logits_ne.astype(widened(logits_ne.dtype))
+    num_experts = logits.shape[1]
+    logits_ne = logits.astype(widened(logits.dtype))
     scores_ne = jax.nn.log_sigmoid(logits_ne) if sigmoids else logits_ne
     shares_ne = jax.nn.softmax(scores_ne, axis=-1)
-    chosen_ne = jax.nn.one_hot(chosen_nk, num_experts, dtype=logits_ne.dtype).sum(axis=1)
+    chosen_ne = jax.nn.one_hot(chosen, num_experts, dtype=logits_ne.dtype).sum(axis=1)
     squares_n1 = jax.nn.logsumexp(logits_ne, axis=-1, keepdims=True) ** 2
     ones_n1 = jnp.ones_like(squares_n1)
     columns = jnp.concatenate([chosen_ne, shares_ne, squares_n1, ones_n1], axis=1)
-    if mask_n is not None:
-        columns = jnp.where(mask_n[:, None], columns, 0)
+    if mask is not None:
+        columns = jnp.where(mask[:, None], columns, 0)
     sums = columns.sum(axis=0)
     with contextlib.suppress(NameError):  # outside of a step, which has no axes
         sums = jax.lax.psum(sums, program_axes(AXES))
@@ -77,7 +77,7 @@ def router_balance(
     return RouterBalance(loss, means[-1], loads_e)
 
 
-def corrected_choices(
+def next_correction(
     correction: Float[Array, "*layers e"], loads: Float[Array, "*layers e"], rate: float = 0.001
 ) -> Float[Array, "*layers e"]:
     """The next correction of a router: up for experts that are chosen less than others.

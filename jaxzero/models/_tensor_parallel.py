@@ -45,8 +45,9 @@ def tensor_parallel_specs(
         size: number of devices along `axis`.
         axis: the mesh axis that splits the model.
         experts: "width" splits each expert like a perceptron: every device computes a part of each.
-            "expert" gives each device some of the experts; with `expert_loop="scan"` they are then
-            sent to all devices, one at a time.
+            "expert" gives each device some of the experts, which are then sent to all devices: with
+            `expert_loop="scan"` one at a time, with "ragged" those of a layer together. Where
+            tokens are to be sent instead, take `jz.Ungathered`.
 
     Returns:
         A tree like `params` of `PartitionSpec`s.

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxzero as jz
-from jaxzero.models import Decoder, corrected_choices, router_balance
+from jaxzero.models import Decoder, next_correction, router_balance
 from tests.models.drawn import drawn
 
 from .test_models import IDS, config_of
@@ -66,7 +66,7 @@ def test_losses_are_those_of_one_device(sigmoids: bool):
 
 def test_corrections():
     loads = jnp.asarray([[0.5, 0.5, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
-    found = corrected_choices(jnp.ones((2, 4)), loads, 0.25)
+    found = next_correction(jnp.ones((2, 4)), loads, 0.25)
     np.testing.assert_array_equal(found, [[1, 1, 0.75, 1.25], [1, 1, 1, 1]])
 
 

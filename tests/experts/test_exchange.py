@@ -52,7 +52,7 @@ def _wanted(params, batch, kept=None):
 
 
 def _zero(nodes: int = 2) -> jz.Zero:
-    config = jz.ZeroConfig(ungathered=jz.Ungathered("scales"))
+    config = jz.ZeroConfig(ungathered=jz.Ungathered("scales", dim=0))
     return jz.Zero(jz.make_mesh(nodes), config)
 
 

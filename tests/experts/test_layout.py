@@ -175,14 +175,14 @@ def test_refused():
     with pytest.raises(ValueError, match="from step to step"):
         dataclasses.replace(jz.zeropp4(), ungathered=mixtures.UNGATHERED)
     with pytest.raises(ValueError, match="pattern"):
-        jz.Ungathered(())
+        jz.Ungathered((), dim=0)
     with pytest.raises(ValueError, match="`dim`"):
         jz.Ungathered("x", dim=-1)
     with pytest.raises(ValueError, match=r"jz.Ungathered\(...\)"):
         jz.ZeroConfig(ungathered="experts.*")  # pyright: ignore[reportArgumentType]
 
-    def zero(*args):
-        return jz.Zero(jz.make_mesh(2), jz.ZeroConfig(ungathered=jz.Ungathered(*args)))
+    def zero(leaves, dim):
+        return jz.Zero(jz.make_mesh(2), jz.ZeroConfig(ungathered=jz.Ungathered(leaves, dim=dim)))
 
     params = mixtures.init(None)
     with pytest.raises(ValueError, match="matches no leaf"):

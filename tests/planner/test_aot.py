@@ -207,7 +207,9 @@ def test_a_budget_is_chosen_where_it_is_best(tmp_path):
     }
     loss = functools.partial(classify, wrapped=lambda block: block)
     job = Job({"": loss}, mixer, batch, optax.adamw(1e-4), {})
-    search = Search(job, CLUSTER, 1e12, "step_time", None, 0.0, lambda line: None, budgets=True)
+    search = Search(
+        job, CLUSTER, 1e12, "step_time", None, 0.0, lambda line: None, tries_budgets=True
+    )
     candidates = enumerate_candidates(CLUSTER, ("",), (1,), False)
     search._bound([x for x in candidates if x.name == "zero3, prefetch 1"])
     compiler = Compiler(job, CLUSTER, tmp_path)
@@ -216,11 +218,11 @@ def test_a_budget_is_chosen_where_it_is_best(tmp_path):
         compiled = compiler.compile(x, is_proxy=False)
         memory[x] = bounds.with_temporaries(compiled.temporary)
         seconds[x] = bounds.predicted(compiled.timeline(CLUSTER.rates).seconds, 0.0)[0]
-    whole = next(x for x in memory if x.activation_bytes is None)
+    whole = next(x for x in memory if x.activation_budget is None)
     limit = 0.6 * memory[whole]
     assert len(memory) > 3 and memory[whole] == max(memory.values())
     search = dataclasses.replace(search, compiler=compiler, limit=limit, deadline=math.inf)
     search.run([])
     best = ranked(search)[0].candidate
-    assert best.activation_bytes is not None
+    assert best.activation_budget is not None
     assert seconds[best] <= 1.03 * min(seconds[x] for x in seconds if memory[x] <= limit)

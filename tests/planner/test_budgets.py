@@ -46,7 +46,7 @@ def bounded(cluster=CLUSTER, microbatches=(1, 2), **options):
     """A search that has bounds of plans with budgets, and no compiler."""
     job = Job({"": loss}, init, BATCH, optax.sgd(1e-3), {})
     search = Search(
-        job, cluster, 10 * GB, "step_time", None, math.inf, lambda line: None, budgets=True
+        job, cluster, 10 * GB, "step_time", None, math.inf, lambda line: None, tries_budgets=True
     )
     search._bound([*enumerate_candidates(cluster, ("",), microbatches, False, **options)])
     return search
@@ -62,8 +62,8 @@ def budgets_of(search, name):
     found = {}
     for x, bounds in search.bounds.items():
         plain = dataclasses.replace(x.config, activations=None)
-        if x.activation_bytes is not None and dataclasses.replace(x, config=plain).name == name:
-            found[x.activation_bytes] = bounds
+        if x.activation_budget is not None and dataclasses.replace(x, config=plain).name == name:
+            found[x.activation_budget] = bounds
     return found
 
 
@@ -226,13 +226,13 @@ def test_the_fastest_budget_that_fits_is_chosen(limit):
         if bounds.with_temporaries(int(size)) <= limit * GB:
             seconds[x] = bounds.predicted(step, 0.0)[0]
     assert seconds[best.candidate] <= 1.02 * min(seconds.values())
-    assert best.candidate.activation_bytes is not None
+    assert best.candidate.activation_budget is not None
 
 
 def test_without_a_compiler_there_are_no_budgets():
     options = {"quantized": False, "microbatches": (1,), "cache": None, "layers": None}
     found = tune(loss, init, BATCH, absent(1e9), **options)
-    assert {x.candidate.activation_bytes for x in found.rows} == {None}
+    assert {x.candidate.activation_budget for x in found.rows} == {None}
 
 
 def test_what_the_bounder_holds_is_let_go():

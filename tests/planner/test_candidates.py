@@ -27,7 +27,7 @@ def test_a_plan_with_budgets():
     plans = {x.name: x for x in enumerate_candidates(CLUSTER, ("",), (2,), False)}
     plan = plans["zero3, prefetch 1, 2 micro-batches"]
     found = dict(with_budgets(plan, points))
-    assert [x.activation_bytes for x in found] == [0, 3 * 10**8, 2 * 10**9]
+    assert [x.activation_budget for x in found] == [0, 3 * 10**8, 2 * 10**9]
     assert [*found.values()] == points
     assert [x.name.removeprefix(plan.name) for x in found] == [
         ", least activations",
@@ -38,4 +38,4 @@ def test_a_plan_with_budgets():
         assert eval(each.code, {"jz": jz, "dataclasses": dataclasses}) == each.config
         assert len({each.family, plan.family}) == 2
     waits = plans["zero3, prefetch 0, 2 micro-batches"]
-    assert [x.activation_bytes for x, _ in with_budgets(waits, points)] == [0]
+    assert [x.activation_budget for x, _ in with_budgets(waits, points)] == [0]
