@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from .._sums import widened
 from ._decoder_config import DecoderConfig
 
 
