@@ -113,7 +113,9 @@ def devices(tokens):
     return jz.make_mesh(nodes=1, tokens=tokens, devices=jax.devices()[:tokens])
 
 
-@pytest.mark.parametrize("chunk", [None, 4, 7, 100])
+@pytest.mark.parametrize(
+    "chunk", [7, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (None, 4, 100))]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_on_one_device(case, chunk):
     check(case, None, chunk)

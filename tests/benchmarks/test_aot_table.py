@@ -101,12 +101,12 @@ def test_programs_with_a_current_row_are_left_out(monkeypatch):
         }
     ]
     monkeypatch.setattr(aot, "read_rows", lambda _: rows)
-    assert not aot._has_row(program)  # by which code is not known
+    assert not aot._has_row(program, "aot")  # by which code is not known
     monkeypatch.setattr(aot, "is_current", lambda *_: True)
-    assert aot._has_row(program)
-    assert not aot._has_row(program | {"option_set": "xla"})
+    assert aot._has_row(program, "aot")
+    assert not aot._has_row(program | {"option_set": "xla"}, "aot")
     rows[0]["versions"] = {"jax": "0.1"}
-    assert not aot._has_row(program)
+    assert not aot._has_row(program, "aot")
 
 
 def test_options_that_are_no_set_are_refused():

@@ -71,7 +71,9 @@ def test_corrections():
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mixtral", marks=pytest.mark.exhaustive), "deepseek"]
+)
 def test_decoders(name: str, tmp_path):
     """In each layer, with padding, in a step and on one device; 0 in a dense layer."""
     config = config_of(name, tmp_path)

@@ -51,8 +51,14 @@ def _equal(found, wanted, atol: float) -> None:
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=size)
 
 
-@pytest.mark.parametrize("form", ["scan", "unrolled", "remat"])
-@pytest.mark.parametrize("nodes", [2, 4, 1, 8])
+@pytest.mark.parametrize(
+    ("nodes", "form"),
+    [
+        pytest.param(nodes, form, marks=[] if (i + j) % 3 == 0 else pytest.mark.exhaustive)
+        for i, nodes in enumerate((2, 4, 1, 8))
+        for j, form in enumerate(("scan", "unrolled", "remat"))
+    ],
+)
 def test_gradients(nodes: int, form: str):
     """Of one device, with 4, 2, 8 and 1 devices in a node."""
     _check(_zero(nodes), of_loss={"form": form})
@@ -76,8 +82,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_configs(config: str):
-    _check(_zero(2, CONFIGS[config]))
-    _check(_zero(2, CONFIGS[config]), microbatches=2)
+    _check(_zero(2, CONFIGS[config]), microbatches=2 if config in ("hpz", "zeropp") else 1)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, None])

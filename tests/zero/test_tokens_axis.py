@@ -138,7 +138,7 @@ def test_each_device_holds_its_part_of_matrices(tokens):
     [
         (2, AxisType.Auto, jz.zero3()),
         (4, AxisType.Auto, jz.zero3()),
-        (2, AxisType.Explicit, jz.zero3()),
+        pytest.param(2, AxisType.Explicit, jz.zero3(), marks=pytest.mark.exhaustive),
         (4, AxisType.Explicit, jz.ZeroConfig(stage=2)),
         (2, AxisType.Auto, jz.hsdp()),
         pytest.param(4, AxisType.Auto, jz.ddp(), marks=pytest.mark.exhaustive),
