@@ -70,7 +70,8 @@ class Chosen:
     @property
     def seconds(self) -> float:
         """How long it takes to repeat operations, by the cost model."""
-        return sum(part.seconds_of(x) for part, choice in self.choices for x in choice.repeated)
+        seconds = (part.seconds_of(x) for part, choice in self.choices for x in choice.repeated)
+        return sum(seconds, 0.0)
 
     @property
     def residuals(self) -> tuple[Residual, ...]:

@@ -28,7 +28,7 @@ def attention(
     key_value_seq_lengths: Int[Array, " b"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
-    segments: Int[Array, "b t"] | None = None,
+    segments: Int[Array, "_ _"] | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
     method: Method | None = None,
@@ -73,7 +73,7 @@ def attention(
         ValueError: shapes do not fit each other or the axis `tokens`, an option is out of range,
             or two options exclude each other.
     """
-    _check(query, key, value, segments, softcap, chunk)
+    _check(query, key, value, mask, scale, segments, softcap, chunk)
     key_mask = _as_key_mask(mask)
     without_blocks = {
         "bias": bias,
@@ -119,7 +119,7 @@ def attention(
 
 def _window(size: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | None, int | None]:
     """How many keys before and after its own a query sees; None: all."""
-    before, after = (size, size) if size is None or isinstance(size, int) else size
+    before, after = size if isinstance(size, tuple) else (size, size)
     if is_causal:
         after = 0
     return before, after
@@ -167,7 +167,16 @@ def _checked_method(method: Any, query: Any, key: Any, value: Any, needs_all: bo
     return "gather" if needs_all and chosen == "ring" else chosen
 
 
-def _check(query: Any, key: Any, value: Any, segments: Any, softcap: Any, chunk: Any) -> None:
+def _check(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    scale: Any,
+    segments: Any,
+    softcap: Any,
+    chunk: Any,
+) -> None:
     shapes = f"{query.shape}, {key.shape} and {value.shape}"
     if {query.ndim, key.ndim, value.ndim} != {4}:
         raise ValueError(
@@ -179,10 +188,20 @@ def _check(query: Any, key: Any, value: Any, segments: Any, softcap: Any, chunk:
             "`query` and `key` must have the same rows and sizes, `key` and `value` the same rows, "
             f"tokens and heads, of which `query` must have a multiple; got {shapes}."
         )
+    if mask is not None and mask.dtype != bool:
+        raise ValueError(
+            f"`mask` must be boolean, True where a query sees a key; got {mask.dtype}. Give what "
+            "is added to logits as `bias`."
+        )
     if segments is not None and not segments.shape == query.shape[:2] == key.shape[:2]:
         raise ValueError(
             "`segments` must have the rows and tokens of `query` and of `key`; got "
             f"{segments.shape} for {shapes}."
+        )
+    if isinstance(scale, jax.Array):
+        raise ValueError(
+            f"`scale` must be a number; got an array of {scale.dtype}. Multiply `query` by it, and "
+            "give `scale=1.0`."
         )
     if softcap is not None and softcap <= 0:
         raise ValueError(f"`softcap` must be positive, or None for no cap; got {softcap}.")

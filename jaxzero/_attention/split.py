@@ -130,7 +130,7 @@ def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[A
     return split_over_tokens(query, 1), split_over_tokens(key, None), split_over_tokens(value, None)
 
 
-def _parts(x: Shaped[Array, "b t *_"], num: int, in_turn: bool) -> Shaped[Array, "b p t *_"]:
+def _parts(x: Shaped[Array, "b t *_"], num: int, in_turn: bool) -> Shaped[Array, "b p u *_"]:
     """Cut a dim of tokens into parts."""
     if in_turn:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, num, *x.shape[2:]), 2, 1)
@@ -139,14 +139,14 @@ def _parts(x: Shaped[Array, "b t *_"], num: int, in_turn: bool) -> Shaped[Array,
 
 def _joined(
     x: Shaped[Array, "b p t *_"], num_tokens: int, num: int, in_turn: bool
-) -> Shaped[Array, "b t *_"]:
+) -> Shaped[Array, "b u *_"]:
     """Undo `_parts` and `_padded`."""
     x = x[:, :, : num_tokens // num]
     x = jnp.moveaxis(x, 1, 2) if in_turn else x
     return x.reshape(x.shape[0], num_tokens, *x.shape[3:])
 
 
-def _padded(x: Shaped[Array, "b p t *_"], chunk: int) -> Shaped[Array, "b p t *_"]:
+def _padded(x: Shaped[Array, "b p t *_"], chunk: int) -> Shaped[Array, "b p u *_"]:
     """Pad the tokens of each part to whole blocks."""
     added = -x.shape[2] % min(x.shape[2], chunk)
     return jnp.pad(x, [(0, added if i == 2 else 0) for i in range(x.ndim)]) if added else x

@@ -68,7 +68,8 @@ def exchange_tokens(
             Any other number, such as -1, is no choice, and adds 0 to the result.
         weights: `[t, k]`, floats: the weight of each choice. Results are added in float32, or
             wider if they are, and sent in the dtype that `compute` returns.
-        num_experts: of all devices together.
+        num_experts: of all devices together, from the model's config: with the number that this
+            device has, nothing would be sent, and choices beyond it would add 0.
         num_local: experts that this device has: the size of the leaf's dim of experts.
         capacity_factor: None sends all tokens. A number limits the rows that a device sends to each
             device to so many times `t k / n`, the number with even choices among n devices; the
@@ -120,10 +121,15 @@ def _check(
             "`tokens` must be [tokens, features] and `experts` [tokens, choices]; got "
             f"{tokens.shape} and {experts.shape}. Reshape a batch of rows first."
         )
-    if weights.shape != experts.shape:
+    if weights.shape != experts.shape or not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ValueError(
-            "`weights` must have a weight for each of `experts`, of the same shape; got "
-            f"{weights.shape} and {experts.shape}."
+            "`weights` must be floats, one for each of `experts`, of the same shape; got "
+            f"{weights.dtype}{list(weights.shape)} for {list(experts.shape)}."
+        )
+    if not experts.size:
+        raise ValueError(
+            f"`tokens` and `experts` must not be empty; got {tokens.shape} and {experts.shape}. "
+            "Call it only where there are tokens."
         )
     if not jnp.issubdtype(experts.dtype, jnp.integer):
         raise ValueError(f"`experts` must be integers; got {experts.dtype}. Take `jax.lax.top_k`.")
@@ -182,9 +188,9 @@ def _grouped(
     with jax.named_scope(ROWS_APART):
         number_m = jnp.arange(num * k, dtype=jnp.int32)
         _, order_m = lax.sort((choices_m, number_m), num_keys=1)  # stable
+        sizes_e = jnp.bincount(choices_m, length=num_local).astype(jnp.int32)
+        is_here_m1 = (number_m < sizes_e.sum(dtype=jnp.int32))[:, None]
     inverse_m = jnp.zeros_like(order_m).at[order_m].set(number_m, unique_indices=True)
-    sizes_e = jnp.bincount(choices_m, length=num_local).astype(jnp.int32)
-    is_here_m1 = (number_m < sizes_e.sum(dtype=jnp.int32))[:, None]
     rows_md: Any = _rows(tokens_nd, order_m, inverse_m, k)
     rows_md = jnp.where(is_here_m1, rows_md, 0)
     weights_m1: Any = _rows(weights_nk.reshape(-1, 1), order_m, inverse_m, 1)

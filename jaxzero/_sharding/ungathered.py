@@ -25,7 +25,9 @@ class Ungathered:
 
     Inside a step the function sees a leaf with `1 / local` of this dim, `local` being the devices
     of a node: device `i` has the `i`-th run of neighbours. Outside, shapes are whole. Tokens have
-    to be sent to the devices that have their experts: `jz.exchange_tokens`.
+    to be sent to the devices that have their experts: `jz.exchange_tokens`. Whatever else reads
+    such a leaf sees this device's part, without a warning: a sum over all experts, as in weight
+    decay inside the loss, has to be `jax.lax.psum(x, "local")`. Optimizers see whole shapes.
 
     Args:
         leaves: one or more patterns for tree paths, such as "layers.experts.*", in which `*`
@@ -70,7 +72,7 @@ class Ungathered:
     def _fault(self, shape: tuple[int, ...], num: int) -> str | None:
         """What keeps a leaf of this shape from being split so; None if nothing."""
         if len(shape) < 2 or self.dim >= len(shape):
-            return f"has no dim {self.dim} beside another one, which nodes split"
+            return f"has no dim {self.dim} beside another one (such as 1), which nodes split"
         if shape[self.dim] % num:
             return f"has {shape[self.dim]} in dim {self.dim}, which the {num} devices do not divide"
         return None

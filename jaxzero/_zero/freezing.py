@@ -289,7 +289,7 @@ class Freezing:
             raise self._not_ours(name) from error
         for leaf, x in zip(known.leaves, values, strict=True):
             found = getattr(x, "shape", "nothing")
-            if found != leaf.shape:
+            if found not in (leaf.shape, leaf.on_device(self._zero.mesh).shape):
                 raise self._not_ours(name, leaf, found)
         return values
 

@@ -9,6 +9,7 @@ any sharding that XLA follows, or as shards that `zero.apply` gathers.
 Dimensions: b batch, t columns of the prompts, n new tokens, v vocabulary.
 """
 
+import contextlib
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, Key
 
+from .._mesh import LOCAL
 from .._text import shown
 from ._cache import Cache
 from ._sampling import Sampling, choose, is_a
@@ -150,7 +152,7 @@ def continue_generation(
         end = jnp.minimum(end, generation.num_columns + num_tokens)
 
     def goes_on(generation: Generation) -> Bool[Array, ""]:
-        return (generation.num_columns < end) & ~generation.is_done.all()
+        return (generation.num_columns < end) & ~_are_done_everywhere(generation.is_done)
 
     def step(generation: Generation) -> Generation:
         last = jax.lax.dynamic_slice_in_dim(
@@ -160,6 +162,16 @@ def continue_generation(
         return _with_next(generation._replace(cache=cache), logits, sampling)
 
     return jax.lax.while_loop(goes_on, step, generation)
+
+
+def _are_done_everywhere(is_done: Bool[Array, "b"]) -> Bool[Array, ""]:
+    """Whether all rows of the node's devices are done: they take the same number of steps.
+
+    Their experts may exchange tokens, which all have to take part in.
+    """
+    with contextlib.suppress(NameError):  # outside of a step, which has no axes
+        return jax.lax.pmin(is_done.all().astype(jnp.int32), LOCAL) > 0
+    return is_done.all()
 
 
 def _with_next(generation: Generation, logits: Array, sampling: Sampling) -> Generation:

@@ -58,6 +58,13 @@ def apply_by_group(
     Returns:
         `[m, o]`; rows after the last group are 0.
     """
+    for leaf in jax.tree.leaves(params):
+        if leaf.ndim == 0 or len(leaf) != len(group_sizes):
+            raise ValueError(
+                "`params` must have a part for each group in its first dim; got a leaf of shape "
+                f"{leaf.shape} for {len(group_sizes)} groups. If it belongs to experts, name it in "
+                "`jz.Ungathered` too (a vector as `[experts, 1]`)."
+            )
     blocks = _Blocks.of(len(rows), group_sizes)
     out = jax.eval_shape(function, _expert(params, 0), rows[: blocks.rows])
 

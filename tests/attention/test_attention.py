@@ -220,8 +220,11 @@ def test_mistakes():
         jz.attention(query, key, value, chunk=0)
     with pytest.raises(ValueError, match="have no `bias`"):
         jz.attention(query, key, value, jnp.zeros((1, 1, 32, 32)), softcap=1.0)
-    with pytest.raises(ValueError, match='`method` must be "gather"'):
-        jz.attention(query, key, value, method="ulysses")
+    # A `TypeError` where annotations are checked.
+    with pytest.raises((ValueError, TypeError), match='`method` must be "gather"|method'):
+        jz.attention(query, key, value, method="ulysses")  # pyright: ignore[reportArgumentType]
+    with pytest.raises((ValueError, TypeError), match="`mask` must be boolean|mask"):
+        jz.attention(query, key, value, mask=jnp.zeros((2, 1, 1, 32)), chunk=8)  # pyright: ignore[reportArgumentType]
     with jax.set_mesh(devices(4)):
         with pytest.raises(ValueError, match="`query` has 22 tokens.* Pad rows"):
             jax.jit(jz.attention)(query[:, :22], key, value)

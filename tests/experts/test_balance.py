@@ -23,7 +23,8 @@ ROWS, WIDTH, EXPERTS, CHOICES = 32, 5, 6, 2
 def _inputs():
     random = np.random.default_rng(0)
     router = {"router": jnp.asarray(random.normal(size=(WIDTH, EXPERTS)))}
-    return router, jnp.asarray(random.normal(size=(ROWS, WIDTH))), random.uniform(size=ROWS) < 0.6
+    x, mask = random.normal(size=(ROWS, WIDTH)), random.uniform(size=ROWS) < 0.6
+    return router, jnp.asarray(x), jnp.asarray(mask)
 
 
 def _loss(params, batch, *, sigmoids=False):

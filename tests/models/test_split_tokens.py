@@ -111,13 +111,14 @@ def _rows(num: int = 4) -> dict[str, Any]:
     random = np.random.default_rng(0)
     ids = random.integers(0, 37, (num, TOKENS + 1)).astype(np.int32)
     segments = np.repeat(np.array([[1, 1, 2, 0]] * num, np.int32), TOKENS // 4, axis=1)
-    return {
+    rows = {
         "ids": ids[:, :-1],
         "labels": ids[:, 1:],
         "segments": segments,
         "weights": (segments != 0) * random.random(segments.shape),
         "mask": segments != 0,
     }
+    return jax.tree.map(jnp.asarray, rows)
 
 
 @pytest.mark.parametrize(
