@@ -59,8 +59,8 @@ def attend_split(
     query_bthk: Float[Array, "b t h k"],
     key_bsgk: Float[Array, "b s g k"],
     value_bsgv: Float[Array, "b s g v"],
-    query_marks: Int[Array, "b t"] | None = None,
-    key_marks: Int[Array, "b s"] | None = None,
+    query_marks: Shaped[Array, "b t"] | None = None,
+    key_marks: Shaped[Array, "b s"] | None = None,
     reach: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "b t h"]]:
     """Attend in blocks, with tokens split over devices.

@@ -86,9 +86,10 @@ def test_decoders(name: str, tmp_path):
         return hidden, balance
 
     zero = jz.Zero(jz.make_mesh(2))
+    ids, mask = jnp.asarray(IDS), jnp.asarray(mask)
     run = zero.apply(outputs, out_reduce=("concat", "first"))
-    hidden, balance = run(zero.shard(params), (IDS, mask))
-    want_hidden, want = outputs(params, (IDS, mask))
+    hidden, balance = run(zero.shard(params), (ids, mask))
+    want_hidden, want = outputs(params, (ids, mask))
     np.testing.assert_allclose(hidden, want_hidden, rtol=0, atol=1e-4)
     for x, y in zip(balance, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -99,4 +100,4 @@ def test_decoders(name: str, tmp_path):
     with pytest.raises(ValueError, match="has no experts"):
         dense = dataclasses.replace(config, experts=None)
         graph, params = drawn(lambda: Decoder(dense, rngs=nnx.Rngs(0)))
-        nnx.merge(graph, params).hidden_and_balance(IDS)
+        nnx.merge(graph, params).hidden_and_balance(ids)

@@ -147,7 +147,9 @@ def test_errors():
         "of the same shape": {"weights": weights[:, :1]},
         "must be integers": {"experts": weights},
         "`num_local` must be from 1": {"num_local": 9},
-        "`capacity_factor` must be positive": {"capacity_factor": 0.0},
+        "`capacity_factor` must be above 0": {"capacity_factor": 0.0},
+        "must be floats": {"weights": experts},
+        "must not be empty": {"x": x[:0], "experts": experts[:0], "weights": weights[:0]},
         "experts of other devices": {"num_local": 2},
     }.items():
         with pytest.raises(ValueError, match=match):

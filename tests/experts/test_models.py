@@ -111,9 +111,21 @@ def test_apply_by_group(sizes: list[int]):
         return jnp.concatenate([y, jnp.zeros((64 - len(numbers), 4))])
 
     with jax.enable_x64(True):
+        args = [jnp.asarray(x) for x in args]
         found, wanted = (
             (f(*args), jax.grad(lambda *args, f=f: jnp.sum(jnp.exp(f(*args))), (0, 1, 2))(*args))
             for f in (run, dense)
         )
         for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_leaves_without_a_part_for_each_group_are_refused():
+    with pytest.raises(ValueError, match=r"shape \(8, 4\) for 2 groups.*name it in"):
+        apply_by_group(
+            lambda w, x: x @ w[:, None],
+            jnp.zeros((8, 4)),
+            jnp.zeros((6, 4)),
+            jnp.asarray([2, 3], jnp.int32),
+            jnp.ones(6),
+        )
