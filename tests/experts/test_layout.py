@@ -204,3 +204,38 @@ def test_refused():
     with pytest.raises(NotImplementedError, match="halves"):
         step = _zero().value_and_grad(mixtures.loss, halves=True)
         step(_zero().shard(params), mixtures.batch())
+
+
+def test_frozen_layers():
+    ungathered = jz.Ungathered("layers.experts.*", dim=1)
+    zero = jz.Zero(jz.make_mesh(2), jz.ZeroConfig(ungathered=ungathered))
+    params = zero.shard({"layers": mixtures.init(None)})
+    freezing = zero.freeze(params, 1, layers="layers", before=())
+    active, frozen = freezing.split(params)
+
+    def loss(params, batch):
+        return mixtures.loss(params["layers"], batch)
+
+    value, grads = jax.jit(zero.value_and_grad(freezing.wrap(loss)))(
+        active, frozen, mixtures.batch()
+    )
+    want, want_grads = _wanted(mixtures.CHOICES)
+    rest = jax.tree.map(lambda x: x[1:], want_grads)
+    _equal((value, zero.unshard(grads)), (want, rest), 1e-13)
+
+
+def test_what_else_reads_experts_is_added_up_over_the_node():
+    def squares(params):
+        return sum(jnp.sum(w**2) for w in jax.tree.leaves(params["experts"]))
+
+    def loss(params, batch):
+        return mixtures.loss(params, batch) + 0.1 * jax.lax.psum(squares(params), "local")
+
+    def wanted(params, batch):
+        return mixtures.dense_loss(params, batch) + 0.1 * squares(params)
+
+    zero = _zero()
+    params = zero.init(mixtures.init, jax.random.key(0))
+    value, grads = jax.jit(zero.value_and_grad(loss))(params, mixtures.batch())
+    want = jax.value_and_grad(wanted)(mixtures.init(None), mixtures.batch())
+    _equal((value, zero.unshard(grads)), want, 1e-13)
