@@ -191,6 +191,7 @@ def test_the_choice_is_the_best_of_all_compiled_plans(tmp_path):
             quantized=False,
             microbatches=(2,),
             layers="blocks",
+            activation_budgets=False,
             cache=tmp_path,
         )
         assert seconds[plans.best.candidate.name] <= 1.02 * min(seconds.values())
