@@ -56,19 +56,22 @@ def head(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(x @ p["head"], ids).mean()
 
 
-def _scanned(p: Any, ids: jax.Array) -> jax.Array:
-    x, _ = lax.scan(lambda x, w: (_layer(x, w), None), p["embed"][ids], p["layers"])
-    return head(p, x, ids)
+def loss_of(form: str, layer: Any) -> Any:
+    """The loss of a model whose layers are "scanned" or "unrolled"."""
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        x = p["embed"][ids]
+        if form == "scanned":
+            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, p["layers"])
+        else:
+            for i in range(LAYERS):
+                x = layer(x, jax.tree.map(lambda w, i=i: w[i], p["layers"]))
+        return head(p, x, ids)
+
+    return loss
 
 
-def _unrolled(p: Any, ids: jax.Array) -> jax.Array:
-    x = p["embed"][ids]
-    for i in range(LAYERS):
-        x = _layer(x, jax.tree.map(lambda w, i=i: w[i], p["layers"]))
-    return head(p, x, ids)
-
-
-MODELS = {"scanned": _scanned, "unrolled": _unrolled}
+MODELS = {form: loss_of(form, _layer) for form in ("scanned", "unrolled")}
 
 
 def _check(zero: jz.Zero, loss: Any, **options: Any) -> None:
@@ -109,7 +112,7 @@ def test_more_is_kept_and_less_repeated_for_more_bytes(name):
 
 
 def test_the_least_of_a_scanned_model_is_what_its_layers_pass_on():
-    kept = residuals(zero_of(0), _scanned)
+    kept = residuals(zero_of(0), MODELS["scanned"])
     assert max(kept, key=lambda x: x.num_bytes).shape == (ROWS // 4, TOKENS, WIDTH)
     assert sum(x.layers == LAYERS and x.num_bytes > 4096 for x in kept) == 1
 
@@ -119,7 +122,7 @@ def test_memory_of_the_compiled_step():
 
     For CPUs it drops the barriers that this takes outside of loops: see `test_aot`.
     """
-    loss, params = _scanned, init()
+    loss, params = MODELS["scanned"], init()
     ids = np.zeros((64 * ROWS, TOKENS), np.int32)
     temporaries, kept = [], []
     for budget in (0, 10**9):
@@ -140,7 +143,7 @@ def test_memory_of_the_compiled_step():
 )
 def test_with_options_of_a_step(options):
     def loss(p, ids):
-        value = _scanned(p, ids)
+        value = MODELS["scanned"](p, ids)
         return (value, jnp.mean(ids.astype(value.dtype))) if "has_aux" in options else value
 
     _check(zero_of(24_000), loss, **options)
@@ -148,19 +151,21 @@ def test_with_options_of_a_step(options):
 
 @pytest.mark.parametrize("preset", [lambda: jz.pipeline(2), jz.hsdp], ids=["stages", "hsdp"])
 def test_with_other_layouts(preset):
-    _check(zero_of(40_000, preset=preset), _scanned)
+    _check(zero_of(40_000, preset=preset), MODELS["scanned"])
 
 
 def test_stages_keep_less_of_each_microbatch():
     loose, tight = (zero_of(x, preset=lambda: jz.pipeline(2)) for x in (10**9, 0))
-    assert 3 * bytes_of(residuals(tight, _scanned)) < bytes_of(residuals(loose, _scanned))
+    assert 3 * bytes_of(residuals(tight, MODELS["scanned"])) < bytes_of(
+        residuals(loose, MODELS["scanned"])
+    )
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_with_a_third_axis(kind):
     mesh = zoo.make_mesh(f"2x2-{kind}")
     config = dataclasses.replace(jz.zero3(), activations=jz.Activations(budget_bytes=0))
-    _check(jz.Zero(mesh, config), _unrolled)
+    _check(jz.Zero(mesh, config), MODELS["unrolled"])
 
 
 @pytest.mark.filterwarnings("ignore::jaxzero.RowsMixedWarning")
@@ -201,16 +206,7 @@ def test_python_is_not_called_again(name):
         scale = jax.pure_callback(_counted(calls), like, lax.stop_gradient(x))
         return _layer(x * jnp.tanh(scale), w)
 
-    def loss(p: Any, ids: jax.Array) -> jax.Array:
-        x = p["embed"][ids]
-        if name == "scanned":
-            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, p["layers"])
-        else:
-            for i in range(LAYERS):
-                x = layer(x, jax.tree.map(lambda w, i=i: w[i], p["layers"]))
-        return head(p, x, ids)
-
-    zero = zero_of(0)
+    loss, zero = loss_of(name, layer), zero_of(0)
     jax.block_until_ready(zero.value_and_grad(loss)(zero.shard(init()), batch()))
     assert len(calls) == 4 * LAYERS
 
@@ -301,14 +297,14 @@ def test_what_a_checkpoint_recomputes_is_not_kept():
     zero = jz.Zero(zero_of(0).mesh, dataclasses.replace(jz.zero3(), activations=override))
     of_layers = [
         [x for x in residuals(*each) if x.layers > 1]
-        for each in ((zero, loss), (zero_of(10**9), _scanned))
+        for each in ((zero, loss), (zero_of(10**9), MODELS["scanned"]))
     ]
     assert of_layers[0] == of_layers[1]
     _check(zero, loss)
 
 
 def test_value_and_update():
-    loss, tx = _scanned, optax.sgd(0.1)
+    loss, tx = MODELS["scanned"], optax.sgd(0.1)
     with jax.enable_x64(True):
         params, ids, zero = init(), batch(), zero_of(0)
         _, grads = jax.jit(jax.value_and_grad(loss))(params, ids)
@@ -325,15 +321,15 @@ def test_copies_in_host_memory(monkeypatch):
     monkeypatch.setattr("jaxzero._activations.priced._MIN_HOST", 1)
     monkeypatch.setattr("jaxzero._activations.priced.RATES", Rates(host=1e15))
     zero = zero_of(24_000, host=True)
-    _check(zero, _scanned)
-    in_host = residuals(zero, _scanned, "host")
+    _check(zero, MODELS["scanned"])
+    in_host = residuals(zero, MODELS["scanned"], "host")
     assert bytes_of(in_host) > 0 and all(x.layers == LAYERS for x in in_host)
-    kept, of_device = (bytes_of(residuals(x, _scanned)) for x in (zero, zero_of(24_000)))
+    kept, of_device = (bytes_of(residuals(x, MODELS["scanned"])) for x in (zero, zero_of(24_000)))
     assert kept <= 24_000 and kept + bytes_of(in_host) > 1.3 * of_device
 
 
 def test_a_plan_names_each_residual_and_its_line():
-    text = str(zero_of(24_000).plan(_scanned, zero_of(0).abstract(init), batch()))
+    text = str(zero_of(24_000).plan(MODELS["scanned"], zero_of(0).abstract(init), batch()))
     lines = [x for x in text.splitlines() if x.startswith("activation")]
     assert any("kept" in x and __file__ in x for x in lines)
     assert any("recomputed" in x and "GFLOP" in x and "(_layer)" in x for x in lines)
@@ -342,7 +338,7 @@ def test_a_plan_names_each_residual_and_its_line():
 def test_a_report_has_what_is_kept(capsys):
     zero = zero_of(24_000)
     params = zero.abstract(init)
-    plan = zero.plan(_scanned, params, batch())
+    plan = zero.plan(MODELS["scanned"], params, batch())
     zero.report(params, plan=plan).print(detail="state")
     (line,) = (x for x in capsys.readouterr().out.splitlines() if "activations" in x)
     kept = bytes_of(x for x in plan.residuals if x.action == "keep")
@@ -351,7 +347,7 @@ def test_a_report_has_what_is_kept(capsys):
 
 def test_a_budget_that_is_too_small_says_what_remains():
     with pytest.raises(ValueError, match="less than the .* bytes that a device keeps") as error:
-        residuals(zero_of(100), _scanned)
+        residuals(zero_of(100), MODELS["scanned"])
     assert f"[{ROWS // 4}, {TOKENS}, {WIDTH}] x{LAYERS}" in str(error.value)
 
 

@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 
 from .test_activations import (
-    LAYERS,
     MODELS,
     ROWS,
     TOKENS,
@@ -19,6 +18,7 @@ from .test_activations import (
     bytes_of,
     head,
     init,
+    loss_of,
     residuals,
     zero_of,
 )
@@ -43,15 +43,7 @@ def test_bits_are_those_of_the_unchanged_program(name, layer, most):
     rounds its quotient or its product apart.
     """
 
-    def loss(p: Any, ids: jax.Array) -> jax.Array:
-        x = p["embed"][ids]
-        if name == "scanned":
-            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, p["layers"])
-        else:
-            for i in range(LAYERS):
-                x = layer(x, jax.tree.map(lambda w, i=i: w[i], p["layers"]))
-        return head(p, x, ids)
-
+    loss = loss_of(name, layer)
     params = jax.tree.map(lambda x: x.astype(np.float32), init())
     steps = []
     for zero in (zero_of(None), zero_of(0)):
@@ -64,7 +56,7 @@ def test_bits_are_those_of_the_unchanged_program(name, layer, most):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_backward_reads_at_once_is_not_repeated(name):
-    """Such as what is made of logits, `[rows of a device, tokens, 32]`."""
+    """The logits, `[rows of a device, tokens, 32]`, which backward reads first."""
     again = residuals(zero_of(0), MODELS[name], "recompute")
     assert again and not [x for x in again if x.shape == (ROWS // 4, TOKENS, 32)]
 
