@@ -35,9 +35,9 @@ def is_view(operation: Operation) -> bool:
 
 
 def is_fused(operation: Operation) -> bool:
-    """Whether XLA fuses an operation with what makes its operands.
+    """Whether XLA fuses an operation with those that make its operands.
 
-    Such as the reductions of a softmax or a norm.
+    It does so with elementwise operations and reductions, such as those of a softmax or a norm.
     """
     return is_elementwise(operation) or operation.name.startswith("reduce_")
 

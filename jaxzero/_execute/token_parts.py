@@ -160,10 +160,11 @@ def _of_parts(specs: Sequence[ReduceSpec]) -> list[ReduceSpec]:
 
 
 def part_dim(shards: EncodedShards, shape: Sequence[int], dim: int) -> int | None:
-    """The dim of a weight that is split over `tokens`, from what it is gathered from.
+    """The dim along which a weight is split over `tokens`; None: it is whole along the axis.
 
     Args:
-        shards: shards, or a node slice; messages that exist already are of all parts together.
+        shards: what the weight is gathered from: shards, or a node slice. If they are encoded
+            already, each message holds all parts.
         shape: of the full weight as it is gathered, or of a shard.
         dim: the dim that `node` and `local` split.
     """

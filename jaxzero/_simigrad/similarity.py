@@ -107,7 +107,8 @@ def leaf_products(mean: Any, first_mean: Any, halves: Halves) -> tuple[list[Arra
     first, second, cross = [], [], []
     pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(first_mean), strict=True)
     for whole, one in pairs:
-        # whole = (w1 one + w2 other) / (w1 + w2), solved for `other`: a third accumulator is saved.
+        # The mean of the second half, from whole = (w1 one + w2 other) / (w1 + w2); so that it need
+        # not be accumulated too.
         share = (halves.first / halves.second).astype(whole.dtype)
         other = whole + share * (whole - one)
         first.append(dot(one, one))

@@ -68,10 +68,10 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
     """Plot memory, and the buckets in flight, over the operations of a step.
 
     The upper panel shows the MiB of full weights, unreduced gradients and activations that forward
-    keeps for backward, on one device. The lower
-    panel has a bar for each bucket: a gather's from the send to the last use of its weights, a
-    reduction's from its first gradient to the send. Copies from host memory (green) and to it (red)
-    have bars of their own, the first until their weights are sent.
+    keeps for backward, on one device. The lower panel has a bar for each bucket: a gather's from
+    the send to the last use of its weights, a reduction's from its first gradient to the send.
+    Copies from host memory (green) and to it (red) have bars of their own, the first until their
+    weights are sent.
 
     Args:
         plan: plan of a training step.

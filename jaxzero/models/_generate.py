@@ -165,9 +165,10 @@ def continue_generation(
 
 
 def _are_done_everywhere(is_done: Bool[Array, "b"]) -> Bool[Array, ""]:
-    """Whether all rows of the node's devices are done: they take the same number of steps.
+    """Whether the rows of all devices of the node are done.
 
-    Their experts may exchange tokens, which all have to take part in.
+    All of them take the same number of steps, since experts may exchange tokens in each step, which
+    every device of the node has to take part in.
     """
     with contextlib.suppress(NameError):  # outside of a step, which has no axes
         return jax.lax.pmin(is_done.all().astype(jnp.int32), LOCAL) > 0

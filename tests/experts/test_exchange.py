@@ -66,7 +66,7 @@ def _run(zero: jz.Zero, params, batch, factor=None):
 
 @pytest.mark.parametrize("factor", [None, 100.0])
 def test_none_and_repeated(factor: float | None):
-    """Numbers that are no expert add nothing, and an expert may be chosen twice."""
+    """Indices of no expert add 0, and a token may choose the same expert twice."""
     params, (x, experts, weights) = _inputs()
     experts = experts.at[::5, 1].set(-1).at[3, 0].set(EXPERTS).at[8:16].set(5)
     batch = x, experts, weights
