@@ -31,7 +31,7 @@ def left_out(untraced: Sequence[tuple[str, str]]) -> list[str]:
     """
     by_reason: dict[str, list[str]] = {}
     for name, reason in untraced:
-        by_reason.setdefault(reason, []).append(name)
+        by_reason.setdefault(reason.removesuffix("."), []).append(name)
     return [
         f"`{names[0]}` was left out, for it cannot be traced: {reason}"
         if len(names) == 1

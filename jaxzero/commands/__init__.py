@@ -18,6 +18,7 @@ from ._settings import Verify as Verify
 
 if TYPE_CHECKING:
     from ._convert import convert as convert
+    from ._decoder_job import decoder_job as decoder_job
     from ._inspect import inspect as inspect
     from ._plan import plan as plan
     from ._report import report as report
@@ -28,8 +29,9 @@ __getattr__ = imported_on_first_use(
     __name__,
     {
         "convert": ("_convert", "torch"),
+        "decoder_job": ("_decoder_job", "torch"),
         "inspect": ("_inspect", "torch"),
-        "plan": ("_plan", "torch"),
+        "plan": ("_plan", None),
         "report": ("_report", "torch"),
         "sample": ("_sample", "torch"),
         "verify": ("_verify", None),

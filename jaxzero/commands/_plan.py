@@ -1,19 +1,10 @@
 """`jaxzero plan`: the best way to train a model on a cluster that is not here."""
 
-import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import optax
-from flax import nnx
-from jaxtyping import Array, Float, Int
 from rich.console import Console
 
 from .._planner import Cluster, tune
-from ..models import Decoder, DecoderConfig
 from ._job import load_job
 from ._settings import Plan
 
@@ -36,6 +27,8 @@ def plan(settings: Plan, console: Console) -> None:
         host_memory=settings.host_memory * _GIGA,
     )
     if settings.model is not None:
+        from . import decoder_job  # a function of the user may need no Flax
+
         batch = (settings.rows * cluster.num_devices, settings.tokens)
         loss, init_fn = decoder_job(settings.model)
         rows = jax.ShapeDtypeStruct(batch, jnp.int32)
@@ -62,28 +55,3 @@ def plan(settings: Plan, console: Console) -> None:
     best = plans.best  # raises if none fits
     for line in (f"The best: {best.candidate.name}", *plans.code.splitlines()):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def decoder_job(directory: Path) -> tuple[Callable, Callable[[], Any]]:
-    """The loss of a decoder without any `jax.checkpoint`, and its parameters.
-
-    Args:
-        directory: holds `config.json`.
-    """
-    config = DecoderConfig.from_json(directory, compute_dtype="bfloat16", scan_layers=True)
-    make = functools.partial(_make, config)
-    graph, _ = nnx.split(nnx.eval_shape(make))
-    return functools.partial(_loss, graph), functools.partial(_state, make)
-
-
-def _make(config: DecoderConfig) -> Decoder:
-    return Decoder(config, rngs=nnx.Rngs(0))
-
-
-def _state(make: Callable[[], Decoder]) -> Any:
-    return nnx.split(make())[1]
-
-
-def _loss(graph: Any, params: Any, ids: Int[Array, "b t"]) -> Float[Array, ""]:
-    logits = nnx.merge(graph, params)(ids)[:, :-1].astype("float32")
-    return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()

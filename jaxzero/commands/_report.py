@@ -39,7 +39,7 @@ def report(settings: Report, console: Console) -> None:
     console.print(
         escape(f"{setup.checkpoint}\non {describe_devices(setup)}"), highlight=False, soft_wrap=True
     )
-    rows_per_device = -(-optimization.pairs // setup.num_devices)
+    rows_per_device = -(-optimization.batch_size // setup.num_devices)
     tokens = setup.task.abstract_batch(rows_per_device * setup.num_devices)
     plan = plan_step(setup.zero, setup.params, setup.task.make_loss(optimization), tokens)
     setup.zero.report(setup.params, setup.opt_state, plan=plan).print(settings.detail, console)

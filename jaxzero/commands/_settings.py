@@ -48,8 +48,8 @@ class Plan:
     cluster that is not here.
 
     Nothing is run. With the extra `aot` programs are compiled for the cluster's GPUs, and their
-    memory and time read off; without it plans are ranked by lower bounds alone. Needs the extra
-    torch.
+    memory and time read off; without it plans are ranked by lower bounds alone. Needs no extra
+    with `function`, and torch with `model`.
     """
 
     model: Annotated[Path | None, arg(metavar="DIR")] = None

@@ -297,15 +297,16 @@ def training_batches(rows: Any, zero: Zero, optimization: Optimization) -> Batch
 
     from ..data import Batches
 
-    per_step, num_devices = optimization.pairs, zero.mesh.size
+    per_step, num_devices = optimization.batch_size, zero.mesh.size
     if len(rows) < per_step:
         raise ValueError(
-            f"`pairs` asks for {per_step} per step, the data has {len(rows)}. Ask for fewer, or "
-            "point `data` to a larger tree."
+            f"`batch_size` asks for {per_step} rows per step, the data has {len(rows)}. Ask for "
+            "fewer, or point `data` to a larger tree."
         )
     if per_step % num_devices:
         raise ValueError(
-            f"`pairs` must be a multiple of the number of devices, {num_devices}; got {per_step}."
+            f"`batch_size` must be a multiple of the number of devices, {num_devices}; got "
+            f"{per_step}."
         )
     order = grain.MapDataset.range(len(rows)).seed(optimization.seed).shuffle()
     epochs = order[: len(rows) - len(rows) % per_step].repeat()

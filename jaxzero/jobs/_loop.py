@@ -123,7 +123,7 @@ def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, N
         state.params, state.opt_state, state.wire_state, next(session.batches)
     )
     numbers = _numbers(metrics)  # waits for the step
-    num_rows, seconds = session.settings.optimization.pairs, time.perf_counter() - began
+    num_rows, seconds = session.settings.optimization.batch_size, time.perf_counter() - began
     numbers[f"{session.setup.task.unit}_per_second"] = num_rows / seconds
     state = State(step=state.step + 1, params=params, opt_state=opt_state, wire_state=wire_state)
     return state, numbers
@@ -133,7 +133,8 @@ def _one_round(session: Session, state: State, round_fn: RoundFn) -> tuple[State
     began, every = time.perf_counter(), session.steps_at_once
     local, metrics = round_fn(state.local, next(session.batches.rounds(every)))
     columns = {name: np.asarray(x) for name, x in metrics.items()}  # waits for the round
-    num_rows, seconds = every * session.settings.optimization.pairs, time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    num_rows = every * session.settings.optimization.batch_size
     speed = {f"{session.setup.task.unit}_per_second": num_rows / seconds}
     rows = [{**{name: float(x[i]) for name, x in columns.items()}, **speed} for i in range(every)]
     return State.of_local(state.step + every, local), rows

@@ -71,7 +71,7 @@ def _make_updates(optimization: Optimization) -> optax.GradientTransformation:
         target_similarity=optimization.adaptive_batch,
         initial=_INITIAL_STEPS,
         min_steps=_INITIAL_STEPS,
-        max_steps=optimization.largest_batch // optimization.pairs,
+        max_steps=optimization.largest_batch // optimization.batch_size,
         lr_scaling="sqrt",
         schedule=rate,
     )

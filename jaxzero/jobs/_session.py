@@ -50,7 +50,7 @@ class Session:
     @property
     def tokens(self) -> Any:
         """Shapes and dtypes of the tokens of a step."""
-        return self.setup.task.abstract_batch(self.settings.optimization.pairs)
+        return self.setup.task.abstract_batch(self.settings.optimization.batch_size)
 
     @property
     def steps_at_once(self) -> int:

@@ -179,9 +179,9 @@ class Optimization:
     steps: int = 32
     """Optimizer steps in all, those before a resume included."""
 
-    pairs: int = 32
-    """Pairs per step, over all devices; each is a negative for all others, with `local_steps` for
-    those of its node. For a decoder, rows of text."""
+    batch_size: int = 32
+    """Rows of a step, over all devices. A row is `max_tokens` of text for a decoder; for an encoder
+    a pair, which is a negative for all others, with `local_steps` for those of its node."""
 
     learning_rate: float = 2e-4
     """Learning rate after the warm-up; from there it falls to 0 at the last step."""
@@ -190,21 +190,21 @@ class Optimization:
     """Steps over which the learning rate rises from 0."""
 
     adaptive_batch: Annotated[float | None, arg(metavar="SIMILARITY")] = None
-    """Let the batch grow and shrink (SimiGrad): one update then takes the pairs of as many steps,
+    """Let the batch grow and shrink (SimiGrad): one update then takes the rows of as many steps,
     2 or more, as bring the cosine between the gradients of its halves to this value, from 0 up
     to 1. Left out, every step updates."""
 
     largest_batch: int = 512
-    """With `adaptive_batch`, the most pairs or rows that one update takes."""
+    """With `adaptive_batch`, the most rows that one update takes."""
 
     temperature: float = 0.05
     """Cosine similarities of an encoder are divided by this before the softmax."""
 
     seed: int = 0
-    """Decides the order of pairs or rows, and nothing else: the checkpoint gives the weights."""
+    """Decides the order of rows, and nothing else: the checkpoint gives the weights."""
 
     def __post_init__(self):
-        check_positive(self, "pairs")
+        check_positive(self, "batch_size")
         check_positive(self, "learning_rate", "temperature", finite=True)
         for name in ("steps", "warmup_steps", "seed"):
             if getattr(self, name) < 0:
@@ -217,10 +217,10 @@ class Optimization:
             raise ValueError(
                 f"`adaptive_batch` must be at least 0 and less than 1; got {target!r}."
             )
-        if self.largest_batch < 2 * self.pairs:
+        if self.largest_batch < 2 * self.batch_size:
             raise ValueError(
-                f"`largest_batch` must be at least two steps of {self.pairs} `pairs`, whose "
-                f"gradients are compared; got {self.largest_batch}."
+                f"`largest_batch` must be at least two steps of `batch_size` {self.batch_size}, "
+                f"whose gradients are compared; got {self.largest_batch}."
             )
 
 

@@ -171,7 +171,7 @@ def test_a_host_that_is_lost_is_left_out(uninterrupted: str, tmp_path: Path):
 
 def _job(folder: Path, *options: str, steps: str = "60", launch: tuple[str, ...] = ()) -> list[str]:
     job = ["train", "--checkpoint", str(folder / "tiny"), "--data", str(folder / "data")]
-    job += ["--pairs", "8", "--steps", steps, "--save-every", "2", "--max-tokens", "8"]
+    job += ["--batch-size", "8", "--steps", steps, "--save-every", "2", "--max-tokens", "8"]
     job += ["--runs", str(folder / "runs"), *options]
     return [*COMMAND, "launch", *launch, "--", *COMMAND, *job] if launch else [*COMMAND, *job]
 

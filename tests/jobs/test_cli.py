@@ -31,15 +31,15 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch):
 def test_flags_are_fields(monkeypatch: pytest.MonkeyPatch):
     settings = called_with(
         monkeypatch,
-        "train --checkpoint c --data d --max-tokens 9 --steps 7 --pairs 16 --learning-rate 0.5 "
-        "--warmup-steps 3 --temperature 0.1 --seed 4 --stage 2 --wire bfloat16 "
+        "train --checkpoint c --data d --max-tokens 9 --steps 7 --batch-size 16 "
+        "--learning-rate 0.5 --warmup-steps 3 --temperature 0.1 --seed 4 --stage 2 --wire bfloat16 "
         "--nodes 4 --devices 8 --name n --runs r --save-every 5 --resume --wandb p --profile 3:5",
     )
     assert settings == jobs.Train(
         checkpoint=Path("c"),
         data=jobs.Data(data=Path("d"), max_tokens=9),
         optimization=jobs.Optimization(
-            steps=7, pairs=16, learning_rate=0.5, warmup_steps=3, temperature=0.1, seed=4
+            steps=7, batch_size=16, learning_rate=0.5, warmup_steps=3, temperature=0.1, seed=4
         ),
         sharding=jobs.Sharding(stage=2, wire="bfloat16"),
         devices=jobs.Devices(nodes=4, devices=8),
@@ -228,8 +228,8 @@ sys.meta_path.insert(0, Absent())
 from jaxzero.cli import main
 
 launch = ["launch", "--nodes", "1", "--", sys.executable, "-c", "print('launched')"]
-sample = ["sample", "x", "--prompt", "a"]
-commands = (launch, ["train"], ["report"], sample, ["inspect", "x"], ["convert", "x", "y"])
+sample, plan = ["sample", "x", "--prompt", "a"], ["plan", "--model", "x"]
+commands = (launch, ["train"], ["report"], sample, plan, ["inspect", "x"], ["convert", "x", "y"])
 print(json.dumps([main(command) for command in commands]))
 """
 
@@ -238,7 +238,7 @@ print(json.dumps([main(command) for command in commands]))
     ("command", "extra"),
     [
         ("train", "train"),
-        ("plan", "torch"),
+        ("plan", None),
         ("verify", None),
         *(
             pytest.param(command, extra, marks=pytest.mark.exhaustive)
@@ -255,7 +255,7 @@ def test_a_command_imports_no_more_than_the_extra_that_its_help_names(
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert ("Needs no extra." if extra is None else f"Needs the extra {extra}") in words
+    assert ("Needs no extra" if extra is None else f"Needs the extra {extra}") in words
     needed = {"torch": ["flax", "jinja2", "safetensors", "torch", "transformers", "tokenizers"]}
     needed["train"] = [*needed["torch"], "grain", "matplotlib", "tensorboardX"]
     others = set(needed["train"]) - set(needed.get(extra or "", ()))
@@ -275,9 +275,9 @@ def test_launch_needs_no_extra_and_the_others_name_theirs(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     launched, statuses = done.stdout.splitlines()
-    assert launched == "launched" and json.loads(statuses) == [0, 2, 2, 2, 2, 2]
+    assert launched == "launched" and json.loads(statuses) == [0, 2, 2, 2, 2, 2, 2]
     errors = " ".join(done.stderr.split())
-    assert errors.count("which is not installed. Install it with `pip install") == 5
+    assert errors.count("which is not installed. Install it with `pip install") == 6
     for name, extra in {"train": "train", "report": "torch", "inspect": "torch"}.items():
         assert f"Error: `{name}` needs the package '" in errors
         assert f'with `pip install "jaxzero[{extra}]"`' in errors

@@ -54,7 +54,7 @@ def made_up_pairs(num: int) -> PairTokens:
 def rows_of_steps(num: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[list[int]]:
     """Which rows the first steps train on."""
     zero = jz.Zero(jz.make_mesh(devices=jax.devices()[:1]))
-    optimization = jobs.Optimization(pairs=rows_per_step, seed=seed)
+    optimization = jobs.Optimization(batch_size=rows_per_step, seed=seed)
     batches = training_batches(made_up_pairs(num_rows), zero, optimization)
     steps = [next(batches) for _ in range(num)]
     assert all(isinstance(step, PairTokens) and bool(step.mask.all()) for step in steps)
@@ -84,14 +84,14 @@ def test_order_depends_on_seed_and_epoch():
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "pairs", "message"),
+    ("num_rows", "batch_size", "message"),
     [
-        (8, 16, "`pairs` asks for 16 per step, the data has 8. Ask for fewer"),
-        (20, 12, "`pairs` must be a multiple of the number of devices, 8; got 12"),
+        (8, 16, "`batch_size` asks for 16 rows per step, the data has 8. Ask for fewer"),
+        (20, 12, "`batch_size` must be a multiple of the number of devices, 8; got 12"),
     ],
 )
-def test_pairs_that_make_no_step(num_rows: int, pairs: int, message: str):
-    optimization = jobs.Optimization(pairs=pairs)
+def test_rows_that_make_no_step(num_rows: int, batch_size: int, message: str):
+    optimization = jobs.Optimization(batch_size=batch_size)
     with pytest.raises(ValueError, match=message):
         training_batches(made_up_pairs(num_rows), jz.Zero(jz.make_mesh()), optimization)
 

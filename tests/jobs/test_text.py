@@ -60,7 +60,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     settings = jobs.Train(
         checkpoint=llama,
         data=jobs.Data(data=write_texts(tmp_path_factory.mktemp("texts")), max_tokens=TOKENS),
-        optimization=jobs.Optimization(steps=6, pairs=16, learning_rate=3e-2, warmup_steps=1),
+        optimization=jobs.Optimization(steps=6, batch_size=16, learning_rate=3e-2, warmup_steps=1),
         run=jobs.Run(name="run", runs=tmp_path_factory.mktemp("runs"), save_every=3),
     )
     output = io.StringIO()

@@ -355,8 +355,8 @@ def test_every_wire_goes_with_every_stage(stage: int, wire: jobs.Wire):
         (lambda: jobs.Optimization(steps=-1), "`steps` cannot be negative; got -1"),
         (lambda: jobs.Optimization(adaptive_batch=1.0), "`adaptive_batch` .* less than 1; got 1.0"),
         (
-            lambda: jobs.Optimization(adaptive_batch=0.1, pairs=32, largest_batch=63),
-            "`largest_batch` must be at least two steps of 32 `pairs`.* got 63",
+            lambda: jobs.Optimization(adaptive_batch=0.1, batch_size=32, largest_batch=63),
+            "`largest_batch` must be at least two steps of `batch_size` 32.* got 63",
         ),
         (lambda: jobs.Run(name="../x"), r"`name` must be a plain folder name; got '\.\./x'"),
         (lambda: jobs.Run(resume=True), "`resume` needs the `name` of the run"),

@@ -13,7 +13,7 @@ from jaxzero import jobs
 from tests.interop import tiny_checkpoint
 
 WIDTH = 2**12  # times the hidden size of 16: four times the least that is quantised
-OPTIMIZATION = jobs.Optimization(steps=4, pairs=16, learning_rate=1e-2, warmup_steps=1)
+OPTIMIZATION = jobs.Optimization(steps=4, batch_size=16, learning_rate=1e-2, warmup_steps=1)
 
 
 def write_checkpoint(directory: Path) -> Path:

@@ -64,7 +64,7 @@ def test_ctrl_c_does_not_wait_for_what_compiles():
 
 
 def test_plans_that_share_a_reason_are_left_out_in_one_note():
-    notes = left_out([("ddp", "no"), ("zero3", "rows"), ("hsdp", "no")])
+    notes = left_out([("ddp", "no"), ("zero3", "rows"), ("hsdp", "no.")])  # a note ends in a period
     assert notes == [
         "2 plans, `ddp` the first, were left out, for they cannot be traced: no",
         "`zero3` was left out, for it cannot be traced: rows",
