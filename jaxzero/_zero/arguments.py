@@ -120,11 +120,12 @@ class Argument:
             for leaf, kind in zip(leaves, self.module_trains, strict=self.plan is not None)
         )
 
-    def path(self, i: int) -> str:
-        """The path of its array `i`, for error messages."""
+    def where(self, i: int) -> str:
+        """Its name and the path of its array `i`, for error messages."""
         leaves = named_leaves(jax.tree.unflatten(self.treedef, range(len(self.statics))))
         pairs = zip(leaves, self.statics, strict=True)
-        return [path for (path, _), static in pairs if static is None][i]
+        path = [path for (path, _), static in pairs if static is None][i]
+        return self.name if path == "." else f"{self.name}, leaf `{path}`"
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Build the argument with these values in place of its arrays, without `StoredArray`s."""
@@ -370,9 +371,9 @@ def check_rows(
         num = math.prod(mesh.shape[axis] for axis in names) * microbatches
         if dim >= len(x.shape) or x.shape[dim] % num:
             raise ValueError(
-                f"{argument.name}, leaf `{argument.path(i)}`: dim {dim} of shape {tuple(x.shape)} "
-                f"is split over {num // microbatches} devices x {microbatches} micro-batches and "
-                f"must be a multiple of {num}. Pad it with `jz.pad_batch`, drop rows, or say with "
+                f"{argument.where(i)}: dim {dim} of shape {tuple(x.shape)} is split over "
+                f"{num // microbatches} devices x {microbatches} micro-batches and must be a "
+                f"multiple of {num}. Pad it with `jz.pad_batch`, drop rows, or say with "
                 "`batch_argnums=` or `in_specs` what is split."
             )
 
@@ -393,8 +394,7 @@ def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> Non
             is_split = argument.plan is not None or any(argument.specs[i]) or any(sharding.spec)
             if is_split and sharding.mesh != mesh.abstract_mesh:
                 raise ValueError(
-                    f"{argument.name}, leaf `{argument.path(i)}`: it is laid out as "
-                    f"{sharding.spec} on another mesh, whose axes are explicit. Lay it out on the "
-                    "mesh of `zero` first: a batch by `jax.device_put(batch, NamedSharding("
-                    "zero.mesh, zero.batch_spec))`, parameters by `zero.shard(tree)`."
+                    f"{argument.where(i)}: it is laid out as {sharding.spec} on another mesh with "
+                    "explicit axes. Put it on that of `zero`: a batch by `jax.device_put(batch, "
+                    "NamedSharding(zero.mesh, zero.batch_spec))`, parameters by `zero.shard(tree)`."
                 )
