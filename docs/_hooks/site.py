@@ -27,6 +27,8 @@ _log = logging.getLogger("mkdocs.hooks.site")
 _ROOT = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"(?<=\])\((?P<target>[^()\s]+)\)")
 _PICTURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<src>[^":]+\.svg)"[^>]*>')
+_CELL = re.compile(r'<td(?: style="[^"]*")?>(?P<text>.*?)</td>', re.DOTALL)  # of a table in Markdown
+_PROSE = 40  # characters from which a cell is a sentence and no figure
 _PLOT = re.compile(r'<img alt="[^"]*" src="(?P<src>[^":]+\.png)"[^>]*>')
 _COPIED = {".png", ".svg"}
 _LEXERS = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".jsonl": "json", ".toml": "toml"}
@@ -80,7 +82,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put SVGs into the page, link plots; note the lines of a source, to which links lead."""
+    """Put SVGs into the page, link plots, mark cells of prose; note the lines of a source."""
     if page.file.src_uri.startswith("source/") and page.present_anchor_ids is not None:
         page.present_anchor_ids.update(re.findall(r'id="(__codelineno-[0-9-]+)"', content))
     here = posixpath.dirname(page.file.dest_uri)
@@ -93,6 +95,11 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
         picture = re.sub(r'<style class="alone">.*?</style>', "", file.content_string, flags=re.S)
         return f'<span class="picture" role="img" aria-label="{match["alt"]}">{picture}</span>'
 
+    def marked(match: re.Match[str]) -> str:
+        is_prose = len(re.sub("<.*?>", "", match["text"])) >= _PROSE
+        return f'<td class="prose"{match[0][3:]}' if is_prose else match[0]
+
+    content = _CELL.sub(marked, content)
     return _PLOT.sub(r'<a href="\g<src>">\g<0></a>', _PICTURE.sub(inlined, content))
 
 
