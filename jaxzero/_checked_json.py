@@ -135,7 +135,7 @@ def number(
 
 
 def zero_or(kind: Kind) -> Kind:
-    """0, or what `kind` accepts."""
+    """The kind that accepts 0 and whatever `kind` accepts."""
     return Kind(
         f"0, or {kind.text}",
         lambda value: (type(value) in (int, float) and value == 0) or kind.accepts(value),
@@ -267,7 +267,7 @@ class JsonKeys:
         return kind.convert(value)
 
     def section(self, key: str) -> "JsonKeys":
-        """Return a nested object; in place of null or a missing key its default, or an empty one.
+        """Return a nested object; for null or a missing key its default, or an empty object.
 
         Raises:
             ValueError: the value is neither an object nor null.

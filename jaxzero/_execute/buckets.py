@@ -136,7 +136,7 @@ def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBuck
 def after_decode(
     group: GatherGroup, buckets: Sequence[GatherBucket], full: dict[Any, Any]
 ) -> list[GatherBucket]:
-    """Messages for a later iteration of a loop, not known before this one's weights are decoded.
+    """Hold back messages for a later iteration of a loop until this one's weights are decoded.
 
     A loop has one place for what it carries from one iteration to the next. If the next message
     could arrive while the last is read, XLA would copy it. XLA reads small leaves, such as the

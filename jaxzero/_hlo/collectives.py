@@ -116,7 +116,7 @@ def floats_of_at_least(text: str, size: int) -> list[str]:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Every collective of a compiled program; a piece of one counts as run once."""
+    """Every collective of a compiled program. In a part of its text each counts as run once."""
     text = re.sub(r"/\*.*?\*/", "", text)  # long tuples are numbered by comments
     trips = _trips(text)
     found, computation = [], ""

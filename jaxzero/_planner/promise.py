@@ -57,12 +57,12 @@ class Promise:
         return number
 
     def take(self, number: int) -> None:
-        """A plan will be compiled: others have to improve on it, too."""
+        """Note that a plan is being compiled: what others promise is what they improve on it."""
         self._best = np.minimum(self._best, self._values[:, number])
         self.drop(number)
 
     def drop(self, number: int) -> None:
-        """A plan is left out."""
+        """Leave a plan out: it promises nothing."""
         self._values[:, number], self._small[number] = np.inf, -np.inf
 
     def _gains(self, values: np.ndarray) -> np.ndarray:

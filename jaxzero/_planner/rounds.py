@@ -76,12 +76,12 @@ class RoundCost:
 
 @dataclasses.dataclass(frozen=True)
 class RoundBounds:
-    """What a step of a round takes at least, on one device; it has what `Bounds` has.
+    """Lower bounds of a step in a round of local steps, on one device, with the names of `Bounds`.
 
     Attributes:
-        step: of a step of one node.
-        gradient_bytes: of the gradients, which `step.memory` has.
-        cost: what rounds add.
+        step: the bounds of a step of one node.
+        gradient_bytes: bytes of the gradients, which are part of `step.memory`.
+        cost: what the exchange of a round adds.
     """
 
     step: Bounds

@@ -50,14 +50,14 @@ class Kind:
 
 
 class WindowProgram(NamedTuple):
-    """What computes some values from a window.
+    """The operations that compute some values from a window.
 
     Attributes:
         wanted: the values.
-        operations: in program order.
+        operations: the operations, in program order.
         reads: the values, and all that the operations read.
-        scalars: of these, full values of one element, and such arrays that the optimizer closes
-            over.
+        scalars: of `reads`, the full values of one element, those that the optimizer closes over
+            among them.
     """
 
     wanted: Sequence[Atom]
@@ -111,7 +111,7 @@ class Analysis:
         return is_scalar(atom) or atom in self._repeated
 
     def window_program(self, wanted: Sequence[Atom]) -> WindowProgram:
-        """What computes `wanted` from a window of a leaf's arrays, and scalars."""
+        """The operations from a window of a leaf's arrays, and scalars, to `wanted`."""
         operations = operations_for(self.program.block, wanted, self._known)
         reads = dict.fromkeys([*wanted, *(x for op in operations for x in op.inputs)])
         scalars = [x for x in reversed(reads) if self._is_full_scalar(x)]

@@ -196,7 +196,7 @@ class Reduction:
 
     @property
     def start(self) -> Shaped[Array, ""]:
-        """The result for no elements, from which to go on."""
+        """The initial value, to which the elements of each window are added."""
         dtype = self._running_dtype
         if self.name in ("sum", "dot"):
             return jnp.zeros((), dtype)

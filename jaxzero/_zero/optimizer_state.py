@@ -256,9 +256,9 @@ def true_shapes(
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
 
     A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
-    an uneven dim, so that moves no data. Stacks are updated by layer (`MatrixUpdate`). Arrays among
-    the extra arguments of `update` are unpadded too, and functions among them (`value_fn`) are
-    called with unpadded parameters.
+    an uneven dim, so padding and unpadding move no data. Stacks are updated by layer
+    (`MatrixUpdate`). Arrays among the extra arguments of `update` are unpadded too, and functions
+    among them (`value_fn`) are called with unpadded parameters.
 
     Args:
         tx: the optimizer.

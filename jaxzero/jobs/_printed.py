@@ -39,7 +39,7 @@ _KINDS = {
 class NodeBytes:
     """Bytes of weights and gradients that enter each node in one step, beside plain ZeRO-3's.
 
-    With local steps, those of parameters.
+    With local steps, bytes of parameters.
     """
 
     sent: int  # by the job
