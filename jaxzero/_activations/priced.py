@@ -82,7 +82,7 @@ class Chosen:
 
     @property
     def point(self) -> Point:
-        """Its place among all that can be chosen."""
+        """Its bytes and seconds, which compare it with other choices."""
         working = max((part.working_bytes for part, _ in self.choices), default=0)
         return Point(self.num_bytes, self.seconds, working)
 

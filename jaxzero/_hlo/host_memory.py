@@ -52,7 +52,7 @@ def on_abstract_mesh(tree: Any, memory_kinds: Any = None) -> Any:
 
 
 def host_bytes(tree: Any) -> int:
-    """Bytes of one device that structs ask for in host memory.
+    """The bytes in host memory that structs ask for, for one device.
 
     Raises:
         ValueError: a sharding in host memory is not on an abstract mesh.

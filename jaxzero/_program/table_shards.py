@@ -36,19 +36,19 @@ Wait = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class TableOperations:
-    """What takes the place of the lookups of one table.
+    """The functions that replace the lookups of one table.
 
     Attributes:
         shard: the shape and dtype of a shard of the table.
         total: those of a shard of its gradient.
-        ids: from the ids `[n, k]` of this device, as int32 to send.
-        axes: the mesh axes that rows are sent over, from whether they are added.
-        read: the sum of `k` rows each. Of a shard, the ids of all devices, those of this one, the
-            `Lookup`, and a function that lets an array wait. Returns `[n, *row]`, and an array
-            `[1]` that is known once the rows of all devices have been dropped.
-        add: of a shard of sums, the ids of all devices, the cotangents `[n, *row]`, the `Lookup`,
-            and two functions that let an array wait, before the first axis and before the others:
-            the new shard of sums.
+        ids: converts the ids `[n, k]` of this device to the int32 array that is sent.
+        axes: the mesh axes that rows are sent over, given whether they are added.
+        read: reads rows and sums `k` at a time. Takes a shard, the ids of all devices, those of
+            this one, the `Lookup`, and a function that lets an array wait. Returns `[n, *row]`,
+            and an array `[1]` that is known once the rows of all devices have been dropped.
+        add: adds rows to a shard of sums, and returns it. Takes the shard, the ids of all devices,
+            the cotangents `[n, *row]`, the `Lookup`, and two functions that let an array wait,
+            before the first axis and before the others.
         is_large: whether a lookup is to be made after the one before it, so that only one of them
             has the rows of all devices at a time. Over the first axis cotangents have not been
             spread yet, and are sent while those before are added.

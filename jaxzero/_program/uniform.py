@@ -85,8 +85,8 @@ def known_in_body(
         most: nothing is known in a loop of more iterations, or of none.
 
     Returns:
-        For each its values in all iterations `[length, *shape]`, in the order of the stacks that
-        the loop scans, which a reversed loop runs through from the end.
+        For each known integer its values in all iterations `[length, *shape]`, in the order of
+        the stacks that the loop scans, which a reversed loop runs through from the end.
     """
     if not 0 < loop.length <= most:
         return {}

@@ -19,7 +19,7 @@ class HalfBatches(Problem):
 
     Attributes:
         half: the number of nodes, or of devices if there is one node, that have the first half.
-        num: of all of them.
+        num: the number of all nodes, or of all devices if there is one node.
     """
 
     half: int

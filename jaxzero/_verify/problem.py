@@ -84,7 +84,7 @@ class Problem:
 
     @property
     def of_counted(self) -> Problem:
-        """The problem with the rows alone that are computed."""
+        """The problem with only those rows that are computed."""
         if self.counted is None:
             return self
         arrays = self.with_rows(np.flatnonzero(self.counted))

@@ -36,7 +36,7 @@ class TreeCut:
 
     Attributes:
         whole: the layout of the whole tree.
-        rows: for each array of it, what is frozen.
+        rows: for each array of it, how much is frozen.
         active: the layout of the part that is not frozen.
         frozen: the layout of the frozen part.
     """

@@ -84,7 +84,8 @@ class ViTConfig(EncoderBase):
         num_channels: channels of the images.
         num_labels: labels of the classifier; 0 without a classifier.
         query_key_value_bias: True if queries, keys and values have biases.
-        hidden_dropout: rate of what enters the first layer and of what each half of a layer adds.
+        hidden_dropout: dropout rate of the first layer's input and of what each half of a layer
+            adds.
     """
 
     hidden_size: int = 768
