@@ -40,7 +40,7 @@ class FileTensor(LazyTensor):
 
     @property
     def place(self) -> tuple:
-        """What two names of one tensor have in common, in a file."""
+        """Where its data lies in a file, which is the same for two names of one tensor."""
         return self.file, self.offset, self.shape, self.strides, self.dtype
 
     @property

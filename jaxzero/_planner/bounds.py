@@ -62,7 +62,7 @@ class Bounds:
         return gradients + self.update, waited
 
     def with_temporaries(self, num_bytes: Any) -> Any:
-        """Bytes of one device, if the program of the gradients has such temporaries; or arrays."""
+        """Bytes held by one device, where the gradients' program has temporaries of `num_bytes`."""
         return self.memory + num_bytes
 
 

@@ -142,7 +142,7 @@ class Cluster:
 
     @classmethod
     def measured(cls, mesh: Mesh) -> Cluster:
-        """The cluster that a mesh of devices here is, with rates measured by short programs.
+        """The cluster that the devices of a mesh form, with rates measured by short programs.
 
         All processes of the mesh must call it. It takes a few seconds. For A100s, H100s, H200s and
         B200s plans are then compiled; for other devices they are ranked by bounds alone.
