@@ -145,8 +145,7 @@ class Operation:
     def where(self) -> str:
         """File, line and function, outside of JAX, that it comes from.
 
-        For an operation in a nested `jit`, whose lines JAX caches, the place where the
-        outermost is called.
+        For an operation in a nested `jit`, whose lines JAX caches, where the outermost is called.
         """
         callers = (x.source_info for x in (self.caller, self.equation) if x is not None)
         return next(filter(None, map(source_info_util.summarize, callers)), "")
