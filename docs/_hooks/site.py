@@ -27,7 +27,7 @@ _log = logging.getLogger("mkdocs.hooks.site")
 _ROOT = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"(?<=\])\((?P<target>[^()\s]+)\)")
 _PICTURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<src>[^":]+\.svg)"[^>]*>')
-_CELL = re.compile(r'<td(?: style="[^"]*")?>(?P<text>.*?)</td>', re.DOTALL)  # of a table in Markdown
+_CELL = re.compile(r'<td(?: style="[^"]*")?>(?P<text>.*?)</td>', re.DOTALL)
 _PROSE = 40  # characters from which a cell is a sentence and no figure
 _PLOT = re.compile(r'<img alt="[^"]*" src="(?P<src>[^":]+\.png)"[^>]*>')
 _COPIED = {".png", ".svg"}

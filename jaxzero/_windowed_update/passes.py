@@ -196,7 +196,7 @@ class Reduction:
 
     @property
     def start(self) -> Shaped[Array, ""]:
-        """The initial value, to which the elements of each window are added."""
+        """The result for no elements, which windows are combined with one after the other."""
         dtype = self._running_dtype
         if self.name in ("sum", "dot"):
             return jnp.zeros((), dtype)

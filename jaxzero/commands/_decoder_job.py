@@ -13,7 +13,7 @@ from ..models import Decoder, DecoderConfig
 
 
 def decoder_job(directory: Path) -> tuple[Callable, Callable[[], Any]]:
-    """The loss of a decoder without any `jax.checkpoint`, and its parameters.
+    """The loss of a decoder without any `jax.checkpoint`, and what makes its parameters.
 
     Args:
         directory: holds `config.json`.
