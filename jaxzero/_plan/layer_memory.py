@@ -23,7 +23,7 @@ from collections.abc import Container, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from .._program import Block, Loop, Value, is_costly
+from .._program import Block, Loop, Operation, Value, is_costly
 from .block_plan import BlockPlan, ReduceGroup
 from .held_by_loops import WORK_PER_BYTE
 from .param_uses import BlockUses
@@ -200,7 +200,7 @@ def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) ->
     """
     operations = plan.block.operations
     order = work_done(plan.block)
-    work = _work_needed(plan.block) if in_any_order else order
+    work = work_needed(operations) if in_any_order else order
     reductions = plan.gradients
     for index, (operation, done) in enumerate(zip(operations, work, strict=True)):
         if not operation.products or done < share * order[-1] or isinstance(operation, Loop):
@@ -213,12 +213,12 @@ def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) ->
     return None
 
 
-def _work_needed(block: Block) -> list[int]:
-    """For each operation, its multiplications and those of all operations that it depends on."""
+def work_needed(operations: Sequence[Operation]) -> list[int]:
+    """For each of a block's first operations, its multiplications and those it depends on."""
     needed: dict[Value, int] = {}  # the operations with products behind a value, as a set of bits
     products: list[int] = []
     work = []
-    for operation in block.operations:
+    for operation in operations:
         behind = 0
         for x in operation.inputs:
             behind |= needed.get(x, 0) if isinstance(x, Value) else 0

@@ -23,11 +23,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .._mesh import NODE
-from .._program import Block
+from .._program import Block, Value
 from .block_plan import ReduceGroup
 from .gradient_reductions import BlockGradients
 from .held_by_loops import WORK_PER_BYTE
-from .layer_memory import LayerMemory
+from .layer_memory import LayerMemory, work_needed
 from .lifetimes import Gather, Live
 
 # Multiplications that an H200 does while a byte of the full array is sent inside its node, and
@@ -136,6 +136,36 @@ def issued_early(
             early[-1] = min(latest[-1], starts[bisect.bisect_left(starts, free)])
         found.append(tuple(early))
     return found
+
+
+def hops_in_turn(
+    issues: tuple[int, ...], at: int, ties: Sequence[Value | None], block: Block
+) -> tuple[int, ...]:
+    """Send a group over its last axis once it has arrived over the one before.
+
+    In a loop's body the second group would be sent over both where the body begins, since no group
+    is before the first. Over the last axis it waits for about half of the work until its first use.
+
+    Args:
+        issues: for each axis, the operation before which the group is sent.
+        at: the operation that first uses it.
+        ties: for each operation, what a gather before it waits for.
+        block: the body.
+    """
+    if len(issues) < 2 or issues[-1] > issues[-2]:
+        return issues
+    first, operations = issues[-1], block.operations[:at]
+    before = sum(operation.products for operation in operations[:first])
+    until = sum(operation.products for operation in operations)
+    needed = work_needed(operations)  # and no more: XLA may do other operations later
+
+    def least(place: int) -> int:
+        """The work that overlaps with one of the two hops, the one with less."""
+        return min(needed[place - 1] - before, until - needed[place - 1])
+
+    places = (x for x in range(first + 1, at) if ties[x] is not ties[x - 1])
+    best = max(places, key=least, default=None)
+    return issues if best is None or least(best) <= 0 else (*issues[:-1], best)
 
 
 class Room:

@@ -44,7 +44,7 @@ from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, most_held, unchanged_inputs
 from .layer_memory import NO_PEAK, LayerMemory, Peak, work_done
 from .lifetimes import Gather, Live, find_gathers, find_passes
-from .lookahead import Room, issued_early, latest_issues
+from .lookahead import Room, hops_in_turn, issued_early, latest_issues
 from .param_uses import BlockUses, ShardedParam, View
 from .ties import find_ties, largest_input, start_of_backward
 
@@ -123,6 +123,8 @@ def _plan_block(
             last = max(at, peaks.get(0, NO_PEAK).gather_after or 0)
             last = _behind_loops(gathers, last, starts, loops if unchanged else {}, schedule)
             issues = (*[at] * (len(gather_axes) - 1), last)
+        elif in_loop and schedule.prefetch:
+            issues = hops_in_turn(issues, gathers[0].at, ties, block)
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
         issues = _around_peaks(issues, gathers[0].at, {} if in_loop else peaks)
         after = (ties[issue] if not in_loop or issue else first_tie for issue in issues)

@@ -166,3 +166,23 @@ def test_equal_layers_are_printed_once_and_others_each():
     between = str(_unrolled([32] * 8 + [24] + [32] * 8))
     (line,) = [x for x in between.splitlines() if "[16, 24]" in x and x.startswith("forward")]
     assert "8.up" in line
+
+
+def test_hops_of_a_layers_second_bucket_are_apart(zero):
+    """Over `local` it is sent between the products of the first bucket, half of them done."""
+
+    def loss(params, x):
+        def layer(x, w):
+            for name in "abcde":
+                x = jnp.tanh(x @ w[name])
+            return x, None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0])
+
+    layer = WIDTH * WIDTH * 4
+    config = jz.ZeroConfig(schedule=jz.CommSchedule(bucket_bytes=4 * layer))
+    zero = jz.Zero(zero.mesh, config)
+    params = zero.shard({x: np.ones((LAYERS, WIDTH, WIDTH), np.float32) for x in "abcde"})
+    plan = zero.plan(loss, params, np.ones((8, WIDTH), np.float32))
+    forward = next(x for x in plan.steps if (x.action, x.name) == ("gather", "e[i]"))
+    assert [(x.at, x.before) for x in forward.hops] == [(0, "dot_general"), (4, "tanh")]
