@@ -31,8 +31,9 @@ import tyro
 from rich.console import Console
 
 import jaxzero as jz
-from benchmarks.shared._byte_decoder import Size, init, losses, random_windows, read_corpus
+from benchmarks.shared._byte_decoder import Size, init, losses
 from benchmarks.shared._byte_training import WARMUP_STEPS, Inner, held_out_losses, optimizer
+from benchmarks.shared._corpus import random_windows, read_corpus
 from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
 from benchmarks.training._local_steps_methods import DEFAULT, OVER_DELAY, OVER_EVERY, Method, method
 from benchmarks.training._local_steps_summary import BASELINE, draw, summarize, table
@@ -44,6 +45,7 @@ _CODE = (
     "benchmarks/training/_local_steps_methods.py",
     "benchmarks/shared/_byte_decoder.py",
     "benchmarks/shared/_byte_training.py",
+    "benchmarks/shared/_corpus.py",
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import jaxzero as jz
 from benchmarks.shared import _byte_decoder as decoder
-from benchmarks.shared import _rows
+from benchmarks.shared import _corpus, _rows
 from benchmarks.shared._byte_training import held_out_losses, optimizer
 from benchmarks.training import _local_steps_methods as methods
 from benchmarks.training import _local_steps_summary as summary
@@ -46,9 +46,9 @@ def _plain(tokens: np.ndarray, state: Any, rate: float = 1.0, inner: Any = "adam
 @functools.cache
 def _plain_loss(replicas: int, rate: float = 1.0, inner: Any = "adamw") -> float:
     """The held-out loss of the mean of replicas that part after the synchronous steps."""
-    corpus = decoder.read_corpus()
+    corpus = _corpus.read_corpus()
     shape, generator = (TINY.steps, TINY.rows), np.random.default_rng(0)
-    tokens = decoder.random_windows(corpus.train, shape, TINY.size.length, generator)
+    tokens = _corpus.random_windows(corpus.train, shape, TINY.size.length, generator)
     params = jax.jit(functools.partial(decoder.init, TINY.size))(jax.random.key(0))
     tx = optimizer(TINY.learning_rate, TINY.steps, inner=inner)
     state = _plain(tokens[: TINY.synchronous_steps], (params, tx.init(params)), inner=inner)
