@@ -21,7 +21,8 @@ import optax
 import tyro
 
 import jaxzero as jz
-from benchmarks.shared._byte_decoder import Size, init, losses, random_windows, read_corpus
+from benchmarks.shared._byte_decoder import Size, init, losses
+from benchmarks.shared._corpus import random_windows, read_corpus
 from benchmarks.shared._rows import append_row
 
 

@@ -1,4 +1,4 @@
-"""A small decoder over bytes in plain JAX, and the Python standard library as its data.
+"""A small decoder over bytes in plain JAX.
 
 Pre-norm transformer: RMSNorm, rotary positions, causal attention, squared ReLU (exact
 and cheap on a CPU), tied embeddings. The
@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sysconfig
-import zlib
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,8 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 VOCABULARY = 256
-_SKIPPED_FOLDERS = frozenset({"idle_test", "site-packages", "test", "tests"})
-_HELD_OUT_SHARE = 8  # one module in so many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,46 +96,3 @@ def _rotate(x_bthk):
     cos, sin = (jnp.asarray(f(angles)[None, :, None], x_bthk.dtype) for f in (np.cos, np.sin))
     a, b = x_bthk[..., :half], x_bthk[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """Bytes of Python files, split by module: neighbours in one file resemble each other."""
-
-    train: np.ndarray  # uint8
-    held_out: np.ndarray  # uint8
-
-
-def read_corpus(directory: Path | None = None) -> Corpus:
-    """All Python files under `directory`, in sorted order; by default the standard library.
-
-    Tests and installed packages are left out.
-    """
-    directory = Path(sysconfig.get_paths()["stdlib"]) if directory is None else directory
-    modules = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*.py")}
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for module in sorted(modules):
-        *folders, name = module.split("/")
-        if _SKIPPED_FOLDERS.isdisjoint(folders) and not name.startswith("test_"):
-            parts[is_held_out(module)].append(modules[module].read_bytes())
-    train, held_out = (np.frombuffer(b"".join(parts[side]), np.uint8) for side in (False, True))
-    return Corpus(train, held_out)
-
-
-def is_held_out(module: str) -> bool:
-    """Whether training never sees this module: a hash of its path decides."""
-    return zlib.crc32(module.encode()) % _HELD_OUT_SHARE == 0
-
-
-def random_windows(
-    data: np.ndarray, shape: Sequence[int], length: int, generator: np.random.Generator
-) -> np.ndarray:
-    """Windows of `length + 1` bytes from anywhere: int32 `[*shape, length + 1]`."""
-    starts = generator.integers(0, data.size - length, shape)
-    return data[starts[..., None] + np.arange(length + 1)].astype(np.int32)
-
-
-def even_windows(data: np.ndarray, number: int, length: int) -> np.ndarray:
-    """The same windows every time, spread evenly: int32 `[number, length + 1]`."""
-    starts = np.linspace(0, data.size - length - 1, number).astype(np.int64)
-    return data[starts[:, None] + np.arange(length + 1)].astype(np.int32)

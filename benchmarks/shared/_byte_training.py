@@ -8,7 +8,8 @@ from typing import Any, Literal
 import jax
 import optax
 
-from ._byte_decoder import Corpus, Size, even_windows, losses
+from ._byte_decoder import Size, losses
+from ._corpus import Corpus, even_windows
 
 WARMUP_STEPS = 100
 _B2, _WEIGHT_DECAY = 0.95, 0.1

@@ -18,16 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.shared._byte_decoder import (
-    Size,
+from benchmarks.shared._byte_decoder import Size, init, losses
+from benchmarks.shared._corpus import (
+    HELD_OUT_PACKAGES,
+    TRAIN_PACKAGES,
+    Corpus,
+    distinct_windows,
     even_windows,
-    init,
-    losses,
-    random_windows,
-    read_corpus,
+    read_packages,
 )
 
 Tree = Any
+Equal = Literal["examples", "updates"]  # what runs have in common
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,18 +38,20 @@ class Task(abc.ABC):
 
     Attributes:
         name: of the task, in rows and files.
+        has_predicted_time: whether an example stands for a sequence, as in `_step_costs`.
         metric: what `evaluate` gives, with its unit.
         budget: examples in all, a multiple of `rows * per_call`.
         rows: examples in a micro-batch.
         per_call: micro-batches in one call of the compiled step.
         sizes: fixed batches, in micro-batches; the first and last bound the others.
         target: similarity for the walk and the jump.
-        learning_rate: the highest, for the smallest batch.
+        learning_rate: the highest, for the smallest batch; where it is tuned, the first trial.
         lr_scaling: what it goes with in larger ones: their size, or its square root.
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]
+    has_predicted_time: ClassVar[bool] = False
     budget: int
     rows: int
     per_call: int
@@ -67,8 +71,24 @@ class Task(abc.ABC):
                 f"`sizes` must rise, from 2 micro-batches (two halves) or more; got {self.sizes}."
             )
 
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """Those that are tried for each variant; one: nothing is tuned."""
+        return (self.learning_rate,)
+
+    @property
+    def budgets(self) -> dict[Equal, int]:
+        """How much all variants have, of what is compared."""
+        return {"examples": self.budget}
+
+    @property
+    def corpus(self) -> dict[str, Any] | None:
+        """Sizes and a hash of what was read; None: it is the same everywhere."""
+        return None
+
     @abc.abstractmethod
-    def optimizer(self, learning_rate: float) -> optax.GradientTransformation: ...
+    def optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
+        """With a rate, or a function of the number of updates."""
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> Tree: ...
@@ -79,7 +99,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, seed: int) -> Iterator[Tree]:
-        """Without end: `per_call` micro-batches, stacked."""
+        """As many as any run takes: `per_call` micro-batches, stacked."""
 
     @abc.abstractmethod
     def evaluate(self, params: Tree) -> dict[str, float]:
@@ -88,22 +108,54 @@ class Task(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bytes(Task):
-    """A decoder from scratch on the Python standard library, with AdamW."""
+    """A decoder from scratch on the sources of installed packages, with AdamW.
+
+    A run sees no window twice. Whole packages are held out.
+
+    Attributes:
+        updates: how many, where variants are compared at equal updates.
+        trials: learning rates that are tried, over `learning_rate`.
+        size: of the decoder.
+        held_out: windows that are judged.
+        train_packages: whose sources it learns.
+        held_out_packages: whose sources it is judged on.
+    """
 
     name: ClassVar[str] = "bytes"
     metric: ClassVar[str] = "held-out loss, nats per byte"
+    has_predicted_time: ClassVar[bool] = True
 
-    budget: int = 3 * 2**14
-    rows: int = 4
+    budget: int = 2**16
+    updates: int = 256
+    rows: int = 8
     per_call: int = 32
-    sizes: tuple[int, ...] = (2, 8, 16, 32, 64)
-    target: float = 0.2
-    learning_rate: float = 1e-3
+    sizes: tuple[int, ...] = (2, 8, 32)
+    target: float = 0.1
+    learning_rate: float = 2e-3
+    trials: tuple[float, ...] = (1.0, 0.5, 2.0)
     lr_scaling: Literal["linear", "sqrt"] = "sqrt"
     size: Size = Size()
-    held_out: int = 3072  # windows
+    held_out: int = 6144
+    train_packages: tuple[str, ...] = TRAIN_PACKAGES
+    held_out_packages: tuple[str, ...] = HELD_OUT_PACKAGES
 
-    def optimizer(self, learning_rate: float) -> optax.GradientTransformation:
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        return tuple(self.learning_rate * trial for trial in self.trials)
+
+    @property
+    def budgets(self) -> dict[Equal, int]:
+        return {"examples": self.budget, "updates": self.updates}
+
+    @property
+    def corpus(self) -> dict[str, Any]:
+        return self._corpus.described()
+
+    @property
+    def _corpus(self) -> Corpus:
+        return read_packages(self.train_packages, self.held_out_packages)
+
+    def optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
         return optax.chain(
             optax.clip_by_global_norm(1.0),
             optax.adamw(learning_rate, b2=0.95, weight_decay=0.1),
@@ -116,13 +168,15 @@ class Bytes(Task):
         return losses(self.size, params, batch).mean()
 
     def batches(self, seed: int) -> Iterator[Tree]:
-        corpus, generator = read_corpus(), np.random.default_rng(seed)
-        while True:
-            shape = (self.per_call, self.rows)
-            yield random_windows(corpus.train, shape, self.size.length, generator)
+        call = self.per_call * self.rows
+        most = max(self.budget, self.updates * self.rows * self.sizes[-1]) // call + 1
+        generator = np.random.default_rng(seed)
+        windows = distinct_windows(self._corpus.train, most * call, self.size.length, generator)
+        for part in windows.reshape(most, self.per_call, self.rows, -1):
+            yield part.astype(np.int32)
 
     def evaluate(self, params: Tree) -> dict[str, float]:
-        windows = even_windows(read_corpus().held_out, self.held_out, self.size.length)
+        windows = even_windows(self._corpus.held_out, self.held_out, self.size.length)
         parts = windows.reshape(-1, 96, self.size.length + 1)
         return {"held_out_loss": float(_part_losses(self.size, params, parts).mean())}
 
@@ -152,7 +206,7 @@ class Digits(Task):
     lr_scaling: Literal["linear", "sqrt"] = "linear"
     channels: int = 12
 
-    def optimizer(self, learning_rate: float) -> optax.GradientTransformation:
+    def optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
         return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(learning_rate, momentum=0.9))
 
     def init(self, key: jax.Array) -> Tree:

@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxzero as jz
-from benchmarks.shared._byte_decoder import Size, init, losses, random_windows, read_corpus
+from benchmarks.shared._byte_decoder import Size, init, losses
 from benchmarks.shared._byte_training import WARMUP_STEPS, held_out_losses, optimizer
+from benchmarks.shared._corpus import random_windows, read_corpus
 from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
 
 _NAME = "codec_training"
@@ -38,6 +39,7 @@ _CODE = (
     "benchmarks/training/codec_training.py",
     "benchmarks/shared/_byte_decoder.py",
     "benchmarks/shared/_byte_training.py",
+    "benchmarks/shared/_corpus.py",
 )
 
 _ROTATED4 = jz.Int4(block=128, hadamard=32)

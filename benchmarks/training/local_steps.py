@@ -4,6 +4,7 @@
     python -m benchmarks.training.local_steps --methods synchronous diloco30  # some of them
     python -m benchmarks.training.local_steps --summary  # of the runs that are there
     python -m benchmarks.training.local_steps --inner muon --learning-rate 0.02  # Muon in the nodes
+    python -m benchmarks.training.local_steps --corpus packages  # no window comes twice
 
 A seed decides initial parameters and the order of the data, the same for every method and number
 of nodes, and so is the global batch; methods are compared seed by seed. All nodes are simulated on
@@ -21,7 +22,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,15 @@ import tyro
 from rich.console import Console
 
 import jaxzero as jz
-from benchmarks.shared._byte_decoder import Size, init, losses, random_windows, read_corpus
+from benchmarks.shared._byte_decoder import Size, init, losses
 from benchmarks.shared._byte_training import WARMUP_STEPS, Inner, held_out_losses, optimizer
+from benchmarks.shared._corpus import (
+    Corpus,
+    distinct_windows,
+    random_windows,
+    read_corpus,
+    read_packages,
+)
 from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
 from benchmarks.training._local_steps_methods import DEFAULT, OVER_DELAY, OVER_EVERY, Method, method
 from benchmarks.training._local_steps_summary import BASELINE, draw, summarize, table
@@ -44,6 +52,7 @@ _CODE = (
     "benchmarks/training/_local_steps_methods.py",
     "benchmarks/shared/_byte_decoder.py",
     "benchmarks/shared/_byte_training.py",
+    "benchmarks/shared/_corpus.py",
 )
 
 
@@ -61,6 +70,7 @@ class Study:
         learning_rate: the highest, after the warm-up.
         inner: the optimizer of synchronous training and of the nodes.
         size: of the model.
+        corpus: the standard library, whose windows may come twice, or installed packages.
         seeds: one run for each, of every method.
         methods: their names (see `_local_steps_methods`); none: `DEFAULT` there.
         nodes: numbers of nodes, of one device each; synchronous training runs on the first number
@@ -74,6 +84,7 @@ class Study:
     learning_rate: float = 2e-3
     inner: Inner = "adamw"
     size: Size = Size()
+    corpus: Literal["library", "packages"] = "library"
     seeds: tuple[int, ...] = (1, 2, 3)
     methods: tuple[str, ...] = ()
     nodes: tuple[int, ...] = (2, 8)
@@ -98,14 +109,15 @@ class Study:
         """What two runs must share to be compared."""
         fields = dataclasses.asdict(self)
         settings = {name: fields[name] for name in fields if name not in _NOT_SETTINGS}
-        if self.inner == "adamw":
-            del settings["inner"]  # the first rows do not name it
+        for name, first in _OF_FIRST_ROWS.items():
+            if settings[name] == first:
+                del settings[name]  # rows that were made before there was another do not name it
         return settings
 
     def has_tokens_of(self, settings: dict[str, Any]) -> bool:
         """Whether a run with these settings trained the same model on the same tokens."""
-        own = dataclasses.asdict(self)
-        return all(own[name] == settings[name] for name in ("steps", "rows", "size"))
+        own, other = dataclasses.asdict(self), _OF_FIRST_ROWS | settings
+        return all(own[name] == other[name] for name in ("steps", "rows", "size", "corpus"))
 
     def tx(self, rate: float = 1.0) -> optax.GradientTransformation:
         """The optimizer, with `rate` times the learning rate of the study."""
@@ -113,6 +125,7 @@ class Study:
 
 
 _NOT_SETTINGS = ("seeds", "methods", "nodes", "summary")
+_OF_FIRST_ROWS = {"inner": "adamw", "corpus": "library"}
 
 
 # One run.
@@ -160,10 +173,24 @@ def _rounds(study: Study, name: str, nodes: int) -> tuple[Any, Callable]:
     return rounds, jax.jit(rounds, donate_argnums=0)
 
 
+@functools.cache
+def _corpus(study: Study) -> Corpus:
+    return read_corpus() if study.corpus == "library" else read_packages()
+
+
+def _data(study: Study) -> dict[str, Any] | None:
+    """What a row says of its data; None: it is the standard library."""
+    return None if study.corpus == "library" else _corpus(study).described()
+
+
 def _tokens(study: Study, seed: int) -> np.ndarray:
     """The windows of all steps: int32 `[steps, rows, length + 1]`."""
     shape, generator = (study.steps, study.rows), np.random.default_rng(seed)
-    return random_windows(read_corpus().train, shape, study.size.length, generator)
+    train, length = _corpus(study).train, study.size.length
+    if study.corpus == "library":
+        return random_windows(train, shape, length, generator)
+    windows = distinct_windows(train, study.steps * study.rows, length, generator)
+    return windows.reshape(*shape, -1).astype(np.int32)
 
 
 @functools.lru_cache(maxsize=1)
@@ -219,7 +246,7 @@ def _agreement(study: Study, rate: float) -> Callable:
 
 def _run(study: Study, name: str, nodes: int, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
-    zero, settings, corpus = _zero(nodes), method(name), read_corpus()
+    zero, settings, corpus = _zero(nodes), method(name), _corpus(study)
     (params, opt_state), curve = _first(study, seed)
     params, opt_state = zero.shard(params), zero.shard(opt_state)
     tokens = _tokens(study, seed)[study.synchronous_steps :]
@@ -244,6 +271,7 @@ def _run(study: Study, name: str, nodes: int, seed: int) -> dict[str, Any]:
         "nodes": nodes,
         "seed": seed,
         "settings": study.settings,
+        "corpus": _data(study),
         "method_settings": None if settings is None else _described(settings),
         "held_out_loss": rounded(parts.mean()),
         "held_out_loss_of_parts": [rounded(loss) for loss in parts],
@@ -288,7 +316,7 @@ def _run_all(study: Study) -> None:
     done = {
         tuple(row["results"][name] for name in ("method", "nodes", "seed"))
         for row in read_rows(_NAME, study.settings)
-        if is_current(row, *_CODE)
+        if is_current(row, *_CODE) and row["results"].get("corpus") == _data(study)
     }
     for seed in study.seeds:  # outermost: when stopped, what is there can be compared
         for name in study.methods or DEFAULT:
@@ -301,8 +329,11 @@ def main(study: Study) -> None:
     """Run what is missing, then print the table and draw the figure."""
     if not study.summary:
         _run_all(study)
+    rows = read_rows(_NAME, study.settings)
+    data = rows[-1]["results"].get("corpus") if rows else None  # of the packages that were there
+    rows = [row for row in rows if row["results"].get("corpus") == data]
     alike = [row for row in read_rows(_NAME) if study.has_tokens_of(row["results"]["settings"])]
-    summaries = summarize(read_rows(_NAME, study.settings), study.seeds, alike)
+    summaries = summarize(rows, study.seeds, alike)
     if summaries:
         Console(width=140).print(table(summaries))
     if summaries and study.inner == "adamw":  # of Muon there are too few methods for curves

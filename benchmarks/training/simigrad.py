@@ -1,22 +1,24 @@
-"""Compare training with adaptive and fixed batches, at equal numbers of examples.
+"""Compare training with adaptive and fixed batches, at equal numbers of examples or of updates.
 
     python -m benchmarks.training.simigrad  # all runs of all tasks, tables and figures
     python -m benchmarks.training.simigrad --tasks digits  # of one of them
     python -m benchmarks.training.simigrad --summary  # of the runs that are there
 
 Every variant sees the same examples in the same order and differs only in how many of them one
-update takes: always as many, doubled at fixed times, or as SimiGrad finds. Learning rates go
-with the batch over the smallest, or its square root, and fall with the examples seen. A row is
-appended as each run ends; a run whose row is there, for the same settings and code, is not run
-again.
+update takes: always as many, doubled at fixed times, or as a measured similarity says. Learning
+rates go with the batch over the smallest, or its square root, and fall with the examples seen, or
+with the updates where their number is what variants have in common. Where a task tunes them, each
+variant has the same trials, with a seed of its own; then come the seeds that count. A row is
+appended as each run ends; a run whose row is there, for the same settings, data and code, is not
+run again.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -27,20 +29,22 @@ import numpy as np
 import optax
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 import jaxzero as jz
 from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
 
-from ._adaptive_tasks import TASKS, Task
+from ._adaptive_tasks import TASKS, Equal, Task
+from ._simigrad_summary import TUNING_SEED, Run, best_rate, draw, summarize, table
+from ._step_costs import predicted_seconds
 
 _NAME = "simigrad"
 _CODE = (
     "jaxzero/_simigrad",
     "benchmarks/shared/_byte_decoder.py",
+    "benchmarks/shared/_corpus.py",
     *(f"benchmarks/training/{name}.py" for name in ("simigrad", "_adaptive_tasks")),
 )
-_ADAPTIVE = ("doubling", "walk", "jump", "noise_scale")
+_ADAPTIVE = ("doubling", "norm_test", "noise_scale", "walk", "jump")
 _WARMUP_PART = 0.05  # of the budget
 _AT_NOISE_SCALE = 1 / 3  # the similarity at which a batch is as large as the noise scale
 _SEEDS = {"digits": 5, "bytes": 3}
@@ -53,13 +57,15 @@ class Study:
     Attributes:
         tasks: what is trained.
         seeds: how many runs of every variant; by default 5 of the short task, 3 of the long.
-        variants: their names ("fixed 8", "doubling", "walk", "jump", "noise_scale"); none: all.
+        variants: their names ("fixed 8", "doubling", "walk", "jump", ...); none: all.
+        equal: what the variants have in common: the number of examples, or of updates (bytes only).
         summary: run nothing; print the tables and draw the figures.
     """
 
     tasks: tuple[Literal["digits", "bytes"], ...] = ("digits", "bytes")
     seeds: int | None = None
     variants: tuple[str, ...] = ()
+    equal: tuple[Equal, ...] = ("examples", "updates")
     summary: bool = False
 
 
@@ -68,30 +74,60 @@ def variants_of(task: Task) -> tuple[str, ...]:
     return (*(f"fixed {size}" for size in task.sizes), *_ADAPTIVE)
 
 
+# Rules that are not the library's.
+
+
 @dataclasses.dataclass(frozen=True)
 class Doubling:
-    """A rule that measures nothing: twice the batch after each of `parts` of the budget."""
+    """A rule that measures nothing: twice the batch after each of `parts` of the budget.
+
+    The budget is of examples or of updates.
+    """
 
     initial: int
     budget: int
+    equal: Equal = "examples"
     parts: tuple[float, ...] = (0.2, 0.4, 0.6)
 
     def init(self):
-        return jnp.zeros([], jnp.float32)  # examples seen
+        return jnp.zeros([], jnp.float32)  # of the budget, what is used
 
     def wanted(self, similarity, steps, weight, target, memory):
-        seen = memory + weight
-        passed = sum((seen >= part * self.budget).astype(jnp.float32) for part in self.parts)
-        return self.initial * 2**passed, seen
+        used = memory + (weight if self.equal == "examples" else 1)
+        passed = sum((used >= part * self.budget).astype(jnp.float32) for part in self.parts)
+        return self.initial * 2**passed, used
+
+
+@dataclasses.dataclass(frozen=True)
+class NormTest:
+    """A batch that fails the norm test grows by as much as it fails; none shrinks.
+
+    The test asks that the variance of the mean gradient be at most eta^2 times its square. Of two
+    halves with gradients of one norm and similarity s the former over the latter is
+    (1 - s) / (1 + s), so the target s* is the test with eta^2 = (1 - s*) / (1 + s*).
+
+    References:
+        DDP-Norm: Lau et al. 2024 (https://arxiv.org/abs/2412.21124).
+    """
+
+    def init(self):
+        return ()
+
+    def wanted(self, similarity, steps, weight, target, memory):
+        measured, allowed = ((1 - s) / (1 + s) for s in (similarity, target))
+        return jnp.maximum(steps, jnp.ceil(steps * measured / allowed)), memory
 
 
 # One run.
 
 
-def _optimizer(task: Task, variant: str) -> optax.GradientTransformationExtraArgs:
-    smallest, largest = task.sizes[0], task.sizes[-1]
+def _optimizer(
+    task: Task, variant: str, equal: Equal, learning_rate: Any
+) -> optax.GradientTransformationExtraArgs:
+    smallest, largest, budget = task.sizes[0], task.sizes[-1], task.budgets[equal]
     rules = {
-        "doubling": (Doubling(smallest, task.budget), task.target),
+        "doubling": (Doubling(smallest, budget, equal), task.target),
+        "norm_test": (NormTest(), task.target),
         "walk": (jz.WalkRule(), task.target),
         "jump": (jz.JumpRule(), task.target),
         "noise_scale": (jz.JumpRule(), _AT_NOISE_SCALE),
@@ -100,45 +136,61 @@ def _optimizer(task: Task, variant: str) -> optax.GradientTransformationExtraArg
     rule, target = rules.get(variant, (jz.WalkRule(), task.target))
     # A batch that stays is its own initial one, so its learning rate is set here.
     ratio = 1.0 if fixed is None else fixed / smallest
-    scale = ratio if task.lr_scaling == "linear" else math.sqrt(ratio)
-    warmup = _WARMUP_PART * task.budget
-    cosine = optax.warmup_cosine_decay_schedule(0.0, 1.0, int(warmup), task.budget, 0.01)
+    rate = learning_rate * (ratio if task.lr_scaling == "linear" else math.sqrt(ratio))
+    cosine = optax.warmup_cosine_decay_schedule(0.0, 1.0, int(_WARMUP_PART * budget), budget, 0.01)
+
+    # The warm-up starts at 0, where the first batch would be lost.
+    def of_seen(seen):
+        return cosine(seen + task.rows)
+
+    def of_updates(count):  # what is made of the last call, after the last update, changes nothing
+        return rate * jnp.where(count < budget, cosine(count + 1), 0.0)
+
     return jz.simigrad(
-        task.optimizer(task.learning_rate * scale),
+        task.optimizer(rate if equal == "examples" else of_updates),
         target_similarity=target,
         initial=fixed or smallest,
         min_steps=fixed or smallest,
         max_steps=fixed or largest,
         rule=rule,
         lr_scaling=task.lr_scaling,
-        # The warm-up starts at 0, where the first batch would be lost.
-        schedule=lambda seen: cosine(seen + task.rows),
+        schedule=of_seen if equal == "examples" else None,
     )
 
 
 @functools.cache
-def _several(task: Task, variant: str) -> Callable:
-    """Many micro-batches in one call: `(state, batches) -> (state, losses)`; for all seeds."""
-    tx = _optimizer(task, variant)
+def _several(task: Task, variant: str, equal: Equal) -> Callable:
+    """Many micro-batches in one call, compiled for all learning rates and seeds.
 
-    def one(state, batch):
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(task.loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, weight=task.rows)
-        return (optax.apply_updates(params, updates), opt_state), loss
+    `(state, batches, learning rate) -> (state, (losses, updates so far))`.
+    """
 
-    return jax.jit(lambda state, batches: jax.lax.scan(one, state, batches))
+    @jax.jit
+    def several(state, batches, learning_rate):
+        tx = _optimizer(task, variant, equal, learning_rate)
+
+        def one(state, batch):
+            params, opt_state = state
+            loss, grads = jax.value_and_grad(task.loss)(params, batch)
+            updates, opt_state = tx.update(grads, opt_state, params, weight=task.rows)
+            made = jz.simigrad_stats(opt_state)["updates"]
+            return (optax.apply_updates(params, updates), opt_state), (loss, made)
+
+        return jax.lax.scan(one, state, batches)
+
+    return several
 
 
-def run(task: Task, variant: str, seed: int) -> dict[str, Any]:
+def run(task: Task, of: Run) -> dict[str, Any]:
     """Train once; what a row holds."""
     start = time.perf_counter()
-    several = _several(task, variant)
-    params = task.init(jax.random.key(seed))
-    state = params, _optimizer(task, variant).init(params)
-    track, batches = [], task.batches(seed)
-    for _ in range(task.budget // (task.rows * task.per_call)):
-        state, losses = several(state, next(batches))
+    several, limit = _several(task, of.variant, of.equal), task.budgets[of.equal]
+    params = task.init(jax.random.key(of.seed))
+    state = params, _optimizer(task, of.variant, of.equal, of.learning_rate).init(params)
+    track, batches, updates = [], task.batches(of.seed), np.zeros(1, np.int32)
+    while (_examples(task, updates) if of.equal == "examples" else updates[-1]) < limit:
+        state, (losses, made) = several(state, next(batches), of.learning_rate)
+        updates = np.concatenate([updates, made])
         stats = jz.simigrad_stats(state[1])
         track.append(
             [
@@ -148,20 +200,36 @@ def run(task: Task, variant: str, seed: int) -> dict[str, Any]:
                 rounded(stats["noise_scale"]),
             ]
         )
-    stats = jz.simigrad_stats(state[1])
-    updates = int(stats["updates"])
+    sizes = _batch_sizes(updates) * task.rows
+    sizes = sizes if of.equal == "examples" else sizes[:limit]
+    counts = sorted(collections.Counter(sizes.tolist()).items())
     return {
         "task": task.name,
-        "variant": variant,
-        "seed": seed,
+        **dataclasses.asdict(of),
         "settings": dataclasses.asdict(task),
+        "corpus": task.corpus,
         **{name: rounded(value) for name, value in task.evaluate(state[0]).items()},
-        "updates": updates,
-        "mean_batch_examples": float(stats["seen"]) / max(1, updates),
-        "skipped": int(stats["skipped"]),
+        "updates": len(sizes),
+        "mean_batch_examples": float(sizes.mean()),
+        "updates_by_batch_examples": counts,
+        "predicted_seconds": predicted_seconds(counts) if task.has_predicted_time else None,
+        "skipped": int(jz.simigrad_stats(state[1])["skipped"]),
         "loss_batch_similarity_noise_scale": track,
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def _examples(task: Task, updates: np.ndarray) -> int:
+    return (len(updates) - 1) * task.rows
+
+
+def _batch_sizes(updates: np.ndarray) -> np.ndarray:
+    """Micro-batches of each full batch, from the number of updates before and after each."""
+    last = np.flatnonzero(np.diff(updates))  # the micro-batches that ended a batch
+    return np.diff(last, prepend=-1)
+
+
+# All runs.
 
 
 def _rows(task: Task) -> list[dict[str, Any]]:
@@ -169,101 +237,48 @@ def _rows(task: Task) -> list[dict[str, Any]]:
     return read_rows(_NAME, dataclasses.asdict(task), directory=RESULTS)
 
 
-def _run_all(task: Task, seeds: int, variants: tuple[str, ...]) -> None:
+def _key(task: Task, results: dict[str, Any]) -> Run:
+    """The run of a row. Rows that name neither are of equal examples and of the only rate."""
+    return Run(
+        results.get("equal", "examples"),
+        results["variant"],
+        results.get("learning_rate", task.learning_rate),
+        results["seed"],
+    )
+
+
+def _run_all(task: Task, seeds: int, variants: tuple[str, ...], equals: tuple[Equal, ...]) -> None:
     done = {
-        (row["results"]["variant"], row["results"]["seed"])
+        _key(task, row["results"]): row["results"]
         for row in _rows(task)
-        if is_current(row, *_CODE)
+        if is_current(row, *_CODE) and row["results"].get("corpus") == task.corpus
     }
-    for seed in range(seeds):  # outermost: when stopped, what is there can be compared
-        for variant in variants:
-            if (variant, seed) not in done:
-                append_row(_NAME, run(task, variant, seed))
+
+    def make(of: Run) -> None:
+        if of not in done:
+            done[of] = append_row(_NAME, run(task, of))["results"]
+
+    # Variants are innermost: when stopped, what is there can be compared.
+    for equal in task.budgets:
+        if equal not in equals:
+            continue
+        if len(task.learning_rates) > 1:
+            for rate in task.learning_rates:
+                for variant in variants:
+                    make(Run(equal, variant, rate, TUNING_SEED))
+        for seed in range(seeds):
+            for variant in variants:
+                make(Run(equal, variant, best_rate(task, equal, variant, done), seed))
 
 
-# All runs together.
-
-
-def _by_variant(task: Task) -> dict[str, list[dict[str, Any]]]:
-    """The newest run of each seed that ended with a finite loss."""
-    newest = {(r["results"]["variant"], r["results"]["seed"]): r["results"] for r in _rows(task)}
-    found: dict[str, list[dict[str, Any]]] = {}
-    for variant in variants_of(task):
-        runs = [run for (name, _), run in sorted(newest.items()) if name == variant]
-        runs = [run for run in runs if run["held_out_loss"] is not None]
-        if runs:
-            found[variant] = runs
-    return found
-
-
-def _mean_and_error(runs: list[dict[str, Any]], key: str = "held_out_loss") -> tuple[float, float]:
-    values = [run[key] for run in runs]
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
-    return statistics.mean(values), error
-
-
-def _table(task: Task, found: dict[str, list[dict[str, Any]]]) -> Table:
-    table = Table(title=f"{task.name}: {task.metric}")
-    table.add_column("variant", no_wrap=True)
-    has_accuracy = any("held_out_accuracy" in run for runs in found.values() for run in runs)
-    columns = ["loss", *["accuracy"] * has_accuracy, "batch", "updates", "seeds"]
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for variant, runs in found.items():
-        keys = ["held_out_loss", *["held_out_accuracy"] * has_accuracy]
-        metrics = (_shown(*_mean_and_error(runs, key)) for key in keys)
-        table.add_row(
-            variant,
-            *metrics,
-            f"{statistics.mean(run['mean_batch_examples'] for run in runs):.1f}",
-            f"{statistics.mean(run['updates'] for run in runs):.0f}",
-            str(len(runs)),
-        )
-    return table
-
-
-def _shown(mean: float, error: float) -> str:
-    return f"{mean:.4f}" if math.isnan(error) else f"{mean:.4f} ± {error:.4f}"
-
-
-def _draw(task: Task, found: dict[str, list[dict[str, Any]]]) -> None:
-    """The final loss against the mean batch, and the batch over the examples seen."""
-    from matplotlib.figure import Figure  # without pyplot no display is looked for
-
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    front, sizes = figure.subplots(1, 2)
-    points = []
-    for variant, runs in found.items():
-        loss, error = _mean_and_error(runs)
-        batch = statistics.mean(run["mean_batch_examples"] for run in runs)
-        is_fixed = variant not in _ADAPTIVE
-        color = "gray" if is_fixed else f"C{_ADAPTIVE.index(variant)}"
-        if is_fixed:
-            points.append((batch, loss))
-        bar = None if math.isnan(error) else error
-        label = None if is_fixed else variant.replace("_", " ")
-        front.errorbar(batch, loss, yerr=bar, fmt="o", color=color, capsize=3, label=label)
-        if not is_fixed:
-            for run in runs:
-                track = run["loss_batch_similarity_noise_scale"]
-                seen = np.arange(1, 1 + len(track)) * task.budget / len(track)
-                batches = [size for _, size, *_ in track]
-                sizes.step(seen, batches, color=color, alpha=0.6, label=label)
-                label = None  # once for all seeds
-    front.plot(*zip(*sorted(points), strict=True), "--", color="gray", label="fixed")
-    front.set(xlabel="examples in a batch, mean", ylabel=task.metric)
-    front.set_xscale("log", base=2)
-    front.set_yscale("log")
-    sizes.set(xlabel="examples seen", ylabel="examples in a batch")
-    sizes.set_yscale("log", base=2)
-    for axes in (front, sizes):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend()
-    figure.savefig(RESULTS / f"{_NAME}_{task.name}.png", dpi=150)
+def _newest(task: Task) -> dict[Run, dict[str, Any]]:
+    """The results of the newest row of each run; of those with the data of the last row of all."""
+    rows = [row["results"] for row in _rows(task)]
+    return {_key(task, x): x for x in rows if x.get("corpus") == rows[-1].get("corpus")}
 
 
 def main(study: Study) -> None:
+    """Run what is missing, then print the tables and draw the figures."""
     for name in study.tasks:
         task = TASKS[name]()
         known = variants_of(task)
@@ -272,12 +287,14 @@ def main(study: Study) -> None:
             raise ValueError(f"`variants` must be among {', '.join(known)}; got {unknown}.")
         if not study.summary:
             seeds = _SEEDS[name] if study.seeds is None else study.seeds
-            _run_all(task, seeds, study.variants or known)
-        found = _by_variant(task)
-        if not any(variant not in _ADAPTIVE for variant in found):
-            raise SystemExit(f"No run of a fixed batch on {name}: there is nothing to draw.")
-        Console().print(_table(task, found))
-        _draw(task, found)
+            _run_all(task, seeds, study.variants or known, study.equal)
+        summaries = summarize(task, known, _newest(task))
+        if not all(found[0].variant.startswith("fixed") for found in summaries.values()):
+            raise SystemExit(f"A run of a fixed batch on {name} is missing: nothing is compared.")
+        for equal, found in summaries.items():
+            Console(width=150).print(table(task, equal, found))
+        if summaries:
+            draw(task, summaries, RESULTS / f"{_NAME}_{task.name}.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The decoder and the data of `benchmarks/training/codec_training.py`."""
+"""The decoder over bytes of the training studies, and their data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks.shared import _byte_decoder as decoder
+from benchmarks.shared import _corpus
 
 SIZE = decoder.Size(layers=2, width=32, heads=2, length=12)
 TOKENS = np.random.default_rng(1).integers(0, 256, (3, SIZE.length + 1)).astype(np.int32)
@@ -77,31 +79,87 @@ def _write(directory: Path, modules: list[str]) -> None:
         path.write_text(f"# {module}\n")
 
 
+def _lines(corpus: _corpus.Corpus) -> list[list[str]]:
+    """Of both parts."""
+    return [
+        bytes(getattr(corpus, field.name)).decode().splitlines()
+        for field in dataclasses.fields(corpus)
+    ]
+
+
 def test_corpus_is_split_by_module(tmp_path: Path):
     modules = [f"package/module{i}.py" for i in range(40)]
     _write(tmp_path, modules)
     _write(
         tmp_path, ["test/a.py", "package/tests/b.py", "site-packages/c.py", "test_d.py", "e.txt"]
     )
-    corpus = decoder.read_corpus(tmp_path)
-    train, held_out = (
-        bytes(getattr(corpus, field.name)).decode().splitlines()
-        for field in dataclasses.fields(corpus)
-    )
+    train, held_out = _lines(_corpus.read_corpus(tmp_path))
     assert train and held_out
     assert not set(train) & set(held_out)
     assert sorted(train + held_out) == sorted(f"# {module}" for module in modules)
     assert train == sorted(train)
-    assert all(decoder.is_held_out(line.removeprefix("# ")) for line in held_out)
+    assert all(_corpus.is_held_out(line.removeprefix("# ")) for line in held_out)
 
 
 def test_windows_are_runs_of_bytes():
     data = np.arange(200, dtype=np.uint8)
-    windows = decoder.random_windows(data, (4, 3), 8, np.random.default_rng(0))
+    windows = _corpus.random_windows(data, (4, 3), 8, np.random.default_rng(0))
     assert (windows.shape, windows.dtype) == ((4, 3, 9), np.int32)
-    again = decoder.random_windows(data, (4, 3), 8, np.random.default_rng(0))
+    again = _corpus.random_windows(data, (4, 3), 8, np.random.default_rng(0))
     np.testing.assert_array_equal(windows, again)
-    even = decoder.even_windows(data, 5, 8)
+    even = _corpus.even_windows(data, 5, 8)
     assert (even[0, 0], even[-1, -1]) == (0, 199)
     for each in (windows, even):
         np.testing.assert_array_equal(np.diff(each), 1)
+
+
+def _install(directory: Path, package: str, files: dict[str, str]) -> None:
+    """As an installer does it: files, and a list of them."""
+    information = directory / f"{package}-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    for name, text in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    (information / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+
+
+def test_packages_are_held_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    first = {
+        "corpusone/b.py": "one b\n",
+        "corpusone/a.pyi": "one a\n",
+        "corpusone/a.py": "same\n",
+        "corpusone/notes.md": "one notes\n",
+        "corpusone/data.txt": "not read\n",
+        "corpusone/tests/a.py": "not read\n",
+        "corpusone/_vendor/a.py": "not read\n",
+        "corpusone/test_a.py": "not read\n",
+        "corpusone/a_test.py": "not read\n",
+    }
+    _install(tmp_path, "corpusone", first)
+    _install(tmp_path, "corpustwo", {"corpustwo/a.py": "same\n", "corpustwo/b.py": "two b\n"})
+    corpus = _corpus.read_packages(("corpusone",), ("corpustwo",))
+    # By path; what both packages have is in neither twice.
+    assert _lines(corpus) == [["same", "one a", "one b", "one notes"], ["two b"]]
+    described = corpus.described()
+    assert (described["train_bytes"], described["held_out_bytes"]) == (27, 6)
+    (tmp_path / "corpusone" / "b.py").write_text("one c\n")
+    _corpus.read_packages.cache_clear()
+    changed = _corpus.read_packages(("corpusone",), ("corpustwo",)).described()
+    assert changed["sha256"] != described["sha256"]
+    with pytest.raises(ValueError, match="'corpusthree' is not one"):
+        _corpus.read_packages(("corpusone",), ("corpusthree",))
+    with pytest.raises(ValueError, match="both have \\['corpusone'\\]"):
+        _corpus.read_packages(("corpusone",), ("corpusone", "corpustwo"))
+
+
+def test_distinct_windows_share_no_byte():
+    data = np.arange(200, dtype=np.uint8)
+    windows = _corpus.distinct_windows(data, 22, 8, np.random.default_rng(0))
+    assert windows.shape == (22, 9)
+    assert np.unique(windows).size == windows.size
+    assert list(windows[:, 0]) != sorted(windows[:, 0])
+    np.testing.assert_array_equal(np.diff(windows), 1)
+    with pytest.raises(ValueError, match="at most the 22 windows that `data` holds; got 23"):
+        _corpus.distinct_windows(data, 23, 8, np.random.default_rng(0))

@@ -13,7 +13,7 @@ import pytest
 
 import jaxzero as jz
 from benchmarks.shared import _byte_decoder as decoder
-from benchmarks.shared import _rows
+from benchmarks.shared import _corpus, _rows
 from benchmarks.shared._byte_training import held_out_losses, optimizer
 from benchmarks.training import _local_steps_methods as methods
 from benchmarks.training import _local_steps_summary as summary
@@ -46,9 +46,9 @@ def _plain(tokens: np.ndarray, state: Any, rate: float = 1.0, inner: Any = "adam
 @functools.cache
 def _plain_loss(replicas: int, rate: float = 1.0, inner: Any = "adamw") -> float:
     """The held-out loss of the mean of replicas that part after the synchronous steps."""
-    corpus = decoder.read_corpus()
+    corpus = _corpus.read_corpus()
     shape, generator = (TINY.steps, TINY.rows), np.random.default_rng(0)
-    tokens = decoder.random_windows(corpus.train, shape, TINY.size.length, generator)
+    tokens = _corpus.random_windows(corpus.train, shape, TINY.size.length, generator)
     params = jax.jit(functools.partial(decoder.init, TINY.size))(jax.random.key(0))
     tx = optimizer(TINY.learning_rate, TINY.steps, inner=inner)
     state = _plain(tokens[: TINY.synchronous_steps], (params, tx.init(params)), inner=inner)
@@ -79,7 +79,8 @@ def test_a_run_is_what_its_name_says(method, replicas, rate, inner):
     assert abs(_plain_loss(2, inner="muon") - _plain_loss(2)) > 5e-3
     assert len(row["train_loss_mean_of_100_steps"]) == 2
     assert (row["cosine_between_nodes"] is None) == (method == "synchronous")
-    assert "inner" not in TINY.settings  # as in rows that were made before there was Muon
+    # As in rows that were made before there was another optimizer, or other data.
+    assert not {"inner", "corpus"} & set(TINY.settings)
 
 
 def test_the_agreement_of_nodes_is_the_cosine_of_what_they_change():
@@ -138,6 +139,7 @@ def test_the_best_synchronous_run_on_the_same_tokens_is_shown_too():
     assert found.over_best == pytest.approx({1: 26.25})
     assert TINY.has_tokens_of(other)
     assert not TINY.has_tokens_of(dataclasses.replace(TINY, rows=16).settings)
+    assert not TINY.has_tokens_of(dataclasses.replace(TINY, corpus="packages").settings)
 
 
 def test_every_curve_is_of_methods_that_there_are_and_is_drawn(tmp_path, monkeypatch):
@@ -182,6 +184,22 @@ def test_a_name_says_the_outer_optimizer_and_the_rate():
     assert [found and (found.outer, found.rate) for found in defaults] == [(o, 1.0) for o in outers]
     assert all(name == "synchronous" or methods.method(name) for name in methods.DEFAULT)
     assert methods.method("synchronous") is None
+
+
+def test_windows_of_packages_come_once(monkeypatch):
+    monkeypatch.setattr(local_steps, "read_packages", lambda: _corpus.read_packages(("optax",), ("rich",)))
+    local_steps._corpus.cache_clear()
+    study = dataclasses.replace(TINY, corpus="packages")
+    tokens = local_steps._tokens(study, 0)
+    assert tokens.shape == (study.steps, study.rows, study.size.length + 1)
+    places = _corpus.read_packages(("optax",), ("rich",)).train
+    places = places[: places.size // 9 * 9].reshape(-1, 9)
+    known, number = np.unique(places, axis=0, return_counts=True)
+    allowed = dict(zip(map(bytes, known), number, strict=True))
+    found, number = np.unique(tokens.reshape(-1, 9).astype(np.uint8), axis=0, return_counts=True)
+    assert all(n <= allowed[bytes(x)] for x, n in zip(found, number, strict=True))
+    assert local_steps._data(study) != local_steps._data(TINY)
+    local_steps._corpus.cache_clear()
 
 
 def test_settings_that_do_not_fit_are_refused():
