@@ -10,9 +10,11 @@ import gc
 import importlib
 import importlib.metadata
 import io
+import math
 import os
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +81,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # what markers leave out is no case
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
     """Choose a part of the cases, and skip GPU tests where there is no GPU."""
-    _leave_out_cases(config, items)
+    _mark_exhaustive(items)
+    yield
+    _leave_out_cases(config, items)  # what markers leave out is no case
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         skip = pytest.mark.skip(reason="needs a GPU: JAX_PLATFORMS=cpu,cuda where there is one")
         for item in marked:
             item.add_marker(skip)
+
+
+def _mark_exhaustive(items: list[pytest.Item]) -> None:
+    """Leave one in `n` cases of the tests marked `one_in(n)`; the others are exhaustive.
+
+    They are drawn by their names, so that no value of a parameter is left out throughout.
+    """
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        marked = item.get_closest_marker("exhaustive") or item.get_closest_marker("ci")
+        if isinstance(item, pytest.Function) and item.get_closest_marker("one_in") and not marked:
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for drawn in cases.values():
+        marker = drawn[0].get_closest_marker("one_in")
+        assert marker is not None
+        drawn.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in drawn[math.ceil(len(drawn) / marker.args[0]) :]:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

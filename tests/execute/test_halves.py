@@ -94,6 +94,7 @@ def _leaves(tree):
         ),
     ],
 )
+@pytest.mark.one_in(2)
 def test_halves_are_those_of_runs_with_one_half(config, mesh, options):
     mesh = zoo.make_mesh(mesh)
     zero = jz.Zero(mesh, dataclasses.replace(CONFIGS[config], min_quantized_size=500))

@@ -72,6 +72,7 @@ def _ungathered(nodes: int, config: DecoderConfig) -> jz.Zero:
         for k, nodes in enumerate((4, 2))
     ],
 )
+@pytest.mark.one_in(2)
 def test_families(name: str, nodes: int, tmp_path):
     """2 and 4 ways, in scans, in lists of layers, and with `remat`."""
     remat = "full" if nodes == 2 else "none"

@@ -157,6 +157,7 @@ def test_files_that_are_missing_or_too_short(llama: Written, capsys, tmp_path: P
     ("devices", "more"),
     [("1", ()), ("2", ()), ("2", ("--temperature", "0.1", "--seed", "3"))],
 )
+@pytest.mark.one_in(3)
 def test_several_devices_write_the_same(llama: Written, capsys, devices: str, more: tuple):
     options = (*prompts("hello"), "--max-new-tokens", "19", *more)
     _, printed = run(capsys, llama.directory, *options)

@@ -47,6 +47,7 @@ _NAMES = [*list(zoo.CASES)[::12], "scanned_layers_of_divisible_width", "unrolled
 
 @pytest.mark.parametrize("config", _CONFIGS)
 @pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.one_in(2)
 def test_every_reader_finds_what_it_reads(name, config):
     plan = _plan_of(name, config)
     Walk(plan).run_block()

@@ -59,6 +59,7 @@ def _check(zero: jz.Zero, loss: Any, prefix: int = 2, **options: Any) -> None:
         "trains the head",
     ],
 )
+@pytest.mark.one_in(2)
 def test_a_step_is_that_of_one_device(name):
     _check(_zero(), models.LOSSES[name])
 
@@ -202,6 +203,7 @@ def test_what_freezing_refuses_with_stages():
         freezing.cache(models.LOSSES["untied"], frozen)
 
 
+@pytest.mark.ci
 def test_a_pipeline_shrinks_as_layers_freeze(tmp_path):
     """Four stages, then two of two nodes each, then none; each epoch is that of one device."""
     tx, loss = optax.adam(1e-2), models.LOSSES["tied"]

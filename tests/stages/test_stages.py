@@ -47,6 +47,7 @@ def _check(zero: jz.Zero, loss: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", models.LOSSES)
+@pytest.mark.one_in(2)
 def test_a_step_is_that_of_one_device(name):
     _check(_zero(), models.LOSSES[name])
 
@@ -62,6 +63,7 @@ def test_a_step_is_that_of_one_device(name):
         pytest.param(1, 4, 4, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.one_in(2)
 def test_stages_and_microbatches(nodes, num_devices, microbatches):
     zero = _zero(nodes, num_devices, microbatches)
     _check(zero, models.LOSSES["skip, tied"])
@@ -95,6 +97,7 @@ def test_activations_are_kept_of_microbatches_in_flight_and_read_by_layer(microb
 
 
 @pytest.mark.parametrize("kind", ["explicit", "simulated", "groups"])
+@pytest.mark.one_in(2)
 def test_meshes(kind):
     if kind == "explicit":
         zero = _zero(axis_type=AxisType.Explicit)
@@ -233,6 +236,7 @@ def test_an_nnx_model():
     _assert_close(jax.tree.leaves(zero.unshard(grads)), jax.tree.leaves(want_grads), 1e-5)
 
 
+@pytest.mark.ci
 def test_training_goes_on_with_other_stages(tmp_path):
     """Parameters and optimizer state have their true shapes, whatever the stages are."""
     tx, loss, batch = optax.adamw(1e-2), models.LOSSES["tied"], models.batch()

@@ -106,6 +106,7 @@ def test_state_in_host_memory_on_one_device(axis_type, options):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.one_in(2)
 def test_training_with_state_in_host_memory_is_training_without(axis_type, wrapped):
     mesh = mesh_of_four(axis_type)
     zero = jz.Zero(mesh, jz.ZeroConfig(offload=OFFLOAD))

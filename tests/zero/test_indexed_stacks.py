@@ -153,6 +153,7 @@ def _zero(mesh, config=None):
 
 
 @pytest.mark.parametrize(("loss", "mesh"), CASES)
+@pytest.mark.one_in(2)
 def test_a_device_holds_a_layer_and_results_are_those_of_one_device(loss, mesh):
     zero = _zero(mesh)
     (tree,), batch = zoo.arguments(_case(loss), "float32")

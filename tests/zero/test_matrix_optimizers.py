@@ -121,6 +121,7 @@ def both(tx, zero, dtype, shapes=SHAPES):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.one_in(2)
 def test_updates_are_those_of_one_device(name):
     with jax.enable_x64(True):
         got, want = both(OPTIMIZERS[name], jz.Zero(zoo.make_mesh("2x4-auto")), np.float64)

@@ -259,6 +259,7 @@ def _assert_no_stack(text):
 
 
 @pytest.mark.parametrize("name", _SCANNED)
+@pytest.mark.one_in(2)
 def test_no_stack_of_weights_or_gradients_in_a_scan(name):
     mesh = ("2x4-auto", "2x3-auto")[list(_SCANNED).index(name) % 2]
     _assert_no_stack(_compiled(_SCANNED[name], mesh))

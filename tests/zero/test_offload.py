@@ -135,6 +135,7 @@ _RUN = {("2x2", "zero3"), ("2x2", "zeropp"), ("2x2", "hsdp"), ("1x3", "zero3"), 
     ],
     indirect=["mesh"],
 )
+@pytest.mark.one_in(2)
 def test_gradients_are_bit_equal(mesh, preset):
     if preset == "zeropp4" and mesh.shape["node"] == 1:
         pytest.skip("differences are sent between nodes")
@@ -147,6 +148,7 @@ def test_gradients_are_bit_equal(mesh, preset):
 @of_one_mesh
 @pytest.mark.parametrize("loss", [unrolled, cast_before, nested])
 @pytest.mark.parametrize("preset", ["zero3", pytest.param("zeropp", marks=pytest.mark.exhaustive)])
+@pytest.mark.one_in(2)
 def test_other_programs_are_bit_equal(mesh, preset, loss):
     assert_same(*(run(mesh, config_of(preset, offload), loss) for offload in (ALL, None)))
 
@@ -162,6 +164,7 @@ def test_other_programs_are_bit_equal(mesh, preset, loss):
     ],
     ids=str,
 )
+@pytest.mark.one_in(2)
 def test_windows_and_schedules_are_bit_equal(mesh, schedule, window):
     offload = dataclasses.replace(ALL, window=window)
     configs = [

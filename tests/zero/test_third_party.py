@@ -57,6 +57,7 @@ _TWO_MESHES = [*_each(0, zoo.THIRD_PARTY), *_each(1, ())]
 
 
 @pytest.mark.parametrize(("name", "mesh"), _TWO_MESHES)
+@pytest.mark.one_in(2)
 def test_gradients_equal_those_of_one_device(name, mesh):
     dtype = "float64" if name.startswith(_IN_DOUBLE) else "float32"
     zoo.check(zoo.THIRD_PARTY[name], jz.Zero(zoo.make_mesh(mesh)), dtype)

@@ -144,6 +144,7 @@ def test_each_device_holds_its_part_of_matrices(tokens):
         pytest.param(4, AxisType.Auto, jz.ddp(), marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.one_in(2)
 def test_loss_and_gradients_equal_those_of_one_device(tokens, kind, config):
     (want, want_grads), (weighted, weighted_grads) = one_device()
     zero = make_zero(tokens, config, axis_type=kind)

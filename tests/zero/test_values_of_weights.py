@@ -130,6 +130,7 @@ BY_NAME = {case.name: case for case, _ in CASES}
 
 
 @pytest.mark.parametrize(("case", "mesh"), CASES, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.one_in(2)
 def test_no_stack_is_whole_and_results_are_those_of_one_device(case, mesh):
     zero = jz.Zero(zoo.make_mesh(mesh))
     (tree,), batch = zoo.arguments(case, "float32")
@@ -160,6 +161,7 @@ def test_no_stack_is_whole_and_results_are_those_of_one_device(case, mesh):
         pytest.param("_global_norm", "zeropp4", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.one_in(2)
 def test_quantized_gradients_are_within_the_codecs_error(name, preset):
     zoo.check_quantised(BY_NAME[name], jz.Zero(zoo.make_mesh("2x4-auto"), zoo.PRESETS[preset]))
 

@@ -58,6 +58,7 @@ def _unrotated(hops):
 
 
 @pytest.mark.parametrize(("name", "mesh", "microbatches"), PAIRS)
+@pytest.mark.one_in(2)
 def test_one_mean_for_every_shape(name, mesh, microbatches):
     """Each device's gradient is constant, which codecs write almost exactly: so means show.
 

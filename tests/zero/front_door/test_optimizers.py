@@ -194,6 +194,7 @@ def test_padding_that_the_first_small_update_does_not_show_is_warned_of(auto, na
         *itertools.product(("adam", "clip"), [jnp.complex64]),  # the others are for real numbers
     ],
 )
+@pytest.mark.one_in(2)
 def test_optimizers_that_padding_does_not_change_are_not_warned_of(auto, name, dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), whole_params())
     auto.init_optimizer(_SAME[name], auto.shard(params))  # warnings are errors here
