@@ -197,7 +197,10 @@ def _as_one_call(closed: Any, leaves: list[Any]) -> Any:
     (equation,) = outer.jaxpr.eqns
     params = {**equation.params, "jaxpr": equation.params["jaxpr"].replace(jaxpr=inner)}
     equation = equation.replace(params=params, effects=jaxpr.effects)
-    return outer.replace(jaxpr=outer.jaxpr.replace(eqns=[equation], effects=jaxpr.effects))
+    called = outer.jaxpr.replace(
+        eqns=[equation], effects=jaxpr.effects, is_high=jaxpr.is_high or outer.jaxpr.is_high
+    )
+    return outer.replace(jaxpr=called)
 
 
 def bare(x: Any) -> Any:
@@ -296,6 +299,7 @@ def appended(first: Any, second: Any, read: Sequence[Any]) -> Any:
         outvars=[*renamed(two.outvars), *one.outvars],
         eqns=[*one.eqns, *equations],
         effects=one.effects | two.effects,
+        is_high=one.is_high or two.is_high,
         debug_info=one.debug_info.with_unknown_names(),
     )
     return jex.ClosedJaxpr(jaxpr, [*first.consts, *second.consts])

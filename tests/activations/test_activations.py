@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxzero as jz
 from jaxzero._hlo import Rates
-from jaxzero._xla_of_jax import IS_BEFORE_0_11
 from tests import zoo
 
 LAYERS, WIDTH, TOKENS, ROWS = 4, 16, 8, 16
@@ -375,10 +374,7 @@ _ZOO = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _ZOO)
-def test_the_zoo_with_the_least_that_can_be_kept(name, request):
-    if name == "implicit_fixed_point" and not IS_BEFORE_0_11:
-        reason = "`jax.lax.custom_root` there is a primitive that is not lowered in a new program"
-        request.applymarker(pytest.mark.xfail(raises=NotImplementedError, reason=reason))
+def test_the_zoo_with_the_least_that_can_be_kept(name):
     case = zoo.CASES[name]
     config = dataclasses.replace(jz.zero3(), activations=jz.Activations(budget_bytes=0))
     zoo.check(case, jz.Zero(zoo.make_mesh("2x4-auto"), config))
