@@ -4,7 +4,8 @@
     python -m benchmarks.compiled.activations --model 7b --budgets 0 2 4 8 16 32 --resume
     python -m benchmarks.compiled.activations --model gpt2 --nodes 1 --batch 256
     python -m benchmarks.compiled.activations --hosts 1 2
-    python -m benchmarks.compiled.activations --model 7b-long --batch 8 --tokens 16384 --token-parts 2
+    python -m benchmarks.compiled.activations --model 7b-long --batch 8 --tokens 16384
+        --token-parts 2
     python -m benchmarks.compiled.activations_table                # the table and the plot
 
 Needs jaxzero[aot]. The step is `zero3()`. A policy is given to `jax.checkpoint` around each layer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from .._program import (
 )
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import loops, unrolled
-from .costs import RATES, bytes_of, goes_to_host, seconds_of
+from .costs import RATES, bytes_of, flops_of, goes_to_host, seconds_of
 from .min_cut import Choice, Cost, Part, cheapest
 from .residuals import Residual, kept_bytes, residuals_of
 
@@ -177,15 +178,25 @@ class PricedProgram:
 
 
 def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
-    """The values of a pair that go to host memory: the largest, as far as the link is idle."""
+    """The values of a pair that go to host memory: the largest, as far as the link is idle.
+
+    A copy begins when its value is made, and is waited for at the end of the layer: it is hidden
+    behind the products in between.
+    """
     loop = pair.forward
     if loop.is_reversed and not COUNTERS_INDEX_HOST:
         return []
-    idle = link * 2 * loop.products / RATES.flops * RATES.host / loop.length
-    hosted = []
+    idle, left = 0.0, {}  # bytes that can be copied from when a value is made to the end
+    for operation in reversed(loop.body.operations):
+        left |= dict.fromkeys(operation.outputs, idle)
+        idle += link * flops_of(operation) / RATES.flops * RATES.host
+    hosted: list[Value] = []
     for value in sorted(choice.kept, key=bytes_of, reverse=True):
-        if value.is_array and _MIN_HOST <= bytes_of(value) <= idle:
-            idle -= bytes_of(value)
+        if not value.is_array or bytes_of(value) < _MIN_HOST:
+            continue
+        copied = sorted((*hosted, value), key=lambda x: left.get(x, idle))  # the last made first
+        waiting = itertools.accumulate(map(bytes_of, copied))
+        if all(x <= left.get(y, idle) for x, y in zip(waiting, copied, strict=True)):
             hosted.append(value)
     return hosted
 

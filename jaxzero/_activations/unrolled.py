@@ -15,8 +15,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from .._program import Atom, Barrier, Block, Operation, Value, fixed_of
-from .copies import Copies, like
+from .._program import Atom, Barrier, Block, Copies, Operation, Value, fixed_of, like
 from .costs import bytes_of
 from .loops import Pair, find_pairs
 from .min_cut import Choice, Cost, Part
