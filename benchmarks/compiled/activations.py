@@ -137,9 +137,9 @@ def _choices_timed() -> Iterator[list[float]]:
     """The CPU seconds of each choice that is made inside, its program included."""
     seconds = []
 
-    def choose(*args: Any) -> Chosen:
+    def choose(*args: Any, **options: Any) -> Chosen:
         start = time.process_time()
-        chosen = choose_activations(*args)
+        chosen = choose_activations(*args, **options)
         _ = chosen.block
         seconds.append(time.process_time() - start)
         return chosen

@@ -97,8 +97,10 @@ class PricedProgram:
         weights: Collection[Value],
         results: Collection[Atom],
         layer_sets: float | None,
+        token_parts: int,
     ):
         self.block = block
+        self.token_parts = token_parts
         self.layer_sets = 1.0 if layer_sets is None else layer_sets
         self.outside_loops = layer_sets is None
         self.weights = {*weights}
@@ -128,7 +130,7 @@ class PricedProgram:
         while pair := self._next_pair(block, done):
             done.add(pair.forward.outputs[0])
             never = self._bound(pair.forward.body)
-            part = loops.part_of(pair, self.outside, never, self.layer_sets)
+            part = self._split(loops.part_of(pair, self.outside, never, self.layer_sets))
             choices.append((part, cheapest(part, price, keep)))
             hosted = _in_host(pair, choices[-1][1], link)
             in_host.update(hosted)
@@ -148,11 +150,15 @@ class PricedProgram:
         """What is not in loops; it is the same for all prices if there are none."""
         if block is not self.block:
             forward = unrolled.Forward(block, self.weights, self._end(block))
-            return forward, forward.part(self.outside, self._bound(block))
+            return forward, self._split(forward.part(self.outside, self._bound(block)))
         if self._unrolled is None:
             forward = unrolled.Forward(block, self.weights, self._end(block))
-            self._unrolled = forward, forward.part(self.outside, self._bound(block))
+            part = self._split(forward.part(self.outside, self._bound(block)))
+            self._unrolled = forward, part
         return self._unrolled
+
+    def _split(self, part: Part) -> Part:
+        return dataclasses.replace(part, token_parts=self.token_parts)
 
     def _bound(self, block: Block) -> list[Operation]:
         """The operations of a block that are never repeated."""

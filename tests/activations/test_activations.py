@@ -167,6 +167,21 @@ def test_with_a_third_axis(kind):
     _check(jz.Zero(mesh, config), MODELS["unrolled"])
 
 
+def test_devices_that_share_rows_keep_a_part():
+    def loss(p, ids):
+        x, _ = lax.scan(
+            lambda x, w: (jz.split_tokens(_layer(x, w)), None),
+            jz.split_tokens(p["embed"][ids]),
+            p["layers"],
+        )
+        return head(p, x, ids)
+
+    whole = residuals(zero_of(0), loss)
+    split = residuals(zero_of(0, devices=jax.devices(), tokens=2), loss)
+    assert [x.shape for x in whole] == [x.shape for x in split]
+    assert 2 * bytes_of(split) == bytes_of(whole)
+
+
 @pytest.mark.filterwarnings("ignore::jaxzero.RowsMixedWarning")
 def test_random_bits_are_made_again_from_their_keys():
     def loss(p, ids):
