@@ -176,7 +176,7 @@ class Forward:
         """Bytes that cuts keep, and of the residuals of the largest segment between them."""
         kept = sum(bytes_of(x) for x in self._at if self._crosses(x, cuts))
         ends = [0, *(made[i] for i in cuts), made[-1] if made else 0]
-        return kept + max(y - x for x, y in itertools.pairwise(ends))
+        return 2 * kept + max(y - x for x, y in itertools.pairwise(ends))
 
 
 def repeating(forward: Forward, choice: Choice) -> Block:
