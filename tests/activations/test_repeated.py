@@ -61,6 +61,27 @@ def test_what_backward_reads_at_once_is_not_repeated(name):
     assert again and not [x for x in again if x.shape == (ROWS // 4, TOKENS, 32)]
 
 
+def test_joins_are_made_again():
+    """Of skip connections: what is joined is kept, and not the array that is made of it."""
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        x = p["embed"][ids]
+        layers = [jax.tree.map(lambda w, i=i: w[i], p["layers"]) for i in range(4)]
+        skipped = []
+        for w in layers[:2]:
+            skipped.append(x)
+            x = _mlp(x, w)
+        for w in layers[2:]:
+            x = jnp.concatenate([x, skipped.pop()], -1) @ jnp.concatenate([w["mix"]] * 2)
+            x = _mlp(x, w)
+        return head(p, x, ids)
+
+    kept = [x.shape[-1] for x in residuals(zero_of(0), loss) if len(x.shape) == 3]
+    assert kept and set(kept) == {16}
+    again = residuals(zero_of(0), loss, "recompute")
+    assert 32 in [x.shape[-1] for x in again]
+
+
 def test_masks_are_made_where_they_are_read():
     """The plan takes them for arrays, and reduces gradients where a layer holds little, as it does
     with a `jax.checkpoint` of each layer."""
