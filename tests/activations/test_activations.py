@@ -342,20 +342,6 @@ def test_copies_in_host_memory(monkeypatch):
     assert kept <= 24_000 and kept + bytes_of(in_host) > 1.3 * of_device
 
 
-def test_what_a_layer_makes_last_does_not_go_to_host_memory(monkeypatch):
-    """Here a byte is copied in the time of ten operations; "up" and "down" are four fifths.
-
-    Behind "up", `[b, t, 4 d]`, are `8 d d` operations a token, too few for its `16 d` bytes or
-    more. All of a layer hides the `4 d` of its input, and those of the products before "up".
-    """
-    monkeypatch.setattr("jaxzero._activations.priced._MIN_HOST", 1)
-    rates = Rates()
-    monkeypatch.setattr("jaxzero._activations.priced.RATES", Rates(host=rates.flops / 10))
-    with jax.enable_x64(True):
-        in_host = residuals(zero_of(16_000, host=True), MODELS["scanned"], "host")
-    assert in_host and all(x.shape[-1] <= WIDTH for x in in_host)
-
-
 def test_a_plan_names_each_residual_and_its_line():
     text = str(zero_of(24_000).plan(MODELS["scanned"], zero_of(0).abstract(init), batch()))
     lines = [x for x in text.splitlines() if x.startswith("activation")]

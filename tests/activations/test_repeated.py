@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxzero._activations.unrolled import Forward
+from jaxzero._hlo import Rates
+
 from .test_activations import (
     MODELS,
     ROWS,
     TOKENS,
+    WIDTH,
     batch,
     bytes_of,
     head,
@@ -61,25 +65,47 @@ def test_what_backward_reads_at_once_is_not_repeated(name):
     assert again and not [x for x in again if x.shape == (ROWS // 4, TOKENS, 32)]
 
 
-def test_joins_are_made_again():
-    """Of skip connections: what is joined is kept, and not the array that is made of it."""
+def test_joins_are_made_again(monkeypatch):
+    """Where a cut is behind one, as of skip connections, what is joined is kept in its place."""
+
+    def behind_joins(forward: Forward) -> list[int]:
+        operations = forward.block.operations[: forward.end]
+        made = [x.outputs[0].shape[-1:] for x in operations]
+        joins = [x.name == "concatenate" for x in operations]
+        return [i for i, (x, y) in enumerate(zip(made, joins, strict=True)) if y and x == (32,)]
 
     def loss(p: Any, ids: jax.Array) -> jax.Array:
-        x = p["embed"][ids]
-        layers = [jax.tree.map(lambda w, i=i: w[i], p["layers"]) for i in range(4)]
-        skipped = []
-        for w in layers[:2]:
-            skipped.append(x)
-            x = _mlp(x, w)
-        for w in layers[2:]:
-            x = jnp.concatenate([x, skipped.pop()], -1) @ jnp.concatenate([w["mix"]] * 2)
-            x = _mlp(x, w)
+        x = first = p["embed"][ids]
+        for i in range(4):
+            w = jax.tree.map(lambda w, i=i: w[i], p["layers"])
+            joined = jnp.concatenate([_mlp(x, w), first], -1)
+            x = joined @ jnp.concatenate([w["mix"], w["mix"]])
         return head(p, x, ids)
 
-    kept = [x.shape[-1] for x in residuals(zero_of(0), loss) if len(x.shape) == 3]
-    assert kept and set(kept) == {16}
-    again = residuals(zero_of(0), loss, "recompute")
-    assert 32 in [x.shape[-1] for x in again]
+    monkeypatch.setattr(Forward, "_segments", behind_joins)
+    kept = residuals(zero_of(0), loss)
+    assert kept and not [x for x in kept if x.shape[-1] == 32]
+    params = jax.tree.map(lambda x: x.astype(np.float32), init())
+    zeros = zero_of(None), zero_of(0)
+    steps = [jax.jit(x.value_and_grad(loss))(x.shard(params), batch()) for x in zeros]
+    for x, y in zip(*map(jax.tree.leaves, steps), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_layer_makes_last_does_not_go_to_host_memory(monkeypatch):
+    """Here a byte is copied in the time of five operations of a product.
+
+    Behind "up", `[b, t, 4 d]`, are the `8 d d` operations of "down" for each token, too few for its
+    `32 d` bytes with `d = 16`. All products of a layer hide the `8 d` bytes of its input.
+    """
+    monkeypatch.setattr("jaxzero._activations.priced._MIN_HOST", 1)
+    rates = Rates(host=Rates().flops / 5)
+    monkeypatch.setattr("jaxzero._activations.priced.RATES", rates)
+    zero = zero_of(100_000, host=True)
+    with jax.enable_x64(True):
+        in_host, kept = (residuals(zero, MODELS["scanned"], x) for x in ("host", "keep"))
+    assert in_host and all(x.shape[-1] <= WIDTH for x in in_host)
+    assert any(x.shape[-1] == 4 * WIDTH for x in kept)
 
 
 def test_masks_are_made_where_they_are_read():
