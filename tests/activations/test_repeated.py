@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxzero._activations import priced
+from jaxzero._activations.min_cut import Choice
 from jaxzero._activations.unrolled import Forward
 from jaxzero._hlo import Rates
 
@@ -96,16 +99,20 @@ def test_what_a_layer_makes_last_does_not_go_to_host_memory(monkeypatch):
     """Here a byte is copied in the time of five operations of a product.
 
     Behind "up", `[b, t, 4 d]`, are the `8 d d` operations of "down" for each token, too few for its
-    `32 d` bytes with `d = 16`. All products of a layer hide the `8 d` bytes of its input.
+    `32 d` bytes with `d = 16`. The products behind "mix" hide its `8 d` bytes.
     """
-    monkeypatch.setattr("jaxzero._activations.priced._MIN_HOST", 1)
-    rates = Rates(host=Rates().flops / 5)
-    monkeypatch.setattr("jaxzero._activations.priced.RATES", rates)
-    zero = zero_of(100_000, host=True)
+    monkeypatch.setattr(priced, "_MIN_HOST", 1)
+    monkeypatch.setattr(priced, "RATES", Rates(host=Rates().flops / 5))
     with jax.enable_x64(True):
-        in_host, kept = (residuals(zero, MODELS["scanned"], x) for x in ("host", "keep"))
-    assert in_host and all(x.shape[-1] <= WIDTH for x in in_host)
-    assert any(x.shape[-1] == 4 * WIDTH for x in kept)
+        zero = zero_of(0)
+        plan = zero.plan(MODELS["scanned"], zero.abstract(init), batch())
+        assert plan.activations is not None
+        layer, _ = plan.activations.choices[0]
+        made = [x.outputs[0] for x in layer.operations if x.name == "dot_general"]
+        mix, up = (next(x for x in made if x.shape[-1] == num) for num in (WIDTH, 4 * WIDTH))
+        body: Any = SimpleNamespace(operations=layer.operations)
+        pair: Any = SimpleNamespace(forward=SimpleNamespace(is_reversed=False, body=body))
+        assert priced._in_host(pair, Choice([mix, up], []), 1.0) == [mix]
 
 
 def test_masks_are_made_where_they_are_read():
