@@ -28,6 +28,8 @@ class Copies:
 
     def add(self, operation: Operation) -> None:
         """Append an operation that reads copies."""
+        for x in operation.values:
+            self._copy(x)
         copies = {x: self.of(x) for x in operation.values}
         self.operations.append(operation.reading({x: y for x, y in copies.items() if y is not x}))
 
