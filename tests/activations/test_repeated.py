@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,9 +11,11 @@ import pytest
 from jax import lax
 
 from jaxzero._activations import priced
+from jaxzero._activations.loops import Pair
 from jaxzero._activations.min_cut import Choice
 from jaxzero._activations.unrolled import Forward
 from jaxzero._hlo import Rates
+from jaxzero._program import Value
 
 from .test_activations import (
     MODELS,
@@ -103,16 +104,19 @@ def test_what_a_layer_makes_last_does_not_go_to_host_memory(monkeypatch):
     """
     monkeypatch.setattr(priced, "_MIN_HOST", 1)
     monkeypatch.setattr(priced, "RATES", Rates(host=Rates().flops / 5))
+    in_host, pairs = priced._in_host, []
+
+    def noted(pair: Pair, choice: Choice, link: float) -> list[Value]:
+        pairs.append(pair)
+        return in_host(pair, choice, link)
+
+    monkeypatch.setattr(priced, "_in_host", noted)
     with jax.enable_x64(True):
-        zero = zero_of(0)
-        plan = zero.plan(MODELS["scanned"], zero.abstract(init), batch())
-        assert plan.activations is not None
-        layer, _ = plan.activations.choices[0]
-        made = [x.outputs[0] for x in layer.operations if x.name == "dot_general"]
+        residuals(zero_of(0), MODELS["scanned"])
+        operations = pairs[0].forward.body.operations
+        made = [x.outputs[0] for x in operations if x.name == "dot_general"]
         mix, up = (next(x for x in made if x.shape[-1] == num) for num in (WIDTH, 4 * WIDTH))
-        body: Any = SimpleNamespace(operations=layer.operations)
-        pair: Any = SimpleNamespace(forward=SimpleNamespace(is_reversed=False, body=body))
-        assert priced._in_host(pair, Choice([mix, up], []), 1.0) == [mix]
+        assert in_host(pairs[0], Choice([mix, up], []), 1.0) == [mix]
 
 
 def test_masks_are_made_where_they_are_read():
