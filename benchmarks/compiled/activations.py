@@ -4,6 +4,8 @@
     python -m benchmarks.compiled.activations --model 7b --budgets 0 2 4 8 16 32 --resume
     python -m benchmarks.compiled.activations --model gpt2 --nodes 1 --batch 256
     python -m benchmarks.compiled.activations --hosts 1 2
+    python -m benchmarks.compiled.activations --model 7b-long --batch 8 --tokens 16384
+        --token-parts 2
     python -m benchmarks.compiled.activations_table                # the table and the plot
 
 Needs jaxzero[aot]. The step is `zero3()`. A policy is given to `jax.checkpoint` around each layer,
@@ -13,11 +15,14 @@ is run: memory is what XLA reports, times are predicted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import tyro
@@ -26,10 +31,10 @@ import jaxzero as jz
 from benchmarks.shared._llama import LlamaSize, Policy
 from benchmarks.shared._models import MODELS, LlamaName, Model
 from benchmarks.shared._rows import append_row, is_current, read_rows
-from jaxzero._activations import kept_bytes
+from jaxzero._activations import Chosen, choose_activations, kept_bytes
 
 from ._h200 import h200_mesh
-from .aot import figures
+from .aot import figures, timed
 
 _POLICIES: tuple[Policy, ...] = (
     "nothing",
@@ -51,6 +56,7 @@ def main(
     local: int = 8,
     batch: int | None = None,
     tokens: int | None = None,
+    token_parts: int | None = None,
     resume: bool = False,
 ) -> None:
     """Compile, and append a row for each policy and budget.
@@ -65,13 +71,15 @@ def main(
         local: devices of a node.
         batch: rows of a step, over all devices. None: as many as the model has by default.
         tokens: of each row; of an image the pixels on a side. None: likewise.
+        token_parts: devices of a node that share each row (models of long rows only).
         resume: leave out programs that have a row of the same code and version of JAX.
     """
     written = MODELS[model]
     batch, tokens = batch or written.rows, tokens or written.size
-    mesh = h200_mesh(nodes, local)
+    mesh = h200_mesh(nodes, local, token_parts)
     layers = layers or getattr(_form(written), "layers", None)
     run = dict(model=model, layers=layers, nodes=nodes, local=local, batch=batch)
+    run |= {"token_parts": token_parts} if token_parts else {}
     kinds: list[dict[str, Any]] = [{"policy": x} for x in policies]
     kinds += [{"budget_gib": x, "host": False} for x in budgets]
     kinds += [{"budget_gib": x, "host": True} for x in hosts]
@@ -109,15 +117,35 @@ def _compiled(program: dict[str, Any], model: Model, mesh: Any) -> dict[str, Any
     zero = jz.Zero(mesh, dataclasses.replace(jz.zero3(), activations=activations))
     params = zero.abstract(model.init, jax.random.key(0))
     batch = model.batch(program["batch"], program["tokens"])
-    lowered = jax.jit(zero.value_and_grad(model.loss)).lower(params, batch)
+    step = jax.jit(zero.value_and_grad(model.loss))
+    with _choices_timed() as seconds:
+        lowered, lower_seconds = timed("lower", lambda: step.lower(params, batch))
+    choice_seconds = {"choice_user_seconds": round(sum(seconds), 2)}
     options: dict[str, Any] = {**jz.compiler_options("cuda")}
-    compiled = lowered.compile(compiler_options=options)
+    compiled, compile_seconds = timed("compile", lambda: lowered.compile(compiler_options=options))
     residuals = zero.plan(model.loss, params, batch).residuals
     promised = {
         f"{action}_gib": round(kept_bytes(residuals, action) / 2**30, 3)
         for action in ("keep", "host", "recompute")
     }
-    return figures(compiled, compiled.as_text() or "", mesh.shape["local"]) | promised
+    found = figures(compiled, compiled.as_text() or "", program["local"])
+    return found | promised | choice_seconds | lower_seconds | compile_seconds
+
+
+@contextlib.contextmanager
+def _choices_timed() -> Iterator[list[float]]:
+    """The CPU seconds of each choice that is made inside, its program included."""
+    seconds = []
+
+    def choose(*args: Any, **options: Any) -> Chosen:
+        start = time.process_time()
+        chosen = choose_activations(*args, **options)
+        _ = chosen.block
+        seconds.append(time.process_time() - start)
+        return chosen
+
+    with mock.patch("jaxzero._execute.to_plan.choose_activations", choose):
+        yield seconds
 
 
 def _has_row(program: dict[str, Any]) -> bool:

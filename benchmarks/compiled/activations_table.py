@@ -17,7 +17,7 @@ from benchmarks.shared._rows import RESULTS, read_rows
 
 _LINK = "400 GB/s between nodes"
 _PANELS = 3  # side by side
-_PROGRAM = ("model", "layers", "nodes", "local", "batch", "tokens")
+_PROGRAM = ("model", "layers", "nodes", "local", "batch", "tokens", "token_parts")
 _NAMES = {
     "nothing": "nothing saved",
     "everything": "no `jax.checkpoint`",
@@ -34,19 +34,19 @@ def programs(rows: Iterable[Row]) -> dict[tuple, list[Row]]:
     newest: dict[tuple, dict[tuple, Row]] = {}
     for row in rows:
         kind = (row.get("policy"), row.get("budget_gib"), row.get("host"))
-        newest.setdefault(tuple(row[x] for x in _PROGRAM), {})[kind] = row
+        newest.setdefault(tuple(row.get(x) for x in _PROGRAM), {})[kind] = row
     order = list(MODELS)
     known = sorted(newest, key=lambda x: (order.index(x[0]), x[1:]))
     return {x: sorted(newest[x].values(), key=lambda r: r["temporary_gib"]) for x in known}
 
 
 def _label(program: tuple) -> str:
-    name, layers, nodes, local, batch, tokens = program
+    name, layers, nodes, local, batch, tokens, token_parts = program
     model = MODELS[name]
     depth = f", {layers} layers" if layers else ""
-    return (
-        f"{model.label}{depth}, {nodes} x {local}, {model.rows_of.format(rows=batch, size=tokens)}"
-    )
+    split = f", {token_parts} devices for each row" if token_parts else ""
+    rows = model.rows_of.format(rows=batch, size=tokens)
+    return f"{model.label}{depth}, {nodes} x {local}, {rows}{split}"
 
 
 def _kind(row: Row) -> str:
@@ -60,20 +60,45 @@ def _seconds(row: Row) -> float:
 
 
 def table(program: tuple, rows: Sequence[Row]) -> str:
-    """Markdown: what is kept down; memory, steps and compute across."""
+    """Markdown: what is kept down; memory, steps and compute across.
+
+    What is expected of a budget is what XLA holds at budget 0, and the bytes that the plan keeps
+    more than there. Choices are beside all of tracing and compiling, compilers beside that of
+    nothing saved, in seconds of a CPU.
+    """
     sizes = {"kept": "keep_gib"}
     if any(row.get("host") for row in rows):
         sizes["in host memory"] = "host_gib"
-    head = (_label(program), "temporaries", "step", "compute", *sizes)
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    head = (_label(program), "temporaries", "expected", "step", "compute", *sizes)
+    lines = [f"| {' | '.join((*head, 'choice', 'compiler'))} |", "|---" * (len(head) + 2) + "|"]
+    least = next((x for x in rows if x.get("budget_gib") == 0), None)
+    by_hand = next((x for x in rows if x.get("policy") == "nothing"), None)
     for row in rows:
         compute = row["predicted"][_LINK]["compute_seconds"]
-        cells = [_kind(row), f"{row['temporary_gib']:.1f} GiB", f"{_seconds(row):.3f} s"]
-        cells += [f"{compute:.3f} s"]
         planned = "policy" not in row
+        cells = [_kind(row), f"{row['temporary_gib']:.1f} GiB", _expected(row, least)]
+        cells += [f"{_seconds(row):.3f} s", f"{compute:.3f} s"]
         cells += [f"{row[x]:.1f} GiB" if planned else "" for x in sizes.values()]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join((*cells, *_work(row, by_hand)))} |")
     return "\n".join(lines)
+
+
+def _expected(row: Row, least: Row | None) -> str:
+    if "policy" in row or least is None or row is least:
+        return ""
+    expected = least["temporary_gib"] + row["keep_gib"] - least["keep_gib"]
+    return f"{expected:.1f} GiB ({row['temporary_gib'] / expected - 1:+.0%})"
+
+
+def _work(row: Row, by_hand: Row | None) -> tuple[str, str]:
+    """The share of the choice, and times the compiler's seconds of nothing saved."""
+    if "policy" in row or "choice_user_seconds" not in row:
+        return "", ""
+    compiler = row["compile_user_seconds"]
+    share = row["choice_user_seconds"] / (row["lower_user_seconds"] + compiler)
+    if by_hand is None or "compile_user_seconds" not in by_hand:
+        return f"{share:.1%}", ""
+    return f"{share:.1%}", f"{compiler / by_hand['compile_user_seconds']:.2f} x"
 
 
 def figure(found: Mapping[tuple, Sequence[Row]]) -> Figure:

@@ -161,10 +161,10 @@ def main(
         if not missing:
             continue
         args = variant, written, mesh, written.batch(rows, size), schedule, microbatches, frozen
-        lowered, lower_seconds = _timed("lower", lambda args=args: lowered_step(*args))
+        lowered, lower_seconds = timed("lower", lambda args=args: lowered_step(*args))
         for program in missing:
             chosen = OPTION_SETS[program["option_set"]]
-            compiled, compile_seconds = _timed(
+            compiled, compile_seconds = timed(
                 "compile", functools.partial(_compiled, lowered, chosen, cluster)
             )
             text = compiled.as_text()
@@ -206,7 +206,7 @@ def _keep(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _timed(name: str, function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+def timed(name: str, function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     """What the function returns, and the seconds that it took, all and of this process."""
     start, user_start = time.perf_counter(), _user_seconds()
     result = function()

@@ -29,6 +29,7 @@ def choose_activations(
     results: Collection[Atom],
     activations: Activations | None,
     layer_sets: float | None = None,
+    token_parts: int = 1,
 ) -> Chosen:
     """Choose what forward keeps and what backward computes again.
 
@@ -39,11 +40,14 @@ def choose_activations(
         activations: the budget; None leaves the program as it is.
         layer_sets: how many times the residuals of all layers are on a device, if it runs only
             loops over layers; None: it runs all of the program once.
+        token_parts: devices that share each row.
 
     Raises:
         ValueError: the program cannot keep as little as the budget allows.
     """
-    program = functools.cache(lambda: PricedProgram(block, weights, results, layer_sets))
+    program = functools.cache(
+        lambda: PricedProgram(block, weights, results, layer_sets, token_parts)
+    )
     budget = activations.budget_bytes if activations else None
     if activations is None or budget is None:
         return Chosen(lambda: block, [], frontier=lambda: _frontier(program()))

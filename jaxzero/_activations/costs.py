@@ -14,6 +14,7 @@ from .._program import Loop, Operation, Value, is_broadcast, is_elementwise
 RATES = Rates()
 _TURN = 5e-6  # seconds of an iteration in which nothing takes long
 _KEY_BYTES = 16  # of a random key
+_PLACED = {"concatenate", "pad"}  # elementwise but for where they put what they read
 _VIEWS = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "split", "slice"}
 
 
@@ -34,12 +35,17 @@ def is_view(operation: Operation) -> bool:
     return operation.name in _VIEWS or is_broadcast(operation)
 
 
+def is_pointwise(operation: Operation) -> bool:
+    """Whether XLA can compute an element of the result where it is read, of few of the operands."""
+    return is_elementwise(operation) or operation.name in _PLACED
+
+
 def is_fused(operation: Operation) -> bool:
     """Whether XLA fuses an operation with those that make its operands.
 
-    It does so with elementwise operations and reductions, such as those of a softmax or a norm.
+    It does so with pointwise operations and reductions, such as those of a softmax or a norm.
     """
-    return is_elementwise(operation) or operation.name.startswith("reduce_")
+    return is_pointwise(operation) or operation.name.startswith("reduce_")
 
 
 def flops_of(operation: Operation) -> int:

@@ -19,8 +19,17 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array
 
-from .._program import Atom, Block, Loop, Operation, Value, is_elementwise, rewritten
-from .copies import Copies, like
+from .._program import (
+    Atom,
+    Block,
+    Copies,
+    Loop,
+    Operation,
+    Value,
+    is_elementwise,
+    like,
+    rewritten,
+)
 from .costs import bytes_of, goes_to_host, seconds_of
 from .min_cut import Choice, Cost, Part
 

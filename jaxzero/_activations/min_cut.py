@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._program import Operation, Value, is_elementwise
-from .costs import bytes_of, is_fused, seconds_of
+from .._program import Operation, Value
+from .costs import bytes_of, is_fused, is_pointwise, seconds_of
 
 _INFINITE = 2**31 - 1
 _LARGEST = 2**30  # of all finite capacities together, so that no sum overflows 32 bits
@@ -52,6 +52,7 @@ class Part:
         trips: how often the part runs.
         layer_sets: how many times what all trips keep is on a device; less, if it runs a part.
         segments: into how many the part is cut, which backward repeats one after the other.
+        token_parts: among how many devices each value is split, beside the rows.
     """
 
     operations: Sequence[Operation]
@@ -63,10 +64,11 @@ class Part:
     trips: int = 1
     layer_sets: float = 1.0
     segments: int = 1
+    token_parts: int = 1
 
     @functools.cached_property
     def _fused(self) -> set[Operation]:
-        """Elementwise operations that XLA fuses with all that reads them: it writes no result."""
+        """Pointwise operations that XLA fuses with all that reads them: it writes no result."""
         readers: dict[Value, list[Operation]] = {}
         for operation in self.operations:
             for x in operation.values:
@@ -74,22 +76,23 @@ class Part:
         return {
             operation
             for operation in self.operations
-            if is_elementwise(operation)
+            if is_pointwise(operation)
             and all(map(is_fused, (y for x in operation.outputs for y in readers.get(x, ()))))
         }
 
     def seconds_of(self, operation: Operation) -> float:
         """How long it takes to repeat an operation in all trips."""
-        return 0.0 if operation in self._fused else self.trips * seconds_of(operation)
+        seconds = 0.0 if operation in self._fused else seconds_of(operation)
+        return self.trips * seconds / self.token_parts
 
     @property
     def working_bytes(self) -> int:
         """Bytes of what backward reads of one trip and segment."""
-        return sum(map(bytes_of, self.wanted)) // self.segments
+        return sum(map(bytes_of, self.wanted)) // (self.segments * self.token_parts)
 
     def kept_bytes(self, value: Value) -> int:
         """Bytes on a device, if a value is kept."""
-        return round(bytes_of(value) * self.trips * self.layer_sets)
+        return round(bytes_of(value) * self.trips * self.layer_sets / self.token_parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from .._program import (
 )
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import loops, unrolled
-from .costs import RATES, bytes_of, goes_to_host, seconds_of
+from .costs import RATES, bytes_of, flops_of, goes_to_host, seconds_of
 from .min_cut import Choice, Cost, Part, cheapest
 from .residuals import Residual, kept_bytes, residuals_of
 
@@ -96,8 +97,10 @@ class PricedProgram:
         weights: Collection[Value],
         results: Collection[Atom],
         layer_sets: float | None,
+        token_parts: int,
     ):
         self.block = block
+        self.token_parts = token_parts
         self.layer_sets = 1.0 if layer_sets is None else layer_sets
         self.outside_loops = layer_sets is None
         self.weights = {*weights}
@@ -127,7 +130,7 @@ class PricedProgram:
         while pair := self._next_pair(block, done):
             done.add(pair.forward.outputs[0])
             never = self._bound(pair.forward.body)
-            part = loops.part_of(pair, self.outside, never, self.layer_sets)
+            part = self._split(loops.part_of(pair, self.outside, never, self.layer_sets))
             choices.append((part, cheapest(part, price, keep)))
             hosted = _in_host(pair, choices[-1][1], link)
             in_host.update(hosted)
@@ -147,11 +150,15 @@ class PricedProgram:
         """What is not in loops; it is the same for all prices if there are none."""
         if block is not self.block:
             forward = unrolled.Forward(block, self.weights, self._end(block))
-            return forward, forward.part(self.outside, self._bound(block))
+            return forward, self._split(forward.part(self.outside, self._bound(block)))
         if self._unrolled is None:
             forward = unrolled.Forward(block, self.weights, self._end(block))
-            self._unrolled = forward, forward.part(self.outside, self._bound(block))
+            part = self._split(forward.part(self.outside, self._bound(block)))
+            self._unrolled = forward, part
         return self._unrolled
+
+    def _split(self, part: Part) -> Part:
+        return dataclasses.replace(part, token_parts=self.token_parts)
 
     def _bound(self, block: Block) -> list[Operation]:
         """The operations of a block that are never repeated."""
@@ -177,15 +184,25 @@ class PricedProgram:
 
 
 def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
-    """The values of a pair that go to host memory: the largest, as far as the link is idle."""
+    """The values of a pair that go to host memory: the largest, as far as the link is idle.
+
+    A copy begins when its value is made, and is waited for at the end of the layer: it is hidden
+    behind the products in between.
+    """
     loop = pair.forward
     if loop.is_reversed and not COUNTERS_INDEX_HOST:
         return []
-    idle = link * 2 * loop.products / RATES.flops * RATES.host / loop.length
-    hosted = []
+    idle, left = 0.0, {}  # bytes that can be copied from when a value is made to the end
+    for operation in reversed(loop.body.operations):
+        left |= dict.fromkeys(operation.outputs, idle)
+        idle += link * flops_of(operation) / RATES.flops * RATES.host
+    hosted: list[Value] = []
     for value in sorted(choice.kept, key=bytes_of, reverse=True):
-        if value.is_array and _MIN_HOST <= bytes_of(value) <= idle:
-            idle -= bytes_of(value)
+        if not value.is_array or bytes_of(value) < _MIN_HOST:
+            continue
+        copied = sorted((*hosted, value), key=lambda x: left.get(x, idle))  # the last made first
+        waiting = itertools.accumulate(map(bytes_of, copied))
+        if all(x <= left.get(y, idle) for x, y in zip(waiting, copied, strict=True)):
             hosted.append(value)
     return hosted
 

@@ -15,13 +15,13 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from .._program import Atom, Barrier, Block, Operation, Value, fixed_of
-from .copies import Copies, like
+from .._program import Atom, Barrier, Block, Copies, Operation, Value, fixed_of, like
 from .costs import bytes_of
 from .loops import Pair, find_pairs
 from .min_cut import Choice, Cost, Part
 
 _LEAST_GAIN = 4  # times the bytes that a cut keeps, which a segment drops
+_SIZES = (0.25, 0.5, 1.0, 2.0)  # of a segment, times `sqrt(b c)`, that are tried
 
 
 class Forward:
@@ -48,6 +48,7 @@ class Forward:
         for i, operation in enumerate(block.operations[:end]):
             self._last |= dict.fromkeys(operation.values, i)
         self._derived = self._made_of_inputs()
+        self._joined = self._joins()
         self._cuts = self._segments()
         turn = self._around_turn(pairs)
         self.wanted = [x for x in self.wanted if x not in turn]
@@ -75,16 +76,34 @@ class Forward:
         return bool(self._fixed.of(value))
 
     def segment(self, operation: Operation) -> int:
-        """The number of the segment that an operation is in."""
-        return bisect.bisect_left(self._cuts, self._at[operation.outputs[0]])
+        """The number of the segment that an operation is in: of a join, that which reads it."""
+        made = operation.outputs[0]
+        at = self._last[made] if made in self._joined else self._at[made]
+        return bisect.bisect_left(self._cuts, at)
 
-    def _crosses(self, value: Value) -> bool:
+    def _crosses(self, value: Value, cuts: Sequence[int] | None = None) -> bool:
+        cuts = self._cuts if cuts is None else cuts
         first, last = self._at[value], self._last.get(value, -1)
-        i = bisect.bisect_left(self._cuts, first)
-        return not self._is_free(value) and i < len(self._cuts) and self._cuts[i] < last
+        i = bisect.bisect_left(cuts, first)
+        return not self._is_free(value) and i < len(cuts) and cuts[i] < last
 
     def _is_free(self, value: Value) -> bool:
-        return value in self._derived or self.is_weight(value)
+        return value in self._derived or value in self._joined or self.is_weight(value)
+
+    def _joins(self) -> set[Value]:
+        """Arrays that are joined of others, which are kept in their place: skip connections, say.
+
+        What they are joined of is there as long as they are.
+        """
+        joined = set()
+        for operation in reversed(self.block.operations[: self.end]):
+            if operation.name != "concatenate" or operation.outputs[0] not in self._last:
+                continue
+            (made,) = operation.outputs
+            joined.add(made)
+            for x in operation.values:
+                self._last[x] = max(self._last[x], self._last[made])
+        return joined
 
     def _around_turn(self, pairs: Sequence[Pair]) -> set[Value]:
         """What backward reads at once, which would be held all the same if it were repeated.
@@ -115,10 +134,7 @@ class Forward:
         return derived
 
     def _segments(self) -> list[int]:
-        """Where segments end: the indices of their last operations, but for the last segment.
-
-        Without a loop the last segment is as short as can be: a head, say, without the last layer.
-        """
+        """Where segments end: the indices of their last operations, but for the last segment."""
         changes = [0] * (self.end + 1)
         for value, i in self._at.items():
             if self._last.get(value, -1) > i and not self._is_free(value):
@@ -128,12 +144,25 @@ class Forward:
         wanted = [0] * self.end
         for value in self.wanted:
             wanted[self._at[value]] += bytes_of(value)
-        total, since, cuts = sum(wanted), 0, []
+        made = list(itertools.accumulate(wanted))
+        options = [self._segments_of(size, alive, made) for size in _SIZES]
+        return min(options, key=lambda cuts: self._held(cuts, made))
+
+    def _segments_of(self, size: float, alive: list[int], made: list[int]) -> list[int]:
+        """Segments of about a size.
+
+        Without a loop the last segment is as short as can be: a head, say, without the last layer.
+
+        Args:
+            size: times the square root of the bytes that a cut keeps and of those of all residuals.
+            alive: bytes that a cut behind each operation keeps.
+            made: bytes of the residuals that are made up to each operation.
+        """
+        total, since, cuts = made[-1] if made else 0, 0, []
         inner = range(1, self.end - 1)
         least = [i for i in inner if alive[i - 1] > alive[i] <= alive[i + 1] and alive[i]]
-        made = list(itertools.accumulate(wanted))
         for i in least:
-            worth = max(math.sqrt(total * alive[i]), _LEAST_GAIN * alive[i])
+            worth = max(size * math.sqrt(total * alive[i]), _LEAST_GAIN * alive[i])
             if made[i] - since >= worth and made[i] < total:
                 cuts.append(i)
                 since = made[i]
@@ -142,6 +171,12 @@ class Forward:
         if not self._loops and last > max(cuts, default=last):
             cuts.append(last)
         return cuts
+
+    def _held(self, cuts: list[int], made: list[int]) -> int:
+        """Bytes that cuts keep, and of the residuals of the largest segment between them."""
+        kept = sum(bytes_of(x) for x in self._at if self._crosses(x, cuts))
+        ends = [0, *(made[i] for i in cuts), made[-1] if made else 0]
+        return 2 * kept + max(y - x for x, y in itertools.pairwise(ends))
 
 
 def repeating(forward: Forward, choice: Choice) -> Block:

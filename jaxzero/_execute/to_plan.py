@@ -9,6 +9,7 @@ import jax
 
 from .._activations import Chosen, choose_activations
 from .._collectives import CommSpec
+from .._mesh import num_token_parts
 from .._plan import most_held
 from .._program import (
     Block,
@@ -85,4 +86,10 @@ def _choose(
     others = gradients + len(parameters.differentiated)
     end = len(block.outputs) - len(parameters.exact)
     results = [*block.outputs[:gradients], *block.outputs[others:end]]
-    return choose_activations(block, list(weights.values()), results, parameters.activations)
+    return choose_activations(
+        block,
+        list(weights.values()),
+        results,
+        parameters.activations,
+        token_parts=num_token_parts(),
+    )

@@ -54,8 +54,19 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
         atoms.update(zip(made_names, made, strict=True))
         copies.append(equation.replace(invars=operands, outvars=made))
     jaxpr = _a_call()[0].params["jaxpr"].jaxpr
-    jaxpr = jaxpr.replace(invars=inputs, outvars=list(outputs.values()), eqns=copies)
+    jaxpr = jaxpr.replace(
+        invars=inputs,
+        outvars=list(outputs.values()),
+        eqns=copies,
+        is_high=any(map(_is_high, copies)),
+    )
     return dict(zip(outputs, _call(jaxpr, values), strict=True))
+
+
+def _is_high(equation: Any) -> bool:
+    """Whether JAX replaces an equation by others before XLA sees it, such as a `custom_root`."""
+    avals = (x.aval for x in equation.invars)
+    return equation.primitive.is_high(*avals, **equation.params)
 
 
 class Recording:

@@ -191,13 +191,12 @@ def _as_one_call(closed: Any, leaves: list[Any]) -> Any:
         return _results_p.bind(*constants, *leaves, results=results)
 
     outer = jax.make_jaxpr(call)([*map(bare, closed.consts)], [*map(bare, leaves)])
-    # The jaxpr takes the place of what was traced: to trace it again would take longer than the
-    # trace of the user's function.
-    inner = with_inputs_alone(jaxpr)
+    # To trace the jaxpr again would take longer than to trace the user's function.
     (equation,) = outer.jaxpr.eqns
-    params = {**equation.params, "jaxpr": equation.params["jaxpr"].replace(jaxpr=inner)}
-    equation = equation.replace(params=params, effects=jaxpr.effects)
-    return outer.replace(jaxpr=outer.jaxpr.replace(eqns=[equation], effects=jaxpr.effects))
+    called = equation.params["jaxpr"].replace(jaxpr=with_inputs_alone(jaxpr))
+    equation = equation.replace(params={**equation.params, "jaxpr": called}, effects=jaxpr.effects)
+    of_call = dict(eqns=[equation], effects=jaxpr.effects, is_high=jaxpr.is_high)
+    return outer.replace(jaxpr=outer.jaxpr.replace(**of_call))
 
 
 def bare(x: Any) -> Any:
@@ -296,6 +295,7 @@ def appended(first: Any, second: Any, read: Sequence[Any]) -> Any:
         outvars=[*renamed(two.outvars), *one.outvars],
         eqns=[*one.eqns, *equations],
         effects=one.effects | two.effects,
+        is_high=one.is_high or two.is_high,
         debug_info=one.debug_info.with_unknown_names(),
     )
     return jex.ClosedJaxpr(jaxpr, [*first.consts, *second.consts])

@@ -6,6 +6,8 @@ gather or a reduction.
 """
 
 from . import movable_ops as movable_ops
+from .copies import Copies as Copies
+from .copies import like as like
 from .frozen_part import SplitStack as SplitStack
 from .frozen_part import known_part as known_part
 from .frozen_part import rest_part as rest_part

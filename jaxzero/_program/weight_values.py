@@ -17,6 +17,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from .copies import Copies
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, exchanged_or_effect
 from .operation_kinds import LayerForm, dtype_of, is_elementwise, layer_form, shape_of
 
@@ -318,40 +319,18 @@ def recompute_in_backward(block: Block, weights: Collection[Value], loss: Value)
     if loss not in fixed.makers:
         return block
     end = fixed.makers[loss][0] + 1
-    copier = _Copier(fixed, end)
-    later = [y for operation in block.operations[end:] for y in copier.add(operation)]
-    if not copier.copies:
+    copied = [
+        operation
+        for operation in block.operations[:end]
+        if is_cheap(operation) and any(_is_copied(fixed, x) for x in operation.outputs)
+    ]
+    if not copied:
         return block
-    return dataclasses.replace(block, operations=(*block.operations[:end], *later))
+    later = Copies(copied)
+    for operation in block.operations[end:]:
+        later.add(operation)
+    return dataclasses.replace(block, operations=(*block.operations[:end], *later.operations))
 
 
-class _Copier:
-    """Operations of backward, with the copies that they read."""
-
-    def __init__(self, fixed: Fixed, end: int):
-        self.fixed = fixed
-        self.end = end  # the first operation of backward
-        self.copies: dict[Atom, Value] = {}
-
-    def add(self, operation: Operation) -> list[Operation]:
-        """The operation after the copies that it is the first to read."""
-        made: list[Operation] = []
-        inputs = tuple(self._read(atom, made) for atom in operation.inputs)
-        if inputs != operation.inputs:
-            operation = dataclasses.replace(operation, inputs=inputs)
-        return [*made, operation]
-
-    def _read(self, atom: Atom, made: list[Operation]) -> Atom:
-        if atom in self.copies or not isinstance(atom, Value):
-            return self.copies.get(atom, atom)
-        index, operation = self.fixed.makers.get(atom, (self.end, None))
-        if index >= self.end or operation is None or not self._is_copied(atom, operation):
-            return atom
-        inputs = tuple(self._read(x, made) for x in operation.inputs)
-        outputs = tuple(map(Value, operation.outputs))
-        made.append(dataclasses.replace(operation, inputs=inputs, outputs=outputs))
-        self.copies.update(zip(operation.outputs, outputs, strict=True))
-        return self.copies[atom]
-
-    def _is_copied(self, value: Value, operation: Operation) -> bool:
-        return is_cheap(operation) and value not in self.fixed.views and is_large(self.fixed, value)
+def _is_copied(fixed: Fixed, value: Value) -> bool:
+    return value not in fixed.views and is_large(fixed, value)

@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxzero._activations import priced
+from jaxzero._activations.loops import Pair
+from jaxzero._activations.min_cut import Choice
+from jaxzero._activations.unrolled import Forward
+from jaxzero._hlo import Rates
+from jaxzero._program import Value
+
 from .test_activations import (
     MODELS,
     ROWS,
     TOKENS,
+    WIDTH,
     batch,
     bytes_of,
     head,
@@ -59,6 +67,56 @@ def test_what_backward_reads_at_once_is_not_repeated(name):
     """The logits, `[rows of a device, tokens, 32]`, which backward reads first."""
     again = residuals(zero_of(0), MODELS[name], "recompute")
     assert again and not [x for x in again if x.shape == (ROWS // 4, TOKENS, 32)]
+
+
+def test_joins_are_made_again(monkeypatch):
+    """Where a cut is behind one, as of skip connections, what is joined is kept in its place."""
+
+    def behind_joins(forward: Forward) -> list[int]:
+        operations = forward.block.operations[: forward.end]
+        made = [x.outputs[0].shape[-1:] for x in operations]
+        joins = [x.name == "concatenate" for x in operations]
+        return [i for i, (x, y) in enumerate(zip(made, joins, strict=True)) if y and x == (32,)]
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        x = first = p["embed"][ids]
+        for i in range(4):
+            w = jax.tree.map(lambda w, i=i: w[i], p["layers"])
+            joined = jnp.concatenate([_mlp(x, w), first], -1)
+            x = joined @ jnp.concatenate([w["mix"], w["mix"]])
+        return head(p, x, ids)
+
+    monkeypatch.setattr(Forward, "_segments", behind_joins)
+    kept = residuals(zero_of(0), loss)
+    assert kept and not [x for x in kept if x.shape[-1] == 32]
+    params = jax.tree.map(lambda x: x.astype(np.float32), init())
+    zeros = zero_of(None), zero_of(0)
+    steps = [jax.jit(x.value_and_grad(loss))(x.shard(params), batch()) for x in zeros]
+    for x, y in zip(*map(jax.tree.leaves, steps), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_layer_makes_last_does_not_go_to_host_memory(monkeypatch):
+    """Here a byte is copied in the time of five operations of a product.
+
+    Behind "up", `[b, t, 4 d]`, are the `8 d d` operations of "down" for each token, too few for its
+    `32 d` bytes with `d = 16`. The products behind "mix" hide its `8 d` bytes.
+    """
+    monkeypatch.setattr(priced, "_MIN_HOST", 1)
+    monkeypatch.setattr(priced, "RATES", Rates(host=Rates().flops / 5))
+    in_host, pairs = priced._in_host, []
+
+    def noted(pair: Pair, choice: Choice, link: float) -> list[Value]:
+        pairs.append(pair)
+        return in_host(pair, choice, link)
+
+    monkeypatch.setattr(priced, "_in_host", noted)
+    with jax.enable_x64(True):
+        residuals(zero_of(0), MODELS["scanned"])
+        operations = pairs[0].forward.body.operations
+        made = [x.outputs[0] for x in operations if x.name == "dot_general"]
+        mix, up = (next(x for x in made if x.shape[-1] == num) for num in (WIDTH, 4 * WIDTH))
+        assert in_host(pairs[0], Choice([mix, up], []), 1.0) == [mix]
 
 
 def test_masks_are_made_where_they_are_read():

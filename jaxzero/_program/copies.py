@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from .._program import Atom, Block, Loop, Operation, Value
+from .ir import Atom, Block, Loop, Operation, Value
 
 
-class Copies(abc.ABC):
+class Copies:
     """The operations of a block, with copies of others in front of the first to read them.
 
     Args:
@@ -22,15 +21,17 @@ class Copies(abc.ABC):
         self._made: dict[Value, Value] = {}
         self.operations: list[Operation] = []
 
-    @abc.abstractmethod
     def read(self, value: Value, copied: Operation) -> Atom:
         """What the copy of an operation reads for a value that is not computed again."""
+        del copied
+        return value
 
     def add(self, operation: Operation) -> None:
         """Append an operation that reads copies."""
         for x in operation.values:
             self._copy(x)
-        self.operations.append(operation.reading({x: self.of(x) for x in operation.values}))
+        copies = {x: self.of(x) for x in operation.values}
+        self.operations.append(operation.reading({x: y for x, y in copies.items() if y is not x}))
 
     def of(self, value: Value) -> Value:
         """The copy of a value; the value itself if there is none."""
@@ -49,7 +50,7 @@ class Copies(abc.ABC):
                 waiting += maker.values
         for operation in sorted(found, key=self._order.__getitem__):
             inputs = [self._input(x, operation) for x in operation.inputs]
-            copy = renewed(operation, inputs)
+            copy = _renewed(operation, inputs)
             self._made.update(zip(operation.outputs, copy.outputs, strict=True))
             self.operations.append(copy)
 
@@ -59,7 +60,7 @@ class Copies(abc.ABC):
         return self._made[atom] if atom in self._makers else self.read(atom, copied)
 
 
-def renewed(operation: Operation, inputs: Iterable[Atom]) -> Operation:
+def _renewed(operation: Operation, inputs: Iterable[Atom]) -> Operation:
     """An operation of the same kind with values of its own, in the bodies of loops too."""
     outputs = tuple(map(like, operation.outputs))
     operation = dataclasses.replace(operation, inputs=tuple(inputs), outputs=outputs)
@@ -79,7 +80,7 @@ def _renewed_block(block: Block) -> Block:
     new: dict[Atom, Atom] = {x: like(x) for x in block.inputs}
     operations = []
     for operation in block.operations:
-        copy = renewed(operation, (new.get(x, x) for x in operation.inputs))
+        copy = _renewed(operation, (new.get(x, x) for x in operation.inputs))
         new |= dict(zip(operation.outputs, copy.outputs, strict=True))
         operations.append(copy)
     inputs = tuple(x for x in map(new.get, block.inputs) if isinstance(x, Value))
