@@ -108,13 +108,11 @@ def attention(
         same = segments[:, None, :, None] == segments[:, None, None]
         same &= (segments != 0)[:, None, None]
         mask = same if mask is None else mask & same
+    others = bias, mask, query_seq_lengths, key_value_seq_lengths
     return _attend_to_all(
         chosen,
         (query, key, value),
-        bias,
-        mask,
-        query_seq_lengths,
-        key_value_seq_lengths,
+        *others,
         scale=scale,
         is_causal=is_causal,
         local_window_size=local_window_size,

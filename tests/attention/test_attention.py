@@ -300,6 +300,8 @@ def test_mistakes():
         jz.attention(query, key, value, method="ulysses")  # pyright: ignore[reportArgumentType]
     with pytest.raises((ValueError, TypeError), match="`mask` must be boolean|mask"):
         jz.attention(query, key, value, mask=jnp.zeros((2, 1, 1, 32)), chunk=8)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="Leave `method` out"):
+        jz.attention(query, key, value, implementation="cudnn", method="gather")
     with jax.set_mesh(devices(4)):
         with pytest.raises(ValueError, match="`query` has 22 tokens.* Pad rows"):
             jax.jit(jz.attention)(query[:, :22], key, value)
