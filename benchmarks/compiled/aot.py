@@ -16,6 +16,7 @@ comparisons only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -271,19 +272,23 @@ def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
 
 def _lowered_gspmd(model: Model, mesh: jax.sharding.Mesh, batch: Any, *, by_hand: bool) -> Any:
     """The step with GSPMD, `by_hand` with sharding constraints on activations."""
-    rows = NamedSharding(mesh, jz.Zero(mesh).batch_spec)
-    loss = model.loss
-    if by_hand:
-        loss = functools.partial(
-            loss, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows)
-        )
+    of_rows, is_long = jz.Zero(mesh).batch_spec, "tokens" in mesh.axis_names
+    rows = NamedSharding(mesh, of_rows)
+
+    def constrain(x: jax.Array) -> jax.Array:
+        others = (None, "tokens") if x.ndim == 4 else ("tokens",)  # heads, or tokens
+        spec = PartitionSpec(*of_rows, *others) if is_long else of_rows
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    loss = functools.partial(model.loss, constrain=constrain) if by_hand else model.loss
     trees = [jax.eval_shape(make, jax.random.key(0)) for make in (model.init, model.frozen) if make]
     split = [_gspmd.shardings(tree, mesh) for tree in trees]
     args = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), trees, split)
     batch = jax.tree.map(lambda x: x.update(sharding=rows), batch)
     whole = NamedSharding(mesh, PartitionSpec())
     step = jax.jit(jax.value_and_grad(loss), out_shardings=(whole, split[0]))
-    return step.lower(*args, batch)
+    with jax.set_mesh(mesh) if is_long else contextlib.nullcontext():
+        return step.lower(*args, batch)
 
 
 def _user_seconds() -> float:

@@ -8,8 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_AXES = ("local", "node")
-
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """Each leaf over all devices, on its largest dim that they divide; whole if there is none.
@@ -24,7 +22,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
         if not even:
             return NamedSharding(mesh, PartitionSpec())
         dim = max(even, key=lambda dim: (x.shape[dim], -dim))
-        return NamedSharding(mesh, PartitionSpec(*[None] * dim, _AXES))
+        return NamedSharding(mesh, PartitionSpec(*[None] * dim, mesh.axis_names[::-1]))
 
     return jax.tree.map(sharding, tree)
 

@@ -46,6 +46,7 @@ class LlamaSize:
     rank: int = 0  # of the adapters of `init_adapters`
     keeps: Policy = "nothing"  # of each layer, until backward
     long: bool = False  # rows: attention in blocks, tokens split where the mesh has the axis
+    implementation: Literal["cudnn"] | None = None  # of attention of long rows; None: blocks
 
 
 def init(size: LlamaSize, key: Array) -> Params:
@@ -135,7 +136,7 @@ def loss(
     size: LlamaSize,
     params: Params,
     tokens: Int[Array, "b t"],
-    constrain: Callable[[Array], Array] = lambda x: x,
+    constrain: Callable[[Array], Array] | None = None,
 ) -> Float[Array, ""]:
     """Mean cross-entropy of the next token; computed in bfloat16.
 
@@ -143,17 +144,20 @@ def loss(
         size: of the model.
         params: from `init`.
         tokens: of a batch.
-        constrain: called on the activations after every layer, and on the logits.
+        constrain: called on the activations after every layer, and on the logits; in a model of
+            long rows on queries, keys and values, `[rows, tokens, heads, size]`, in place of
+            the latter. None: `jz.split_tokens` and `jz.attention` in a model of long rows.
     """
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    constrain = jz.split_tokens if size.long else constrain
+    attend = _attend(size, constrain)
+    constrain = constrain or (jz.split_tokens if size.long else lambda x: x)
     x = constrain(params["embedding"][tokens])
     mlp = _experts if size.experts else _mlp
 
     def layer(x, weights):
         if size.state:
             return constrain(_state_space(x, weights)), None
-        return constrain(mlp(_attention(x, weights, size), weights)), None
+        return constrain(mlp(_attention(x, weights, size, attend), weights)), None
 
     if size.keeps != "everything":
         layer = jax.checkpoint(layer, policy=POLICIES[size.keeps])
@@ -182,7 +186,7 @@ def lora_loss(
     adapters: Params,
     base: Params,
     tokens: Int[Array, "b t"],
-    constrain: Callable[[Array], Array] = lambda x: x,
+    constrain: Callable[[Array], Array] | None = None,
 ) -> Float[Array, ""]:
     """The loss of a model with `adapters` beside the projections of its layers."""
     layers = base["layers"] | adapters
@@ -194,7 +198,21 @@ def _norm(x: Array, scale: Array) -> Array:
     return x * jax.lax.rsqrt(variance + 1e-5).astype(x.dtype) * scale
 
 
-def _attention(x: Array, weights: Params, size: LlamaSize) -> Array:
+def _attend(size: LlamaSize, constrain: Callable[[Array], Array] | None) -> Callable[..., Array]:
+    """Causal attention; with `constrain`, as a program of sharding constraints has it."""
+    if not size.long:
+        return functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    options: Any = {"is_causal": True, "implementation": size.implementation}
+    if constrain is None:
+        return functools.partial(jz.attention, **options)
+
+    def attend(*arrays: Array) -> Array:
+        return constrain(jax.nn.dot_product_attention(*map(constrain, arrays), **options))
+
+    return attend
+
+
+def _attention(x: Array, weights: Params, size: LlamaSize, attend: Callable[..., Array]) -> Array:
     y, head = _norm(x, weights["norm1"]), size.width // size.heads
     kv_heads = size.kv_heads or size.heads
     query = _project(y, weights, "query").reshape(*x.shape[:2], size.heads, head)
@@ -202,8 +220,7 @@ def _attention(x: Array, weights: Params, size: LlamaSize) -> Array:
         _project(y, weights, name).reshape(*x.shape[:2], kv_heads, head)
         for name in ("key", "value")
     )
-    attention = jz.attention if size.long else jax.nn.dot_product_attention
-    mixed = attention(query, key, value, is_causal=True)
+    mixed = attend(query, key, value)
     return x + checkpoint_name(_project(mixed.reshape(x.shape), weights, "out"), "attention")
 
 

@@ -41,6 +41,7 @@ Batch = Any  # a tree of `jax.ShapeDtypeStruct`
 LlamaName = Literal[
     "7b",
     "7b-long",
+    "7b-long-cudnn",
     "7b-long-4-layers",
     "7b-unrolled",
     "1b",
@@ -69,6 +70,7 @@ _TINY = LlamaSize(layers=4, width=256, hidden=512, heads=4, vocabulary=512)
 SIZES: dict[LlamaName, LlamaSize] = {
     "7b": LlamaSize(),
     "7b-long": LlamaSize(long=True),
+    "7b-long-cudnn": LlamaSize(long=True, implementation="cudnn"),
     "7b-long-4-layers": LlamaSize(long=True, layers=4),
     "7b-unrolled": LlamaSize(unrolled=True),
     "1b": _TINY_LLAMA,
@@ -140,6 +142,7 @@ def llama(label: str, size: LlamaSize, form: Any = _llama) -> Model:
 _LLAMAS: dict[LlamaName, str] = {
     "7b": "Llama-7B, scanned",
     "7b-long": "Llama-7B of long rows, scanned",
+    "7b-long-cudnn": "Llama-7B of long rows, attention by cuDNN, scanned",
     "7b-long-4-layers": "4 layers of Llama-7B of long rows, scanned",
     "7b-unrolled": "Llama-7B, unrolled",
     "1b": "Llama-1.1B, scanned",

@@ -7,6 +7,7 @@ collectives over the mesh axis `tokens`. Models use `attend_split`, users `atten
 from .attention import attention as attention
 from .blocks import Form as Form
 from .blocks import default_scale as default_scale
+from .split import attend_heads as attend_heads
 from .split import attend_split as attend_split
 from .split import exchanged as exchanged
 from .split import method_for as method_for

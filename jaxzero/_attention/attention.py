@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .._mesh import num_token_parts, split_over_tokens
 from .blocks import Form, default_scale
-from .split import Method, attend_split, exchanged, method_for
+from .split import Method, attend_heads, attend_split, exchanged, method_for
 
 _LONG_ROW = 8192  # tokens: the logits of a head take 256 MiB in float32
 
@@ -55,8 +55,11 @@ def attention(
         query_seq_lengths: as in JAX; all logits then exist at once.
         key_value_seq_lengths: likewise.
         local_window_size: how many keys before and after its own position a query sees.
-        implementation: as in JAX. With "cudnn" it gets whole rows, so that on a mesh with `tokens`
-            each device takes some of the heads.
+        implementation: as in JAX. "cudnn" keeps the logits on the chip, forward and backward; it
+            takes 16-bit arrays with heads of a multiple of 8, up to 128 numbers (256 on Hopper).
+            It gets whole rows, so that on a mesh with `tokens` each device takes some of the
+            heads, as with `method="heads"`; key-value heads that are fewer than the devices are
+            sent to several. There it works inside functions given to `zero` only.
         segments: the document of each token, for queries and keys: they see their own document
             only, and nothing sees segment 0, which is padding (`jaxzero.data.PackedRows`).
         softcap: logits x become `softcap * tanh(x / softcap)`.
@@ -89,6 +92,8 @@ def attention(
             f"`{'`, no `'.join(needs_all)}`. Leave out one of the two; `segments`, `is_causal` and "
             "`local_window_size` say most of what masks do."
         )
+    if implementation == "cudnn" and method == "gather":
+        raise ValueError('`implementation="cudnn"` has `method="heads"` only. Leave `method` out.')
     chosen = _checked_method(method, query, key, value, bool(needs_all))
     # JAX computes the softmax in float32, also of 64-bit logits.
     needs_blocks = max(query.shape[1], key.shape[1]) > _LONG_ROW or query.dtype.itemsize > 4
@@ -103,18 +108,33 @@ def attention(
         same = segments[:, None, :, None] == segments[:, None, None]
         same &= (segments != 0)[:, None, None]
         mask = same if mask is None else mask & same
-    mixed = jax.nn.dot_product_attention(
-        *((query, key, value) if chosen is None else exchanged(chosen, query, key, value)),
-        bias,
-        mask,
+    others = bias, mask, query_seq_lengths, key_value_seq_lengths
+    return _attend_to_all(
+        chosen,
+        (query, key, value),
+        *others,
         scale=scale,
         is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
         implementation=implementation,
     )
-    return mixed if chosen is None else split_over_tokens(mixed, 1)
+
+
+def _attend_to_all(
+    method: Method | None, arrays: tuple[Array, Array, Array], *others: Any, **options: Any
+) -> Float[Array, "b t h v"]:
+    """Call `jax.nn.dot_product_attention` on whole rows."""
+
+    def attend(query: Any, key: Any, value: Any, bias: Any, mask: Any, *lengths: Any) -> Any:
+        of_queries, of_keys = lengths
+        given = {"query_seq_lengths": of_queries, "key_value_seq_lengths": of_keys, **options}
+        return jax.nn.dot_product_attention(query, key, value, bias, mask, **given)
+
+    if method is None:
+        return attend(*arrays, *others)
+    if options["implementation"] == "cudnn":
+        return attend_heads(attend, *arrays, *others)
+    return split_over_tokens(attend(*exchanged(method, *arrays), *others), 1)
 
 
 def _window(size: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | None, int | None]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from .._mesh import num_token_parts, split_over_tokens
+from .._mesh import num_token_parts, on_token_parts, split_over_tokens
 from .._sums import widened
 from .blocks import Form, Keys, Queries, attend_in_blocks
 
@@ -128,6 +130,45 @@ def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[A
     if method == "heads":
         return tuple(split_over_tokens(x, 2) for x in (query, key, value))  # pyright: ignore
     return split_over_tokens(query, 1), split_over_tokens(key, None), split_over_tokens(value, None)
+
+
+def attend_heads(
+    attend: Callable[..., Float[Array, "b t h v"]],
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b s g k"],
+    value: Float[Array, "b s g v"],
+    *others: Shaped[Array, ...] | None,
+) -> Float[Array, "b t h v"]:
+    """Attend over whole rows, each device along `tokens` with some of the heads.
+
+    `attend` runs on the arrays of one device, since the compiler cannot partition a call of a
+    library. Where there are too few key-value heads for all devices, each is copied.
+
+    Args:
+        attend: `attend(query, key, value, *others)`.
+        query: queries, whose heads divide by the devices.
+        key: keys.
+        value: values.
+        others: what has a dim of heads, of the size of those of `query` or 1, has it as dim 1.
+
+    Raises:
+        ValueError: the heads do not divide by the devices.
+    """
+    num, heads = num_token_parts(), query.shape[2]
+    if heads % num:
+        raise ValueError(
+            f'`implementation="cudnn"` needs whole rows, so that each of the {num} devices along '
+            f"`tokens` has some of the heads; got {heads} heads. Leave it out, or make the mesh "
+            f"with `tokens` that divides {heads}."
+        )
+    query, key, value = (split_over_tokens(x, 1) for x in (query, key, value))
+    copies = num // math.gcd(key.shape[2], num)
+    if copies > 1:
+        key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+    dims = [1 if x is not None and x.ndim > 2 and x.shape[1] == heads else None for x in others]
+    attend = on_token_parts(attend, (2, 2, 2, *dims), 2)
+    mixed = attend(*exchanged("heads", query, key, value), *others)
+    return split_over_tokens(mixed, 1)
 
 
 def _parts(x: Shaped[Array, "b t *_"], num: int, in_turn: bool) -> Shaped[Array, "b p u *_"]:

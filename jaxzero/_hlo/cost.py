@@ -23,6 +23,9 @@ _KERNEL = re.compile(r"dim_labels=\w+_(\w+)->")  # the labels of a kernel's dims
 # Of a convolution and its two derivatives, as cuDNN calls them: where the output of the convolution
 # is, and where the kernel. -1: the result of the instruction; else an operand.
 _CONVOLUTIONS = {"Forward": (-1, 1), "BackwardInput": (0, 1), "BackwardFilter": (1, -1)}
+_FUSED_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
+_LOGITS = re.compile(r'"intermediate_tensor_shape": ?\{[^{]*?"dimensions": ?\[([\d," ]*)\]')
+_WINDOW = re.compile(r'"sliding_window_length": ?"?(\d+)')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ def collective_seconds(collective: Collective, rates: Rates) -> float:
 
 
 def flops(instruction: Instruction, within: Computation, program: Program) -> float:
-    """Of the matrix products and convolutions in an instruction or fusion.
+    """Of the matrix products, convolutions and fused attention in an instruction or fusion.
 
     Not of a computation that it calls.
     """
@@ -110,6 +113,8 @@ def _flops(instruction: Instruction, within: Computation) -> float:
     """Two for each element of a product, and of the contracted dims; of a convolution likewise."""
     if labels := _KERNEL.search(instruction.text):
         return _convolution_flops(instruction, within, labels[1])
+    if fused := _FUSED_ATTENTION.search(instruction.text):
+        return _attention_flops(instruction, within, is_backward=fused[1].endswith("Backward"))
     is_gemm = instruction.op == "dot" or "__cublas" in instruction.text
     match = _CONTRACTED.search(instruction.text) if is_gemm else None
     if match is None:
@@ -129,3 +134,25 @@ def _convolution_flops(instruction: Instruction, within: Computation, labels: st
         for at in next(called, _CONVOLUTIONS["Forward"])
     )
     return 2.0 * output.size * kernel.size / kernel.dims[labels.index("o")]
+
+
+def _attention_flops(instruction: Instruction, within: Computation, *, is_backward: bool) -> float:
+    """Two for each number of queries and of values, and each pair of query and key that is seen.
+
+    Backward computes the logits again, the derivatives of probabilities and values from those of
+    the result, and those of queries and keys. A causal mask and a window are left out by the kernel
+    in whole tiles, of which the parts at their edges are not counted.
+    """
+    match = _LOGITS.search(instruction.text)
+    if match is None:
+        return 0.0
+    rows, heads, queries, keys = (int(x) for x in re.findall(r"\d+", match[1]))
+    pairs = queries * keys
+    if "CAUSAL" in instruction.text:
+        first = min(queries, keys)  # queries from here on see all keys
+        window = _WINDOW.search(instruction.text)
+        hidden = max(first - int(window[1]), 0) if window and int(window[1]) else 0
+        pairs = first * (first + 1) // 2 + (queries - first) * keys - hidden * (hidden + 1) // 2
+    query, _, value = (within.by_name[x].results[0].dims[-1] for x in instruction.operands[:3])
+    products = 3 * query + 2 * value if is_backward else query + value
+    return 2.0 * rows * heads * pairs * products

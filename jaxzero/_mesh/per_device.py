@@ -213,7 +213,9 @@ def _with_mesh_context(mesh: Any, closed: Any) -> Any:
     """Give equations with `axis_index` or a debug print the context of `mesh`, to lower them.
 
     JAX lowers these as a `shard_map` over the axes that are automatic in the mesh of their context.
+    A `shard_map` gets the manual axes around it, or the compiler would partition library calls.
     """
+    manual = dict.fromkeys(mesh.manual_axes, AxisType.Manual)
 
     @functools.cache
     def context(inside: tuple[str, ...]) -> Any:  # the axes of a `shard_map` that it is in
@@ -222,8 +224,12 @@ def _with_mesh_context(mesh: Any, closed: Any) -> Any:
             return jax.make_jaxpr(lambda: lax.axis_index(mesh.manual_axes[0]))().jaxpr.eqns[0].ctx
 
     def change(equation: Any) -> Any:
-        asks, mesh = equation.primitive.name in _ASK_FOR_THE_DEVICE, equation.ctx.cur_abstract_mesh
-        return equation.replace(ctx=context(mesh.manual_axes)) if asks else equation
+        if equation.primitive.name == "shard_map":
+            around = equation.params["mesh"].update_axis_types(manual)
+            return equation.replace(params={**equation.params, "mesh": around})
+        if equation.primitive.name not in _ASK_FOR_THE_DEVICE:
+            return equation
+        return equation.replace(ctx=context(equation.ctx.cur_abstract_mesh.manual_axes))
 
     return rewrite(closed, change)
 
@@ -305,7 +311,7 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation, closed ones opened."""
     for param in equation.params.values():
         for x in param if isinstance(param, tuple | list) else (param,):
-            if _is_jaxpr(x):
+            if isinstance(x, _JAXPRS):
                 yield getattr(x, "jaxpr", x)
 
 
@@ -335,21 +341,14 @@ def _rewrite_inside(equation: Any, change: Callable[[Any], Any]) -> Any:
     for name, param in equation.params.items():
         several = isinstance(param, tuple)
         before = param if several else (param,)
-        if not any(map(_is_jaxpr, before)):
+        if not any(isinstance(x, _JAXPRS) for x in before):
             continue
-        after = [rewrite(x, change) if _is_jaxpr(x) else x for x in before]
+        after = [rewrite(x, change) if isinstance(x, _JAXPRS) else x for x in before]
         if any(x is not y for x, y in zip(before, after, strict=True)):
-            new[name] = _like(param, after) if several else after[0]
+            # A tuple may be a named one, such as that of `custom_linear_solve`.
+            made = param._make if hasattr(param, "_fields") else tuple
+            new[name] = made(after) if several else after[0]
     return equation.replace(params={**equation.params, **new}) if new else equation
-
-
-def _like(old: tuple, items: list[Any]) -> tuple:
-    """`items` as a tuple of the type of `old`, such as the named tuple of `custom_linear_solve`."""
-    return type(old)(*items) if hasattr(old, "_fields") else tuple(items)
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, _JAXPRS)
 
 
 def is_traced(x: Any) -> bool:

@@ -16,6 +16,7 @@ Dimensions: b batch, t queries, s keys, d hidden, h heads, g key-value heads, n 
 k size of queries and keys, v size of values.
 """
 
+import functools
 import math
 from typing import Literal
 
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from .._attention import Form, attend_split, default_scale, exchanged, method_for
+from .._attention import Form, attend_heads, attend_split, default_scale, exchanged, method_for
 from .._sums import widened
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
@@ -137,23 +138,22 @@ def attend(
         reach = window if isinstance(window, jax.Array) else None
         arrays = query_bthk, key_bsgk, value_bsgv, mask_bs, mask_bs
         return _with_sinks(*attend_split(form, method, *arrays, reach), sinks_h)
-    if method is not None:
+    if method is not None and implementation != "cudnn":
         query_bthk, key_bsgk, value_bsgv = exchanged(method, query_bthk, key_bsgk, value_bsgv)
     is_plain = softcap is None and sinks_h is None and key_bsgk.shape == value_bsgv.shape
     if is_plain and not has_dropout and not isinstance(window, jax.Array) and start is None:
-        return jax.nn.dot_product_attention(
-            query_bthk,
-            key_bsgk,
-            value_bsgv,
-            mask=None if mask_bs is None else _keys_of_queries(mask_bs, of_heads=True),
+        whole = functools.partial(
+            jax.nn.dot_product_attention,
             scale=scale,
             is_causal=is_causal,
-            # In an encoder the window is on both sides: keys fewer than `window` positions away.
-            local_window_size=None
-            if window is None
-            else (window - 1, 0 if is_causal else window - 1),
+            local_window_size=_window_size(window, is_causal),
             implementation=implementation,
         )
+        mask = None if mask_bs is None else _keys_of_queries(mask_bs, of_heads=True)
+        arrays = query_bthk, key_bsgk, value_bsgv, None, mask
+        if method is not None and implementation == "cudnn":
+            return attend_heads(whole, *arrays)
+        return whole(*arrays)
     if implementation == "cudnn":
         raise NotImplementedError(
             '`attention_implementation="cudnn"` has no cap on logits, no sinks, no latent '
@@ -174,6 +174,11 @@ def attend(
     probabilities = dropout(_softmax(logits, sinks_h), dropout_rate, dropout_key)
     mixed = jnp.einsum("bgnts,bsgv->btgnv", probabilities.astype(value_bsgv.dtype), value_bsgv)
     return mixed.reshape(*query_bthk.shape[:-1], -1)
+
+
+def _window_size(window: int | None, is_causal: bool) -> tuple[int, int] | None:
+    """In an encoder the window is on both sides: keys fewer than `window` positions away."""
+    return None if window is None else (window - 1, 0 if is_causal else window - 1)
 
 
 def _with_sinks(

@@ -1,11 +1,13 @@
 """`jz.attention`, whole and with tokens split over devices, against sums written out in float64."""
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType
 
 import jaxzero as jz
@@ -187,6 +189,79 @@ def test_each_way_sends_by_its_collective(method, collective, others):
     assert not {x for x in others if f" {x}(" in text}
 
 
+def causal(query, key, value):
+    """Sums over all earlier keys."""
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    at = jnp.arange(query.shape[1])
+    logits = jnp.einsum("bthk,bshk->bhts", query, key) * SIZE**-0.5
+    powers = jnp.where(at[:, None] >= at[None], jnp.exp(logits), 0)
+    return jnp.einsum("bhts,bshv->bthv", powers / powers.sum(-1, keepdims=True), value)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """cuDNN is not here: in its place, such sums, and the shapes that are given to them.
+
+    Like its calls, they cannot be partitioned by the compiler.
+    """
+    shapes = []
+
+    def refuse(*_):
+        raise AssertionError("the compiler is asked to partition a call of a library")
+
+    @custom_partitioning
+    def unsplit(query, key, value):
+        return causal(query, key, value)
+
+    unsplit.def_partition(refuse, refuse, sharding_rule="a b c d, a b e d, a b e d -> a b c d")
+
+    @jax.custom_vjp
+    def mixed(*arrays):
+        return unsplit(*arrays)
+
+    def backward(arrays, given):
+        return jax.vjp(causal, *arrays)[1](given)
+
+    mixed.defvjp(lambda *arrays: (unsplit(*arrays), arrays), backward)
+
+    def attend(query, key, value, *_, implementation, is_causal, **options):
+        assert implementation == "cudnn" and is_causal
+        shapes.append((query.shape, key.shape))
+        return mixed(query, key, value)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    return shapes
+
+
+@pytest.mark.parametrize("groups", [4, 1])
+def test_a_library_gets_whole_rows_of_some_heads_on_each_device(library, groups):
+    """In a training step, in a loop and its backward. One key-value head goes to all devices."""
+    width, sizes = 4 * SIZE, np.cumsum([4, groups])
+
+    def layer(attend, x, w):
+        heads = jnp.split((x @ w).reshape(*x.shape[:2], -1, SIZE), sizes, axis=2)
+        return x + attend(*heads).reshape(x.shape), None
+
+    def loss(attend, params, x):
+        y, _ = jax.lax.scan(jax.checkpoint(functools.partial(layer, attend)), x, params)
+        return jnp.mean(y**2)
+
+    def ours(*heads):
+        heads = (jz.split_tokens(x) for x in heads)
+        return jz.attention(*heads, is_causal=True, implementation="cudnn")
+
+    params = jax.random.normal(jax.random.key(0), (2, width, width + 2 * groups * SIZE)) / width
+    x = jax.random.normal(jax.random.key(1), (ROWS, TOKENS, width))
+    zero = jz.Zero(jz.make_mesh(nodes=2, tokens=2, devices=jax.devices()[:4]))
+    value, gradients = jax.jit(zero.value_and_grad(functools.partial(loss, ours)))(
+        zero.shard(params), x
+    )
+    want, of_params = jax.jit(jax.value_and_grad(functools.partial(loss, causal)))(params, x)
+    np.testing.assert_allclose(value, want, rtol=1e-12)
+    np.testing.assert_allclose(gradients, of_params, rtol=1e-12, atol=1e-12)
+    assert set(library) == {((1, TOKENS, 2, SIZE), (1, TOKENS, max(groups // 2, 1), SIZE))}
+
+
 def test_memory_is_linear_in_tokens():
     def temporaries(num):
         x = jax.ShapeDtypeStruct((1, num, 2, 8), jnp.float32)
@@ -225,6 +300,8 @@ def test_mistakes():
         jz.attention(query, key, value, method="ulysses")  # pyright: ignore[reportArgumentType]
     with pytest.raises((ValueError, TypeError), match="`mask` must be boolean|mask"):
         jz.attention(query, key, value, mask=jnp.zeros((2, 1, 1, 32)), chunk=8)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="Leave `method` out"):
+        jz.attention(query, key, value, implementation="cudnn", method="gather")
     with jax.set_mesh(devices(4)):
         with pytest.raises(ValueError, match="`query` has 22 tokens.* Pad rows"):
             jax.jit(jz.attention)(query[:, :22], key, value)
@@ -232,6 +309,10 @@ def test_mistakes():
             jax.jit(lambda *x: jz.attention(*x, method="heads"))(query, key, value)
         with pytest.raises(ValueError, match="needs as many keys as queries; got 32 keys and 8"):
             jax.jit(lambda *x: jz.attention(*x, method="ring"))(query[:, :8], key, value)
+        with pytest.raises(ValueError, match="each of the 4 devices along `tokens` has some of"):
+            jax.jit(lambda *x: jz.attention(*x, implementation="cudnn"))(
+                query[:, :, :2], key, value
+            )
     explicit = jax.make_mesh((1, 1, 4), ("node", "local", "tokens"), (AxisType.Explicit,) * 3,
                              devices=jax.devices()[:4])  # fmt: skip
     with jax.set_mesh(explicit), pytest.raises(ValueError, match="must be automatic"):

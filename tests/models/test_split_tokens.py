@@ -61,6 +61,7 @@ def _written_out(
     query: Any,
     key: Any,
     value: Any,
+    bias: Any = None,
     mask: Any = None,
     scale: float | None = None,
     is_causal: bool = False,
@@ -68,7 +69,7 @@ def _written_out(
     implementation: Any = None,
 ) -> Any:
     """What JAX computes, with a softmax in the dtype of its arguments; JAX's is in float32."""
-    assert implementation is None
+    assert bias is None and implementation is None
     key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
     logits = jnp.einsum("bthk,bshk->bhts", query, key) * (scale or query.shape[-1] ** -0.5)
     distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])

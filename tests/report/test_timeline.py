@@ -321,3 +321,29 @@ ENTRY %main (a: {first}, b: {second}) -> ({result}, u8[0]) {{
 """  # noqa: E501
     line = timeline(text, Rates(flops=1.0, memory=1e30))
     assert line.compute_seconds == 2 * (16 * 32 * 32 * 640) * 320 * 9
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "pairs"),
+    [
+        ("NO_MASK", 0, 8 * 8),
+        ("CAUSAL", 0, sum(range(1, 9))),
+        ("CAUSAL", 3, 1 + 2 + 6 * 3),
+    ],
+)
+@pytest.mark.parametrize(("backward", "products"), [("", 2), ("Backward", 5)])
+def test_fused_attention_costs_what_it_does_not_leave_out(mask, window, pairs, backward, products):
+    """2 rows and 4 heads of size 16, for 2 key-value heads."""
+    query, key = "bf16[2,8,4,16]", "bf16[2,8,2,16]"
+    config = f'"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": ["2", "4", "8", "8"]}}, "mask_type": "{mask}", "sliding_window_length": {window}'  # noqa: E501
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (a: {query}, b: {key}, c: {key}) -> ({query}, u8[0]) {{
+  %a = {query}{{3,2,1,0}} parameter(0)
+  %b = {key}{{3,2,1,0}} parameter(1)
+  %c = {key}{{3,2,1,0}} parameter(2)
+  ROOT %d = ({query}{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %b, %c), custom_call_target="__cudnn$fmhaSoftmax{backward}", backend_config={{"cudnn_fmha_backend_config": {{{config}}}}}
+}}
+"""  # noqa: E501
+    line = timeline(text, Rates(flops=1.0, memory=1e30))
+    assert line.compute_seconds == 2 * 2 * 4 * pairs * 16 * products
