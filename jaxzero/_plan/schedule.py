@@ -89,7 +89,7 @@ def _plan_block(
     gather_axes: tuple[str, ...],
     window: int,
     unchanged: frozenset[Value] = frozenset(),
-    repeats: bool = True,
+    repeats: bool = False,
 ) -> BlockPlan:
     """Plan a block; `boundary` is the last operation of forward, or None in a loop's body.
 
@@ -97,7 +97,6 @@ def _plan_block(
     each iteration. If it never `repeats`, as a branch, no message can move to another iteration.
     """
     in_loop = boundary is None
-    repeats = in_loop and repeats
     loops = _plan_loops(block, uses, gradients, schedule, axes, gather_axes, window)
     zeros = _zeros(block, gradients)
     holding = limit_held(schedule) if unchanged else schedule
@@ -118,13 +117,12 @@ def _plan_block(
         every = issued_early(groups, every, wanted, starts, boundary, room)
     gather_groups = []
     for number, (gathers, issues) in enumerate(zip(groups, every, strict=True)):
+        issues = hops_in_turn(issues, gathers[0].at, ties, block) if in_loop else issues
         if is_prefetched := number < num_prefetched:  # sent for a later layer, beside the last
             at = groups[number - num_prefetched][0].at
             last = max(at, peaks.get(0, NO_PEAK).gather_after or 0)
             last = _behind_loops(gathers, last, starts, loops if unchanged else {}, schedule)
             issues = (*[at] * (len(gather_axes) - 1), last)
-        elif in_loop and schedule.prefetch:
-            issues = hops_in_turn(issues, gathers[0].at, ties, block)
         fetched_at = _start_before(issues[0], starts, window if schedule.prefetch else 0)
         issues = _around_peaks(issues, gathers[0].at, {} if in_loop else peaks)
         after = (ties[issue] if not in_loop or issue else first_tie for issue in issues)
