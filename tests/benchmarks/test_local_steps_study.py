@@ -187,7 +187,9 @@ def test_a_name_says_the_outer_optimizer_and_the_rate():
 
 
 def test_windows_of_packages_come_once(monkeypatch):
-    monkeypatch.setattr(local_steps, "read_packages", lambda: _corpus.read_packages(("optax",), ("rich",)))
+    monkeypatch.setattr(
+        local_steps, "read_packages", lambda: _corpus.read_packages(("optax",), ("rich",))
+    )
     local_steps._corpus.cache_clear()
     study = dataclasses.replace(TINY, corpus="packages")
     tokens = local_steps._tokens(study, 0)
