@@ -146,7 +146,10 @@ def table(task: Task, equal: Equal, summaries: Sequence[Summary]) -> Table:
 
 
 def draw(task: Task, summaries: dict[Equal, list[Summary]], file: Path) -> None:
-    """The final loss over the predicted time, or else the mean batch; the batch over examples."""
+    """The final loss over the predicted time, or else the mean batch; the batch over examples.
+
+    A variant without a seed that counts is a circle: its best trial.
+    """
     from matplotlib.figure import Figure  # without pyplot no display is looked for
 
     figure = Figure(figsize=(5 * len(summaries) + 5, 4.6), layout="constrained")
@@ -194,8 +197,8 @@ def _draw_front(task: Task, axes: Any, summaries: Sequence[Summary]) -> None:
         axes.set_xlabel(f"predicted minutes, Llama-7B on 2 x 8 H200, {LINKS[0]} into a node")
     else:
         axes.set_xlabel("examples in a batch, mean")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
 
 
 def _is_fixed(summary: Summary) -> bool:
