@@ -26,7 +26,7 @@ def run(block, source, seed, result, axis, plan):
     """As `_remote.run`. Of several devices, places must not be used twice."""
     devices = lax.axis_size(axis)
     assert devices == 1 or plan.slots == plan.most_tiles
-    seeds = [seed.reshape(1)] if plan.format.rounding == "stochastic" else []
+    seeds = plan.seeds(seed)
     inbox = plan.inbox(devices)
 
     class Silent(block):

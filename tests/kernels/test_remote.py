@@ -212,6 +212,42 @@ def test_kernels_compute_what_the_reference_does(monkeypatch, operation, name, s
     np.testing.assert_array_equal(got, want)
 
 
+PARTS = (700, 30, 1100)  # of 2, 1 and 3 tiles
+
+
+@needs_mosaic
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", ["int8", "int4, at random"])
+def test_kernels_encode_each_part_by_itself(monkeypatch, operation, name):
+    """The same bits as alone: with the same blocks, and random numbers by the place in its part."""
+    from jaxzero.pallas_kernels import _memory
+    from jaxzero.pallas_kernels._remote import RemoteConfig
+
+    from . import _emulated_peers
+
+    _emulated_peers.replace_stores(monkeypatch)
+    rows = 1 if operation == "gather" else 2
+    x = np.random.default_rng(1).normal(size=(2, rows, sum(PARTS))).astype(np.float32)
+    options = {"devices": 2, "seed": 7}
+    each = np.split(x, np.cumsum(PARTS)[:-1], axis=2)
+    want = np.concatenate([run(operation, part, FORMATS[name], **options) for part in each], axis=2)
+    config = RemoteConfig(elements=512, blocks=2, slots=100)
+    options |= {"implementation": "mosaic_gpu", "config": config, "parts": PARTS}
+    with _memory.interpreted(detect_races=True):
+        got = run(operation, x, FORMATS[name], **options)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("shape", "parts"), [((DEVICES, 6), (2, 3)), ((2 * DEVICES, 6), (2, 4)), ((DEVICES,), (1,))]
+)
+def test_parts_must_be_those_of_rows(operation, shape, parts):
+    x = np.zeros((DEVICES, *shape), np.float32)
+    with pytest.raises(ValueError, match="`parts` must add up to the columns of one row"):
+        run(operation, x, Format(), parts=parts)
+
+
 def kernel_of(operation, name="int8", **options):
     f = OPERATIONS[operation]
     return functools.partial(
