@@ -19,6 +19,7 @@ import jaxzero as jz
 from jaxzero import pallas_kernels as kernels
 from jaxzero._collectives.comm_spec import CommSpec
 from jaxzero.pallas_kernels import _collectives
+from tests import zoo
 from tests.kernels.test_remote import IS_OLD, needs_mosaic
 
 INT8 = jz.Int8(block=64)
@@ -77,8 +78,8 @@ def params_of(*, scanned):
     return {"embedding": rng.normal(size=(7, WIDTH)).astype(np.float32), "layers": layers}
 
 
-def step(config, nodes, params, devices=4):
-    zero = jz.Zero(jz.make_mesh(nodes, devices=jax.devices()[:devices]), config)
+def step(config, mesh, params):
+    zero = jz.Zero(zoo.make_mesh(mesh), config)
     batch = np.random.default_rng(1).normal(size=(8, 7)).astype(np.float32)
     value, grads = zero.value_and_grad(loss)(zero.shard(params), batch)
     return jax.device_get((value, zero.unshard(grads)))
@@ -91,21 +92,19 @@ def same(codec):
 def config_of(make, weights=INT8, gradients=AT_RANDOM, **options):
     """A config with codecs, of which `make` makes those over `local`."""
     node = jz.Int4(block=64, rounding="stochastic")
-    return jz.ZeroConfig(
-        weights=jz.PerAxis(node=jz.Int8(block=128), local=make(weights)),
-        gradients=jz.PerAxis(node=node, local=make(gradients)),
-        min_quantized_size=0,
-        **options,
-    )
+    if options.get("stage", 3) == 3:
+        options["weights"] = jz.PerAxis(node=jz.Int8(block=128), local=make(weights))
+    gradients = jz.PerAxis(node=node, local=make(gradients))
+    return jz.ZeroConfig(gradients=gradients, min_quantized_size=0, **options)
 
 
 CASES = {
-    "one node": (1, {}),
-    "two nodes": (2, {}),
-    "slices": (2, {"hpz": jz.HpZ(codec=None)}),
-    "encoded slices": (2, {"hpz": jz.HpZ(codec=jz.Int8(block=128))}),
-    "stage 1": (2, {"stage": 1}),
-    "data parallel": (2, {"stage": 0}),
+    "one node": ("1x4-explicit", {}),
+    "two nodes": ("2x2-auto", {}),
+    "slices": ("2x2-explicit", {"hpz": jz.HpZ(codec=None)}),
+    "encoded slices": ("2x2-explicit", {"hpz": jz.HpZ(codec=jz.Int8(block=128))}),
+    "stage 1": ("2x2-auto", {"stage": 1}),
+    "data parallel": ("2x2-auto", {"stage": 0}),
 }
 PAIRS = [
     pytest.param(
@@ -120,16 +119,18 @@ PAIRS = [
 
 @pytest.mark.parametrize(("case", "scanned"), PAIRS)
 def test_a_step_has_the_bits_of_xla(reference, case, scanned):
-    nodes, options = CASES[case]
+    mesh, options = CASES[case]
     params = params_of(scanned=scanned)
-    want = step(config_of(same, **options), nodes, params)
+    want = step(config_of(same, **options), mesh, params)
     assert not reference
-    got = step(config_of(by_kernel, **options), nodes, params)
-    assert max(reference) > 1  # some arrays share a kernel
+    got = step(config_of(by_kernel, **options), mesh, params)
+    assert reference
+    assert "stage" in options or max(reference) > 1  # in stage 3 some arrays share a kernel
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @needs_mosaic
+@pytest.mark.exhaustive
 def test_a_step_with_the_kernel_has_the_bits_of_xla(monkeypatch):
     """In Pallas' interpreter, with an exchange in the place of stores to peers."""
     from jaxzero.pallas_kernels import _memory
@@ -138,16 +139,16 @@ def test_a_step_with_the_kernel_has_the_bits_of_xla(monkeypatch):
     _emulated_peers.replace_stores(monkeypatch)
     params = params_of(scanned=False)
     del params["layers"][1:]
-    want = step(config_of(same), 1, params, devices=2)
+    want = step(config_of(same), "1x2-auto", params)
     with _memory.interpreted():
-        got = step(config_of(by_kernel), 1, params, devices=2)
+        got = step(config_of(by_kernel), "1x2-auto", params)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_a_mesh_that_cannot_run_it_is_refused():
     reason = "JAX 0.11.2" if IS_OLD else "a kernel for NVIDIA GPUs.*platform cpu"
     with pytest.raises(NotImplementedError, match=rf"`weights.local` cannot be .*{reason}.*XLA"):
-        step(config_of(by_kernel), 2, params_of(scanned=True))
+        step(config_of(by_kernel), "2x2-auto", params_of(scanned=True))
 
 
 def test_simulated_devices_are_refused():
@@ -163,11 +164,27 @@ def test_one_device_of_a_node_needs_no_kernel():
     assert CommSpec.of(mesh, config_of(by_kernel)).sizes["local"] == 1
 
 
+def test_sums_over_half_of_a_node_are_refused(reference):
+    """The kernel adds up what it receives; between nodes the halves are whole nodes."""
+    with pytest.raises(NotImplementedError, match="`gradients.local` cannot.*half of the devices"):
+        CommSpec.of(jz.make_mesh(1), gradients_by_kernel(), halves=True)
+    assert CommSpec.of(jz.make_mesh(2), gradients_by_kernel(), halves=True).halves
+
+
+def gradients_by_kernel():
+    return jz.ZeroConfig(gradients=jz.PerAxis(local=by_kernel(INT8)))
+
+
+def test_an_axis_of_tokens_is_refused(reference):
+    with pytest.raises(NotImplementedError, match="the mesh has the axis `tokens`"):
+        CommSpec.of(jz.make_mesh(1, tokens=2), gradients_by_kernel())
+
+
 def test_messages_cannot_be_sent_on(reference):
     """Where slices are kept encoded by the same codec, they are not encoded again."""
     config = config_of(by_kernel, hpz=jz.HpZ(codec=INT8))
     with pytest.raises(NotImplementedError, match=r"`weights.local` cannot be .*HpZ\(codec=None\)"):
-        step(config, 2, params_of(scanned=True))
+        step(config, "2x2-auto", params_of(scanned=True))
 
 
 @pytest.mark.parametrize(
