@@ -72,7 +72,7 @@ def quantized_all_gather(
     _check_parts(parts, x.shape, dim)
     x_oi, seed = x.reshape(outer, size * inner), dispatch.as_uint32(seed)
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    if _wants_kernel(implementation, x, format, lax.axis_size(axis) * x.size):
+    if _wants_kernel(implementation, x, format, lax.axis_size(axis) * x.size, dtype):
         from ._all_gather import all_gather  # Pallas is only imported where it is used
         from ._remote import RemoteConfig
 
@@ -223,7 +223,11 @@ def remote_gap(platform: str) -> str | None:
 
 
 def _wants_kernel(
-    implementation: str | None, x: Float[Array, ...], format: Format, size: int
+    implementation: str | None,
+    x: Float[Array, ...],
+    format: Format,
+    size: int,
+    result: DTypeLike | None = None,
 ) -> bool:
     """Return True if the kernel was requested and can handle arrays of up to `size` elements."""
     if implementation not in (None, "xla", "mosaic_gpu"):
@@ -232,8 +236,9 @@ def _wants_kernel(
         )
     if implementation != "mosaic_gpu":
         return False
-    reason = dispatch.gap("mosaic_gpu", x.dtype, size)
-    reason = reason or exchange_gap(format)
+    dtypes = (x.dtype, x.dtype if result is None else jnp.dtype(result))
+    reasons = [dispatch.gap("mosaic_gpu", dtype, size) for dtype in dtypes]
+    reason = reasons[0] or reasons[1] or exchange_gap(format)
     if reason is None and not x.size:
         reason = "there is nothing to send"
     if reason is not None:

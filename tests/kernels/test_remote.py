@@ -150,6 +150,13 @@ def test_a_named_kernel_that_cannot_says_why(operation, format, dtype, size, rea
         run(operation, x, format, implementation="mosaic_gpu")
 
 
+@needs_mosaic
+def test_results_must_be_of_a_dtype_that_the_kernel_writes():
+    options = {"dtype": jnp.float8_e5m2, "implementation": "mosaic_gpu"}
+    with pytest.raises(NotImplementedError, match="and not float8_e5m2"):
+        run("gather", np.zeros((DEVICES, 8), np.float32), Format(), **options)
+
+
 def test_no_other_name_is_known():
     x = np.zeros(8, np.float32)
     with pytest.raises(ValueError, match='`implementation` must be "xla", "mosaic_gpu" or None'):
