@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxtyping import DTypeLike, Float, UInt32
 
 from ._format import Format
-from ._remote import Block, Plan, RemoteConfig, clipped, run
+from ._remote import Block, RemoteConfig, Tiling, clipped, run
 
 
 class AllGather(Block):
@@ -46,8 +46,8 @@ def all_gather(
 ) -> Float[Array, "o n i"]:
     """All-gather `x_oi`, like `_collectives.gather_reference`; compiles, never executed."""
     outer, inner = x_oi.shape
-    plan = Plan.of(outer, inner, format, config, parts)
-    source = plan.cut(x_oi[:, None])
+    tiling = Tiling.of(outer, inner, format, config, parts)
+    source = tiling.cut(x_oi[:, None])
     runs, _, *tiles = source.shape
     result = jax.ShapeDtypeStruct((runs, lax.axis_size(axis), *tiles), dtype)
-    return plan.join(run(AllGather, source, seed, result, axis, plan), outer)
+    return tiling.join(run(AllGather, source, seed, result, axis, tiling), outer)
