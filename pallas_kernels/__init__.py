@@ -30,8 +30,11 @@ from ._blockwise import join as join
 from ._blockwise import not_above as not_above
 from ._blockwise import split as split
 from ._blockwise import to_float32 as to_float32
+from ._collectives import exchange_bytes as exchange_bytes
+from ._collectives import exchange_gap as exchange_gap
 from ._collectives import quantized_all_gather as quantized_all_gather
 from ._collectives import quantized_reduce_scatter as quantized_reduce_scatter
+from ._collectives import remote_gap as remote_gap
 from ._config import Implementation as Implementation
 from ._dispatch import dequantize as dequantize
 from ._dispatch import dequantize_sum as dequantize_sum

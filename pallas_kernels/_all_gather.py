@@ -7,11 +7,12 @@ flight. `_protocol` describes the synchronization and why it is correct.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 from jax import Array, lax
-from jaxtyping import Float, UInt32
+from jaxtyping import DTypeLike, Float, UInt32
 
 from ._format import Format
 from ._remote import Block, RemoteConfig, Tiling, clipped, run
@@ -40,11 +41,13 @@ def all_gather(
     format: Format,
     seed: UInt32[Array, ""],
     config: RemoteConfig,
+    dtype: DTypeLike,
+    parts: Sequence[int] = (),
 ) -> Float[Array, "o n i"]:
     """All-gather `x_oi`, like `_collectives.gather_reference`; compiles, never executed."""
     outer, inner = x_oi.shape
-    tiling = Tiling.of(outer, inner, format, config)
+    tiling = Tiling.of(outer, inner, format, config, parts)
     source = tiling.cut(x_oi[:, None])
     runs, _, *tiles = source.shape
-    result = jax.ShapeDtypeStruct((runs, lax.axis_size(axis), *tiles), x_oi.dtype)
+    result = jax.ShapeDtypeStruct((runs, lax.axis_size(axis), *tiles), dtype)
     return tiling.join(run(AllGather, source, seed, result, axis, tiling), outer)

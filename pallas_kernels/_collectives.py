@@ -10,11 +10,14 @@ Legend: o, n, i as in `_reference`, with n the devices of the axis.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Integer, UInt32
+from jaxtyping import Array, DTypeLike, Float, Float32, Integer, Shaped, UInt32
 
 from . import _dispatch as dispatch
 from . import _reference as reference
@@ -33,6 +36,8 @@ def quantized_all_gather(
     format: Format,
     dim: int = 0,
     *,
+    parts: Sequence[int] = (),
+    dtype: DTypeLike | None = None,
     seed: Integer[Array, ""] | int | None = None,
     implementation: Implementation | None = None,
     config: RemoteConfig | None = None,
@@ -48,27 +53,34 @@ def quantized_all_gather(
         format: wire format.
         dim: dimension along which shards are concatenated, in the order of the devices;
             negative values count from the end.
+        parts: sizes of several arrays that lie side by side in `x`, `[1, sum(parts)]`, gathered
+            along dim 0: each is quantized by itself, with blocks of its own. Empty for one array.
+        dtype: of the result. None means that of `x`.
         seed: seed of stochastic rounding. None means 0.
         implementation: "xla" or "mosaic_gpu"; None means "xla".
         config: tile sizes of the kernel. None means `RemoteConfig()`.
 
     Returns:
-        All shards, each rounded to `format`, in the dtype of `x`; equal on all devices.
+        All shards, each rounded to `format`; equal on all devices.
 
     Raises:
-        ValueError: `implementation` is unknown.
+        ValueError: `implementation` is unknown, or `parts` are not those of `x`.
         NotImplementedError: the kernel does not support these arguments, with the reason.
     """
     dim = range(x.ndim)[dim]
     outer, size, inner = _around(x.shape, dim)
+    _check_parts(parts, x.shape, dim)
     x_oi, seed = x.reshape(outer, size * inner), dispatch.as_uint32(seed)
-    if _wants_kernel(implementation, x, format, lax.axis_size(axis) * x.size):
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    if _wants_kernel(implementation, x, format, lax.axis_size(axis) * x.size, dtype):
         from ._all_gather import all_gather  # Pallas is only imported where it is used
         from ._remote import RemoteConfig
 
-        x_oni = all_gather(x_oi, axis, format, seed, config or RemoteConfig())
+        x_oni = all_gather(x_oi, axis, format, seed, config or RemoteConfig(), dtype, parts)
     else:
-        x_oni = gather_reference(x_oi, axis, format, seed)
+        x_oni = _of_parts(
+            lambda x_oi: gather_reference(x_oi, axis, format, seed, dtype), x_oi, parts
+        )
     return x_oni.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
 
@@ -78,6 +90,7 @@ def quantized_reduce_scatter(
     format: Format,
     dim: int = 0,
     *,
+    parts: Sequence[int] = (),
     seed: Integer[Array, ""] | int | None = None,
     implementation: Implementation | None = None,
     config: RemoteConfig | None = None,
@@ -94,6 +107,9 @@ def quantized_reduce_scatter(
         format: wire format.
         dim: dimension along which the sum is divided, in the order of the devices; negative
             values count from the end.
+        parts: sizes of several arrays that lie side by side in the rows of `x`,
+            `[devices, sum(parts)]`, of which each device gets one: each is quantized by itself,
+            with blocks of its own. Empty for one array.
         seed: seed of stochastic rounding; use a different one on each device. None means 0.
         implementation: "xla" or "mosaic_gpu"; None means "xla".
         config: tile sizes of the kernel. None means `RemoteConfig()`.
@@ -102,7 +118,8 @@ def quantized_reduce_scatter(
         This device's shard of the sum (float32), added in the order of the devices.
 
     Raises:
-        ValueError: the number of devices does not divide `dim`, or `implementation` is unknown.
+        ValueError: the number of devices does not divide `dim`, `implementation` is unknown, or
+            `parts` are not those of `x`.
         NotImplementedError: the kernel does not support these arguments, with the reason.
     """
     devices, dim = lax.axis_size(axis), range(x.ndim)[dim]
@@ -112,26 +129,31 @@ def quantized_reduce_scatter(
             f"`dim` {dim} of `x` must be a multiple of the {devices} devices of {axis!r}; got "
             f"shape {x.shape}. Pad it with zeros."
         )
+    _check_parts(parts, (size // devices, *x.shape[1:]), dim)
     x_oni, seed = x.reshape(outer, devices, size // devices * inner), dispatch.as_uint32(seed)
     if _wants_kernel(implementation, x, format, x.size):
         from ._reduce_scatter import reduce_scatter  # Pallas is only imported where it is used
         from ._remote import RemoteConfig
 
-        x_oi = reduce_scatter(x_oni, axis, format, seed, config or RemoteConfig())
+        x_oi = reduce_scatter(x_oni, axis, format, seed, config or RemoteConfig(), parts)
     else:
-        x_oi = scatter_reference(x_oni, axis, format, seed)
+        x_oi = _of_parts(lambda x_oni: scatter_reference(x_oni, axis, format, seed), x_oni, parts)
     return x_oi.reshape(*x.shape[:dim], size // devices, *x.shape[dim + 1 :])
 
 
 def gather_reference(
-    x_oi: Float[Array, "o i"], axis: str, format: Format, seed: UInt32[Array, ""]
+    x_oi: Float[Array, "o i"],
+    axis: str,
+    format: Format,
+    seed: UInt32[Array, ""],
+    dtype: DTypeLike,
 ) -> Float[Array, "o n i"]:
     """Quantize, all-gather the messages, dequantize."""
     # Without the barrier XLA may move the quantization behind the all-gather (jax issue 23543).
     (message,) = lax.optimization_barrier(reference.quantize(x_oi[:, None], format, seed))
     messages = lax.all_gather(message, axis)
     outer, inner = x_oi.shape
-    return reference.dequantize(messages, format, outer, inner, x_oi.dtype)
+    return reference.dequantize(messages, format, outer, inner, jnp.dtype(dtype))
 
 
 def scatter_reference(
@@ -144,8 +166,68 @@ def scatter_reference(
     return reference.dequantize_sum(messages, format, outer * inner).reshape(outer, inner)
 
 
+def _of_parts(
+    one: Callable[[Array], Array], x: Shaped[Array, "... i"], parts: Sequence[int]
+) -> Array:
+    """Apply a collective to each part of the last dim by itself."""
+    if len(parts) < 2:
+        return one(x)
+    ends = itertools.accumulate(parts)
+    pairs = zip(parts, ends, strict=True)
+    return jnp.concatenate([one(x[..., end - size : end]) for size, end in pairs], axis=-1)
+
+
+def _check_parts(parts: Sequence[int], shape: tuple[int, ...], dim: int) -> None:
+    """Raise `ValueError` unless `parts`, if any, are the columns of one row of `shape`."""
+    if parts and (len(shape) != 2 or shape[0] != 1 or dim or sum(parts) != shape[1]):
+        raise ValueError(
+            f"`parts` must add up to the columns of one row for each device, along `dim` 0; got "
+            f"{tuple(parts)}, for rows {shape} and `dim` {dim}. Flatten each array, and lay them "
+            "side by side."
+        )
+
+
+def exchange_bytes(
+    shape: tuple[int, ...], dim: int, format: Format, parts: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Bytes that the kernel stores into each peer's memory, of each part of an array of `shape`.
+
+    More than `Format.num_bytes`, since it sends whole tiles.
+    """
+    from ._remote import Plan, RemoteConfig  # Pallas is only imported where it is used
+
+    outer, size, inner = _around(shape, dim)
+    return Plan.of(outer, size * inner, format, RemoteConfig(), parts).sent_bytes()
+
+
+def exchange_gap(format: Format) -> str | None:
+    """Why no kernel does a whole exchange in `format`; None if one does."""
+    if (reason := dispatch.kind_gap("mosaic_gpu", format.kind)) is not None:
+        return reason
+    if format.hadamard:
+        return "it has no Hadamard rotation, which needs tiles in shared memory"
+    if format.block > _LARGEST_BLOCK:
+        return f"blocks may have at most {_LARGEST_BLOCK} numbers; got {format.block}"
+    return None
+
+
+def remote_gap(platform: str) -> str | None:
+    """Why devices of a platform cannot run the kernels; None if they can."""
+    if (reason := dispatch.gap("mosaic_gpu", jnp.float32, 0)) is not None:
+        return reason
+    from . import _memory  # Pallas is only imported where it is used
+
+    if platform in ("gpu", "cuda") or _memory.is_interpreted():
+        return None
+    return f"it is a kernel for NVIDIA GPUs, and the devices of the mesh are of platform {platform}"
+
+
 def _wants_kernel(
-    implementation: str | None, x: Float[Array, ...], format: Format, size: int
+    implementation: str | None,
+    x: Float[Array, ...],
+    format: Format,
+    size: int,
+    result: DTypeLike | None = None,
 ) -> bool:
     """Return True if the kernel was requested and can handle arrays of up to `size` elements."""
     if implementation not in (None, "xla", "mosaic_gpu"):
@@ -154,12 +236,9 @@ def _wants_kernel(
         )
     if implementation != "mosaic_gpu":
         return False
-    reason = dispatch.gap("mosaic_gpu", x.dtype, size)
-    reason = reason or dispatch.kind_gap("mosaic_gpu", format.kind)
-    if reason is None and format.hadamard:
-        reason = "it has no Hadamard rotation, which needs tiles in shared memory"
-    if reason is None and format.block > _LARGEST_BLOCK:
-        reason = f"blocks may have at most {_LARGEST_BLOCK} numbers; got {format.block}"
+    dtypes = (x.dtype, x.dtype if result is None else jnp.dtype(result))
+    reasons = [dispatch.gap("mosaic_gpu", dtype, size) for dtype in dtypes]
+    reason = reasons[0] or reasons[1] or exchange_gap(format)
     if reason is None and not x.size:
         reason = "there is nothing to send"
     if reason is not None:

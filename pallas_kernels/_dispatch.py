@@ -30,6 +30,7 @@ def quantize(
     format: Format,
     *,
     seed: Integer[Array, ""] | int | None = None,
+    divisor: int = 1,
     place: Place | None = None,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "n _"]:
@@ -40,6 +41,8 @@ def quantize(
             array [n, i] are `x[None]`.
         format: format of the messages.
         seed: seed of stochastic rounding; None means 0.
+        divisor: number that `x` is divided by. The quotient is rounded only once, when it is
+            encoded.
         place: columns of a larger array to write the messages into; kernels do so without a copy.
         implementation: "xla", or "mosaic_gpu": a kernel, which reads `x` once and
             writes the messages once. It compiles for an H200, and was never executed on a GPU.
@@ -58,8 +61,8 @@ def quantize(
     outer, pieces, inner = x.shape
     _check(place, pieces, format.num_bytes(outer * inner))
     if module is not _reference:
-        return module.quantize(x, format, as_uint32(seed), place=place)
-    message = module.quantize(x, format, as_uint32(seed))
+        return module.quantize(x, format, as_uint32(seed), divisor, place=place)
+    message = module.quantize(x, format, as_uint32(seed), divisor)
     return message if place is None else place.put(message)
 
 

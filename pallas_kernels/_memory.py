@@ -37,6 +37,11 @@ def interpreted(**options: Any) -> Iterator[None]:
         _interpret.reset(token)
 
 
+def is_interpreted() -> bool:
+    """Whether kernels are traced for the interpreter."""
+    return _interpret.get() is not None
+
+
 def interpret_options() -> dict[str, Any]:
     """Arguments of `plgpu.kernel` that select the interpreter or the lowering."""
     if _interpret.get() is not None:

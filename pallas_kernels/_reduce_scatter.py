@@ -8,6 +8,7 @@ describes the synchronization and why it is correct.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -32,7 +33,8 @@ class ReduceScatter(Block):
 
     def read(self, peer: int, tile: Any, slot: Any, so_far: Any) -> list[Array]:
         parts_w = [clipped(x_w, jnp.float32) for x_w in self.take(peer, slot)]
-        so_far = [jnp.float32(0)] * len(parts_w) if so_far is None else so_far
+        if so_far is None:
+            return parts_w
         return [total_w + x_w for total_w, x_w in zip(so_far, parts_w, strict=True)]
 
     def store(self, tile: Any, total: list[Array]) -> None:
@@ -45,10 +47,11 @@ def reduce_scatter(
     format: Format,
     seed: UInt32[Array, ""],
     config: RemoteConfig,
+    parts: Sequence[int] = (),
 ) -> Float32[Array, "o i"]:
     """Reduce-scatter `x_oni`, like `_collectives.scatter_reference`; compiles, never executed."""
     outer, _, inner = x_oni.shape
-    tiling = Tiling.of(outer, inner, format, config)
+    tiling = Tiling.of(outer, inner, format, config, parts)
     source = tiling.cut(x_oni)
     runs, _, *tiles = source.shape
     result = jax.ShapeDtypeStruct((runs, 1, *tiles), jnp.float32)

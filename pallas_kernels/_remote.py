@@ -13,12 +13,14 @@ Legend: o, n, i as in `_reference`; w, r, b as in `_tile`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -68,27 +70,36 @@ class Tiling:
     Attributes:
         outer: number of runs. If runs do not consist of whole tiles, they are joined into a
             single run, padded with zeros.
-        inner: numbers in a run, without padding.
+        parts: numbers of each array in a run, without padding: one array; or several, of which
+            each begins with a tile of its own, in a single run.
         format: wire format.
         rows: quantization blocks in a tile.
         config: the other sizes.
     """
 
     outer: int
-    inner: int
+    parts: tuple[int, ...]
     format: Format
     rows: int
     config: RemoteConfig
 
     @classmethod
-    def of(cls, outer: int, inner: int, format: Format, config: RemoteConfig) -> Tiling:
-        """Tiles of `outer` runs of `inner` numbers; blocks may extend across runs."""
+    def of(
+        cls, outer: int, inner: int, format: Format, config: RemoteConfig, parts: Sequence[int] = ()
+    ) -> Tiling:
+        """Tiles of `outer` runs of `inner` numbers; blocks may extend across runs.
+
+        `parts` are the sizes of arrays that lie side by side in the only run.
+        """
         rows = max(2, config.elements // format.block)  # the scale of one row would be a scalar
-        while not cls(outer, inner, format, rows, config).tile_layout.vector:
+        while not cls(outer, (inner,), format, rows, config).tile_layout.vector:
             rows *= 2
+        if len(parts) > 1:
+            assert outer == 1 and sum(parts) == inner
+            return cls(1, tuple(parts), format, rows, config)
         if inner % (rows * format.block):
-            return cls(1, outer * inner, format, rows, config)
-        return cls(outer, inner, format, rows, config)
+            return cls(1, (outer * inner,), format, rows, config)
+        return cls(outer, (inner,), format, rows, config)
 
     @property
     def tile(self) -> int:
@@ -98,7 +109,23 @@ class Tiling:
     @property
     def run(self) -> int:
         """Tiles per run."""
-        return max(1, math.ceil(self.inner / self.tile))
+        return sum(self._tiles_of_parts())
+
+    def _tiles_of_parts(self) -> list[int]:
+        return [max(1, math.ceil(part / self.tile)) for part in self.parts]
+
+    def sent_bytes(self) -> tuple[int, ...]:
+        """Bytes that one device stores into the inbox of another, padding included, by part."""
+        tile = self.outer * self.format.num_bytes(self.tile)
+        return tuple(num * tile for num in self._tiles_of_parts())
+
+    def first_indices(self) -> np.ndarray:
+        """The index of each tile's first number within its array (uint32), where there are parts.
+
+        With one array it is known from the number of the tile.
+        """
+        firsts = [np.arange(num) * self.tile for num in self._tiles_of_parts()]
+        return np.concatenate(firsts).astype(np.uint32)
 
     @property
     def tiles(self) -> int:
@@ -125,6 +152,13 @@ class Tiling:
         vector = tile.fitting_vector(block // halves, self.rows, self.config.vector)
         return TileLayout(self.rows, block, halves, rotated=False, vector=vector)
 
+    def seeds(self, seed: Array) -> list[Array]:
+        """What stochastic rounding reads: its seed and, of several parts, `first_indices`."""
+        if self.format.rounding != "stochastic":
+            return []
+        firsts = [jnp.asarray(self.first_indices())] if len(self.parts) > 1 else []
+        return [seed.reshape(1), *firsts]
+
     def inbox(self, devices: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Shapes of a device's inbox: codes, and scales, by sender, thread block, slot and row."""
         places = (devices, self.blocks, self.slots, self.rows)
@@ -139,16 +173,28 @@ class Tiling:
         outer, pieces, _ = x_oni.shape
         if outer != self.outer:
             x_oni = reference.to_rows(x_oni)[None]
-        missing = self.run * self.tile - self.inner
-        x_oni = jnp.pad(x_oni, ((0, 0), (0, 0), (0, missing))) if missing else x_oni
+        padded = []
+        for x_onp, num in zip(self._split(x_oni, self.parts), self._tiles_of_parts(), strict=True):
+            missing = num * self.tile - x_onp.shape[2]
+            padded.append(jnp.pad(x_onp, ((0, 0), (0, 0), (0, missing))) if missing else x_onp)
+        x_oni = padded[0] if len(padded) == 1 else jnp.concatenate(padded, axis=2)
         return x_oni.reshape(self.outer, pieces, self.run, self.rows, self.format.block)
+
+    @staticmethod
+    def _split(x_oni: Array, sizes: Sequence[int]) -> list[Array]:
+        ends = itertools.accumulate(sizes)
+        pairs = zip(sizes, ends, strict=True)
+        return [lax.slice_in_dim(x_oni, end - size, end, axis=2) for size, end in pairs]
 
     def join(self, tiles: Array, outer: int) -> Array:
         """Reassemble pieces of `outer` runs from tiles; the reverse of `cut`."""
         pieces = tiles.shape[1]
-        x_oni = tiles.reshape(self.outer, pieces, self.run * self.tile)[..., : self.inner]
+        whole = tiles.reshape(self.outer, pieces, self.run * self.tile)
+        padded = self._split(whole, [num * self.tile for num in self._tiles_of_parts()])
+        parts = [x[..., :size] for x, size in zip(padded, self.parts, strict=True)]
+        x_oni = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)
         if outer != self.outer:
-            x_oni = jnp.moveaxis(x_oni[0].reshape(pieces, outer, self.inner // outer), 0, 1)
+            x_oni = jnp.moveaxis(x_oni[0].reshape(pieces, outer, -1), 0, 1)
         return x_oni
 
 
@@ -227,7 +273,11 @@ class Block(Party):
         seed = indices = None
         if self.seeds:  # the random numbers depend on an element's index within the piece
             seed = self.seeds[0][0]
-            first = (self._number(tile_number) * self.tiling.tile).astype(jnp.uint32)
+            number = self._number(tile_number)
+            if len(self.seeds) > 1:  # several arrays, each with indices of its own
+                first = self.seeds[1][number]
+            else:
+                first = (number * self.tiling.tile).astype(jnp.uint32)
             indices = [index_w + first for index_w in tile_layout.indices()]
         (codes_b,) = tile.encode(parts_w, scale_r, tile_layout.shape, format, indices, seed)
         return codes_b, scale_r.astype(format.scale_dtype)  # exact
@@ -293,7 +343,7 @@ def run(
         The result, still divided into tiles.
     """
     devices = lax.axis_size(axis)
-    seeds = [seed.reshape(1)] if tiling.format.rounding == "stochastic" else []
+    seeds = tiling.seeds(seed)
 
     def kernel(*refs: Any) -> None:
         party = block(axis, tiling, refs[:-3], refs[-3:])

@@ -20,6 +20,8 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Float64, Integer, Shaped
 from .. import pallas_kernels as kernels
 from .codec import Codec
 
+ROTATED = 32  # numbers that are rotated together
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockCodec(Codec):
@@ -203,3 +205,21 @@ def _or(parts: list[UInt8[Array, "*shape"]]) -> UInt8[Array, "*shape"]:
     for part in others:
         total = total | part
     return total
+
+
+def rotated_groups(
+    x: Float64[np.ndarray, "*rows n"], factor: float, tail_factor: float, *, signed: bool = True
+) -> Float64[np.ndarray, "*rows n"]:
+    """Multiply groups of 32 by Hadamard's matrix and `factor`, and the rest by `tail_factor`.
+
+    Without `signed` all entries of the matrix are 1.
+    """
+    signs = np.ones((1, 1))
+    while len(signs) < ROTATED:
+        signs = np.block([[signs, signs], [signs, -signs if signed else signs]])
+    whole = x.shape[-1] // ROTATED * ROTATED
+    groups = x[..., :whole].reshape(*x.shape[:-1], whole // ROTATED, ROTATED)
+    with np.errstate(invalid="ignore"):
+        rotated = groups @ signs * factor
+    tail = x[..., whole:] * tail_factor
+    return np.concatenate([rotated.reshape(*x.shape[:-1], whole), tail], axis=-1)

@@ -119,6 +119,15 @@ class Codec(abc.ABC):
         """
         return None
 
+    @property
+    def exchange_format(self) -> kernels.Format | None:
+        """The format in which one kernel does a whole hop over `local`.
+
+        It encodes, exchanges and decodes (or adds up), and its numbers are those of `encode` and
+        `decode`. None: a hop is an encoding, XLA's collective and a decoding.
+        """
+        return None
+
     def message(self, num: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """The shape and type of one row's message: `num_bytes` of uint8.
 
@@ -258,6 +267,19 @@ class Codec(abc.ABC):
             place: columns of a larger array to write the messages into.
         """
         total = source.decode_sum(message, math.prod(shape)).reshape(shape)
+        return self.encode_mean(total, dim, num, divisor=divisor, seed=seed, place=place)
+
+    def encode_mean(
+        self,
+        total: Float32[Array, ...],
+        dim: int,
+        num: int,
+        *,
+        divisor: int,
+        seed: Integer[Array, ""] | int | None = None,
+        place: kernels.Place | None = None,
+    ) -> Shaped[Array, "num _"]:
+        """`encode_pieces` of `total / divisor`: `recode` of a sum that is decoded already."""
         mean = total if divisor == 1 else total / jnp.float32(divisor)
         return self.encode_pieces(mean, dim, num, seed=seed, place=place)
 

@@ -14,11 +14,10 @@ import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Float64, Integer, Shaped, UInt8
 
 from .. import pallas_kernels as kernels
-from .blockwise import largest_of_blocks, to_float32
+from .blockwise import ROTATED, largest_of_blocks, rotated_groups, to_float32
 from .codec import Codec
 from .rows import cut, joined
 
-_GROUP = 32  # numbers that are rotated together
 _TAIL = 8.0  # what is left over at the end of a rotated row is divided by this
 _TINY = 2.0**-126  # the smallest scale
 _EPS = 2.0**-24  # relative error of one rounding in float32
@@ -34,7 +33,9 @@ class FormatCodec(Codec):
     hadamard: Literal[32] | None = None
     scale_dtype: DTypeLike = jnp.bfloat16
     # Not compared: every implementation reads a message the same way.
-    implementation: kernels.Implementation | None = dataclasses.field(default=None, compare=False)
+    implementation: Literal["xla", "mosaic_gpu", "nvlink"] | None = dataclasses.field(
+        default=None, compare=False
+    )
 
     def __post_init__(self):
         name = type(self).__name__
@@ -53,16 +54,20 @@ class FormatCodec(Codec):
                 f"`hadamard` of `{name}` must be 32, the numbers rotated together, or `None` for "
                 f"no rotation; got {self.hadamard!r}."
             )
-        if self.implementation not in (None, "xla", "mosaic_gpu"):
+        if self.implementation not in (None, "xla", "mosaic_gpu", "nvlink"):
             raise ValueError(
-                f'`implementation` of `{name}` must be "xla", "mosaic_gpu", a kernel for GPUs, or '
-                f"`None` for the default; got {self.implementation!r}."
+                f'`implementation` of `{name}` must be "xla", "mosaic_gpu" or "nvlink" (kernels '
+                f"for GPUs), or `None` for the default; got {self.implementation!r}."
             )
         self._set_dtype("scale_dtype", "bfloat16", "float32")
+        if self.implementation == "nvlink" and (reason := kernels.exchange_gap(self.format)):
+            nvlink = f'`implementation="nvlink"` of `{name}`'
+            raise ValueError(f'{nvlink}: {reason}. Change that option, or take "xla".')
 
     def __str__(self) -> str:
         options = ["H32"] * bool(self.hadamard) + ["SR"] * (self.rounding == "stochastic")
-        return "+".join([f"{self._name}/{self.block}", *options])
+        name = "+".join([f"{self._name}/{self.block}", *options])
+        return f"{name} (nvlink)" if self.implementation == "nvlink" else name
 
     @property
     def _name(self) -> str:
@@ -83,8 +88,16 @@ class FormatCodec(Codec):
     def bits(self) -> int:
         return self.format.bits
 
+    @property
+    def exchange_format(self) -> kernels.Format | None:
+        return self.format if self.implementation == "nvlink" else None
+
+    @property
+    def _kernels(self) -> kernels.Implementation | None:  # of messages outside of an exchange
+        return None if self.implementation == "nvlink" else self.implementation
+
     def format_for(self, implementation: kernels.Implementation | None) -> kernels.Format | None:
-        return self.format if implementation == self.implementation else None
+        return self.format if implementation == self._kernels else None
 
     @property
     def writes_in_place(self) -> bool:
@@ -134,9 +147,7 @@ class FormatCodec(Codec):
     def decode_sum(
         self, message: UInt8[Array, "peers m"] | kernels.InPlace, num: int
     ) -> Float32[Array, " num"]:
-        return kernels.dequantize_sum(
-            message, self.format, num=num, implementation=self.implementation
-        )
+        return kernels.dequantize_sum(message, self.format, num=num, implementation=self._kernels)
 
     def recode(
         self,
@@ -150,7 +161,7 @@ class FormatCodec(Codec):
         seed: Integer[Array, ""] | int | None = None,
         place: kernels.Place | None = None,
     ) -> UInt8[Array, "num _"]:
-        source_format = source.format_for(self.implementation)
+        source_format = source.format_for(self._kernels)
         if source_format is None:
             options = {"divisor": divisor, "seed": seed, "place": place}
             return super().recode(message, source, shape, dim, num, **options)
@@ -162,8 +173,22 @@ class FormatCodec(Codec):
             seed=seed,
             divisor=divisor,
             place=place,
-            implementation=self.implementation,
+            implementation=self._kernels,
         )
+
+    def encode_mean(
+        self,
+        total: Float32[Array, ...],
+        dim: int,
+        num: int,
+        *,
+        divisor: int,
+        seed: Integer[Array, ""] | int | None = None,
+        place: kernels.Place | None = None,
+    ) -> UInt8[Array, "num _"]:
+        options = {"seed": seed, "place": place, "implementation": self._kernels}
+        pieces = total.reshape(cut(total.shape, dim, num))
+        return kernels.quantize(pieces, self.format, divisor=divisor, **options)
 
     def encode_tiled(
         self,
@@ -176,7 +201,7 @@ class FormatCodec(Codec):
         if self.implementation == "mosaic_gpu":  # kernels write rows
             return super().encode_tiled(x, dim, num, seed=seed)
         self._check_floats(x)
-        pieces, implementation = kernels.pieces_of(x, dim, num), self.implementation
+        pieces, implementation = kernels.pieces_of(x, dim, num), self._kernels
         return kernels.quantize_tiled(pieces, self.format, seed=seed, implementation=implementation)
 
     def decode_tiled(
@@ -184,7 +209,7 @@ class FormatCodec(Codec):
     ) -> Float[Array, ...]:
         if self.implementation == "mosaic_gpu":
             return super().decode_tiled(message, shape, dim, dtype)
-        options = {"shape": shape, "dtype": dtype, "implementation": self.implementation}
+        options = {"shape": shape, "dtype": dtype, "implementation": self._kernels}
         pieces = kernels.dequantize_tiled(message, self.format, **options)
         return joined(jnp.moveaxis(pieces, 0, dim), shape, dim, len(message))
 
@@ -193,7 +218,7 @@ class FormatCodec(Codec):
     ) -> Float32[Array, ...]:
         if self.implementation == "mosaic_gpu":
             return super().sum_tiled(message, shape)
-        options = {"shape": shape, "implementation": self.implementation}
+        options = {"shape": shape, "implementation": self._kernels}
         return kernels.dequantize_sum_tiled(message, self.format, **options)
 
     def recode_tiled(
@@ -207,7 +232,7 @@ class FormatCodec(Codec):
         divisor: int,
         seed: Integer[Array, ""] | int | None = None,
     ) -> UInt8[Array, "num ..."]:
-        source_format = source.format_for(self.implementation)
+        source_format = source.format_for(self._kernels)
         if self.implementation == "mosaic_gpu" or source_format is None:
             options = {"divisor": divisor, "seed": seed}
             return super().recode_tiled(message, source, shape, dim, num, **options)
@@ -220,7 +245,7 @@ class FormatCodec(Codec):
             num=num,
             seed=seed,
             divisor=divisor,
-            implementation=self.implementation,
+            implementation=self._kernels,
         )
 
     def _quantize(
@@ -231,7 +256,7 @@ class FormatCodec(Codec):
     ) -> UInt8[Array, "n _"]:
         self._check_floats(x_oni)
         return kernels.quantize(
-            x_oni, self.format, seed=seed, place=place, implementation=self.implementation
+            x_oni, self.format, seed=seed, place=place, implementation=self._kernels
         )
 
     def _dequantize(
@@ -247,7 +272,7 @@ class FormatCodec(Codec):
             outer=outer,
             inner=inner,
             dtype=dtype,
-            implementation=self.implementation,
+            implementation=self._kernels,
         )
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
@@ -258,11 +283,13 @@ class FormatCodec(Codec):
         near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
         bound = self._code_bound(near, np.zeros_like(near))
         if self.hadamard:
-            rotated = _rotate(near, 1 / _GROUP, 1 / _TAIL)
+            rotated = rotated_groups(near, 1 / ROTATED, 1 / _TAIL)
             # 32 additions in float32 round at most 32 times.
-            doubt = _GROUP * _EPS * _rotate(np.abs(near), 1 / _GROUP, 1 / _TAIL, signed=False)
+            doubt = (
+                ROTATED * _EPS * rotated_groups(np.abs(near), 1 / ROTATED, 1 / _TAIL, signed=False)
+            )
             of_rotated = self._code_bound(rotated, doubt) + doubt
-            of_rotated = _rotate(of_rotated, 1.0, _TAIL, signed=False)
+            of_rotated = rotated_groups(of_rotated, 1.0, _TAIL, signed=False)
             is_kept, may_be_kept = (self._is_kept(near, least) for least in (0.0, _TINY))
             of_rotated = np.where(may_be_kept, np.maximum(bound, of_rotated), of_rotated)
             bound = np.where(is_kept, bound, of_rotated)
@@ -275,7 +302,7 @@ class FormatCodec(Codec):
     ) -> Bool[np.ndarray, "*rows n"]:
         """Whether each number's block is not rotated, if numbers up to `zero` count as zeros."""
         is_zero = (np.abs(x) <= zero).astype(np.float64)
-        is_zero[..., x.shape[-1] // _GROUP * _GROUP :] = 0
+        is_zero[..., x.shape[-1] // ROTATED * ROTATED :] = 0
         return largest_of_blocks(is_zero, self.block) > 0
 
     def _code_bound(
@@ -291,24 +318,6 @@ class FormatCodec(Codec):
             step = self.format.step((np.abs(x) + doubt) / least * (1 + 4 * _EPS))
             share = 1.0 if self.rounding == "stochastic" else 0.5
             return np.where(np.isfinite(largest), share * step * scale + 8 * _EPS * largest, np.inf)
-
-
-def _rotate(
-    x: Float64[np.ndarray, "*rows n"], factor: float, tail_factor: float, *, signed: bool = True
-) -> Float64[np.ndarray, "*rows n"]:
-    """Multiply groups of 32 by Hadamard's matrix and `factor`, and the rest by `tail_factor`.
-
-    Without `signed` all entries of the matrix are 1.
-    """
-    signs = np.ones((1, 1))
-    while len(signs) < _GROUP:
-        signs = np.block([[signs, signs], [signs, -signs if signed else signs]])
-    whole = x.shape[-1] // _GROUP * _GROUP
-    groups = x[..., :whole].reshape(*x.shape[:-1], whole // _GROUP, _GROUP)
-    with np.errstate(invalid="ignore"):
-        rotated = groups @ signs * factor
-    tail = x[..., whole:] * tail_factor
-    return np.concatenate([rotated.reshape(*x.shape[:-1], whole), tail], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -334,8 +343,10 @@ class Int8(FormatCodec):
         implementation: what writes and reads messages: "xla", "mosaic_gpu" (kernels for NVIDIA
             GPUs, which compile and were never executed on one; JAX 0.11.2 or newer), or `None`
             for the default: "xla" and, in programs compiled for TPUs, kernels where there are
-            any. Their messages are equal but for roundings in the last place, and each reads
-            the other's.
+            any. Messages are equal but for roundings in the last place, and each reads the
+            other's. "nvlink", for `PerAxis.local`: one kernel encodes, stores into the node's
+            GPUs and decodes or adds up, with the bits of "xla". One process, no `hadamard`,
+            blocks up to 2048; it compiles, never executed.
 
     Raises:
         ValueError: an option is none of these.

@@ -11,8 +11,6 @@ from .comm_spec import ReduceSpec as ReduceSpec
 from .comm_spec import accumulator_dtype as accumulator_dtype
 from .comm_spec import reduce_axes as reduce_axes
 from .encoded_shards import EncodedShards as EncodedShards
-from .encoded_shards import GatherBucket as GatherBucket
-from .encoded_shards import arrays as arrays
 from .encoded_shards import from_stored as from_stored
 from .encoded_shards import to_stored as to_stored
 from .gather import encode_node_slice as encode_node_slice
@@ -21,6 +19,8 @@ from .gather import gathered_aval as gathered_aval
 from .gather import move_split as move_split
 from .gather import node_slices as node_slices
 from .gather import start_gather as start_gather
+from .gather_bucket import GatherBucket as GatherBucket
+from .gather_bucket import arrays as arrays
 from .ledger import HostTransfer as HostTransfer
 from .ledger import Ledger as Ledger
 from .ledger import Transfer as Transfer
@@ -29,6 +29,9 @@ from .ledger import picked as picked
 from .ledger import readable_bytes as readable_bytes
 from .ledger import recording as recording
 from .ledger import repeated as repeated
+from .partial_sums import HalfBatchSum as HalfBatchSum
+from .partial_sums import Sum as Sum
+from .partial_sums import as_pair as as_pair
 from .primitives import all_gather as all_gather
 from .primitives import all_max as all_max
 from .primitives import all_reduce as all_reduce
@@ -41,9 +44,6 @@ from .primitives import in_region as in_region
 from .primitives import note_moves as note_moves
 from .primitives import permute as permute
 from .primitives import reduce_scatter as reduce_scatter
-from .reduce_hop import HalfBatchSum as HalfBatchSum
-from .reduce_hop import Sum as Sum
-from .reduce_hop import as_pair as as_pair
 from .reduce_hop import reduce_over_node as reduce_over_node
 from .reduce_hop import shard_shape as shard_shape
 from .reduce_hop import sum_full as sum_full

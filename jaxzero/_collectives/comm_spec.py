@@ -29,6 +29,7 @@ from jaxtyping import DTypeLike
 from .._codecs import Cast, Codec, Column, is_narrow_float
 from .._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, AnyMesh, physical
 from .._sharding import CommSchedule, DimSharding, GradientHop, HpZ, PerAxis, WeightHop, ZeroConfig
+from .kernel_hop import check_kernel_hops
 from .ledger import Transfer
 
 
@@ -58,6 +59,10 @@ class MessageForm:
     def joins(self, num_bytes: int) -> bool:
         """Whether a leaf without a codec, which sends `num_bytes`, is joined with others."""
         return self.join_below_bytes is None or num_bytes < self.join_below_bytes
+
+    def shares_kernel(self, num_bytes: int) -> bool:
+        """Whether an array, of `num_bytes` when it is whole, shares a kernel with others."""
+        return self.copy_below_bytes is None or num_bytes < self.copy_below_bytes
 
     def copies(self, shape: tuple[int, ...], dim: int, num_bytes: int) -> bool:
         """Whether to copy a leaf into a message of several leaves.
@@ -113,6 +118,7 @@ class CommSpec:
 
         Raises:
             ValueError: `deterministic="mesh"` does not allow them.
+            NotImplementedError: a hop is to be one kernel, and `mesh` cannot run it.
         """
         if config.schedule.deterministic and (halves or node_microbatches):
             raise ValueError(
@@ -126,6 +132,8 @@ class CommSpec:
                 "leaves are no such sums. Leave out one of the two."
             )
         sizes = {axis: mesh.shape[axis] for axis in AXES}
+        halves_local = halves and sizes[NODE] == 1
+        check_kernel_hops(mesh, config.weights, config.gradients, halves_local=halves_local)
         is_alone = all(sizes[axis] == 1 for axis in config.axes)  # then no slice is gathered
         hpz, node = config.hpz, config.weights.node
         if node_microbatches and hpz is None and config.stage == 3 and NODE in config.axes:
@@ -216,6 +224,11 @@ class CommSpec:
         assert isinstance(self.weights.node, WeightHop)
         return self.weights.node
 
+    @property
+    def gathers_by_kernel(self) -> bool:
+        """Whether one kernel gathers weights over `local` (`kernel_hop`)."""
+        return self.weights.local is not None and self.weights.local.exchange_format is not None
+
     def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
         """The codec with which a weight of `num` elements (in full) is gathered over `axis`."""
         codec = getattr(self.weights, axis)
@@ -290,6 +303,11 @@ class ReduceSpec:
         """The codec that the gradient is sent with over `axis`."""
         size = 0 if self.exact else math.prod(self.shape)
         return comm.gradient_codec(axis, size, self.dtype)
+
+    def exchange(self, axis: str, comm: CommSpec) -> Codec | None:
+        """The codec, if the hop over `axis` is one kernel (`kernel_hop`)."""
+        codec = self.codec(axis, comm)
+        return codec if codec is not None and codec.exchange_format is not None else None
 
     def dtype_at(self, axis: str, comm: CommSpec) -> Any:
         """The dtype of the sum that is sent over `axis`: float32 once it has been decoded."""

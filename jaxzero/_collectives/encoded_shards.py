@@ -1,17 +1,8 @@
-"""A weight while it is gathered: shards as arrays or encoded messages, alone or in a bucket.
+"""A weight while it is gathered: shards as arrays or encoded messages.
 
 Each owner encodes its shard once. These messages, side by side, are gathered, kept and gathered
 again; they are decoded where the weight is used. So every use, on every device, in forward and
 backward, reads the same bits.
-
-A collective has a fixed cost, whatever its size. So the shards of a group of weights are laid side
-by side, as bits, in one array with a row for each device:
-
-    data[d] = [shard d of weight 0 | shard d of weight 1 | ...]
-
-After the gather each weight is a range of columns, which its decoder reads in place. Narrow floats
-of one dtype become bits after they are joined, and floats again before they are cut apart: one
-operation for a bucket, where a program of unrolled layers would have one for each weight.
 
 Legend: a message is `[*lead, shards, bytes]`, or if it is tiled (`MessageForm`) `[*lead, shards,
 ...]`. `lead` are the leading dims that a loop scans over: each of their elements (a layer) is
@@ -23,33 +14,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Shaped
 
 from .. import pallas_kernels as kernels
 from .._codecs import (
     Codec,
-    Column,
     DeferredMessage,
-    bits_dtype,
-    can_join,
-    column_bytes,
-    columns_in_place,
     from_bits,
-    join_columns,
     joined_rows,
     to_bits,
 )
 from .._mesh import device_index
 from .._sharding import LeafSpec
-from .comm_spec import CommSpec, MessageForm
-from .ledger import picked
+from .comm_spec import MessageForm
+from .kernel_hop import KernelHop, lead_parts
 from .primitives import all_gather, copy_to_device
 
 
@@ -70,6 +53,8 @@ class EncodedShards:
         tiled: whether the messages are those of `Codec.encode_tiled`.
         kept: the node slice of the step before, if the first gather over `node` sends the
             difference to it (`_execute.gather_sources`).
+        hop: the kernel that encodes, gathers and decodes next; `data` is the array until then.
+        read_as: the dtype that the full array is read in, for such a kernel; None: `dtype`.
     """
 
     data: Shaped[Array, ...]
@@ -82,6 +67,8 @@ class EncodedShards:
     pinned: bool = False
     tiled: bool = False
     kept: EncodedShards | None = None
+    hop: KernelHop | None = None
+    read_as: Any = None
 
     @classmethod
     def plain(cls, x: Shaped[Array, ...], dim: int, lead: int = 0) -> EncodedShards:
@@ -94,7 +81,8 @@ class EncodedShards:
         """Encode these shards with `codec`, after decoding them if another codec wrote them.
 
         Args:
-            codec: the codec; None only decodes.
+            codec: the codec; None only decodes. One whose hops are one kernel encodes nothing
+                yet: `gather` does.
             axes: axes along which devices hold different shards. Devices with equal shards must
                 write equal messages, also where rounding is stochastic.
             tiled: whether to write the messages of `Codec.encode_tiled`.
@@ -102,8 +90,12 @@ class EncodedShards:
         if codec == self.codec:
             return self
         x = self.join()
-        if codec is None:
-            return dataclasses.replace(EncodedShards.plain(x, self.dim, self.lead), axes=self.axes)
+        if codec is None or codec.exchange_format is not None:
+            plain = EncodedShards.plain(x, self.dim, self.lead)
+            plain = dataclasses.replace(plain, axes=self.axes, read_as=self.read_as)
+            if codec is None:
+                return plain
+            return dataclasses.replace(plain, hop=KernelHop(codec, axes, self.read_as or x.dtype))
         with jax.named_scope("encode"):
             data = self._messages(x, codec, device_index(axes), tiled)
         # Without it XLA may move casts of the decoding in front of the collective that follows,
@@ -171,6 +163,8 @@ class EncodedShards:
 
     def gather(self, axis: str, form: MessageForm = MessageForm()) -> EncodedShards:  # noqa: B008
         """Put the shards of all devices along `axis` side by side."""
+        if self.hop is not None:
+            return self._gather_by_kernel(self.hop, axis)
         gathered, forms = self.over(axis), (self.codec or self.dtype,)
         if self.codec is not None:
             data = all_gather(self.data, axis, self.lead, forms=forms)
@@ -178,6 +172,20 @@ class EncodedShards:
         bits = self.data if form.tiled else to_bits(self.data)
         x = from_bits(all_gather(bits, axis, self.dim, forms=forms), self.dtype)
         return dataclasses.replace(gathered, data=x, shape=tuple(x.shape))
+
+    def _gather_by_kernel(self, hop: KernelHop, axis: str) -> EncodedShards:
+        if not self.lead:
+            x = hop.gather(self.data, self.dim, axis)
+        else:
+            parts = lead_parts(self.shape, self.lead)
+            rows = hop.gather(self.data.reshape(1, -1), 0, axis, parts)
+            x = joined_rows(rows, self.shape, self.dim)
+        return dataclasses.replace(self.gathered_by_kernel(axis), data=x, shape=tuple(x.shape))
+
+    def gathered_by_kernel(self, axis: str) -> EncodedShards:
+        """`over`, with the dtype that the kernel wrote."""
+        assert self.hop is not None
+        return dataclasses.replace(self.over(axis), dtype=self.hop.dtype, hop=None)
 
     def over(self, axis: str) -> EncodedShards:
         """These shards, with `axis` and those before it removed from `axes`, as gathered."""
@@ -216,7 +224,7 @@ class EncodedShards:
 jax.tree_util.register_dataclass(
     EncodedShards,
     ["data", "kept"],
-    ["codec", "shape", "dim", "dtype", "lead", "axes", "pinned", "tiled"],
+    ["codec", "shape", "dim", "dtype", "lead", "axes", "pinned", "tiled", "hop", "read_as"],
 )
 
 
@@ -238,162 +246,3 @@ def from_stored(data: Shaped[Array, ...], leaf: LeafSpec) -> EncodedShards:
     return EncodedShards(
         data, leaf.codec, tuple(shape), dim, leaf.dtype, leaf.num_lead, pinned=True
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class GatherBucket:
-    """A bucket of weight shards, before or after it is gathered.
-
-    Attributes:
-        data: `[rows, m]`, one row for each device gathered so far. In a bucket of a single weight,
-            the `data` of its `EncodedShards`.
-        parts: for each weight in a row, its `EncodedShards` without data.
-        positions: for each weight in a row, its index among the weights given to `pack`.
-    """
-
-    data: Shaped[Array, ...]
-    parts: tuple[EncodedShards, ...]
-    positions: tuple[int, ...]
-
-    def gather(self, axis: str, form: MessageForm = MessageForm()) -> GatherBucket:  # noqa: B008
-        """All-gather over `axis`; the result has the rows of all devices along it, in order."""
-        with picked(self.positions):
-            if len(self.parts) == 1:
-                shards = dataclasses.replace(self.parts[0], data=self.data).gather(axis, form)
-                return _single(shards, self.positions[0])
-            forms = [x.codec or x.dtype for x in self.parts]
-            data = all_gather(self.data, axis, 0, column_bytes(_columns(self.parts)), forms)
-            return GatherBucket(data, tuple(x.over(axis) for x in self.parts), self.positions)
-
-    def renumbered(self, numbers: Sequence[int]) -> GatherBucket:
-        """This bucket with each position `i` replaced by `numbers[i]`."""
-        return dataclasses.replace(self, positions=tuple(numbers[i] for i in self.positions))
-
-    def unpack(self) -> list[EncodedShards]:
-        """The shards of each weight in the bucket."""
-        if len(self.parts) == 1:
-            return [dataclasses.replace(self.parts[0], data=self.data)]
-        rows = self._rows()
-        return [_from_rows(part, x.cut_out()) for part, x in zip(self.parts, rows, strict=True)]
-
-    def arrays(self, dtypes: Sequence[Any]) -> list[Array]:
-        """Decode each weight to its entry of `dtypes` (None: its own dtype), read from `data`."""
-        if len(self.parts) == 1:
-            return [self.unpack()[0].join(dtypes[0])]
-        return [_joined(*each) for each in zip(self.parts, self._rows(), dtypes, strict=True)]
-
-    def _rows(self) -> list[kernels.InPlace]:
-        """For each weight its columns of `data`; of floats, where all weights have one dtype."""
-        columns = _columns(self.parts)
-        dtypes = {None if part.codec is not None else part.dtype for part in self.parts}
-        only = dtypes.pop() if len(dtypes) == 1 else None
-        if only is None:
-            return columns_in_place(self.data, columns)
-        sizes = [(size, np.dtype(only)) for size, _ in columns]
-        return columns_in_place(from_bits(self.data, only), sizes)
-
-
-jax.tree_util.register_dataclass(GatherBucket, ["data"], ["parts", "positions"])
-
-
-def pack(
-    sent: Sequence[tuple[EncodedShards, DeferredMessage | None]], comm: CommSpec
-) -> list[GatherBucket]:
-    """Put shards into buckets: one for all shards with the same remaining axes.
-
-    A stack that a loop scans (`lead`), a dtype that cannot be joined, and what is sent alone
-    (`MessageForm`), or not at all, get their own buckets.
-
-    Args:
-        sent: for each weight its shards; if these have no data yet, also the `DeferredMessage`
-            that is written into the bucket here.
-        comm: axes, and the form of messages on the platform.
-    """
-    buckets = []
-    by_axes: dict[tuple[str, ...], list[int]] = {}
-    for i, (shards, _) in enumerate(sent):
-        is_sent = bool(comm.axes_with_peers(shards.axes)) and not shards.lead
-        if is_sent and can_join(_row_dtype(shards)) and not is_alone(shards, comm):
-            by_axes.setdefault(shards.axes, []).append(i)
-        else:
-            buckets.append(_single(shards, i))
-    for numbers in by_axes.values():
-        chosen, deferred = zip(*(sent[i] for i in numbers), strict=True)
-        if deferred == (None,):
-            buckets.append(_single(chosen[0], numbers[0]))
-            continue
-        both = zip(chosen, deferred, strict=True)
-        data = _joined_bits([x or shards.data.reshape(1, -1) for shards, x in both])
-        if any(deferred):  # as in `EncodedShards.encode`, which these do not pass through
-            data = lax.optimization_barrier(data)
-        buckets.append(GatherBucket(data, tuple(_without_data(x) for x in chosen), tuple(numbers)))
-    return buckets
-
-
-def unpack(buckets: Sequence[GatherBucket]) -> list[EncodedShards]:
-    """The shards in `buckets`, gathered or not, in the order given to `pack`."""
-    by_position: dict[int, EncodedShards] = {}
-    for bucket in buckets:
-        by_position.update(zip(bucket.positions, bucket.unpack(), strict=True))
-    return [by_position[i] for i in range(len(by_position))]
-
-
-def arrays(buckets: Sequence[GatherBucket], dtypes: Sequence[Any]) -> list[Array]:
-    """Decode all weights, in the order given to `pack`; see `GatherBucket.arrays`."""
-    by_position: dict[int, Array] = {}
-    for bucket in buckets:
-        decoded = bucket.arrays([dtypes[i] for i in bucket.positions])
-        by_position.update(zip(bucket.positions, decoded, strict=True))
-    return [by_position[i] for i in range(len(by_position))]
-
-
-def _single(shards: EncodedShards, position: int) -> GatherBucket:
-    return GatherBucket(shards.data, (_without_data(shards),), (position,))
-
-
-def is_alone(shards: EncodedShards, comm: CommSpec, num_rows: int = 1) -> bool:
-    """Whether shards, of which there are `num_rows`, are sent over the next axis as they lie."""
-    if shards.codec is not None:
-        return shards.tiled
-    sent = math.prod(shards.data.shape) * shards.data.dtype.itemsize
-    axes = comm.axes_with_peers(shards.axes)
-    received = sent * num_rows * comm.sizes[axes[0]] if axes else 0
-    return not (comm.form.joins(sent) and comm.form.copies(shards.shape, shards.dim, received))
-
-
-def _without_data(shards: EncodedShards) -> EncodedShards:
-    """The shards with a `ShapeDtypeStruct` in place of their data."""
-    return shards.described(jax.ShapeDtypeStruct(shards.data.shape, shards.data.dtype))
-
-
-def _joined_bits(rows: Sequence[Shaped[Array, "1 _"] | DeferredMessage]) -> Shaped[Array, "1 m"]:
-    """Concatenate rows as bits."""
-    if len({x.dtype for x in rows}) > 1:
-        rows = [x if isinstance(x, DeferredMessage) else to_bits(x) for x in rows]
-    return to_bits(join_columns(rows))
-
-
-def _row_dtype(shards: EncodedShards) -> Any:
-    dtype = shards.data.dtype
-    return jnp.dtype(dtype) if shards.codec is not None else bits_dtype(dtype)
-
-
-def _columns(parts: Sequence[EncodedShards]) -> list[Column]:
-    return [(math.prod(part.data.shape), np.dtype(_row_dtype(part))) for part in parts]
-
-
-def _joined(part: EncodedShards, row: kernels.InPlace, dtype: Any) -> Array:
-    """The decoded array of a weight, from its columns of the gathered rows."""
-    if part.codec is None:
-        return _from_rows(part, row.cut_out()).join(dtype)
-    num_shards, size = part.data.shape
-    return part.decode(dataclasses.replace(row, size=size, count=num_shards), dtype)
-
-
-def _from_rows(part: EncodedShards, rows: Shaped[Array, "n m"]) -> EncodedShards:
-    """The shards of a weight, from its columns of the gathered rows."""
-    if part.codec is not None:
-        num_shards, size = part.data.shape
-        return dataclasses.replace(part, data=rows.reshape(len(rows) * num_shards, size))
-    x = joined_rows(from_bits(rows, part.dtype), part.shape, part.dim)
-    return dataclasses.replace(part, data=x, shape=tuple(x.shape))

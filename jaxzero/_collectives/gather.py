@@ -34,7 +34,8 @@ from .._codecs import Codec, DeferredMessage, from_bits, to_bits
 from .._mesh import LOCAL, NODE, program_axes
 from .._sharding import DimSharding, pad, unpad
 from .comm_spec import CommSpec
-from .encoded_shards import EncodedShards, GatherBucket, is_alone, pack, unpack
+from .encoded_shards import EncodedShards
+from .gather_bucket import GatherBucket, is_alone, pack, unpack
 from .primitives import all_to_all
 
 
@@ -109,7 +110,15 @@ def _codec(shards: EncodedShards, size: int, comm: CommSpec) -> Codec | None:
         return shards.codec
     if shards.kept is not None:
         return comm.weight_hop.codec
-    return comm.weight_codec(axis, size, shards.dtype)
+    codec = comm.weight_codec(axis, size, shards.dtype)
+    if codec is not None and codec.exchange_format is not None and codec == shards.codec:
+        raise NotImplementedError(
+            f"`weights.local` cannot be {codec} here: shards arrive encoded by the same codec, "
+            "from `weights.node` or `HpZ`, and are sent on as they are, which the kernel cannot "
+            'do: it encodes. Leave out `implementation="nvlink"`, or keep slices that are not '
+            "encoded (`HpZ(codec=None)`)."
+        )
+    return codec
 
 
 def node_slices(

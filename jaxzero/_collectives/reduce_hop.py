@@ -2,28 +2,18 @@
 
 With a codec (ZeRO++, qgZ, https://arxiv.org/abs/2306.10209): encode the shards of all receivers,
 exchange them all-to-all, then decode and sum in float32. Without one: `psum_scatter`, or `psum`.
-
-SimiGrad compares the gradients of two half-batches, and needs the sum over the first half of the
-devices beside the sum over all (`CommSpec.halves`). Both are taken on the receiving device, from
-the shards that all its peers sent, so the second sum sends no more bytes; without a codec, arrays
-are then exchanged and summed as with one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float32, Shaped
+from jaxtyping import Array, DTypeLike, Shaped
 
-from .. import pallas_kernels as kernels
 from .._codecs import (
     Codec,
     DeferredMessage,
@@ -35,148 +25,20 @@ from .._codecs import (
 )
 from .._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, device_index
 from .._sharding import DimSharding, GradientHop, pad, unpad
-from ..pallas_kernels import add_up
 from .comm_spec import CommSpec, MessageForm, accumulator_dtype
 from .encoded_shards import EncodedShards
+from .kernel_hop import scatter
+from .partial_sums import (
+    HalfBatchSum,
+    PartialSums,
+    Sum,
+    as_pair,
+    sum_of,
+    summed_by_kernel,
+    total_of,
+)
 from .primitives import all_gather, all_reduce, all_to_all, reduce_scatter
 from .tree_sums import reduce_in_tree, scatter_in_tree
-
-
-@dataclasses.dataclass(frozen=True)
-class HalfBatchSum:
-    """A sum over devices, with the sum over the first half of them.
-
-    It is a pytree, so that linear operations can be mapped over both sums.
-
-    Attributes:
-        total: sum over all devices.
-        first: sum over the first half.
-    """
-
-    total: Shaped[Array, ...]
-    first: Shaped[Array, ...]
-
-    @classmethod
-    def of(cls, x: Shaped[Array, "devices ..."], half: int) -> HalfBatchSum:
-        """Sum `x` over dim 0; the first `half` entries of dim 0 are the first half."""
-        return cls(add_up(x), add_up(x[:half]))
-
-
-jax.tree_util.register_dataclass(HalfBatchSum, ["total", "first"], [])
-
-Sum = Array | HalfBatchSum
-
-
-@dataclasses.dataclass(frozen=True)
-class PartialSums:
-    """The messages that one device received for its shard of a sum, not decoded yet.
-
-    If the sum is encoded again for the next axis, the codec can decode, sum and encode in one
-    kernel (`Codec.recode`), so the sum is taken as late as possible.
-
-    Attributes:
-        message: one row from each sender; `InPlace` is a range of columns of a larger array. If
-            `tiled`, messages of `Codec.encode_tiled`, `[senders, ...]`.
-        codec: the codec of the messages.
-        shape: shape of the sum.
-        num_summed: number of devices that each message is the mean over.
-        tiled: whether the messages are tiled.
-        decoded: `total`, where it was taken together with other sums.
-    """
-
-    message: Shaped[Array, "num ..."] | kernels.InPlace
-    codec: Codec
-    shape: tuple[int, ...]
-    num_summed: int = 1
-    tiled: bool = False
-    decoded: Float32[Array, ...] | None = None
-
-    @jax.named_scope("decode")
-    def total(self) -> Shaped[Array, ...]:
-        """The sum over all devices so far, decoded and added in float32."""
-        if self.decoded is not None:
-            return self.decoded
-        if self.tiled:
-            assert not isinstance(self.message, kernels.InPlace)
-            total = self.codec.sum_tiled(self.message, self.shape)
-        else:
-            num = math.prod(self.shape)
-            total = self.codec.decode_sum(self.message, num).reshape(self.shape)
-        return total if self.num_summed == 1 else total * jnp.float32(self.num_summed)
-
-    def halved(self, half: int) -> HalfBatchSum:
-        """The sum over all senders, and over the first `half` of them."""
-        if self.tiled:
-            assert not isinstance(self.message, kernels.InPlace)
-            first = self.message[:half]
-        else:
-            first = kernels.InPlace.whole(self.message).rows(half)
-        of_half = dataclasses.replace(self, message=first, decoded=None)
-        return HalfBatchSum(self.total(), of_half.total())
-
-
-def decoded_together(sums: Sequence[PartialSums]) -> list[PartialSums]:
-    """Decode and add neighbouring messages as one array, if their codec is joinable.
-
-    One by one, each sum takes several operations for each sender, and a program of unrolled layers
-    has as many sums as layers times weights. Joined or not, the results are equal bit for bit.
-    """
-    result: list[PartialSums] = []
-    for parts in _joinable(sums):
-        if len(parts) == 1:
-            result += parts
-            continue
-        first = parts[0].message
-        assert isinstance(first, kernels.InPlace)
-        sizes = [math.prod(x.shape) for x in parts]
-        joined = dataclasses.replace(first, size=sum(x.message.size for x in parts))
-        total = dataclasses.replace(parts[0], message=joined, shape=(sum(sizes),)).total()
-        for x, size, end in zip(parts, sizes, itertools.accumulate(sizes), strict=True):
-            decoded = lax.slice_in_dim(total, end - size, end).reshape(x.shape)
-            result.append(dataclasses.replace(x, decoded=decoded))
-    return result
-
-
-def _joinable(sums: Sequence[PartialSums]) -> list[list[PartialSums]]:
-    """Cut into runs that can be decoded as one message."""
-    runs: list[list[PartialSums]] = []
-    for x in sums:
-        if runs and _continues(runs[-1][-1], x):
-            runs[-1].append(x)
-        else:
-            runs.append([x])
-    return runs
-
-
-def _continues(x: PartialSums, y: PartialSums) -> bool:
-    """Whether the messages of `y` begin in each row where those of `x` end."""
-    before, after = x.message, y.message
-    return (
-        x.codec.is_joinable
-        and x.codec == y.codec
-        and isinstance(before, kernels.InPlace)
-        and isinstance(after, kernels.InPlace)
-        and before.array is after.array
-        and before.count == after.count == 1
-        and before.start + before.size == after.start
-    )
-
-
-def total_of(x: Array | PartialSums) -> Array:
-    """`x` as an array; `PartialSums` are decoded and added."""
-    return x.total() if isinstance(x, PartialSums) else x
-
-
-def sum_of(x: Sum | PartialSums, half: int) -> Sum:
-    """`x` as a sum; `PartialSums` are added up, with `half` also over the first `half` senders."""
-    if not isinstance(x, PartialSums):
-        return x
-    return x.halved(half) if half else x.total()
-
-
-def as_pair(x: Any) -> tuple[Any, HalfBatchSum | None]:
-    """A sum as `(total, itself)` if it is a `HalfBatchSum`, otherwise as `(sum, None)`."""
-    return (x.total, x) if isinstance(x, HalfBatchSum) else (x, None)
 
 
 def reduce_over_node(
@@ -256,6 +118,9 @@ def _coded_hop(
     """
     num = comm.sizes[axis]
     seed = rounding_seed(axis)
+    if codec.exchange_format is not None:
+        assert num_summed == 1  # `local` is the first axis
+        return summed_by_kernel(scatter(x, dim, axis, codec, seed), codec)
     message = written(encoded(x, dim, num, codec, num_summed, comm.form, seed))
     shape = shard_shape(x.shape, dim, num)
     return PartialSums(_exchange(message, axis, codec), codec, shape, num_summed, comm.form.tiled)
@@ -274,7 +139,11 @@ def encoded(
 
     The sum could overflow the codec's range where the mean does not. `seed` is `rounding_seed`.
     """
-    if isinstance(x, PartialSums) and x.num_summed == 1 and x.decoded is None:
+    if isinstance(x, PartialSums) and x.message is None:  # rounded as `recode` does
+        total, dtype = x.total(), jnp.float32
+        assert x.num_summed == 1
+        write = functools.partial(codec.encode_mean, total, dim, num, divisor=num_summed, seed=seed)
+    elif isinstance(x, PartialSums) and x.num_summed == 1 and x.decoded is None:
         args = (x.message, x.codec, x.shape, dim, num)
         recode = codec.recode_tiled if form.tiled else codec.recode
         dtype, write = jnp.float32, functools.partial(recode, *args, divisor=num_summed, seed=seed)

@@ -25,23 +25,30 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from .._codecs import can_join, column_bytes, columns_in_place, join_columns, rows_of, split_columns
+from .._codecs import (
+    Codec,
+    can_join,
+    column_bytes,
+    columns_in_place,
+    join_columns,
+    rows_of,
+    split_columns,
+)
 from .._sharding import pad
 from .comm_spec import CommSpec, ReduceSpec, accumulator_dtype, as_one, reduce_axes
+from .kernel_hop import scatter
 from .ledger import picked
-from .primitives import all_to_all, reduce_scatter
-from .reduce_hop import (
+from .partial_sums import (
     HalfBatchSum,
     PartialSums,
     Sum,
     decoded_together,
-    encoded,
-    reduce_to_shard,
-    rounding_seed,
     sum_of,
-    sum_over,
+    summed_by_kernel,
     total_of,
 )
+from .primitives import all_to_all, reduce_scatter
+from .reduce_hop import encoded, reduce_to_shard, rounding_seed, sum_over
 from .tree_sums import scatter_in_tree
 
 _FEW = 2**18  # elements; most matrices have more
@@ -53,7 +60,8 @@ class ReduceBucket:
 
     Attributes:
         coded: the messages of the gradients with a codec, each `[receivers, bytes]` of one or
-            several gradients (`_messages_of`), or tiled (`MessageForm`).
+            several gradients (`_messages_of`), or tiled (`MessageForm`). For one kernel, which
+            encodes them itself, a gradient, or rows `[receivers, m]` of several.
         summed: for each dtype, the gradients without a codec; several of one dtype are joined
             as `[receivers, m]`.
         rest: gradients that the next axis does not scatter, by index in the bucket; after the last
@@ -208,9 +216,16 @@ def _messages_of(
     """Cut the indices of gradients with a codec into messages: one joins all that are not alone."""
     if comm.form.tiled:
         return [[i] for i in coded]
-    joined = [i for i in coded if specs[i].is_joined(axis, comm)]
-    alone = [[i] for i in coded if i not in joined]
-    return [joined, *alone] if joined else alone
+    by_kernel = [i for i in coded if specs[i].exchange(axis, comm) is not None]
+    rest = [i for i in coded if i not in by_kernel]
+    joined = [i for i in rest if specs[i].is_joined(axis, comm)]
+    alone = [[i] for i in rest if i not in joined]
+    shared: dict[Any, list[int]] = {}
+    for i in by_kernel:
+        dtype = jnp.dtype(specs[i].dtype_at(axis, comm))
+        shares = comm.form.shares_kernel(math.prod(specs[i].shape) * dtype.itemsize)
+        shared.setdefault(dtype if shares else i, []).append(i)
+    return [*([joined] if joined else []), *alone, *shared.values()]
 
 
 def _encode_bucket(
@@ -254,10 +269,15 @@ def _message(
 ) -> Array:
     """Encode the gradients at indices `coded`, in this order, as one message over `axis`.
 
+    If one kernel does the hop, they are only joined.
+
     Neighbours with one joinable codec are encoded as one array: bit for bit the same message, in
     fewer operations (see `decoded_together`).
     """
     num, messages = comm.sizes[axis], []
+    if coded and specs[coded[0]].exchange(axis, comm) is not None:
+        pairs = [(total_of(arrays[i]), specs[i].layout.dim) for i in coded]
+        return join_columns([rows_of(*x, num) for x in pairs]) if len(pairs) > 1 else pairs[0][0]
     seed = rounding_seed(axis) if coded else None  # one for all; it takes several operations
 
     def kind(i: int) -> Any:
@@ -290,6 +310,10 @@ def _reduce_over(
     arrays: dict[int, Any] = dict(bucket.rest)
     messages = _messages_of(coded, specs, axis, comm)
     for numbers, message in zip(messages, bucket.coded, strict=True):
+        if (codec := specs[numbers[0]].exchange(axis, comm)) is not None:
+            with picked(numbers):
+                arrays.update(_by_kernel(message, numbers, specs, axis, codec, comm))
+            continue
         columns = [specs[i].message_column(axis, comm) for i in numbers]
         forms = [specs[i].codec(axis, comm) for i in numbers]
         shares = () if comm.form.tiled else column_bytes(columns)
@@ -310,6 +334,34 @@ def _reduce_over(
             size = math.prod(specs[i].shape)
             arrays[i], _ = sum_over(arrays[i], axis, size, comm, num_summed)
     return [arrays[i] for i in range(len(specs))]
+
+
+def _by_kernel(
+    x: Array,
+    numbers: Sequence[int],
+    specs: Sequence[ReduceSpec],
+    axis: str,
+    codec: Codec,
+    comm: CommSpec,
+) -> dict[int, PartialSums]:
+    """Reduce-scatter the gradients at indices `numbers` by one kernel; the arguments of `_scatter`.
+
+    Returns:
+        This device's shard of each sum, by index.
+    """
+    seed = rounding_seed(axis)
+    if len(numbers) == 1:
+        total = scatter(x, specs[numbers[0]].layout.dim, axis, codec, seed)
+        return {numbers[0]: summed_by_kernel(total, codec)}
+    shapes = [specs[i].shard_shape(axis, comm) for i in numbers]
+    sizes = [math.prod(shape) for shape in shapes]
+    totals = split_columns(
+        scatter(x, 0, axis, codec, seed, sizes), [(n, jnp.float32) for n in sizes]
+    )
+    return {
+        i: summed_by_kernel(total.reshape(shape), codec)
+        for i, total, shape in zip(numbers, totals, shapes, strict=True)
+    }
 
 
 def _scatter(

@@ -103,8 +103,11 @@ def encode_bucket(
         for gather in group.gathers:
             shard = tied[gather.weight]
             assert shard.kept is None, f"{gather.weight.name} has no node slice yet"
-            ops, _ = _split_ops(gather, shard, comm)
-            shards.append(on_shard(shard, ops, gather.weight)[0] if ops else shard)
+            ops, rest = _split_ops(gather, shard, comm)
+            shard = on_shard(shard, ops, gather.weight)[0] if ops else shard
+            if comm.gathers_by_kernel:
+                shard = dataclasses.replace(shard, read_as=_leading_cast(rest))
+            shards.append(shard)
         buckets = for_alike(start_gather_of_parts, shards, _sizes(group), comm)
         # The messages of kept slices were pinned above; what is encoded here depends on them.
         return buckets if kept else with_barrier(buckets, pin)

@@ -4,6 +4,7 @@ Compute takes the maximum of its operations at the rate `flops` and its memory t
 `memory`. A collective takes 10 us plus the maximum of the time for the bytes that a device receives
 inside its node and of the time for the bytes that enter the node, each of them counted once. What
 crosses the link between host and device is counted there (rate `host`), not as memory traffic.
+A kernel that is a whole exchange inside a node is compute that takes as long as a collective.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _KERNEL = re.compile(r"dim_labels=\w+_(\w+)->")  # the labels of a kernel's dims
 _CONVOLUTIONS = {"Forward": (-1, 1), "BackwardInput": (0, 1), "BackwardFilter": (1, -1)}
 _FUSED_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
 _LOGITS = re.compile(r'"intermediate_tensor_shape": ?\{[^{]*?"dimensions": ?\[([\d," ]*)\]')
+_EXCHANGE = re.compile(r'"mosaic_gpu_v2".*/quantized_(?:all_gather|reduce_scatter)/')
 _WINDOW = re.compile(r'"sliding_window_length": ?"?(\d+)')
 
 
@@ -61,7 +63,23 @@ def compute_seconds(
         inner = program.computations[instruction.called["calls"][0]]
         return sum(compute_seconds(x, inner, program, rates) for x in inner.instructions)
     moved = traffic(instruction, within, program)
-    return max(flops(instruction, within, program) / rates.flops, moved.device / rates.memory)
+    seconds = max(flops(instruction, within, program) / rates.flops, moved.device / rates.memory)
+    if not (received := exchanged_bytes(instruction, within)):
+        return seconds
+    return rates.launch + max(seconds, received / rates.local)
+
+
+def exchanged_bytes(instruction: Instruction, within: Computation) -> int:
+    """What a device receives in a kernel that is a whole exchange (`pallas_kernels._remote`)."""
+    if instruction.op != "custom-call" or not _EXCHANGE.search(instruction.text):
+        return 0
+    # An inbox is [senders, thread blocks, slots, *tile], and what is sent [runs, pieces, tiles of
+    # a run, *tile]. Each device receives as many tiles from a peer as it sends to one.
+    _, codes, scales, *_ = instruction.results
+    source = within.by_name[instruction.operands[0]].results[0]
+    places = math.prod(codes.dims[:3])
+    tile = (codes.num_bytes + scales.num_bytes) // places
+    return (codes.dims[0] - 1) * source.dims[0] * source.dims[2] * tile
 
 
 def collective_of(instruction: Instruction, program: Program) -> Collective | None:

@@ -161,16 +161,18 @@ def check_integer(
         )
 
 
-def check_codec(name: str, owner: str, codec: object) -> None:
+def check_codec(name: str, owner: str, codec: object, *, may_exchange: bool = False) -> None:
     """Validate that a field of a config holds a codec.
 
     Args:
         name: name of the field, for the message.
         owner: name of the class that has the field, for the message.
         codec: value of the field.
+        may_exchange: whether it may be one kernel for a whole hop, which only the exchange inside
+            a node can be: `PerAxis.local`.
 
     Raises:
-        ValueError: `codec` is not an instance of `Codec`.
+        ValueError: `codec` is not an instance of `Codec`, or may not be such a kernel and is.
     """
     if not isinstance(codec, Codec):
         raise ValueError(
@@ -178,6 +180,12 @@ def check_codec(name: str, owner: str, codec: object) -> None:
             f"`jz.Cast(jnp.bfloat16)`; got {codec!r}."
         )
     check_is_value(codec)
+    if codec.exchange_format is not None and not may_exchange:
+        raise ValueError(
+            f"`{name}` of `{owner}` must be a codec whose messages are arrays; got {codec}, one "
+            "kernel which stores into the memory of the GPUs of a node over NVLink. Give it to "
+            '`local` of `PerAxis`, and here leave out `implementation="nvlink"`.'
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +203,7 @@ class PerAxis:
         if self.node is not None and not isinstance(self.node, Hop):
             check_codec("node", "PerAxis", self.node)
         if self.local is not None:
-            check_codec("local", "PerAxis", self.local)
+            check_codec("local", "PerAxis", self.local, may_exchange=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from jaxzero._collectives.comm_spec import CommSpec
-from jaxzero._collectives.encoded_shards import EncodedShards, arrays
+from jaxzero._collectives.encoded_shards import EncodedShards
 from jaxzero._collectives.gather import gather_hop, start_gather
+from jaxzero._collectives.gather_bucket import arrays
 from jaxzero._sharding.layout import DimSharding, pad, unpad
 
 from .test_joined_sums import operations

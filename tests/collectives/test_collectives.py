@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from jaxzero._collectives.comm_spec import CommSpec, ReduceSpec
-from jaxzero._collectives.encoded_shards import EncodedShards, unpack
+from jaxzero._collectives.encoded_shards import EncodedShards
 from jaxzero._collectives.gather import gather_hop, move_split, start_gather
+from jaxzero._collectives.gather_bucket import unpack
 from jaxzero._collectives.reduce_hop import sum_full
 from jaxzero._collectives.reductions import reduce_gradient
 from jaxzero._sharding.layout import DimSharding, pad, unpad

@@ -26,7 +26,7 @@ def run(block, source, seed, result, axis, tiling):
     """As `_remote.run`. Of several devices, places must not be used twice."""
     devices = lax.axis_size(axis)
     assert devices == 1 or tiling.slots == tiling.most_tiles
-    seeds = [seed.reshape(1)] if tiling.format.rounding == "stochastic" else []
+    seeds = tiling.seeds(seed)
     inbox = tiling.inbox(devices)
 
     class Silent(block):

@@ -150,6 +150,13 @@ def test_a_named_kernel_that_cannot_says_why(operation, format, dtype, size, rea
         run(operation, x, format, implementation="mosaic_gpu")
 
 
+@needs_mosaic
+def test_results_must_be_of_a_dtype_that_the_kernel_writes():
+    options = {"dtype": jnp.float8_e5m2, "implementation": "mosaic_gpu"}
+    with pytest.raises(NotImplementedError, match="and not float8_e5m2"):
+        run("gather", np.zeros((DEVICES, 8), np.float32), Format(), **options)
+
+
 def test_no_other_name_is_known():
     x = np.zeros(8, np.float32)
     with pytest.raises(ValueError, match='`implementation` must be "xla", "mosaic_gpu" or None'):
@@ -210,6 +217,43 @@ def test_kernels_compute_what_the_reference_does(monkeypatch, operation, name, s
     with _memory.interpreted(detect_races=True):
         got = run(operation, x, FORMATS[name], implementation="mosaic_gpu", **options)
     np.testing.assert_array_equal(got, want)
+
+
+PARTS = (700, 30, 1100)  # of 2, 1 and 3 tiles
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("operation", "name"), [("gather", "int4, at random"), ("scatter", "int4, at random")]
+)
+def test_kernels_encode_each_part_by_itself(monkeypatch, operation, name):
+    """The same bits as alone: with the same blocks, and random numbers by the place in its part."""
+    from jaxzero.pallas_kernels import _memory
+    from jaxzero.pallas_kernels._remote import RemoteConfig
+
+    from . import _emulated_peers
+
+    _emulated_peers.replace_stores(monkeypatch)
+    rows = 1 if operation == "gather" else 2
+    x = np.random.default_rng(1).normal(size=(2, rows, sum(PARTS))).astype(np.float32)
+    options = {"devices": 2, "seed": 7}
+    each = np.split(x, np.cumsum(PARTS)[:-1], axis=2)
+    want = np.concatenate([run(operation, part, FORMATS[name], **options) for part in each], axis=2)
+    config = RemoteConfig(elements=512, blocks=2, slots=100)
+    options |= {"implementation": "mosaic_gpu", "config": config, "parts": PARTS}
+    with _memory.interpreted(detect_races=True):
+        got = run(operation, x, FORMATS[name], **options)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("shape", "parts"), [((DEVICES, 6), (2, 3)), ((2 * DEVICES, 6), (2, 4)), ((DEVICES,), (1,))]
+)
+def test_parts_must_be_those_of_rows(operation, shape, parts):
+    x = np.zeros((DEVICES, *shape), np.float32)
+    with pytest.raises(ValueError, match="`parts` must add up to the columns of one row"):
+        run(operation, x, Format(), parts=parts)
 
 
 def kernel_of(operation, name="int8", **options):

@@ -3,6 +3,7 @@
 Needs JAX 0.11.2 or newer, and the plugin and compiler of `jaxzero[aot]` for that version.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -11,8 +12,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jaxzero as jz
 from benchmarks.compiled._h200 import h200_mesh
+from benchmarks.shared import _llama
+from benchmarks.shared._llama import LlamaSize
+from jaxzero._hlo import collectives as _hlo
+from jaxzero._hlo.cost import exchanged_bytes
+from jaxzero._hlo.instructions import parse
 from jaxzero.pallas_kernels import Format
+from tests.zero.test_aot import compiled_step
 
 from .test_remote import (
     AXIS,
@@ -139,3 +147,62 @@ def test_nothing_is_copied_around_a_kernel(mesh, operation, dim):
     found = set(re.findall(r" = (?:\([^=]*\)|\S+) ([\w-]+)\(", entry))
     assert found <= {"parameter", "bitcast", "custom-call", "get-tuple-element", "fusion"}, found
     assert re.findall(r" = (\S+?)\[\S* fusion\(", entry) == ["s32"]
+
+
+SMALL = LlamaSize(layers=3, width=256, hidden=704, heads=4, vocabulary=512)
+
+
+def config_by_kernel():
+    weights, gradients = (
+        jz.PerAxis(local=dataclasses.replace(codec, implementation="nvlink"))
+        for codec in (jz.Int8(), jz.Int4())
+    )
+    options = {"weights": weights, "gradients": gradients, "hpz": None, "min_quantized_size": 0}
+    return dataclasses.replace(jz.zeropp(), **options)
+
+
+def test_a_step_has_kernels_in_the_place_of_collectives(mesh):
+    """Of scanned layers: all that is left to XLA is the sum of the loss."""
+    zero = jz.Zero(mesh, config_by_kernel())
+    text = compiled_step(zero, SMALL, (8, 64)).as_text()
+    calls = [x for x in text.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in x]
+    names = [re.findall(r"/(quantized_\w+)/", x)[0] for x in calls]
+    assert names.count("quantized_all_gather") >= 3  # in the loop forward, backward, and outside
+    assert names.count("quantized_reduce_scatter") >= 2
+    in_loops = [name for name, x in zip(names, calls, strict=True) if "while/body" in x]
+    assert set(in_loops) == set(names)
+    found = [(c.op, shape.size) for c in _hlo.collectives(text) for shape in c.results]
+    assert found == [("all-reduce", 1)]
+    assert received(text) == planned(zero)
+
+
+def received(text):
+    """Bytes that a device receives in the exchanges of a program, by what its text says."""
+    program = parse(text)
+
+    def of(within):
+        total = sum(exchanged_bytes(x, within) for x in within.instructions)
+        for x in within.instructions:
+            for body in x.called.get("body", ()):
+                total += x.trips * of(program.computations[body])
+        return total
+
+    return of(program.entry)
+
+
+def planned(zero):
+    """The same, by what was noted while it was traced."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        params = zero.abstract(functools.partial(_llama.init, SMALL), jax.random.key(0))
+        batch = jax.ShapeDtypeStruct((8, 64), jnp.int32)
+        plan = zero.plan(functools.partial(_llama.loss, SMALL), params, batch)
+    sent = [x for x in plan.transfers if x.purpose in ("weights", "gradients")]
+    assert {(x.axis, x.dtype) for x in sent} == {("local", "uint8")}
+    return sum(x.entering_bytes * x.trips for x in sent)
+
+
+def test_several_processes_are_refused(mesh):
+    """Each node of this mesh is a process of its own."""
+    zero = jz.Zero(h200_mesh(2, DEVICES), config_by_kernel())
+    with pytest.raises(NotImplementedError, match="devices of several processes"):
+        compiled_step(zero, SMALL, (16, 64))

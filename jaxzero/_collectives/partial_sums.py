@@ -1,0 +1,170 @@
+"""Sums over devices, while they are still messages, and together with sums over half of them.
+
+SimiGrad compares the gradients of two half-batches, and needs the sum over the first half of the
+devices beside the sum over all (`CommSpec.halves`). Both are taken on the receiving device, from
+the shards that all its peers sent, so the second sum sends no more bytes; without a codec, arrays
+are then exchanged and summed as with one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Shaped
+
+from .. import pallas_kernels as kernels
+from .._codecs import Codec
+from ..pallas_kernels import add_up
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfBatchSum:
+    """A sum over devices, with the sum over the first half of them.
+
+    It is a pytree, so that linear operations can be mapped over both sums.
+
+    Attributes:
+        total: sum over all devices.
+        first: sum over the first half.
+    """
+
+    total: Shaped[Array, ...]
+    first: Shaped[Array, ...]
+
+    @classmethod
+    def of(cls, x: Shaped[Array, "devices ..."], half: int) -> HalfBatchSum:
+        """Sum `x` over dim 0; the first `half` entries of dim 0 are the first half."""
+        return cls(add_up(x), add_up(x[:half]))
+
+
+jax.tree_util.register_dataclass(HalfBatchSum, ["total", "first"], [])
+
+Sum = Array | HalfBatchSum
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialSums:
+    """The messages that one device received for its shard of a sum, not decoded yet.
+
+    If the sum is encoded again for the next axis, the codec can decode, sum and encode in one
+    kernel (`Codec.recode`), so the sum is taken as late as possible.
+
+    Attributes:
+        message: one row from each sender; `InPlace` is a range of columns of a larger array. If
+            `tiled`, messages of `Codec.encode_tiled`, `[senders, ...]`. None if the kernel that
+            received them has added them up (`kernel_hop`).
+        codec: the codec of the messages.
+        shape: shape of the sum.
+        num_summed: number of devices that each message is the mean over.
+        tiled: whether the messages are tiled.
+        decoded: `total`, where it was taken together with other sums, or by a kernel.
+    """
+
+    message: Shaped[Array, "num ..."] | kernels.InPlace | None
+    codec: Codec
+    shape: tuple[int, ...]
+    num_summed: int = 1
+    tiled: bool = False
+    decoded: Float32[Array, ...] | None = None
+
+    @jax.named_scope("decode")
+    def total(self) -> Shaped[Array, ...]:
+        """The sum over all devices so far, decoded and added in float32."""
+        if self.decoded is not None:
+            return self.decoded
+        assert self.message is not None
+        if self.tiled:
+            assert not isinstance(self.message, kernels.InPlace)
+            total = self.codec.sum_tiled(self.message, self.shape)
+        else:
+            num = math.prod(self.shape)
+            total = self.codec.decode_sum(self.message, num).reshape(self.shape)
+        return total if self.num_summed == 1 else total * jnp.float32(self.num_summed)
+
+    def halved(self, half: int) -> HalfBatchSum:
+        """The sum over all senders, and over the first `half` of them."""
+        assert self.message is not None, "`check_kernel_hops` refuses sums over half of the devices"
+        if self.tiled:
+            assert not isinstance(self.message, kernels.InPlace)
+            first = self.message[:half]
+        else:
+            first = kernels.InPlace.whole(self.message).rows(half)
+        of_half = dataclasses.replace(self, message=first, decoded=None)
+        return HalfBatchSum(self.total(), of_half.total())
+
+
+def summed_by_kernel(total: Float32[Array, ...], codec: Codec) -> PartialSums:
+    """The sum that one kernel has exchanged and added up."""
+    return PartialSums(None, codec, tuple(total.shape), decoded=total)
+
+
+def decoded_together(sums: Sequence[PartialSums]) -> list[PartialSums]:
+    """Decode and add neighbouring messages as one array, if their codec is joinable.
+
+    One by one, each sum takes several operations for each sender, and a program of unrolled layers
+    has as many sums as layers times weights. Joined or not, the results are equal bit for bit.
+    """
+    result: list[PartialSums] = []
+    for parts in _joinable(sums):
+        if len(parts) == 1:
+            result += parts
+            continue
+        first = parts[0].message
+        assert isinstance(first, kernels.InPlace)
+        sizes = [math.prod(x.shape) for x in parts]
+        messages = [x.message for x in parts if isinstance(x.message, kernels.InPlace)]
+        joined = dataclasses.replace(first, size=sum(x.size for x in messages))
+        total = dataclasses.replace(parts[0], message=joined, shape=(sum(sizes),)).total()
+        for x, size, end in zip(parts, sizes, itertools.accumulate(sizes), strict=True):
+            decoded = lax.slice_in_dim(total, end - size, end).reshape(x.shape)
+            result.append(dataclasses.replace(x, decoded=decoded))
+    return result
+
+
+def _joinable(sums: Sequence[PartialSums]) -> list[list[PartialSums]]:
+    """Cut into runs that can be decoded as one message."""
+    runs: list[list[PartialSums]] = []
+    for x in sums:
+        if runs and _continues(runs[-1][-1], x):
+            runs[-1].append(x)
+        else:
+            runs.append([x])
+    return runs
+
+
+def _continues(x: PartialSums, y: PartialSums) -> bool:
+    """Whether the messages of `y` begin in each row where those of `x` end."""
+    before, after = x.message, y.message
+    return (
+        x.codec.is_joinable
+        and x.codec == y.codec
+        and isinstance(before, kernels.InPlace)
+        and isinstance(after, kernels.InPlace)
+        and before.array is after.array
+        and before.count == after.count == 1
+        and before.start + before.size == after.start
+    )
+
+
+def total_of(x: Array | PartialSums) -> Array:
+    """`x` as an array; `PartialSums` are decoded and added."""
+    return x.total() if isinstance(x, PartialSums) else x
+
+
+def sum_of(x: Sum | PartialSums, half: int) -> Sum:
+    """`x` as a sum; `PartialSums` are added up, with `half` also over the first `half` senders."""
+    if not isinstance(x, PartialSums):
+        return x
+    return x.halved(half) if half else x.total()
+
+
+def as_pair(x: Any) -> tuple[Any, HalfBatchSum | None]:
+    """A sum as `(total, itself)` if it is a `HalfBatchSum`, otherwise as `(sum, None)`."""
+    return (x.total, x) if isinstance(x, HalfBatchSum) else (x, None)
