@@ -29,13 +29,13 @@ def regular_size(path: Path) -> int:
         IsADirectoryError: it is a folder.
         OSError: it is missing or cannot be looked at.
     """
-    found = path.stat()
-    if stat.S_ISDIR(found.st_mode):
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file")
         raise IrregularFile(f"{str(path)!r} is {kind}. Put the regular file back.")
-    return found.st_size
+    return status.st_size
 
 
 def open_regular(path: Path) -> io.BufferedReader:

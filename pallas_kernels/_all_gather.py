@@ -14,7 +14,7 @@ from jax import Array, lax
 from jaxtyping import Float, UInt32
 
 from ._format import Format
-from ._remote import Block, Plan, RemoteConfig, clipped, run
+from ._remote import Block, RemoteConfig, Tiling, clipped, run
 
 
 class AllGather(Block):
@@ -43,8 +43,8 @@ def all_gather(
 ) -> Float[Array, "o n i"]:
     """All-gather `x_oi`, like `_collectives.gather_reference`; compiles, never executed."""
     outer, inner = x_oi.shape
-    plan = Plan.of(outer, inner, format, config)
-    source = plan.cut(x_oi[:, None])
+    tiling = Tiling.of(outer, inner, format, config)
+    source = tiling.cut(x_oi[:, None])
     runs, _, *tiles = source.shape
     result = jax.ShapeDtypeStruct((runs, lax.axis_size(axis), *tiles), x_oi.dtype)
-    return plan.join(run(AllGather, source, seed, result, axis, plan), outer)
+    return tiling.join(run(AllGather, source, seed, result, axis, tiling), outer)

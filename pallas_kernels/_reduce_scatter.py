@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Float, Float32, UInt32
 
 from ._format import Format
-from ._remote import Block, Plan, RemoteConfig, clipped, run
+from ._remote import Block, RemoteConfig, Tiling, clipped, run
 
 
 class ReduceScatter(Block):
@@ -48,8 +48,8 @@ def reduce_scatter(
 ) -> Float32[Array, "o i"]:
     """Reduce-scatter `x_oni`, like `_collectives.scatter_reference`; compiles, never executed."""
     outer, _, inner = x_oni.shape
-    plan = Plan.of(outer, inner, format, config)
-    source = plan.cut(x_oni)
+    tiling = Tiling.of(outer, inner, format, config)
+    source = tiling.cut(x_oni)
     runs, _, *tiles = source.shape
     result = jax.ShapeDtypeStruct((runs, 1, *tiles), jnp.float32)
-    return plan.join(run(ReduceScatter, source, seed, result, axis, plan), outer)[:, 0]
+    return tiling.join(run(ReduceScatter, source, seed, result, axis, tiling), outer)[:, 0]

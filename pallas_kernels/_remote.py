@@ -62,7 +62,7 @@ class RemoteConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Divides the array that one device sends to another into `outer` runs of whole tiles.
 
     Attributes:
@@ -81,8 +81,8 @@ class Plan:
     config: RemoteConfig
 
     @classmethod
-    def of(cls, outer: int, inner: int, format: Format, config: RemoteConfig) -> Plan:
-        """Plan for `outer` runs of `inner` numbers; blocks may extend across runs."""
+    def of(cls, outer: int, inner: int, format: Format, config: RemoteConfig) -> Tiling:
+        """Tiles of `outer` runs of `inner` numbers; blocks may extend across runs."""
         rows = max(2, config.elements // format.block)  # the scale of one row would be a scalar
         while not cls(outer, inner, format, rows, config).tile_layout.vector:
             rows *= 2
@@ -157,7 +157,7 @@ class Block(Party):
 
     Attributes:
         name: name of the kernel.
-        source: this device's numbers, divided by `Plan`: one piece, or one for each peer.
+        source: this device's numbers, divided by `Tiling`: one piece, or one for each peer.
         result: output for the numbers that arrive.
         codes: inbox of codes, indexed by sender, block and slot.
         scales: inbox of scales, indexed in the same way.
@@ -165,8 +165,8 @@ class Block(Party):
 
     name: ClassVar[str]
 
-    def __init__(self, axis: str, plan: Plan, refs: Sequence[Any], semaphores: Sequence[Any]):
-        self.axis, self.plan = axis, plan
+    def __init__(self, axis: str, tiling: Tiling, refs: Sequence[Any], semaphores: Sequence[Any]):
+        self.axis, self.tiling = axis, tiling
         self.source, *self.seeds, self.result, self.codes, self.scales = refs
         self.entered, self.arrived, self.free = semaphores
         self.num_devices = lax.axis_size(axis)
@@ -197,16 +197,16 @@ class Block(Party):
     @property
     def num_tiles(self) -> Any:
         """Number of tiles of this thread block."""
-        last = jnp.int32(self.plan.tiles + self.plan.blocks - 1)
-        return lax.div(last - self.block, jnp.int32(self.plan.blocks))
+        last = jnp.int32(self.tiling.tiles + self.tiling.blocks - 1)
+        return lax.div(last - self.block, jnp.int32(self.tiling.blocks))
 
     def _number(self, tile: Any) -> Any:
         """Index of this block's tile number `tile` among the tiles of all blocks."""
-        return tile * self.plan.blocks + self.block
+        return tile * self.tiling.blocks + self.block
 
     def of_piece(self, ref: Any, piece: Any, tile: Any) -> Any:
         """Select this block's tile number `tile` in one piece of an array."""
-        number, run = self._number(tile), jnp.int32(self.plan.run)
+        number, run = self._number(tile), jnp.int32(self.tiling.run)
         return ref.at[lax.div(number, run), piece, lax.rem(number, run)]
 
     def to_peers(self, body: Callable[[Any], None]) -> None:
@@ -219,7 +219,7 @@ class Block(Party):
 
     def encoded(self, ref: Any, tile_number: Any) -> tuple[Array, Array]:
         """Quantize the tile in `ref` to codes and scales."""
-        format, tile_layout = self.plan.format, self.plan.tile_layout
+        format, tile_layout = self.tiling.format, self.tiling.tile_layout
         parts_w = [
             load_tile(x, tile_layout.shape.layout).astype(jnp.float32) for x in self._parts(ref)
         ]
@@ -227,14 +227,14 @@ class Block(Party):
         seed = indices = None
         if self.seeds:  # the random numbers depend on an element's index within the piece
             seed = self.seeds[0][0]
-            first = (self._number(tile_number) * self.plan.tile).astype(jnp.uint32)
+            first = (self._number(tile_number) * self.tiling.tile).astype(jnp.uint32)
             indices = [index_w + first for index_w in tile_layout.indices()]
         (codes_b,) = tile.encode(parts_w, scale_r, tile_layout.shape, format, indices, seed)
         return codes_b, scale_r.astype(format.scale_dtype)  # exact
 
     def _parts(self, ref: Any) -> list[Any]:
         """Split a tile in memory into the columns of its parts."""
-        tile_layout = self.plan.tile_layout
+        tile_layout = self.tiling.tile_layout
         width = tile_layout.shape.width
         return [ref.at[:, pl.ds(h * width, width)] for h in range(tile_layout.halves)]
 
@@ -250,11 +250,11 @@ class Block(Party):
 
     def take(self, peer: int, slot: Any) -> list[Array]:
         """Read and decode the tile in a peer's slot of this device's inbox."""
-        shape = self.plan.tile_layout.shape
+        shape = self.tiling.tile_layout.shape
         codes_b = load_tile(self.codes.at[peer, self.block, slot], shape.layout)
         scale_r = load_tile(self.scales.at[peer, self.block, slot], shape.row_layout)
         scale_w = tile.along(scale_r.astype(jnp.float32), shape)
-        return [x_w * scale_w for x_w in tile.decode([codes_b], self.plan.format)]
+        return [x_w * scale_w for x_w in tile.decode([codes_b], self.tiling.format)]
 
     def keep(self, ref: Any, parts_w: Sequence[Array]) -> None:
         """Store the parts of a tile of the result into `ref`."""
@@ -277,33 +277,33 @@ def run(
     seed: Array,
     result: jax.ShapeDtypeStruct,
     axis: str,
-    plan: Plan,
+    tiling: Tiling,
 ) -> Array:
     """Run a kernel on every device of an axis, inside `shard_map`.
 
     Args:
         block: class of the kernel's thread blocks.
-        source: this device's numbers, divided by `plan`.
+        source: this device's numbers, divided by `tiling`.
         seed: seed of stochastic rounding (uint32).
         result: shape and dtype of the result, divided in the same way.
         axis: mesh axis of the devices that take part.
-        plan: tiles of the arrays.
+        tiling: tiles of the arrays.
 
     Returns:
         The result, still divided into tiles.
     """
     devices = lax.axis_size(axis)
-    seeds = [seed.reshape(1)] if plan.format.rounding == "stochastic" else []
+    seeds = [seed.reshape(1)] if tiling.format.rounding == "stochastic" else []
 
     def kernel(*refs: Any) -> None:
-        party = block(axis, plan, refs[:-3], refs[-3:])
-        exchange(party, num_tiles=party.num_tiles, most_tiles=plan.most_tiles, slots=plan.slots)
+        party = block(axis, tiling, refs[:-3], refs[-3:])
+        exchange(party, num_tiles=party.num_tiles, most_tiles=tiling.most_tiles, slots=tiling.slots)
 
     kernel.__name__ = block.name
     found, *_ = plgpu.kernel(
         kernel,
-        out_type=(result, *plan.inbox(devices)),
-        grid=(plan.blocks,),
+        out_type=(result, *tiling.inbox(devices)),
+        grid=(tiling.blocks,),
         grid_names=("block",),
         scratch_types=semaphores(devices),
         **memory.interpret_options(),  # `skip_device_barrier` stays False: see `_protocol`

@@ -106,9 +106,9 @@ def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[LeafSpec, Any]]:
                 f"The leaf `{name}` must be an array; got {type(value).__name__}. Convert it "
                 "to an array, or pass it in `extra`, which holds JSON."
             )
-    plan = zero.find_plan(tree)
-    if plan is not None:
-        return [(leaf, value) for leaf, (_, value) in zip(plan.leaves, arrays, strict=True)]
+    layout = zero.find_layout(tree)
+    if layout is not None:
+        return [(leaf, value) for leaf, (_, value) in zip(layout.leaves, arrays, strict=True)]
     return [
         (
             value.leaf(path_name(path))

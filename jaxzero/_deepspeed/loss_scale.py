@@ -82,16 +82,16 @@ def scale_loss(
     def update(updates, state, params=None, **extra_args):
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
         finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(unscaled)]).all()
-        made, inner_state = inner.update(unscaled, state.inner, params, **extra_args)
+        new_updates, inner_state = inner.update(unscaled, state.inner, params, **extra_args)
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
-        made = keep(made, jax.tree.map(jnp.zeros_like, made))
+        new_updates = keep(new_updates, jax.tree.map(jnp.zeros_like, new_updates))
         inner_state = keep(inner_state, state.inner)
         if not isinstance(scale, DynamicScale):
-            return made, state._replace(inner=inner_state)
-        return made, _next(scale, state, finite)._replace(inner=inner_state)
+            return new_updates, state._replace(inner=inner_state)
+        return new_updates, _next(scale, state, finite)._replace(inner=inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -14,7 +14,7 @@ from .microbatches import combine as combine
 from .microbatches import split_microbatches as split_microbatches
 from .program_plan import Parameters as Parameters
 from .total_weight import total_weight as total_weight
-from .wire_state import LocalWireState as LocalWireState
+from .wire_state import DeviceWireState as DeviceWireState
 from .wire_state import WireState as WireState
 from .wire_state import first_state as first_state
 from .wire_state import from_tree as from_tree

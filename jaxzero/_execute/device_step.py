@@ -54,7 +54,7 @@ from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
 from .table_rows import with_table_shards
 from .to_plan import to_plan
-from .wire_state import LocalWireState
+from .wire_state import DeviceWireState
 
 # The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,
 # where `weight` is the sum of example weights. The first three are None, None and [] in a
@@ -69,7 +69,7 @@ class Result:
     loss: Array | None  # mean over the batch; None in a forward-only program
     gradients: list[Any]  # means, in the layout of storage; None for leaves that were updated
     others: list[Array]  # other outputs, stacked over micro-batches
-    wire_state: LocalWireState  # for the next step
+    wire_state: DeviceWireState  # for the next step
     plan: Plan
     program: OpenProgram  # the user's function, differentiated, as it was traced
     block: Block  # the same, with the index of the micro-batch first if there are several
@@ -82,7 +82,7 @@ def run_on_device(
     flat: Flat,
     parameters: Parameters,
     stored: Sequence[Array],
-    wire_state: LocalWireState,
+    wire_state: DeviceWireState,
     inputs: Sequence[Array],
     specs: Sequence[Any],
     microbatches: int,
@@ -150,7 +150,7 @@ def run_on_device(
         loss=means.loss.astype(shapes[0].dtype),
         gradients=means.gradients,
         # The slices of tables, which are not gathered, stay as they are.
-        wire_state=LocalWireState({**wire_state.slices, **made, **slices}, residuals),
+        wire_state=DeviceWireState({**wire_state.slices, **made, **slices}, residuals),
         halves=means.halves,
         updated=updated,
     )
@@ -197,7 +197,7 @@ def _gather_sources(
     stored: Sequence[Array],
     parameters: Parameters,
     program: ProgramPlan,
-    wire_state: LocalWireState,
+    wire_state: DeviceWireState,
     comm: CommSpec,
 ) -> tuple[dict[int, Array], dict[ShardedParam, EncodedShards]]:
     """Make the array that each weight is gathered from: its shard or its node slice.
@@ -233,7 +233,7 @@ def _means(
     sums: Accumulators,
     program: ProgramPlan,
     parameters: Parameters,
-    wire_state: LocalWireState,
+    wire_state: DeviceWireState,
     microbatches: int,
     comm: CommSpec,
     share: Array | float | None,

@@ -100,16 +100,16 @@ def _gather_source(
         if not moved:
             return EncodedShards.plain(shard, leaf.layout.dim, depth)
         axes = comm.axes_with_peers(leaf.split_axes(comm.axes))
-        x = move_split(shard, leaf.shape, leaf.layout, weight.layout, axes)
-        return EncodedShards.plain(x, weight.layout.dim, depth)
+        resplit = move_split(shard, leaf.shape, leaf.layout, weight.layout, axes)
+        return EncodedShards.plain(resplit, weight.layout.dim, depth)
     if node_slice is None:
         plain = EncodedShards.plain(shard, leaf.layout.dim, 0 if moved else depth)
         (node_slice,) = node_slices([plain], [size], comm)
     if moved:
         # The devices of a node together have the full weight, so the exchange stays inside it.
         axes = comm.axes_with_peers(leaf.split_axes((LOCAL,)))
-        x = move_split(node_slice.join(), leaf.shape, leaf.layout, weight.layout, axes)
-        return encode_node_slice(EncodedShards.plain(x, weight.layout.dim, depth), size, comm)
+        resplit = move_split(node_slice.join(), leaf.shape, leaf.layout, weight.layout, axes)
+        return encode_node_slice(EncodedShards.plain(resplit, weight.layout.dim, depth), size, comm)
     if node_slice.codec is not None and node_slice.lead != depth:
         # Weight differences: the wire state existed before the program was traced, so its layers
         # are those of the leaf's shape. A loop needs each of its own layers encoded separately.

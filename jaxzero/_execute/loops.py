@@ -82,13 +82,13 @@ class LoopRun(LoopInputs):
             # Gathers for iterations past the end belong to the loop that goes on with them.
             listed = [x for x in self.pipeline.in_ticks(ticks) if x.lag > 0]
             Tick(self, state, number, ticks).run(listed)
-        found = state.stacks | stacked
-        self._keep_slices(found, state)
+        by_key = state.stacks | stacked
+        self._keep_slices(by_key, state)
         for number, leaf in self.plan.updates.items():
-            self.outer.updated[leaf] = found["state", number]
+            self.outer.updated[leaf] = by_key["state", number]
         return [
             *carry,
-            *(found.get(pipeline.output(i)) for i in range(len(carry), len(loop.outputs))),
+            *(by_key.get(pipeline.output(i)) for i in range(len(carry), len(loop.outputs))),
         ]
 
     @functools.cached_property
@@ -124,7 +124,7 @@ class LoopRun(LoopInputs):
         keys: list[Any] = []
 
         def life() -> list[Any]:
-            found: dict[Any, Any] = {}
+            by_key: dict[Any, Any] = {}
             current = state.copy()
             self._enter(current, range(1), {})
             for number in range(last + 1):
@@ -133,11 +133,11 @@ class LoopRun(LoopInputs):
                 lags = range(number if number else self.pipeline.first_lag, number + 1)
                 tick = Tick(self, current, number, ticks, carry=carry)
                 tick.run([x for x in self.pipeline.in_ticks(ticks) if x.lag in lags])
-                found |= tick.collected
+                by_key |= tick.collected
                 left = current.by_lag.get(number + 1, {})
-                found |= {(key, number + 1): x for key, x in left.items()}
-            keys.extend(found)
-            return list(found.values())
+                by_key |= {(key, number + 1): x for key, x in left.items()}
+            keys.extend(by_key)
+            return list(by_key.values())
 
         with recording(None):  # its collectives must not be counted
             shapes = jax.eval_shape(life)
@@ -164,7 +164,7 @@ class LoopRun(LoopInputs):
         before the first. Copies of leaves that are updated are made for these too, of the first
         layer: it is written back where there is no gradient yet.
         """
-        entries, found = self.pipeline.carried(ticks), self.pipeline.found_by(ticks.start)
+        entries, read_later = self.pipeline.carried(ticks), self.pipeline.found_by(ticks.start)
         for _, lag in entries:  # the tick below shares these with the state
             state.by_lag.setdefault(lag, {})
         tie = functools.partial(self.outer.tie_to, self.plan.tie)
@@ -175,7 +175,7 @@ class LoopRun(LoopInputs):
                 continue
             copies = self.pipeline.copies.get(key)
             is_before = ticks.start < lag and key[0] == "state"
-            if copies is not None and ((key, lag) in found or is_before):
+            if copies is not None and ((key, lag) in read_later or is_before):
                 first.do(dataclasses.replace(copies, lag=lag))
             elif shapes:
                 there[key] = jax.tree.map(_zeros, self._shape_of(state, shapes, key, lag))

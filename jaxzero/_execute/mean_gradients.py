@@ -131,10 +131,12 @@ def mean_over_devices(
         summed = sum_full([sums.gradients[i] for i in full], [targets[i].size for i in full], comm)
     all_reduced = dict(zip(full, zip(*summed, strict=True), strict=True))
     means = []
-    for i, (x, target, error) in enumerate(zip(sums.gradients, targets, errors, strict=True)):
-        x, half_sum = all_reduced[i] if i in all_reduced else as_pair(x)
+    for i, (gradient, target, error) in enumerate(
+        zip(sums.gradients, targets, errors, strict=True)
+    ):
+        gradient, half_sum = all_reduced[i] if i in all_reduced else as_pair(gradient)
         divisor = count if target.is_value else of_gradients
-        means.append(_mean(x, half_sum, target, error, divisor, comm))
+        means.append(_mean(gradient, half_sum, target, error, divisor, comm))
     halves = None
     if comm.halves:
         copies = [comm.num_sum_replicas if i in all_reduced else 1 for i in range(len(targets))]

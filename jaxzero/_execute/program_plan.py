@@ -41,7 +41,7 @@ from .._sharding import (
 )
 from .gather_sources import kept_slice, scan_depths
 from .mean_gradients import GradientTarget
-from .wire_state import LocalWireState
+from .wire_state import DeviceWireState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def plan_program(
     block: Block,
     shapes: Any,
     parameters: Parameters,
-    wire_state: LocalWireState,
+    wire_state: DeviceWireState,
     microbatches: int,
     comm: CommSpec,
     updates: Collection[int],
@@ -219,7 +219,7 @@ def _choose_layouts(
                 unsolvable.add(i)
 
 
-def _can_fetch(i: int, wire_state: LocalWireState, microbatches: int, comm: CommSpec) -> bool:
+def _can_fetch(i: int, wire_state: DeviceWireState, microbatches: int, comm: CommSpec) -> bool:
     """Whether the program can fetch leaf `i` from host memory, one layer at a time.
 
     With hpZ it cannot where node slices are made before the program runs: they are made of the
@@ -245,7 +245,7 @@ def _slices_to_keep(
     parameters: Parameters,
     weights: dict[int, ShardedParam],
     depths: Mapping[int, int],
-    wire_state: LocalWireState,
+    wire_state: DeviceWireState,
     microbatches: int,
     comm: CommSpec,
 ) -> frozenset[ShardedParam]:
@@ -270,7 +270,7 @@ def _targets(
     parameters: Parameters,
     weights: dict[int, ShardedParam],
     depths: Mapping[int, int],
-    wire_state: LocalWireState,
+    wire_state: DeviceWireState,
     microbatches: int,
     comm: CommSpec,
 ) -> list[GradientTarget]:

@@ -194,7 +194,7 @@ def _bytes_of_weight(table: Table, leaf: LeafSpec, comm: CommSpec) -> dict[str, 
     dtypes = (dtype for x in table.reads for dtype in x.dtypes)
     dtype = min(dtypes, key=lambda x: jnp.dtype(x).itemsize)
     spec = ReduceSpec(leaf.path, leaf.shape, dtype, leaf.layout)
-    found = {}
+    bytes_by_axis = {}
     for axis in AXES:
         size = comm.sizes[axis]
         # The last axis of a gather, and the first of a reduction, has the full array.
@@ -207,9 +207,9 @@ def _bytes_of_weight(table: Table, leaf: LeafSpec, comm: CommSpec) -> dict[str, 
             part = 2 * num // comm.num_shards // size  # an all-reduce of the gradient's shards
         if table.adds:
             codecs.append((spec.codec(axis, comm), spec.dtype_at(axis, comm)))
-        found[axis] = sum(
+        bytes_by_axis[axis] = sum(
             (size - 1)
             * (part * jnp.dtype(dtype).itemsize if codec is None else codec.num_bytes(part, dtype))
             for codec, dtype in codecs
         )
-    return found
+    return bytes_by_axis

@@ -189,28 +189,28 @@ class Tick:
 
     def _output(self, each: instructions.Output) -> None:
         number, plan, comm = each.output, self.loop.plan, self.runner.comm
-        x = self.runner.output(number, each.lag)
+        value = self.runner.output(number, each.lag)
         if number in plan.updates:
             dtype = self.loop.updates[number].stacks[0].dtype
-            x = mean_of_one_microbatch(x, dtype, comm.divisor)
+            value = mean_of_one_microbatch(value, dtype, comm.divisor)
         elif number in plan.means:
-            x = mean_of_one_microbatch(x, plan.means[number].dtype, comm.divisor)
+            value = mean_of_one_microbatch(value, plan.means[number].dtype, comm.divisor)
         elif number in plan.host_gradients:
             leaf = plan.host_gradients[number]
-            x = host_mean(x, leaf.dtype, comm.divisor, f"{leaf.path}[i]")
-        self.runner.by_lag[each.lag][pipeline.output(number)] = x
+            value = host_mean(value, leaf.dtype, comm.divisor, f"{leaf.path}[i]")
+        self.runner.by_lag[each.lag][pipeline.output(number)] = value
 
     def _collect(self, each: instructions.Collect) -> None:
         # Before the first iteration this fills its place, which it overwrites.
         key = pipeline.output(each.output)
-        x = self.collected[key] = self.runner.by_lag[each.lag][key]
+        value = self.collected[key] = self.runner.by_lag[each.lag][key]
         if key in self.state.stacks:
             index, stack = self.loop.layer_index(self._iteration(each)), self.state.stacks[key]
             if each.output in self.loop.plan.sums:
                 before = jax.tree.map(lambda y: at(y, index), stack)
-                added = jax.tree.map(lambda x, y: x.astype(y.dtype) + y, x, before)
-                x = jax.tree.map(functools.partial(self._if_it_exists, each), added, before)
-            self.state.stacks[key] = jax.tree.map(lambda y, x: put(y, x, index), stack, x)
+                added = jax.tree.map(lambda x, y: x.astype(y.dtype) + y, value, before)
+                value = jax.tree.map(functools.partial(self._if_it_exists, each), added, before)
+            self.state.stacks[key] = jax.tree.map(lambda y, x: put(y, x, index), stack, value)
 
     # Updates.
 

@@ -150,13 +150,13 @@ def joined_gradient(x: Any, spec: ReduceSpec) -> Any:
 
 def _of_parts(specs: Sequence[ReduceSpec]) -> list[ReduceSpec]:
     """The reductions of parts of gradients."""
-    num, made = num_token_parts(), []
+    num, part_specs = num_token_parts(), []
     for spec in specs:
         shape, dim = list(spec.shape), weight_dim_of_tokens(spec.shape, spec.layout.dim, num)
         if dim is not None:
             shape[dim] //= num
-        made.append(dataclasses.replace(spec, shape=tuple(shape)))
-    return made
+        part_specs.append(dataclasses.replace(spec, shape=tuple(shape)))
+    return part_specs
 
 
 def part_dim(shards: EncodedShards, shape: Sequence[int], dim: int) -> int | None:

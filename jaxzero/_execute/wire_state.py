@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from .._collectives import CommSpec
 from .._mesh import LOCAL, NODE, AnyMesh, map_devices, to_device
-from .._sharding import GradientHop, LeafSpec, TreePlan
+from .._sharding import GradientHop, LeafSpec, TreeLayout
 from .gather_sources import first_slice, has_kept_slice
 
 
@@ -36,7 +36,7 @@ class WireState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalWireState:
+class DeviceWireState:
     """The wire state of all sharded arguments of a call, by index of the leaf among all of theirs.
 
     Inside the `shard_map` the values are this device's shards (a node slice in `slices`, an array
@@ -46,10 +46,10 @@ class LocalWireState:
     slices: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     errors: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
-    def without(self, leaves: Collection[int]) -> tuple[LocalWireState, LocalWireState]:
+    def without(self, leaves: Collection[int]) -> tuple[DeviceWireState, DeviceWireState]:
         """This state without that of some leaves, and the state of these."""
         kept, rest = (
-            LocalWireState(
+            DeviceWireState(
                 {i: x for i, x in self.slices.items() if (i in leaves) is is_in},
                 {i: x for i, x in self.errors.items() if (i in leaves) is is_in},
             )
@@ -57,12 +57,12 @@ class LocalWireState:
         )
         return kept, rest
 
-    def joined(self, other: LocalWireState) -> LocalWireState:
+    def joined(self, other: DeviceWireState) -> DeviceWireState:
         """This state with that of other leaves."""
-        return LocalWireState({**self.slices, **other.slices}, {**self.errors, **other.errors})
+        return DeviceWireState({**self.slices, **other.slices}, {**self.errors, **other.errors})
 
 
-jax.tree_util.register_dataclass(LocalWireState, ["slices", "errors"], [])
+jax.tree_util.register_dataclass(DeviceWireState, ["slices", "errors"], [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,30 +100,30 @@ def error_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
 
 
 def first_state(
-    plan: TreePlan, axes: tuple[str, ...], mesh: AnyMesh, comm: CommSpec
+    layout: TreeLayout, axes: tuple[str, ...], mesh: AnyMesh, comm: CommSpec
 ) -> Callable[[list[Array]], WireState]:
     """A function that makes the first state: gathered node slices, and residuals of zero.
 
     It takes the stored arrays of the parameters.
 
     Args:
-        plan: leaves and structure of the parameters.
+        layout: leaves and structure of the parameters.
         axes: the mesh axes that shard the parameters.
         mesh: the mesh that the parameters are on.
         comm: its codecs decide which leaves have node slices or residuals.
     """
     mapped = map_devices(
-        lambda shards: _first_state(plan.leaves, shards, comm),
+        lambda shards: _first_state(layout.leaves, shards, comm),
         mesh,
-        in_specs=([leaf.spec(axes, manual_only=True) for leaf in plan.leaves],),
-        out_specs=specs_of(plan.leaves, comm),
+        in_specs=([leaf.spec(axes, manual_only=True) for leaf in layout.leaves],),
+        out_specs=specs_of(layout.leaves, comm),
     )
-    return lambda arrays: to_tree(plan, mapped(arrays))
+    return lambda arrays: to_tree(layout, mapped(arrays))
 
 
 def _first_state(
     leaves: Sequence[LeafSpec], shards: Sequence[Array], comm: CommSpec
-) -> LocalWireState:
+) -> DeviceWireState:
     slices, errors = {}, {}
     for i, (leaf, shard) in enumerate(zip(leaves, shards, strict=True)):
         if slice_array(leaf, comm):
@@ -133,32 +133,32 @@ def _first_state(
             shape = list(leaf.padded_shape)
             shape[leaf.layout.dim] //= comm.sizes[LOCAL]
             errors[i] = jnp.zeros((1, *shape), stored.dtype)
-    return LocalWireState(slices, errors)
+    return DeviceWireState(slices, errors)
 
 
-def specs_of(leaves: Sequence[LeafSpec], comm: CommSpec) -> LocalWireState:
+def specs_of(leaves: Sequence[LeafSpec], comm: CommSpec) -> DeviceWireState:
     """The `PartitionSpec`s of the state of all leaves."""
     slices = {i: slice_array(leaf, comm) for i, leaf in enumerate(leaves)}
     errors = {i: error_array(leaf, comm) for i, leaf in enumerate(leaves)}
-    return LocalWireState(
+    return DeviceWireState(
         {i: stored.spec for i, stored in slices.items() if stored},
         {i: stored.spec for i, stored in errors.items() if stored},
     )
 
 
-def to_tree(plan: TreePlan, wire_state: LocalWireState, start: int = 0) -> WireState:
+def to_tree(layout: TreeLayout, wire_state: DeviceWireState, start: int = 0) -> WireState:
     """The `WireState` of one argument, whose first leaf has index `start` in `wire_state`."""
-    numbers = range(start, start + len(plan.leaves))
+    numbers = range(start, start + len(layout.leaves))
     return WireState(
-        plan.whole([wire_state.slices.get(i) for i in numbers]),
-        plan.whole([wire_state.errors.get(i) for i in numbers]),
+        layout.whole([wire_state.slices.get(i) for i in numbers]),
+        layout.whole([wire_state.errors.get(i) for i in numbers]),
     )
 
 
 def from_tree(
-    plan: TreePlan, state: Any, comm: CommSpec, name: str, start: int = 0
-) -> LocalWireState:
-    """The `LocalWireState` of one argument, with its first leaf at index `start`.
+    layout: TreeLayout, state: Any, comm: CommSpec, name: str, start: int = 0
+) -> DeviceWireState:
+    """The `DeviceWireState` of one argument, with its first leaf at index `start`.
 
     This is the reverse of `to_tree`; `name` is the argument's name, for messages.
 
@@ -170,28 +170,28 @@ def from_tree(
         raise ValueError(
             f"`wire_state` must be a `WireState` for {name}; got {type(state).__name__}. {remedy}"
         )
-    found: list[dict[int, Array]] = []
+    by_kind: list[dict[int, Array]] = []
     for kind, tree, expect in (
         ("slices", state.slices, slice_array),
         ("errors", state.errors, error_array),
     ):
         try:
-            leaves = plan.flatten_like(tree)
+            leaves = layout.flatten_like(tree)
         except ValueError as error:
             raise ValueError(
                 f"`wire_state.{kind}` is not a tree like {name}: {error}. {remedy}"
             ) from error
         by_number = {}
-        for i, (leaf, x) in enumerate(zip(plan.leaves, leaves, strict=True)):
+        for i, (leaf, value) in enumerate(zip(layout.leaves, leaves, strict=True)):
             array = expect(leaf, comm)
-            given = None if x is None else (tuple(x.shape), jnp.dtype(x.dtype))
+            given = None if value is None else (tuple(value.shape), jnp.dtype(value.dtype))
             expected = None if array is None else (array.shape, jnp.dtype(array.dtype))
             if given != expected:
                 raise ValueError(
                     f"`wire_state.{kind}`, leaf `{leaf.path}`: expected {expected}, got {given}. "
                     f"The state is of other parameters, or for another mesh or config. {remedy}"
                 )
-            if x is not None:
-                by_number[start + i] = x
-        found.append(by_number)
-    return LocalWireState(*found)
+            if value is not None:
+                by_number[start + i] = value
+        by_kind.append(by_number)
+    return DeviceWireState(*by_kind)

@@ -119,7 +119,7 @@ def collectives(text: str) -> list[Collective]:
     """Every collective of a compiled program. In a part of its text each counts as run once."""
     text = re.sub(r"/\*.*?\*/", "", text)  # long tuples are numbered by comments
     trips = _trips(text)
-    found, computation = [], ""
+    collected, computation = [], ""
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
             computation = match["name"]
@@ -128,8 +128,8 @@ def collectives(text: str) -> list[Collective]:
             if "-start(" in line:  # the result repeats the operands
                 results = results[len(results) // 2 :]
             times = trips[computation] if trips else 1
-            found.append(Collective(match["op"], results, _groups(line), times, line.strip()))
-    return found
+            collected.append(Collective(match["op"], results, _groups(line), times, line.strip()))
+    return collected
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:

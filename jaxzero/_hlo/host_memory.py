@@ -58,8 +58,8 @@ def host_bytes(tree: Any) -> int:
         ValueError: a sharding in host memory is not on an abstract mesh.
     """
     total = 0
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        sharding = getattr(x, "sharding", None)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        sharding = getattr(leaf, "sharding", None)
         if sharding is None or sharding.memory_kind != HOST:
             continue
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
@@ -67,7 +67,7 @@ def host_bytes(tree: Any) -> int:
                 f"`tree{jax.tree_util.keystr(path)}` in host memory must be on an abstract mesh; "
                 f"got {sharding}. Give it to `on_abstract_mesh` first."
             )
-        total += _shard_bytes(x, sharding)
+        total += _shard_bytes(leaf, sharding)
     return total
 
 

@@ -71,9 +71,9 @@ class OuterLayout:
         of_part = jax.tree.leaves(jax.eval_shape(tx.init, as_tree(parts)))
         owners = []
         for (path, x), part in zip(named, of_part, strict=True):
-            found = (leaves[name] for name in path_endings(path) if name in leaves)
+            candidates = (leaves[name] for name in path_endings(path) if name in leaves)
             is_like = jnp.issubdtype(x.dtype, jnp.floating)  # a counter is not, whatever its name
-            owner = next((i for i in found if is_like and full[i].shape == x.shape), None)
+            owner = next((i for i in candidates if is_like and full[i].shape == x.shape), None)
             expected = x.shape if owner is None else parts[owner].shape
             if part.shape != expected:
                 raise ValueError(

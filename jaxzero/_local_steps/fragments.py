@@ -137,13 +137,13 @@ class Part:
     def decode(self, rows: Shaped[Array, "n _"]) -> Float[Array, ...]:
         """The array of each row, `[n, *shape]`."""
         if self.in_floats is not None:
-            x = rows.astype(self.dtype)
+            decoded = rows.astype(self.dtype)
         elif self.codec is None:
-            x = from_bytes(rows, self.dtype)
+            decoded = from_bytes(rows, self.dtype)
         else:
             message = from_bytes(rows, self.codec.message(self.num, self.dtype).dtype)
-            x = self.codec.decode_rows(message, self.num, self.dtype)
-        return x.reshape(len(rows), *self.shape)
+            decoded = self.codec.decode_rows(message, self.num, self.dtype)
+        return decoded.reshape(len(rows), *self.shape)
 
 
 def encode(parts: Sequence[Part], arrays: Sequence[Float[Array, ...]]) -> Shaped[Array, "1 m"]:

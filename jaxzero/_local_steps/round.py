@@ -38,11 +38,11 @@ class Carry(NamedTuple):
     outer: Outer
 
 
-Step = Callable[[Inner, Any], tuple[Inner, Any]]  # one step on a batch; also returns its metrics
+NodeStep = Callable[[Inner, Any], tuple[Inner, Any]]  # a step on a batch, and its metrics
 
 
 def run_round(
-    step: Step, exchange: Exchange, numbers: Sequence[int], carry: Carry, batches: Any
+    step: NodeStep, exchange: Exchange, numbers: Sequence[int], carry: Carry, batches: Any
 ) -> tuple[Carry, Any]:
     """Run a round.
 

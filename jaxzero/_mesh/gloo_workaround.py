@@ -185,7 +185,7 @@ def connect_groups(mesh: Mesh) -> None:
         return
     meet_processes(f"first collectives of {name}", processes, _SECONDS)
     spec = PartitionSpec(mesh.axis_names)
-    x = jax.make_array_from_callback(
+    ones = jax.make_array_from_callback(
         (mesh.size,), NamedSharding(mesh, spec), lambda index: np.ones(mesh.size, np.float32)[index]
     )
     gather = jax.shard_map(
@@ -195,7 +195,7 @@ def connect_groups(mesh: Mesh) -> None:
         out_specs=spec,
         check_vma=False,
     )
-    jax.block_until_ready(jax.jit(gather)(x))
+    jax.block_until_ready(jax.jit(gather)(ones))
     _connected.add(name)
 
 

@@ -91,13 +91,13 @@ class LoopPlan:
         A layer is encoded `num_hops` iterations ahead if it is prefetched, and otherwise in the
         iteration that uses it.
         """
-        found = {
+        distances = {
             self.body.num_hops if group.prefetched else 0
             for group in self.body.gather_groups
             for gather in group.gathers
             if gather.weight is layer
         } or {0}
-        return range(min(found), max(found) + 1)
+        return range(min(distances), max(distances) + 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity

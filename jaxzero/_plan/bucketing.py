@@ -236,7 +236,7 @@ def find_reduce_groups(
         )
     ]
     groups.sort(key=lambda values: makers.get(values[-1], -1))
-    found = [
+    reduce_groups = [
         ReduceGroup(
             tuple(values),
             makers.get(values[-1], -1),
@@ -244,7 +244,11 @@ def find_reduce_groups(
         )
         for values in groups
     ]
-    return _last_deferred(block, gradients, found) if in_loop and schedule.prefetch else found
+    return (
+        _last_deferred(block, gradients, reduce_groups)
+        if in_loop and schedule.prefetch
+        else reduce_groups
+    )
 
 
 def _last_deferred(

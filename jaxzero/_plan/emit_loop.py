@@ -121,13 +121,13 @@ class _LoopEmitter:
         yield from listed
         deferred = body.deferred_values()
         late = [i for i, x in enumerate(body.block.outputs) if x in deferred]
-        known = [i for i in range(len(body.block.outputs)) if i not in late]
-        known = [i for i in known if i not in self.uses.view_outputs]
-        yield from (Output(at=end, output=i) for i in known)
+        early = [i for i in range(len(body.block.outputs)) if i not in late]
+        early = [i for i in early if i not in self.uses.view_outputs]
+        yield from (Output(at=end, output=i) for i in early)
         yield from self._reduce_deferred(
             {(x.group, x.axis) for x in listed if isinstance(x, Reduce)}
         )
-        stacked = [i for i in known if i >= self.loop.num_carry]
+        stacked = [i for i in early if i >= self.loop.num_carry]
         yield from (Collect(at=end, output=i) for i in stacked if i not in plan.updates)
         for number in stacked:
             if number in plan.updates:

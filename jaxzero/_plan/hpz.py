@@ -106,17 +106,17 @@ def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
     unchanged if `layer` is read in more than one place, or after operations on the whole layer.
     """
     body = loop.body
-    found = [x for group in body.gather_groups for x in group.gathers if x.weight is layer]
+    gathers = [x for group in body.gather_groups for x in group.gathers if x.weight is layer]
     scans = [
         (index, stack)
         for index, uses in body.uses.loops.items()
         for stack in uses.stacks
         if stack.view.weight is layer
     ]
-    if len(found) + len(scans) != 1:
+    if len(gathers) + len(scans) != 1:
         return loop
-    if found:
-        left, at = {layer}, {layer: found[0].at}
+    if gathers:
+        left, at = {layer}, {layer: gathers[0].at}
         gather_groups = tuple(_marked(group, left, at) for group in body.gather_groups)
         return dataclasses.replace(
             loop, body=dataclasses.replace(body, gather_groups=gather_groups)

@@ -147,19 +147,19 @@ class LayerMemory:
         Returns:
             For each, the index of the operation after it, and its output.
         """
-        found = []
+        candidates = []
         operations = self._block.operations
         needed = {x for x in operations[at].inputs if isinstance(x, Value)}
         for index in range(at - 1, layer.start - 1, -1):
             operation = operations[index]
-            made = [x for x in operation.outputs if x in needed]
-            ties = [x for x in made if x.is_array and x not in self._uses.views]
+            outputs = [x for x in operation.outputs if x in needed]
+            ties = [x for x in outputs if x.is_array and x not in self._uses.views]
             ties = [x for x in ties if x not in self._gradients]
             if ties and is_costly(operation):
-                found.append((index + 1, ties[0]))
-            if made:
+                candidates.append((index + 1, ties[0]))
+            if outputs:
                 needed.update(x for x in operation.inputs if isinstance(x, Value))
-        return found
+        return candidates
 
     def held_bytes(self, layer: range, others: Container[Value] = ()) -> np.ndarray:
         """For each operation of a layer, the bytes of arrays made in it that exist meanwhile.

@@ -103,21 +103,21 @@ def find_gathers(
     def region(index: int) -> str:
         return "loop" if boundary is None else "forward" if index <= boundary else "backward"
 
-    found: dict[tuple, list[Gather]] = {}
+    by_weight: dict[tuple, list[Gather]] = {}
     for use in uses.uses:
         weight = use.view.weight
         ops, _ = movable_ops.before_gather(use.view.ops, weight.layout, weight.shape)
         gather = Gather(weight, ops, region(use.index), use.index, use.index)
-        gathers = found.setdefault((weight, ops), [])
+        gathers = by_weight.setdefault((weight, ops), [])
         if not gathers or gathers[-1].at != use.index:  # one operation may read several views
             gathers.append(gather)
     live = Live(num_operations, holding)
     if not holding.is_bounded:
-        gathers = [_merged(run) for uses_of in found.values() for run in _by_region(uses_of)]
+        gathers = [_merged(run) for uses_of in by_weight.values() for run in _by_region(uses_of)]
         for gather in gathers:
             live.add(gather, gather.at, gather.until + 1)
     else:
-        gathers = _held_within_limits(list(found.values()), live)
+        gathers = _held_within_limits(list(by_weight.values()), live)
     live.schedule = schedule
     return sorted(gathers, key=lambda gather: gather.at), live
 

@@ -122,7 +122,7 @@ def issued_early(
         room: for weights that wait; it is taken.
     """
     backward = next((start for start in starts if start > boundary), 0)
-    found = []
+    places = []
     for group, latest in zip(groups, issues, strict=True):
         first = backward if group[0].at > boundary else 0
         early: list[int] = []
@@ -134,8 +134,8 @@ def issued_early(
         if early[-1] < latest[-1]:
             free = room.take(group, early[-1], latest[-1])
             early[-1] = min(latest[-1], starts[bisect.bisect_left(starts, free)])
-        found.append(tuple(early))
-    return found
+        places.append(tuple(early))
+    return places
 
 
 def hops_in_turn(

@@ -176,13 +176,13 @@ class Pipeline:
     def found_by(self, tick: int) -> set[Entry]:
         """The values of earlier ticks that a tick, or a later one, reads."""
         latest = self.length - 1 - (self.first_tick if self.goes_on else 0)
-        found = set()
+        entries = set()
         for lag in range(self.first_lag + 1, self.last_tick - self.length + 1):
             if 0 <= tick - lag <= latest:
-                found |= {
+                entries |= {
                     (key, lag) for key in self._events if self._outlives(key, tick - lag, lag)
                 }
-        return found
+        return entries
 
     def _outlives(self, key: Key, iteration: int, lag: int) -> bool:
         """Whether a value of an iteration exists before lag `lag`, and is read at that or later."""

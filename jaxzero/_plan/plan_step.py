@@ -204,15 +204,17 @@ class _BlockSteps:
     def _hops(self) -> dict[tuple[type[Instruction], int], tuple[Hop, ...]]:
         """The hops of each group of weights and of gradients, by kind of instruction and number."""
         names = [*self._names[:-1], ""]
-        found: dict[tuple[type[Instruction], int], tuple[Hop, ...]] = {}
-        for each in itertools.chain.from_iterable(x.parts for x in self.listed):
-            if isinstance(each, (Send, Reduce)):
-                plan, key = self.plan, (type(each), each.group)
-                is_send = isinstance(each, Send)
-                axes = plan.gather_axes if is_send else plan.reduce_groups[each.group].axes
-                hop = Hop(axes[each.axis], each.at, names[each.at], each.lag)
-                found[key] = (*found.get(key, ()), hop)
-        return found
+        hops: dict[tuple[type[Instruction], int], tuple[Hop, ...]] = {}
+        for instruction in itertools.chain.from_iterable(x.parts for x in self.listed):
+            if isinstance(instruction, (Send, Reduce)):
+                plan, key = self.plan, (type(instruction), instruction.group)
+                is_send = isinstance(instruction, Send)
+                axes = plan.gather_axes if is_send else plan.reduce_groups[instruction.group].axes
+                hop = Hop(
+                    axes[instruction.axis], instruction.at, names[instruction.at], instruction.lag
+                )
+                hops[key] = (*hops.get(key, ()), hop)
+        return hops
 
     def _tied_to(self, tie: Value | None) -> str:
         """The operation that makes the value that a gather or copy waits for; "": there is none."""

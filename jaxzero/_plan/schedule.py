@@ -193,13 +193,13 @@ def _with_prologues(
     prefetch: int,
 ) -> dict[int, LoopPlan]:
     """The plans of loops, with the places of their prologues."""
-    found = {}
+    placed = {}
     for index, loop in loops.items():
         # A loop that gathers nothing itself, but holds loops that do, is not among `starts`.
         issue = min(index, _start_before(index, starts, prefetch))
         continues = _continued(block, uses, loops, index, starts, prefetch)
-        found[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
-    return found
+        placed[index] = dataclasses.replace(loop, issue=issue, tie=ties[issue], continues=continues)
+    return placed
 
 
 def _grouped(

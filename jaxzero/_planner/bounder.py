@@ -102,13 +102,13 @@ class Bounder:
             chosen = self._plans.pop(key).activations
             self._frontiers[key] = chosen.frontier() if chosen else ()
         runs = _runs(candidate) * Rates().flops / self.cluster.rates.flops
-        for each, point in with_budgets(candidate, self._frontiers[key]):
+        for budgeted, point in with_budgets(candidate, self._frontiers[key]):
             of_step = point._replace(seconds=point.seconds * runs)
             if isinstance(bounds, RoundBounds):
                 step = dataclasses.replace(bounds.step, activations=of_step)
-                yield each, dataclasses.replace(bounds, step=step)
+                yield budgeted, dataclasses.replace(bounds, step=step)
             else:
-                yield each, dataclasses.replace(bounds, activations=of_step)
+                yield budgeted, dataclasses.replace(bounds, activations=of_step)
 
     def _of_stages(self, candidate: Candidate) -> Bounds:
         """The bounds of a candidate with stages; a form of the loss is refused once for all."""

@@ -150,14 +150,14 @@ class Cluster:
         Args:
             mesh: with the axes `node` and `local`, as from `jz.make_mesh`.
         """
-        found, name = measure(mesh), mesh.devices.flat[0].device_kind
+        rates, name = measure(mesh), mesh.devices.flat[0].device_kind
         device = Device(
             name=name,
-            flops=found.flops,
-            memory_bandwidth=found.memory_bandwidth,
-            memory=found.memory,
-            local_link=found.local_link,
-            host_link=found.host_link,
+            flops=rates.flops,
+            memory_bandwidth=rates.memory_bandwidth,
+            memory=rates.memory,
+            local_link=rates.local_link,
+            host_link=rates.host_link,
             target=next(
                 (x.target for gpu, x in DEVICES.items() if gpu.upper() in re.split(r"\W", name)),
                 None,
@@ -167,8 +167,8 @@ class Cluster:
             nodes=mesh.shape[NODE],
             local=mesh.shape[LOCAL],
             device=device,
-            link=found.node_link,
-            host_memory=found.host_memory,
+            link=rates.node_link,
+            host_memory=rates.host_memory,
         )
 
     @property
@@ -222,7 +222,7 @@ class Cluster:
         rates = [Fraction(device.flops) for device in self.kinds]
         speeds = [rate / max(rates) for rate in rates]
         # Each is the largest that takes no longer than a whole number of micro-batches on a node.
-        found = [
+        choices = [
             tuple(min(most, max(1, math.floor(num * speed / slow))) for speed in speeds)
             for most in range(1, microbatches + 1)
             if microbatches % most == 0
@@ -234,8 +234,8 @@ class Cluster:
             slowest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
             return sum(shares) / slowest
 
-        found = [shares for shares in found if microbatches % max(shares) == 0]
-        return max(found, key=rows_a_second)  # the first, with the smallest integers, of equals
+        choices = [shares for shares in choices if microbatches % max(shares) == 0]
+        return max(choices, key=rows_a_second)  # the first, with the smallest integers, of equals
 
     @property
     def num_devices(self) -> int:

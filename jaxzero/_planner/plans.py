@@ -121,14 +121,14 @@ class Plans:
         undecided = [row for row in self.rows if row.undecided]
         if undecided:
             why = notes or "a search compiles no more"
-            found = "no compile has ended"
+            outcome = "no compile has ended"
             if any(row.stage != "bound" for row in self.rows):
-                found = (
+                outcome = (
                     f"{self.proxies} programs were compiled as proxies, {self.full} in full, and "
                     "none of them fits"
                 )
             return (
-                f"No plan is known to fit: {found}; {why}. Next is "
+                f"No plan is known to fit: {outcome}; {why}. Next is "
                 f"`{undecided[0].candidate.name}`. Give a larger `budget`, a larger `memory`, "
                 "or more devices."
             )

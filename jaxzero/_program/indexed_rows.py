@@ -132,17 +132,17 @@ def _starts(
     if sizes[0] != 1:
         return None
     # JAX moves a slice that would reach past the end of an array.
-    found = [
+    clipped = [
         np.zeros(num, int) if array is None or size == part else np.clip(array, 0, size - part)
         for array, part, size in zip(
             (_index(x, known, num) for x in starts), sizes, shape, strict=True
         )
         if array is not None or size == part
     ]
-    if len(found) < len(starts) or any((array != array[0]).any() for array in found[1:]):
+    if len(clipped) < len(starts) or any((array != array[0]).any() for array in clipped[1:]):
         return None
-    rows = _rows(found[0], shape[0])
-    return None if rows is None else (rows, [int(array[0]) for array in found[1:]])
+    rows = _rows(clipped[0], shape[0])
+    return None if rows is None else (rows, [int(array[0]) for array in clipped[1:]])
 
 
 def _index(atom: Atom, known: Known, num: int) -> np.ndarray | None:

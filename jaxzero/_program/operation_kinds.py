@@ -308,20 +308,20 @@ def carried_sums(loop: Loop, starts: Callable[[Atom], bool]) -> dict[int, Carrie
         loop: the loop.
         starts: whether a sum may start from a value outside of it, such as zero.
     """
-    body, found = loop.body, {}
+    body, sums = loop.body, {}
     readers: dict[Atom, list[int]] = {atom: [] for atom in (*body.inputs, *body.outputs)}
     for index, operation in enumerate(body.operations):
         for atom in operation.inputs:
             readers.setdefault(atom, []).append(index)
     num_outputs = Counter(body.outputs)
-    first, made = loop.num_constants, {x for op in body.operations for x in op.outputs}
+    first, computed = loop.num_constants, {x for op in body.operations for x in op.outputs}
     for position in range(loop.num_carry):
         before, out = body.inputs[first + position], body.outputs[position]
         additions, terms, value = [], [], before
         while value is not out and len(readers[value]) == 1 and not num_outputs[value]:
             operation = body.operations[readers[value][0]]
             others = [x for x in addends(operation) if x is not value]
-            if len(others) != 1 or others[0] not in made:
+            if len(others) != 1 or others[0] not in computed:
                 break
             additions.append(readers[value][0])
             terms += others
@@ -330,8 +330,8 @@ def carried_sums(loop: Loop, starts: Callable[[Atom], bool]) -> dict[int, Carrie
         alone = all(len(readers[x]) == 1 and not num_outputs[x] for x in terms)
         is_sum = value is out and not readers[value] and num_outputs[value] == 1
         if terms and is_sum and alone and starts(loop.inputs[first + position]):
-            found[position] = CarriedSum(before, tuple(additions), tuple(terms))
-    return found
+            sums[position] = CarriedSum(before, tuple(additions), tuple(terms))
+    return sums
 
 
 def addends(operation: Operation) -> list[Value]:

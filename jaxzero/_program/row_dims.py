@@ -116,18 +116,18 @@ def cut(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State
 
 
 def _cut_to(state: State, shape: Sequence[int], ranges: Mapping[int, Any]) -> State:
-    found = {}
+    cut = {}
     for dim, parts in state.rows:
         start, limit, stride = ranges.get(dim, (0, 0, 1)) if dim >= 0 else (0, 0, 1)
         if dim < 0 or dim not in ranges or (start, limit, stride) == (0, shape[dim], 1):
-            found[dim] = parts
+            cut[dim] = parts
             continue
         first, *rest = parts
         tail = math.prod(size for size, _ in rest)
         if first[1] or stride != 1 or start % tail or limit % tail:
             return unknown(state)
-        found[dim] = ((limit - start) // tail, 0), *rest
-    return dataclasses.replace(state, rows=as_rows(found), index=None)
+        cut[dim] = ((limit - start) // tail, 0), *rest
+    return dataclasses.replace(state, rows=as_rows(cut), index=None)
 
 
 def concatenate(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
@@ -165,7 +165,7 @@ def concatenate(rows: Rows, operation: Operation, states: Sequence[State]) -> li
 
 def tile(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
     reps = [int(x) for x in operation.equation.params["reps"]]
-    found = {
+    tiled = {
         dim: ((reps[dim], 0), *parts) if dim >= 0 and reps[dim] > 1 else parts
         for dim, parts in states[0].rows
     }
@@ -173,7 +173,7 @@ def tile(rows: Rows, operation: Operation, states: Sequence[State]) -> list[Stat
     state = states[0]
     return [
         dataclasses.replace(
-            state, rows=as_rows(found), noise_dims=state.noise_dims - grown, index=None
+            state, rows=as_rows(tiled), noise_dims=state.noise_dims - grown, index=None
         )
     ]
 

@@ -21,7 +21,7 @@ def gather(rows: Rows, operation: Operation, states: Sequence[State]) -> list[St
     batching = [int(x) for x in numbers.operand_batching_dims]
     gone = {*map(int, numbers.collapsed_slice_dims), *batching}
     window = dict(zip([x for x in range(len(shape)) if x not in gone], offsets, strict=True))
-    found: dict[int, Parts] = {}
+    placed: dict[int, Parts] = {}
     for dim, parts in operand.rows:
         if dim < 0:
             place = dim
@@ -34,12 +34,12 @@ def gather(rows: Rows, operation: Operation, states: Sequence[State]) -> list[St
             if at is None or out[batch[at]] != shape[dim]:
                 return [unknown(*states)]
             place = batch[at]
-        found[place] = parts
+        placed[place] = parts
     last = len(shape_of(operation.inputs[1])) - 1
     if any(dim == last for dim, _ in indices.rows):
         return [unknown(*states)]
     places = {dim: batch[dim] for dim in range(last)}
-    plain = dataclasses.replace(operand, rows=as_rows(found), noise=frozenset(), index=None)
+    plain = dataclasses.replace(operand, rows=as_rows(placed), noise=frozenset(), index=None)
     states = plain, dataclasses.replace(moved(indices, places), noise=frozenset(), index=None)
     try:
         dims = joined_rows(states)

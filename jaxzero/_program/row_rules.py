@@ -68,13 +68,13 @@ def joined_rows(states: Sequence[State]) -> tuple[tuple[int, Parts], ...]:
         return ()
     if all(x == given[0] for x in given):
         return given[0]
-    found: dict[int, Parts] = {}
-    for each in given:
-        for dim, parts in each:
-            joined = merged(found.get(dim), parts)
+    by_dim: dict[int, Parts] = {}
+    for one in given:
+        for dim, parts in one:
+            joined = merged(by_dim.get(dim), parts)
             assert joined is not None
-            found[dim] = joined
-    return as_rows(found)
+            by_dim[dim] = joined
+    return as_rows(by_dim)
 
 
 def combined(
@@ -86,22 +86,22 @@ def combined(
     mixings: Iterable[Mixing] = (),
 ) -> State:
     """The state of a value with rows in `dims` that is made of all of `states`."""
-    found = {*mixings}.union(*(x.mixings for x in states))
+    all_mixings = {*mixings}.union(*(x.mixings for x in states))
     differs = any(x.differs for x in states)
     if not all(x.is_known for x in states):
         return unknown(*states)
     if is_paired(dims, rows.num):
-        found.add(Mixing("pairs", operation, operation))
-        return dataclasses.replace(unknown(*states), mixings=frozenset(found))
+        all_mixings.add(Mixing("pairs", operation, operation))
+        return dataclasses.replace(unknown(*states), mixings=frozenset(all_mixings))
     noise = frozenset().union(*(x.noise for x in states))
     noise_dims: frozenset[int] = frozenset()
     if noise and not differs:
         noise_dims = frozenset().union(*(x.noise_dims for x in states))
         if any(dim in noise_dims for dim, _ in dims):
-            found |= {Mixing("key", source, operation) for source in noise}
+            all_mixings |= {Mixing("key", source, operation) for source in noise}
     if dims or differs:
         noise, noise_dims = frozenset(), frozenset()
-    return State(dims, sums, frozenset(found), noise, noise_dims, differs, settled(states))
+    return State(dims, sums, frozenset(all_mixings), noise, noise_dims, differs, settled(states))
 
 
 def elementwise(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
@@ -177,22 +177,25 @@ def mixed(kind: str, sums: Iterable[Sum], operation: Operation) -> list[Mixing]:
 
 def _with_factor(operation: Operation, states: Sequence[State], state: State) -> State:
     """Say what a function of sums, such as `1 / max(sum, 1)` or `sqrt(var)`, is a factor of."""
-    found = {*state.mixings}
+    mixings = {*state.mixings}
     for this, other in (states, states[::-1]):
         functions = [x for x in this.mixings if x.kind == "function"]
         if this.depends or not functions or not other.depends:
             continue
         is_quotient = operation.name == "div" and this is states[1]
-        for x in functions:
-            inverse = x.at.name == "div" or x.at.equation.params.get("y", 0) in (-1, -1.0)
-            found.discard(x)
+        for function in functions:
+            inverse = function.at.name == "div" or function.at.equation.params.get("y", 0) in (
+                -1,
+                -1.0,
+            )
+            mixings.discard(function)
             if other.rows:
-                found.add(dataclasses.replace(x, kind="statistic"))
+                mixings.add(dataclasses.replace(function, kind="statistic"))
             elif is_quotient or inverse:
-                found.add(Mixing("ratio", operation, operation))
+                mixings.add(Mixing("ratio", operation, operation))
             else:
-                found.add(dataclasses.replace(x, kind="product"))
-    return dataclasses.replace(state, mixings=frozenset(found))
+                mixings.add(dataclasses.replace(function, kind="product"))
+    return dataclasses.replace(state, mixings=frozenset(mixings))
 
 
 def collective(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
@@ -200,16 +203,16 @@ def collective(rows: Rows, operation: Operation, states: Sequence[State]) -> lis
     params = operation.equation.params
     axes = params.get("axis_name", params.get("axes", ()))
     axes = frozenset(axes if isinstance(axes, tuple | list) else (axes,))
-    found = []
+    results = []
     for state in states:
         settled = state.settled | axes
         if operation.name in ("ppermute", "all_to_all") and state.depends:
             # Devices may add up what they pass on, or exchange rows.
-            found.append(State(differs=True, is_known=False))
+            results.append(State(differs=True, is_known=False))
         elif rows.axes <= settled:
-            found.append(State())
+            results.append(State())
         elif operation.name in ("psum", "psum_invariant", "pmax", "pmin"):
-            found.append(dataclasses.replace(state, settled=settled))
+            results.append(dataclasses.replace(state, settled=settled))
         else:
-            found.append(dataclasses.replace(unknown(state), settled=settled))
-    return found
+            results.append(dataclasses.replace(unknown(state), settled=settled))
+    return results

@@ -121,17 +121,17 @@ def _has_rows(parts: Parts) -> bool:
 
 def simplified(parts: Parts) -> Parts:
     """The same dim in as few parts as possible; parts of one element that have rows stay."""
-    found: list[Part] = []
+    joined: list[Part] = []
     for size, stride in parts:
         if size == 1 and not stride:
             continue
-        if found:
-            before, outer = found[-1]
+        if joined:
+            before, outer = joined[-1]
             if not stride and not outer or stride and before > 1 and outer == size * stride:
-                found[-1] = before * size, stride
+                joined[-1] = before * size, stride
                 continue
-        found.append((size, stride))
-    return tuple(found)
+        joined.append((size, stride))
+    return tuple(joined)
 
 
 def has_outer(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
@@ -153,7 +153,7 @@ def merged(left: Parts | None, right: Parts | None) -> Parts | None:
     """
     if left is None or right is None or left == right:
         return left if right is None else right
-    one, two, found = [*reversed(left)], [*reversed(right)], []
+    one, two, common = [*reversed(left)], [*reversed(right)], []
     while one and two:
         (size, stride), (other_size, other) = one.pop(), two.pop()
         if size != other_size:
@@ -170,10 +170,10 @@ def merged(left: Parts | None, right: Parts | None) -> Parts | None:
             size = shorter
         if stride and other and stride != other:
             raise NotAligned
-        found.append((size, stride or other))
+        common.append((size, stride or other))
     if math.prod(x for x, _ in one + two) != 1:
         raise NotAligned
-    return simplified(tuple([*found, *reversed(one), *reversed(two)]))
+    return simplified(tuple([*common, *reversed(one), *reversed(two)]))
 
 
 class NotAligned(Exception):
@@ -195,7 +195,7 @@ def reshaped(rows: Mapping[int, Parts], old: Sequence[int], new: Sequence[int], 
         raise NotAligned
     parts = [x for dim, size in enumerate(old) for x in rows.get(dim, ((size, 0),))]
     left = [*reversed(parts)]
-    found: dict[int, Parts] = {dim: x for dim, x in rows.items() if dim < 0}
+    by_dim: dict[int, Parts] = {dim: x for dim, x in rows.items() if dim < 0}
     for dim, wanted in enumerate(new):
         taken, size = [], 1
         while size < wanted:
@@ -216,11 +216,11 @@ def reshaped(rows: Mapping[int, Parts], old: Sequence[int], new: Sequence[int], 
             taken.append(left.pop())
         while _num_ones(x for x, _ in reversed(left)) > _num_ones(new[dim + 1 :]):
             taken.append(left.pop())
-        found[dim] = tuple(taken)
+        by_dim[dim] = tuple(taken)
     # `x.reshape(-1, group)` where a device has one group: with more rows it would have several.
     if n > 1 and sum(x == 1 for x in new) > sum(x == 1 for x in old):
         for dim in range(1, len(new)):
-            outer = found[dim][:1]
+            outer = by_dim[dim][:1]
             if new[dim - 1] == 1 and outer and outer[0][0] > 1 and math.prod(outer[0]) == n:
-                found[dim - 1] = ((1, n),)
-    return found
+                by_dim[dim - 1] = ((1, n),)
+    return by_dim

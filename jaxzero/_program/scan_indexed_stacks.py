@@ -148,7 +148,7 @@ class _LoopOfBlock:
             for outside, inside in constants
             if fixed.of(outside) and inside.shape
         }
-        found: list[_Read] = []
+        reads: list[_Read] = []
         others: set[Value] = set()  # constants that are used in another way
         for operation in loop.body.operations:
             if stacks.keys().isdisjoint(operation.inputs):
@@ -169,9 +169,9 @@ class _LoopOfBlock:
             if read is None:
                 others.update(used)
             else:
-                found.append(_Read(operation, *stacks[target], read))
+                reads.append(_Read(operation, *stacks[target], read))
         others.update(stacks[x][0] for x in loop.body.outputs if x in stacks)
-        return [read for read in found if read.stack not in others]
+        return [read for read in reads if read.stack not in others]
 
     def _scan(self, read: _Read, before: list[Operation]) -> None:
         """Scan the rows that an operation reads; append to `before` what makes a stack of them."""
@@ -195,14 +195,14 @@ class _LoopOfBlock:
 
     def _row_sums(self) -> dict[int, dict[Rows, Atom]]:
         """The carried sums of stacks with one row each: the rows, by index of the carry."""
-        found = {}
+        row_sums = {}
         if not any(x.name in _PLACES for x in self.loop.body.operations):
-            return found
+            return row_sums
         for i, carried in carried_sums(self.loop, self.outer.is_zero).items():
             terms = [self._placed(term) for term in carried.terms]
             if (rows := self._added(terms)) is not None:
-                found[i] = rows
-        return found
+                row_sums[i] = rows
+        return row_sums
 
     def _placed(self, value: Value) -> dict[Rows, Atom] | None:
         """The rows of a stack that is zero elsewhere; None if it is no such stack."""

@@ -218,15 +218,15 @@ class _Sinking:
         """Reduce stacks to small arrays layer by layer, in a loop that gathers their weights."""
         loop = self.loops[number][1]
         scanned = frozenset().union(*(self.values.fixed.of(x) or () for x, _ in loop.stacks))
-        found = []
+        movable = []
         for operation in self.block.operations:
             stack = _reduced_stack(operation, self.values)
             weights = None if stack is None else self.values.fixed.of(stack)
             if stack and weights and weights <= scanned and stack.shape[0] == loop.length:
-                found.append(operation)
+                movable.append(operation)
         # One of them may be what the loop reads, or may read the result of another.
-        if found and not self._reduce(number, found) and len(found) > 1:
-            for operation in found:
+        if movable and not self._reduce(number, movable) and len(movable) > 1:
+            for operation in movable:
                 if operation in self.block.operations:
                     self._reduce(number, [operation])
 
@@ -316,7 +316,7 @@ class _Behind:
 
     def ends(self, gradients: Sequence[Atom]) -> list[Value]:
         """The last values to compute in the loop, from which `gradients` are made."""
-        found: dict[Value, None] = {}
+        last: dict[Value, None] = {}
         pending, seen = list(gradients), set()
         while pending:
             atom = pending.pop()
@@ -325,26 +325,26 @@ class _Behind:
             seen.add(atom)
             if atom in self.made:
                 if self._is_needed(atom):
-                    found[atom] = None
+                    last[atom] = None
             elif atom in self.values.fixed.makers:
                 _, operation = self.values.fixed.makers[atom]
                 if operation.name in ADDITIONS or operation.view() is not None:
                     pending += operation.inputs
-        return list(found)
+        return list(last)
 
     def _is_needed(self, value: Value) -> bool:
         """Whether a reduction of `value` cannot move into the loop by itself, past what follows."""
         pending, seen = [value], set()
         while pending:
-            each = pending.pop()
-            if each in seen:
+            atom = pending.pop()
+            if atom in seen:
                 continue
-            seen.add(each)
-            if each is not value and self.num_reads[each] > 1:
+            seen.add(atom)
+            if atom is not value and self.num_reads[atom] > 1:
                 return True
-            if each in self.stacked:
+            if atom in self.stacked:
                 continue
-            operation = self.made.get(each)
+            operation = self.made.get(atom)
             if operation is None or not _passes_reductions(operation):
                 return True
             pending += operation.values
@@ -381,15 +381,15 @@ def _in_order(block: Block) -> Block | None:
 
     None if there is none, or if a loop or an operation with an effect would have to change places.
     """
-    known: set[Atom] = {*block.inputs}
+    computed: set[Atom] = {*block.inputs}
     ordered: list[Operation] = []
     waiting: list[Operation] = []
     for operation in block.operations:
         waiting.append(operation)
-        while ready := next((x for x in waiting if known.issuperset(x.values)), None):
+        while ready := next((x for x in waiting if computed.issuperset(x.values)), None):
             waiting.remove(ready)
             ordered.append(ready)
-            known.update(ready.outputs)
+            computed.update(ready.outputs)
     fixed = [x for x in block.operations if isinstance(x, Loop) or x.has_effects]
     if waiting or [x for x in ordered if isinstance(x, Loop) or x.has_effects] != fixed:
         return None

@@ -159,13 +159,13 @@ class _Splitter:
     def _to_split(self) -> dict[Operation, _Cond]:
         """The `cond`s to split: forward and backward have one index, and are split together."""
         sizes: dict[Atom, int] = {}
-        found = []
+        conds = []
         for operation in self.given.operations:
             index = operation.inputs[0] if self._num_bytes(operation) else None
             if isinstance(index, Value) and index in self.uniform and _can_split(operation):
-                found.append(operation)
+                conds.append(operation)
                 sizes[index] = max(sizes.get(index, 0), self._num_bytes(operation))
-        return {x: _Cond(x) for x in found if sizes[x.inputs[0]] > self.most_bytes}
+        return {x: _Cond(x) for x in conds if sizes[x.inputs[0]] > self.most_bytes}
 
     def _is_fork(self, operation: Operation) -> bool:
         if not self._num_bytes(operation):
@@ -267,11 +267,11 @@ def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
     """The operations that take the place of a `cond`."""
     operation, index = cond.operation, cond.operation.inputs[0]
     outputs = [operation.outputs[i] for i in cond.results]
-    made: list[Operation] = []
+    emitted: list[Operation] = []
 
     def emit(function: Callable, *inputs: Atom) -> list[Atom]:
         operations, outputs = rewritten(operation, function, inputs)
-        made.extend(operations)
+        emitted.extend(operations)
         return outputs
 
     is_sum = [_is_gradient(out, shapes) for out in outputs]
@@ -285,7 +285,7 @@ def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
         results = [i for i, x in made_in if not (is_sum[i] and is_zero(x, block.makers))]
         before = [zeros[i] if is_sum[i] else latest[i] for i in results]
         branch = _branch(cond, number, results, is_sum, [*before, taken])
-        made.append(branch)
+        emitted.append(branch)
         for i, value in zip(results, branch.outputs, strict=False):
             if is_sum[i]:
                 sums[i].append(value)
@@ -298,7 +298,7 @@ def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
         elif sums[i]:
             (latest[i],) = sums[i]
         moved[latest[i]] = out
-    return [_renamed(x, moved) for x in made]
+    return [_renamed(x, moved) for x in emitted]
 
 
 def _is_taken(number: int, num: int, index: Any) -> Any:

@@ -157,13 +157,13 @@ def find_gradients(block: Block, outputs: Mapping[int, int]) -> dict[int, TableG
         block: the program, or the body of a loop.
         outputs: by index of the output, the number of the table.
     """
-    found = {}
+    gradients = {}
     for k, i in outputs.items():
         root = block.outputs[k]
         gradient = _gradient(block, root, None) if isinstance(root, Value) else None
         if gradient is not None:
-            found[i] = gradient
-    return found
+            gradients[i] = gradient
+    return gradients
 
 
 def views_after(operation: Operation, views: Mapping[Any, TableView]) -> dict[Value, TableView]:
@@ -180,18 +180,18 @@ def views_after(operation: Operation, views: Mapping[Any, TableView]) -> dict[Va
 
 def find_reads(block: Block, views: Mapping[Any, TableView]) -> dict[Operation, Lookup]:
     """What a block makes of the rows that it looks up, by the operation that does."""
-    views, found = {**views}, {}
+    views, lookups = {**views}, {}
     readers: dict[Any, list[Operation]] = {}
     for operation in block.operations:
-        for x in operation.inputs:
-            readers.setdefault(x, []).append(operation)
+        for table in operation.inputs:
+            readers.setdefault(table, []).append(operation)
     outputs = {*block.outputs}
     for operation in block.operations:
         views |= views_after(operation, views)
-        x = operation.inputs[0] if operation.inputs else None
-        if x in views and _takes_rows(operation):
-            found[operation] = _read(operation, views[x].dtypes, readers, outputs)
-    return found
+        table = operation.inputs[0] if operation.inputs else None
+        if table in views and _takes_rows(operation):
+            lookups[operation] = _read(operation, views[table].dtypes, readers, outputs)
+    return lookups
 
 
 def is_loop(operation: Operation) -> bool:
@@ -215,15 +215,15 @@ def _walk(
     others: set[int],
 ) -> None:
     """Collect the lookups of each table, and in `others` the weights with another use."""
-    found = find_reads(block, views)
+    lookups = find_reads(block, views)
     for operation in block.operations:
         read = {i: views[x] for i, x in enumerate(operation.inputs) if x in views}
         if not read:
             continue
         if after := views_after(operation, views):
             views |= after
-        elif operation in found and list(read) == [0]:
-            lookup = dataclasses.replace(found[operation], trips=trips)
+        elif operation in lookups and list(read) == [0]:
+            lookup = dataclasses.replace(lookups[operation], trips=trips)
             reads.setdefault(read[0].table, []).append(lookup)
         elif is_loop(operation) and max(read) < operation.num_constants:  # pyright: ignore
             assert isinstance(operation, Loop)
@@ -238,7 +238,7 @@ def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient 
     """Follow a sum of rows from its result to what is added up; None if there is more in it."""
     counts = Counter(x for operation in block.operations for x in operation.inputs)
     counts.update(block.outputs)
-    found = TableGradient(root, before)
+    gradient = TableGradient(root, before)
     pending: list[Any] = [root]
     is_carried = before is None
     while pending:
@@ -254,10 +254,10 @@ def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient 
         if is_zero(atom, block.makers):
             continue
         if _adds_rows(operation) and is_zero(operation.inputs[0], block.makers):
-            found.adds.append(_added(block, operation))
-            found.done.add(operation)
+            gradient.adds.append(_added(block, operation))
+            gradient.done.add(operation)
         elif terms := addends(operation) or (operation.values if is_cast(operation) else []):
-            found.done.add(operation)
+            gradient.done.add(operation)
             pending += terms
         elif is_loop(operation):
             assert isinstance(operation, Loop)
@@ -265,11 +265,11 @@ def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient 
             inside = _carried(operation, position)
             if inside is None:
                 return None
-            found.loops.append((operation, position, inside))
+            gradient.loops.append((operation, position, inside))
             pending.append(operation.inputs[operation.num_constants + position])
         else:
             return None
-    return found if is_carried else None
+    return gradient if is_carried else None
 
 
 def _carried(loop: Loop, position: int) -> TableGradient | None:
@@ -293,14 +293,14 @@ def _read(
     rows = tuple(int(x) for x in numbers.offset_dims)
     batch = [dim for dim in range(len(array.shape)) if dim not in rows]
     plain = Lookup(operation, array, dtypes or (array.dtype,), rows, tuple(range(len(batch))))
-    found, lookup = [plain], plain
+    candidates, lookup = [plain], plain
     while len(following := readers.get(lookup.array, ())) == 1 and lookup.array not in outputs:
         (after,) = following
         out, done = after.outputs[0] if after.outputs else None, (*lookup.done, after)
         if out is not None and is_cast(after):
             dtypes = (*lookup.dtypes, out.dtype)
             lookup = dataclasses.replace(lookup, array=out, dtypes=dtypes, done=done)
-            found.append(lookup)
+            candidates.append(lookup)
             continue
         axes = {*after.equation.params["axes"]} if after.name == "reduce_sum" else {*rows}
         if out is not None and axes.isdisjoint(rows):
@@ -313,7 +313,7 @@ def _read(
                 done=done,
             )
         break
-    return min(found, key=lambda x: x.array.dtype.itemsize)
+    return min(candidates, key=lambda x: x.array.dtype.itemsize)
 
 
 def _added(block: Block, operation: Operation) -> Lookup:
@@ -325,7 +325,7 @@ def _added(block: Block, operation: Operation) -> Lookup:
     batch = [dim for dim in range(len(array.shape)) if dim not in rows]
     kept = tuple(range(len(batch)))
     plain = Lookup(operation, array, (array.dtype,), rows, kept)
-    found, lookup = [plain], plain
+    candidates, lookup = [plain], plain
     while (maker := block.makers.get(lookup.array)) is not None and maker.source is not None:
         source = maker.source
         if is_cast(maker):
@@ -343,11 +343,11 @@ def _added(block: Block, operation: Operation) -> Lookup:
                 rows=tuple(dims.index(dim) for dim in rows),
                 kept=tuple(i for i, dim in enumerate(batch) if dim in dims),
             )
-            found = []
+            candidates = []
         else:
             break
-        found.append(lookup)
-    lookup = min(found, key=lambda x: x.array.dtype.itemsize)
+        candidates.append(lookup)
+    lookup = min(candidates, key=lambda x: x.array.dtype.itemsize)
     sizes = [jnp.dtype(x).itemsize for x in lookup.dtypes]
     return dataclasses.replace(lookup, dtypes=lookup.dtypes[: sizes.index(min(sizes)) + 1])
 

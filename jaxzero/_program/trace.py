@@ -337,17 +337,17 @@ def operations_for(
     block: Block, wanted: Iterable[Atom], known: Container[Value]
 ) -> list[Operation]:
     """The operations of a block that compute `wanted` from `known`, in program order."""
-    found: set[int] = set()
+    positions: set[int] = set()
     waiting = list(wanted)
     while waiting:
         atom = waiting.pop()
         if isinstance(atom, Constant) or atom in known:
             continue
         position = block.positions[atom]
-        if position not in found:
-            found.add(position)
+        if position not in positions:
+            positions.add(position)
             waiting += block.operations[position].inputs
-    return [block.operations[i] for i in sorted(found)]
+    return [block.operations[i] for i in sorted(positions)]
 
 
 def without_dead_code(block: Block) -> Block:

@@ -131,12 +131,12 @@ def _iterations(
         stacks = zip(body.inputs[first:], outside[first:], strict=True)
         layers = {x: stack[position, ...] for x, stack in stacks if stack is not None}
         given = {x: array for x, array in (constants | carry).items() if array is not None}
-        known = _run(given | layers, operations, most // loop.length)
-        after = {i: _value(body.outputs[i - loop.num_constants], known) for i in carried}
+        values = _run(given | layers, operations, most // loop.length)
+        after = {i: _value(body.outputs[i - loop.num_constants], values) for i in carried}
         if unknown := {i for i, array in after.items() if array is None}:
             return {}, unknown
         carry = {body.inputs[i]: array for i, array in after.items()}
-        by_iteration.append(known)
+        by_iteration.append(values)
     if loop.is_reversed:
         by_iteration.reverse()
     everywhere = [x for x in by_iteration[0] if all(x in known for known in by_iteration)]
@@ -145,23 +145,23 @@ def _iterations(
 
 def _run(given: Mapping[Value, np.ndarray], operations: Sequence[Operation], most: int) -> Known:
     """Run those of a block's operations whose inputs are known."""
-    known = {**given}
+    values = {**given}
     for operation in operations:
         if isinstance(operation, Loop):
-            inside = known_in_body(operation, known, most)
+            inside = known_in_body(operation, values, most)
             stacked = range(operation.num_carry, len(operation.outputs))
             for i in stacked:
                 out = operation.body.outputs[i]
                 if isinstance(out, Value) and out in inside:
-                    known[operation.outputs[i]] = inside[out]
+                    values[operation.outputs[i]] = inside[out]
             continue
-        inputs = [_value(x, known) for x in operation.inputs]
+        inputs = [_value(x, values) for x in operation.inputs]
         if isinstance(operation, Barrier):
             pairs = zip(operation.outputs, inputs, strict=True)
-            known |= {out: array for out, array in pairs if array is not None}
+            values |= {out: array for out, array in pairs if array is not None}
         elif (array := _computed(operation, inputs)) is not None:
-            known[operation.outputs[0]] = array
-    return known
+            values[operation.outputs[0]] = array
+    return values
 
 
 def _makes_integers(operation: Operation) -> bool:
@@ -269,18 +269,18 @@ _UNIFORM = _Rule(lambda constant: not is_traced(constant.value), _is_determinist
 
 def _made_of(block: Block, given: Iterable[Value], rule: _Rule) -> set[Atom]:
     """Find the values of a block that are made of known ones, of which `given` are inputs."""
-    known: set[Atom] = {*given}
+    uniform: set[Atom] = {*given}
     for operation in block.operations:
-        inputs = [rule.knows(known, x) for x in operation.inputs]
+        inputs = [rule.knows(uniform, x) for x in operation.inputs]
         if isinstance(operation, Barrier):
-            known.update(x for x, same in zip(operation.outputs, inputs, strict=True) if same)
+            uniform.update(x for x, same in zip(operation.outputs, inputs, strict=True) if same)
         elif isinstance(operation, Loop):
-            inside = _in_body(operation, known, rule)
+            inside = _in_body(operation, uniform, rule)
             outputs = zip(operation.outputs, operation.body.outputs, strict=True)
-            known.update(out for out, x in outputs if rule.knows(inside, x))
+            uniform.update(out for out, x in outputs if rule.knows(inside, x))
         elif all(inputs) and rule.operation(operation):
-            known.update(operation.outputs)
-    return known
+            uniform.update(operation.outputs)
+    return uniform
 
 
 def uniform_in_body(loop: Loop, uniform: set[Atom]) -> set[Atom]:

@@ -265,16 +265,16 @@ class StackValues:
 
 def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
     """The operations that make a value, in program order."""
-    found: dict[int, Operation] = {}
+    by_index: dict[int, Operation] = {}
     pending: list[Atom] = [out]
     while pending:
         atom = pending.pop()
         if isinstance(atom, Value) and atom in fixed.makers:
             index, operation = fixed.makers[atom]
-            if index not in found:
-                found[index] = operation
+            if index not in by_index:
+                by_index[index] = operation
                 pending += operation.inputs
-    return tuple(found[index] for index in sorted(found))
+    return tuple(by_index[index] for index in sorted(by_index))
 
 
 def kept_values(
@@ -292,7 +292,7 @@ def kept_values(
     """
     values = StackValues(fixed_of(block, weights))
     read_by = {x: i for i, operation in enumerate(block.operations) for x in operation.inputs}
-    found = []
+    kept = []
     for index, operation in enumerate(block.operations):
         for value in operation.outputs:
             if value not in read_by:
@@ -303,8 +303,8 @@ def kept_values(
                 ends = last_forward is not None and index <= last_forward < read_by[value]
                 is_kept = ends and values.is_large(value) and value not in values.fixed.views
             if is_kept:
-                found.append((value, values.innermost_maker(value)))
-    return found
+                kept.append((value, values.innermost_maker(value)))
+    return kept
 
 
 def recompute_in_backward(block: Block, weights: Collection[Value], loss: Value) -> Block:

@@ -54,13 +54,13 @@ def _leaves(report: ReportData) -> TextTable:
         )
         for row in rows
     ]
-    found = merge_layers([((row.path,), mine) for row, mine in zip(rows, cells, strict=True)])
+    merged = merge_layers([((row.path,), mine) for row, mine in zip(rows, cells, strict=True)])
     host = report.host_bytes("parameters")
     in_host = f", {readable_bytes(host)} in host memory for it" if host else ""
     table = TextTable(
         title=f"Parameters: {len(rows)} {'leaf' if len(rows) == 1 else 'leaves'}.",
         headings=("leaf", "shape", "dtype", "split on", "padding", "each device", "in", "leaves"),
-        rows=[(*row.names, *row.cells, str(len(row.members))) for row in found],
+        rows=[(*row.names, *row.cells, str(len(row.members))) for row in merged],
         footer=(f"{readable_bytes(report.device_bytes('parameters'))} on each device{in_host}.",),
     )
     return table if host else table.without("in")
@@ -115,7 +115,7 @@ def _reductions(report: ReportData) -> TextTable:
 
 def _buckets(title: str, report: ReportData, action: str, *footer: str) -> TextTable:
     """One row for each bucket, with its leaves below; buckets of equal layers share a row."""
-    found = [span for span in spans(_plan(report)) if span.action == action]
+    shown = [span for span in spans(_plan(report)) if span.action == action]
     cells = [
         (
             span.region,
@@ -124,13 +124,13 @@ def _buckets(title: str, report: ReportData, action: str, *footer: str) -> TextT
             f"{span.alive} ops" if action == "gather" else "",  # differs between equal layers
             str(span.trips),
         )
-        for span in found
+        for span in shown
     ]
-    rows = merge_layers([(x.names, mine) for x, mine in zip(found, cells, strict=True)])
-    total = sum(span.num_bytes * span.trips for span in found)
-    buckets = "bucket" if len(found) == 1 else "buckets"
+    rows = merge_layers([(x.names, mine) for x, mine in zip(shown, cells, strict=True)])
+    total = sum(span.num_bytes * span.trips for span in shown)
+    buckets = "bucket" if len(shown) == 1 else "buckets"
     return TextTable(
-        title=f"{title}: {len(found)} {buckets}, {readable_bytes(total)} whole in a run.",
+        title=f"{title}: {len(shown)} {buckets}, {readable_bytes(total)} whole in a run.",
         headings=("bucket", "in", "whole", "sent", "held for", "times"),
         rows=[(ranges(row.members), *row.cells) for row in rows],
         notes=[", ".join(row.names) for row in rows],
@@ -216,7 +216,7 @@ def _host(report: ReportData) -> TextTable:
 
 
 def _timeline(report: ReportData) -> TextTable:
-    found = spans(_plan(report))
+    shown = spans(_plan(report))
     rows = [
         (
             f"{span.start}-{span.stop}",
@@ -226,13 +226,13 @@ def _timeline(report: ReportData) -> TextTable:
             str(span.trips),
             ", ".join(f"{axis} {at}" for axis, at in span.hops),
         )
-        for span in found
+        for span in shown
     ]
     return TextTable(
         title="From the launch of a bucket to its end, in operations of the program.",
         headings=("operations", "action", "in", "whole", "times", "sent over"),
         rows=rows,
-        notes=[summarized(span.names) for span in found],
+        notes=[summarized(span.names) for span in shown],
         footer=_microbatch_note(_plan(report)),
     )
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from .._collectives import readable_bytes
 from .._mesh import HOST, AnyMesh
 from .._plan import Plan
-from .._sharding import LeafSpec, TreePlan, axes_of
+from .._sharding import LeafSpec, TreeLayout, axes_of
 from .capacity import LargestModel, largest_model
 from .data import HostTraffic, ReportData, Row, Traffic
 from .details import available_details, check_detail, detail_table
@@ -100,9 +100,9 @@ class Report(ReportData):
 
 
 def make_report(
-    params: TreePlan,
-    gradients: TreePlan,
-    state: TreePlan | None,
+    params: TreeLayout,
+    gradients: TreeLayout,
+    state: TreeLayout | None,
     plan: Plan | None,
     mesh: AnyMesh,
     axes: dict[str, tuple[str, ...]],
@@ -266,14 +266,14 @@ def _names(names: Sequence[str]) -> tuple[str, str]:
 def _largest_wait(report: ReportData) -> list[str]:
     if report.plan is None:
         return [_NO_PLAN]
-    found = waits(report.plan)
-    if not found:
+    exposed = waits(report.plan)
+    if not exposed:
         return ["none: every collective has computation to overlap with"]
-    first = found[0]
+    first = exposed[0]
     action, names = first.action, _names(first.names)
     size = f", {readable_bytes(first.num_bytes)}" if first.num_bytes else ""
     size += f" x{first.trips}" if first.trips > 1 else ""
-    more = f"; {len(found) - 1} more" if len(found) > 1 else ""
+    more = f"; {len(exposed) - 1} more" if len(exposed) > 1 else ""
     return [
         *(f"{action} of {name}{size}, nothing to overlap with{more}" for name in names),
         *(f"{action} of {name}{size}, exposed{more}" for name in names),

@@ -44,16 +44,16 @@ class TextTable:
     def lines(self, width: int) -> list[str]:
         """The table as lines of at most `width` columns."""
         widths = self._widths(width)
-        found = wrapped(self.title, width) if self.title else []
-        found += _row_lines(self.headings, self.headings, widths, width)
-        found.append("-" * min(width, sum(widths) + len(_GAP) * (len(widths) - 1)))
+        text = wrapped(self.title, width) if self.title else []
+        text += _row_lines(self.headings, self.headings, widths, width)
+        text.append("-" * min(width, sum(widths) + len(_GAP) * (len(widths) - 1)))
         notes = self.notes or ("",) * len(self.rows)
         for row, note in zip(self.rows, notes, strict=True):
-            found += _row_lines(row, self.headings, widths, width)
-            found += [f"  {line}" for line in wrapped(note, width - 2)] if note else []
+            text += _row_lines(row, self.headings, widths, width)
+            text += [f"  {line}" for line in wrapped(note, width - 2)] if note else []
         for line in self.footer:
-            found += wrapped(line, width)
-        return [line.rstrip() for line in found]
+            text += wrapped(line, width)
+        return [line.rstrip() for line in text]
 
     def without(self, heading: str) -> TextTable:
         """The table without a column."""

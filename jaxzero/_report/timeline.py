@@ -212,17 +212,17 @@ class Wait:
 def waits(plan: Plan) -> tuple[Wait, ...]:
     """The exposed buckets of a plan, the largest first."""
     purposes = {transfer.purpose for transfer in plan.transfers}
-    found = list(_of_block(plan.top, (), 1))
+    exposed = list(_of_block(plan.top, (), 1))
     if plan.slice_bytes and not _keeps_slices(plan.top):
         slices = ("slices of all weights (hpZ)",)
-        found.append(Wait("all-gather", "before forward", slices, plan.slice_bytes, 1))
+        exposed.append(Wait("all-gather", "before forward", slices, plan.slice_bytes, 1))
     if plan.combined:
         names = tuple(path for path, _ in plan.combined)
-        found.append(Wait("all-reduce", "the end", names, 0, 1))
+        exposed.append(Wait("all-reduce", "the end", names, 0, 1))
     if plan.at_end:
-        found.append(Wait("all-reduce", "the end", plan.at_end, 0, 1))
+        exposed.append(Wait("all-reduce", "the end", plan.at_end, 0, 1))
     needed = {"all-gather": "weights", "reduce-scatter": "gradients", "all-reduce": "gradients"}
-    sent = [wait for wait in found if needed[wait.action] in purposes]
+    sent = [wait for wait in exposed if needed[wait.action] in purposes]
     return tuple(sorted(sent, key=lambda wait: -wait.num_bytes))
 
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._codecs import Codec, check_is_value
 from .._mesh import gloo_workaround, is_traced
-from .._sharding import LeafSpec, TreePlan, arrays_of, axes_of, rebuild, spread_prefix
+from .._sharding import LeafSpec, TreeLayout, arrays_of, axes_of, rebuild, spread_prefix
 from .._zero import Zero
 from .move import Move
 from .report import ReshardReport, make_report
@@ -97,22 +97,22 @@ def reshard(
             "`jax.jit`: it runs programs of its own, one for each window."
         )
     tree, resharding, options = planned(params, zero, specs, mesh, dtype, codec, window_bytes)
-    made = _moved(resharding, arrays)
+    results = _moved(resharding, arrays)
     for i, move in enumerate(resharding.moves):
         if move is None:
-            made[i] = _put(
+            results[i] = _put(
                 arrays[i],
                 resharding.leaves[i],
                 resharding.sources[i],
                 resharding.targets[i],
                 options,
             )
-    return tree.whole([made[i] for i in range(len(arrays))])
+    return tree.whole([results[i] for i in range(len(arrays))])
 
 
 def _moved(resharding: Resharding, arrays: Sequence[Any]) -> dict[int, jax.Array]:
     """The arrays that have moves, by index, in their new shardings."""
-    made, mesh = {}, resharding.digits.mesh
+    by_index, mesh = {}, resharding.digits.mesh
     for window, moves in zip(resharding.windows, resharding.programs, strict=True):
         stacks = [
             _viewed(_in_place(arrays[i], resharding.sources[i]), *_stack(move, mesh))
@@ -122,8 +122,8 @@ def _moved(resharding: Resharding, arrays: Sequence[Any]) -> dict[int, jax.Array
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             results = _program(mesh, moves)(*stacks)
         for i, x in zip(window, results, strict=True):
-            made[i] = _viewed(x, resharding.leaves[i].shape, resharding.targets[i])
-    return made
+            by_index[i] = _viewed(x, resharding.leaves[i].shape, resharding.targets[i])
+    return by_index
 
 
 def reshard_report(
@@ -165,7 +165,7 @@ def planned(
     dtype: Any = None,
     codec: Codec | None = None,
     window_bytes: int = _WINDOW_BYTES,
-) -> tuple[TreePlan, Resharding, Options]:
+) -> tuple[TreeLayout, Resharding, Options]:
     """The layout of a tree, the moves of its arrays, and how they are sent; runs nothing."""
     check_options(zero, mesh, dtype, codec, window_bytes)
     mesh = zero.mesh if mesh is None else mesh
@@ -212,7 +212,7 @@ def _check_devices(before: Set[Any], after: Set[Any]) -> None:
     )
 
 
-def _spread(specs: Any, tree: TreePlan) -> list[PartitionSpec]:
+def _spread(specs: Any, tree: TreeLayout) -> list[PartitionSpec]:
     """The spec of each array of the tree."""
     numbers = rebuild(tree.treedef, [None] * len(tree.statics), list(range(len(tree.statics))))
     try:
@@ -309,15 +309,15 @@ def _stack(move: Move, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
 
 def lowered(resharding: Resharding) -> list[jax.stages.Lowered]:
     """The program of each window, to be compiled and not run."""
-    mesh, found = resharding.digits.mesh, []
+    mesh, programs = resharding.digits.mesh, []
     for moves in resharding.programs:
         stacks = [_stack(move, mesh) for move in moves]
         structs = [
             jax.ShapeDtypeStruct(shape, move.leaf.stored.dtype, sharding=sharding)
             for move, (shape, sharding) in zip(moves, stacks, strict=True)
         ]
-        found.append(_program(mesh, moves).lower(*structs))  # pyright: ignore[reportFunctionMemberAccess]
-    return found
+        programs.append(_program(mesh, moves).lower(*structs))  # pyright: ignore[reportFunctionMemberAccess]
+    return programs
 
 
 def _viewed(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:

@@ -144,18 +144,18 @@ def _move(
     options: Options,
 ) -> Move:
     before = digits.split(plain_spec(leaf, source), len(leaf.shape))
-    found, windows, shape = _route(leaf, before, target, digits, other), None, leaf.padded_shape
-    if found is None:
+    route, windows, shape = _route(leaf, before, target, digits, other), None, leaf.padded_shape
+    if route is None:
         split = [dim for dim, names in enumerate(before) if names]
         dim = leaf.layout.dim if leaf.layout else next(iter(split), 0)
-        found, windows, shape = _by_windows(leaf, dim, before, target, digits, options)
+        route, windows, shape = _by_windows(leaf, dim, before, target, digits, options)
     dtype = sent_dtype(leaf, options.dtype)
-    sends = any(step.kind != "slice" for step in found.steps)
+    sends = any(step.kind != "slice" for step in route.steps)
     return Move(
         leaf,
         source.shard_shape(leaf.stored_shape),
         shape,
-        found,
+        route,
         target.shard_shape(leaf.shape),
         dtype,
         _codec(leaf, dtype, options) if sends else None,

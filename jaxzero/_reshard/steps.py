@@ -225,15 +225,15 @@ class Digits:
             None if the coordinates of `other` are no digits of these, as in a shuffled order.
         """
         place = {device: i for i, device in enumerate(self.mesh.devices.flat)}
-        found = np.array([place[device] for device in other.devices.flat])
-        axes = self._runs(found.reshape(other.devices.shape), other.axis_names)
+        places = np.array([place[device] for device in other.devices.flat])
+        axes = self._runs(places.reshape(other.devices.shape), other.axis_names)
         if axes is None:
             return None
         order = [name for axis in other.axis_names for name in axes[axis]]
-        numbers = np.arange(found.size).reshape(tuple(self.mesh.shape.values()))
+        numbers = np.arange(places.size).reshape(tuple(self.mesh.shape.values()))
         perm = [self.mesh.axis_names.index(name) for name in order]
         perm += [i for i in range(numbers.ndim) if i not in perm]  # an axis of one device
-        if not np.array_equal(numbers.transpose(perm).ravel(), found):
+        if not np.array_equal(numbers.transpose(perm).ravel(), places):
             return None
         return Digits(self.mesh, axes)
 
@@ -278,10 +278,10 @@ def groups(digits: tuple[str, ...], mesh: Mesh) -> np.ndarray:
 
 @functools.cache
 def _primes(size: int) -> tuple[int, ...]:
-    found, prime = [], 2
+    primes, prime = [], 2
     while size > 1:
         while size % prime == 0:
-            found.append(prime)
+            primes.append(prime)
             size //= prime
         prime += 1
-    return tuple(found)
+    return tuple(primes)

@@ -1,7 +1,7 @@
 """Configuration, presets, and the layout of sharded trees: which dim of each leaf is split.
 
-In: a `ZeroConfig`, a mesh and a pytree. Out: a `TreePlan` with one layout for each leaf, and stored
-arrays that carry their layout. Nothing here runs a collective.
+In: a `ZeroConfig`, a mesh and a pytree. Out: a `TreeLayout` with one layout for each leaf, and
+stored arrays that carry their layout. Nothing here runs a collective.
 """
 
 from .activations import Activations as Activations
@@ -51,11 +51,11 @@ from .stored_array import path_endings as path_endings
 from .stored_array import path_name as path_name
 from .stored_array import spread_prefix as spread_prefix
 from .tree import Static as Static
-from .tree import TreePlan as TreePlan
+from .tree import TreeLayout as TreeLayout
 from .tree import arrays_of as arrays_of
+from .tree import lay_out as lay_out
+from .tree import layout_as_stored as layout_as_stored
 from .tree import offloaded as offloaded
-from .tree import plan_as_stored as plan_as_stored
-from .tree import plan_tree as plan_tree
 from .tree import rebuild as rebuild
 from .tree import statics_of as statics_of
 from .tree import stored_leaf as stored_leaf

@@ -33,17 +33,17 @@ def trained_leaves(tree: Any) -> list[bool | None]:
     Raises:
         ValueError: an `nnx.Module` holds one `Variable` in two places.
     """
-    found: list[bool | None] = []
+    trained: list[bool | None] = []
     for part in jax.tree.leaves(
         tree, is_leaf=lambda x: is_stored(x) or _is_nnx(x) or _is_equinox(x)
     ):
         if _is_nnx(part):
-            found += _trained_by_nnx(part)
+            trained += _trained_by_nnx(part)
         elif _is_equinox(part):
-            found += [_is_inexact(leaf) for leaf in flatten(part)[1]]
+            trained += [_is_inexact(leaf) for leaf in flatten(part)[1]]
         else:
-            found.append(None)
-    return found
+            trained.append(None)
+    return trained
 
 
 def overwritten_leaves(tree: Any) -> list[bool]:
@@ -52,20 +52,20 @@ def overwritten_leaves(tree: Any) -> list[bool]:
     Such a leaf is known by its collection, by the type of its `nnx.Variable`, or by its name beside
     the other variables of an fp8 layer.
     """
-    found: list[bool] = []
+    overwritten: list[bool] = []
     names: list[list[str]] = []
     for path, variable in _pairs(tree, _is_variable):
         is_typed = _is_variable(variable) and _is_overwritten_type(type(variable))
         keys = path_name(path).split(".")
         num = len(flatten(variable)[1])
-        found += [is_typed or _OVERWRITTEN in keys] * num
+        overwritten += [is_typed or _OVERWRITTEN in keys] * num
         names += [keys] * num
     beside: dict[tuple[str, ...], set[str]] = {}
     for *parent, name in names:
         beside.setdefault(tuple(parent), set()).add(name)
     return [
         is_found or (name in _FP8_STATE and beside[tuple(parent)] >= _HISTORIES)
-        for is_found, (*parent, name) in zip(found, names, strict=True)
+        for is_found, (*parent, name) in zip(overwritten, names, strict=True)
     ]
 
 
@@ -164,7 +164,7 @@ def rng_leaves(tree: Any) -> list[bool]:
 def _trained_by_nnx(module: Any) -> list[bool | None]:
     nnx = sys.modules["flax.nnx"]
     path_of: dict[int, str] = {}
-    found: list[bool | None] = []
+    trained: list[bool | None] = []
     for path, variable in _pairs(module, _is_variable):
         name = path_name(path)
         if _is_variable(variable) and (first := path_of.setdefault(id(variable), name)) != name:
@@ -175,8 +175,8 @@ def _trained_by_nnx(module: Any) -> list[bool | None]:
             )
         is_trained = isinstance(variable, nnx.Param) or _is_overwritten_type(type(variable))
         leaves = flatten(variable)[1]
-        found += [is_trained and _is_inexact(leaf) for leaf in leaves]
-    return found
+        trained += [is_trained and _is_inexact(leaf) for leaf in leaves]
+    return trained
 
 
 def _is_overwritten_type(kind: type) -> bool:

@@ -18,11 +18,11 @@ from .._mesh import AnyMesh, NodeMesh, axes_of_dims, is_traced, physical
 from .config import ZeroConfig
 from .layout import DimSharding, LeafSpec, axes_of, layout_of_leaf, split_over_stages
 from .stored_array import StoredArray, array_leaves, flatten, is_array, is_stored, path_name
-from .tree import TreePlan, as_placed, plan_as_stored, without_layout
+from .tree import TreeLayout, as_placed, layout_as_stored, without_layout
 
 
 class Registry:
-    """The `TreePlan` of every tree laid out so far.
+    """The `TreeLayout` of every tree laid out so far.
 
     Args:
         mesh: the mesh that the trees are laid out on.
@@ -34,34 +34,34 @@ class Registry:
         self._devices = set(physical(mesh).devices.flat)
         self._config = config
         self._num_shards = config.num_shards(mesh)
-        self._plans: dict[Any, list[TreePlan]] = {}
+        self._layouts: dict[Any, list[TreeLayout]] = {}
         self._split: set[tuple[tuple[int, ...], Any]] = set()  # shape and dtype of split leaves
 
-    def add(self, plan: TreePlan) -> TreePlan:
-        """Store `plan` and return it.
+    def add(self, layout: TreeLayout) -> TreeLayout:
+        """Store `layout` and return it.
 
         If a tree of equal structure and shapes was laid out with `specs`, and this one without,
-        the plan takes over those `specs`.
+        the layout takes over those `specs`.
         """
-        known = self._plans.setdefault(plan.treedef, [])
-        equal = next((old for old in known if old.shapes == plan.shapes), None)
+        alike = self._layouts.setdefault(layout.treedef, [])
+        equal = next((old for old in alike if old.shapes == layout.shapes), None)
         if equal is not None:
-            known.remove(equal)
-            if not any(leaf.other_axes for leaf in plan.leaves):
-                plan = _with_other_axes_of(equal, plan)
-        known.append(plan)
-        self._split |= {(leaf.shape, leaf.dtype) for leaf in plan.leaves if leaf.layout}
-        return plan
+            alike.remove(equal)
+            if not any(leaf.other_axes for leaf in layout.leaves):
+                layout = _with_other_axes_of(equal, layout)
+        alike.append(layout)
+        self._split |= {(leaf.shape, leaf.dtype) for leaf in layout.leaves if leaf.layout}
+        return layout
 
-    def find(self, tree: Any) -> TreePlan | None:
-        """The plan of a tree laid out before, with the tree's present dtypes; None if unknown."""
+    def find(self, tree: Any) -> TreeLayout | None:
+        """The layout of a tree laid out before, with the tree's present dtypes; None if unknown."""
         _, leaves, treedef = flatten(tree)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         shapes = tuple(tuple(x.shape) for x in arrays)
-        for plan in self._plans.get(treedef, ()):
-            if plan.shapes != shapes or len(plan.statics) != len(leaves):
+        for layout in self._layouts.get(treedef, ()):
+            if layout.shapes != shapes or len(layout.statics) != len(leaves):
                 continue
-            pairs = list(zip(plan.leaves, arrays, strict=True))
+            pairs = list(zip(layout.leaves, arrays, strict=True))
             if all(leaf.is_plain != is_stored(x) for leaf, x in pairs):
                 now = (
                     x.leaf(leaf.path)
@@ -69,30 +69,30 @@ class Registry:
                     else as_placed(dataclasses.replace(leaf, dtype=x.dtype), x, self._num_shards)
                     for leaf, x in pairs
                 )
-                return dataclasses.replace(plan, leaves=tuple(now))
+                return dataclasses.replace(layout, leaves=tuple(now))
         return None
 
-    def plan_of(self, tree: Any) -> TreePlan:
-        """The plan of a stored tree: looked up, or found from its leaves if it is unknown.
+    def layout_of(self, tree: Any) -> TreeLayout:
+        """The layout of a stored tree: looked up, or found from its leaves if it is unknown.
 
         Raises:
             ValueError: an array in it was not laid out by this `Zero`.
         """
         known = self.find(tree)
-        plan = plan_as_stored(tree, self._mesh, self._config) if known is None else known
+        layout = layout_as_stored(tree, self._mesh, self._config) if known is None else known
         self._check_is_laid_out(tree, known is not None)
-        self.check_is_ours(plan)
-        return plan
+        self.check_is_ours(layout)
+        return layout
 
-    def plan_of_parts(self, tree: Any) -> TreePlan | None:
-        """The plan of a tree that may hold sharded arrays beside others, such as statistics.
+    def layout_of_parts(self, tree: Any) -> TreeLayout | None:
+        """The layout of a tree that may hold sharded arrays beside others, such as statistics.
 
         An array counts as sharded if it is a `StoredArray`, if its sharding is that of a parameter,
         or, for a traced array without sharding, if an array of its shape and dtype was laid out
         sharded. Sharded arrays are gathered where they are used; others are replicated.
 
         Returns:
-            The plan; None if no array counts as sharded.
+            The layout; None if no array counts as sharded.
 
         Raises:
             ValueError: a `StoredArray` was laid out by a `Zero` with another mesh or config.
@@ -104,11 +104,11 @@ class Registry:
         ]
         if not any(is_sharded):
             return None
-        plan = plan_as_stored(tree, self._mesh, self._config)
-        self.check_is_ours(plan)
-        pairs = zip(plan.leaves, is_sharded, strict=True)
+        layout = layout_as_stored(tree, self._mesh, self._config)
+        self.check_is_ours(layout)
+        pairs = zip(layout.leaves, is_sharded, strict=True)
         leaves = tuple(leaf if sharded else without_layout(leaf) for leaf, sharded in pairs)
-        return dataclasses.replace(plan, leaves=leaves)
+        return dataclasses.replace(layout, leaves=leaves)
 
     def holds_laid_out(self, tree: Any) -> bool:
         """Whether a tree certainly holds a laid-out array.
@@ -119,15 +119,15 @@ class Registry:
         arrays = array_leaves(tree)
         return any(is_stored(x) or self._is_split_as_ours(x) for x in arrays)
 
-    def is_placed_otherwise(self, tree: Any, plan: TreePlan) -> bool:
-        """Whether a tree with the shapes of `plan` certainly does not have its shardings.
+    def is_placed_otherwise(self, tree: Any, layout: TreeLayout) -> bool:
+        """Whether a tree with the shapes of `layout` certainly does not have its shardings.
 
         That is known if no array is traced: then one of them is a NumPy array, or a `jax.Array`
         with another sharding.
         """
         arrays = array_leaves(tree)
         is_otherwise = [
-            self._is_elsewhere(x, leaf) for x, leaf in zip(arrays, plan.leaves, strict=True)
+            self._is_elsewhere(x, leaf) for x, leaf in zip(arrays, layout.leaves, strict=True)
         ]
         return None not in is_otherwise and any(is_otherwise)
 
@@ -199,15 +199,15 @@ class Registry:
                 )
 
     def _known_shape(self, treedef: Any, path: Any) -> str:
-        for plan in self._plans.get(treedef, ()):
-            for leaf in plan.leaves:
+        for layout in self._layouts.get(treedef, ()):
+            for leaf in layout.leaves:
                 if leaf.path == path_name(path):
                     return f"A tree like this was laid out with {leaf.shape} there. "
         return ""
 
-    def check_is_ours(self, plan: TreePlan) -> None:
+    def check_is_ours(self, layout: TreeLayout) -> None:
         """Raise `ValueError` for a leaf that a `Zero` with another mesh or config has laid out."""
-        for leaf in plan.leaves:
+        for leaf in layout.leaves:
             if leaf.is_plain:
                 continue
             ours = self._splits(leaf)
@@ -238,9 +238,9 @@ def _named(layout: DimSharding | None = None, stages: DimSharding | None = None)
     return str(layout) if stages is None else f"{layout} and, over stages, {stages}"
 
 
-def _with_other_axes_of(known: TreePlan, plan: TreePlan) -> TreePlan:
-    pairs = zip(plan.leaves, known.leaves, strict=True)
+def _with_other_axes_of(known: TreeLayout, layout: TreeLayout) -> TreeLayout:
+    pairs = zip(layout.leaves, known.leaves, strict=True)
     leaves = (
         dataclasses.replace(old, dtype=new.dtype) if old.other_axes else new for new, old in pairs
     )
-    return dataclasses.replace(plan, leaves=tuple(leaves))
+    return dataclasses.replace(layout, leaves=tuple(leaves))

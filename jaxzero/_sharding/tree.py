@@ -43,7 +43,7 @@ class Static:
 
 
 @dataclasses.dataclass(frozen=True)
-class TreePlan:
+class TreeLayout:
     """The structure of a tree, the layout of its arrays, and the values of its other leaves.
 
     Attributes:
@@ -71,7 +71,7 @@ class TreePlan:
         """Build the tree with these values in place of its arrays, and without `StoredArray`s."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
-    def with_statics_of(self, tree: Any) -> TreePlan:
+    def with_statics_of(self, tree: Any) -> TreeLayout:
         """This layout for a tree of its structure, with that tree's leaves that are no arrays."""
         return dataclasses.replace(self, statics=statics_of(flatten(tree)[1]))
 
@@ -116,9 +116,9 @@ def arrays_of(tree: Any) -> list[Any]:
     return [data_of(leaf) for leaf in array_leaves(tree)]
 
 
-def plan_tree(
+def lay_out(
     tree: Any, mesh: AnyMesh, config: ZeroConfig, specs: Any = None, codec: Codec | None = None
-) -> TreePlan:
+) -> TreeLayout:
     """Lay out a tree of arrays or `ShapeDtypeStruct`s of true shapes.
 
     Args:
@@ -145,14 +145,14 @@ def plan_tree(
     others = _spread_specs(specs, tree, len(leaves), mesh, config)
     if config.stages is not None:
         others = _split_over_stages(paths, leaves, others, mesh, config)
-    planned = []
+    laid_out = []
     states = overwritten_leaves(tree)
     for path, leaf, other, is_state in zip(paths, leaves, others, states, strict=True):
         if not is_array(leaf):
             continue
         name = path_name(path)
         if isinstance(leaf, StoredArray):
-            planned.append(_as_stored(leaf, name, codec))
+            laid_out.append(_as_stored(leaf, name, codec))
             continue
         other = _with_ungathered(other, name, leaf, mesh, config)
         # State that its gradient overwrites is small, read in full and never encoded: replicated.
@@ -165,26 +165,26 @@ def plan_tree(
         elif not axes_of(other):
             over_tokens = split_over_tokens_axis(shape, layout, mesh)
             new = dataclasses.replace(new, other_axes=over_tokens)
-        planned.append(new)
-    return TreePlan(treedef, tuple(planned), statics_of(leaves))
+        laid_out.append(new)
+    return TreeLayout(treedef, tuple(laid_out), statics_of(leaves))
 
 
-def plan_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreePlan:
-    """The plan of a tree whose leaves are stored already, found from the leaves alone.
+def layout_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreeLayout:
+    """The layout of a tree whose leaves are stored already, found from the leaves alone.
 
-    A plain array is in its own shape, so it has the layout that `plan_tree` gives that shape. If
+    A plain array is in its own shape, so it has the layout that `lay_out` gives that shape. If
     that layout is padded, the array cannot have it, and counts as replicated.
     """
-    plan = plan_tree(tree, mesh, config)
-    found = array_leaves(tree)
-    pairs = zip(plan.leaves, found, strict=True)
+    layout = lay_out(tree, mesh, config)
+    arrays = array_leaves(tree)
+    pairs = zip(layout.leaves, arrays, strict=True)
     leaves = [
         leaf if leaf.is_plain or isinstance(x, StoredArray) else without_layout(leaf)
         for leaf, x in pairs
     ]
     num_shards = config.num_shards(mesh)
-    placed = [as_placed(leaf, x, num_shards) for leaf, x in zip(leaves, found, strict=True)]
-    return dataclasses.replace(plan, leaves=tuple(placed))
+    placed = [as_placed(leaf, x, num_shards) for leaf, x in zip(leaves, arrays, strict=True)]
+    return dataclasses.replace(layout, leaves=tuple(placed))
 
 
 def as_placed(leaf: LeafSpec, x: Any, num_shards: int) -> LeafSpec:
@@ -193,26 +193,26 @@ def as_placed(leaf: LeafSpec, x: Any, num_shards: int) -> LeafSpec:
 
 
 def offloaded(
-    plan: TreePlan, offload: Offload | None, num_shards: int, role: Role = "weights"
-) -> TreePlan:
+    layout: TreeLayout, offload: Offload | None, num_shards: int, role: Role = "weights"
+) -> TreeLayout:
     """The layout of a parameter tree, with the leaves in host memory that `offload` puts there.
 
     Args:
-        plan: the layout, with all leaves in device memory.
+        layout: the layout, with all leaves in device memory.
         offload: what is offloaded; None: nothing.
         num_shards: the number of shards of a leaf.
         role: "gradients" for the layout of gradients.
     """
     if offload is None:
-        return plan
+        return layout
     leaves = (
         in_memory(leaf, HOST, num_shards)
         if (leaf.layout or num_shards == 1)
         and offload.takes(role, leaf.path, math.prod(leaf.shape))
         else leaf
-        for leaf in plan.leaves
+        for leaf in layout.leaves
     )
-    return dataclasses.replace(plan, leaves=tuple(leaves))
+    return dataclasses.replace(layout, leaves=tuple(leaves))
 
 
 def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> LeafSpec:

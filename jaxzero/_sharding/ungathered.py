@@ -90,16 +90,16 @@ class Ungathered:
             ValueError: a pattern has matched no leaf, or a leaf that cannot be split.
         """
         for pattern in self.patterns:
-            found = [leaf for leaf in leaves if fnmatch.fnmatchcase(leaf.path, pattern)]
-            if not found and pattern not in matched:
+            chosen = [leaf for leaf in leaves if fnmatch.fnmatchcase(leaf.path, pattern)]
+            if not chosen and pattern not in matched:
                 known = ", ".join(leaf.path for leaf in leaves[:8])
                 raise ValueError(
                     f"`leaves` of `Ungathered` has the pattern {pattern!r}, which matches no leaf "
                     f"of this tree; its leaves are {known}{', ...' if len(leaves) > 8 else ''}. "
                     "Correct the pattern; if it is for another tree, shard that one first."
                 )
-            matched |= {pattern} if found else set()
-            for leaf in found:
+            matched |= {pattern} if chosen else set()
+            for leaf in chosen:
                 if fault := self._fault(leaf.shape, mesh.shape[LOCAL]):
                     raise ValueError(
                         f"The leaf `{leaf.path}` of shape {leaf.shape} is one of "

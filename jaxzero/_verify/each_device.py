@@ -55,15 +55,15 @@ class EachDevice:
                     self._rows(x, s, k) for x, s in zip(arrays, self.problem.specs, strict=True)
                 ]
                 if seed is None:
-                    made = self.problem.loss_and_grads(rows, divide=False)
+                    results = self.problem.loss_and_grads(rows, divide=False)
                 else:
-                    made = moved(
+                    results = moved(
                         functools.partial(self.problem.loss_and_grads, divide=False),
                         (rows,),
                         seed,
                         False,
                     )
-            parts.append(made)
+            parts.append(results)
         return [jnp.stack(x)[None] for x in zip(*parts, strict=True)]
 
     def _rows(self, x: Any, spec: PartitionSpec, k: int) -> Any:

@@ -56,14 +56,14 @@ class HalfBatches(Problem):
     def _means(self, arrays: Sequence[Any], part: range) -> tuple[Any, list[Any]]:
         """The weight of some of the nodes or devices, and the mean gradients over their rows."""
         rows = []
-        for x, dim in zip(arrays, self.row_dims, strict=True):
+        for array, dim in zip(arrays, self.row_dims, strict=True):
             if dim is not None:
-                size = x.shape[dim] // self.num
-                x = lax.slice_in_dim(x, part.start * size, part.stop * size, axis=dim)
-            rows.append(x)
-        made = Problem.loss_and_grads(self, rows, divide=False)
-        start = len(made) - len(self.differentiated)
+                size = array.shape[dim] // self.num
+                array = lax.slice_in_dim(array, part.start * size, part.stop * size, axis=dim)
+            rows.append(array)
+        sums = Problem.loss_and_grads(self, rows, divide=False)
+        start = len(sums) - len(self.differentiated)
         if start == 1 + len(self.aux_how):
-            return jnp.float32(len(part)), made[start:]
-        weight = made[1].astype(jnp.float32)
-        return weight, [x / weight.astype(x.dtype) for x in made[start:]]
+            return jnp.float32(len(part)), sums[start:]
+        weight = sums[1].astype(jnp.float32)
+        return weight, [x / weight.astype(x.dtype) for x in sums[start:]]

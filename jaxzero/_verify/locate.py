@@ -238,15 +238,15 @@ def _on_this_process(mesh: AnyMesh) -> AnyMesh:
 
 def _traced(results: Callable, mesh: AnyMesh, arrays: Sequence[Any]) -> Block:
     """The operations of the function on arrays of these shapes, with the axes of `mesh`."""
-    found = []
+    blocks = []
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
     def note(_: Any) -> Any:
-        found.append(trace(lambda *xs: results(list(xs)), *structs)[0])
+        blocks.append(trace(lambda *xs: results(list(xs)), *structs)[0])
         return jnp.zeros(())
 
     jax.eval_shape(map_devices(note, mesh, (PartitionSpec(),), PartitionSpec()), jnp.zeros(()))
-    return found[0]
+    return blocks[0]
 
 
 def _parts(problem: Problem, arrays: Sequence[Any], num: int) -> list[list[Any]]:

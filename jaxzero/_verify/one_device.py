@@ -156,11 +156,11 @@ class OneDevice:
     @property
     def is_random(self) -> bool:
         """Whether the program draws random numbers."""
-        found = []
+        answers = []
 
         def note(arrays: Sequence[Any]) -> Any:
-            found.append(draws_numbers(self.problem.loss_and_grads, arrays))
+            answers.append(draws_numbers(self.problem.loss_and_grads, arrays))
             return jnp.zeros([])
 
         jax.eval_shape(self._mapped(note), self.arrays)
-        return found[0]
+        return answers[0]

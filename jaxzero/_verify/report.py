@@ -135,7 +135,7 @@ class VerifyReport:
     def lines(self, width: int = 100, limit: int = 12) -> list[str]:
         """The report as lines of at most `width` columns; of the checks the first `limit`."""
         shown = self.checks if limit == 0 else self.checks[: max(limit, len(self.wrong[:40]))]
-        found = TextTable(
+        text = TextTable(
             headings=("result", "kind", "norm", "difference", "bound", "ratio", ""),
             rows=[
                 (
@@ -155,13 +155,13 @@ class VerifyReport:
                 for x in self.variations
             ]
             headings = ("with", "most changed", "relative change", "")
-            found += ["", *TextTable(headings=headings, rows=rows).lines(width)]
+            text += ["", *TextTable(headings=headings, rows=rows).lines(width)]
         if self.roundings:
             rows = [(x.name, _number(x.of_step), _number(x.of_reference)) for x in self.roundings]
             headings = ("from float64", "step", "plain JAX")
-            found += ["", *TextTable(headings=headings, rows=rows).lines(width)]
+            text += ["", *TextTable(headings=headings, rows=rows).lines(width)]
         sentences = [x for x in (*self.notes, self.memory, self.line, self.first) if x]
-        return [*found, "", *(line for x in sentences for line in textwrap.wrap(x, width))]
+        return [*text, "", *(line for x in sentences for line in textwrap.wrap(x, width))]
 
     def __str__(self) -> str:
         return "\n".join(self.lines(shutil.get_terminal_size((100, 24)).columns))

@@ -95,14 +95,14 @@ class Round(Problem):
 
     def _rows_of_nodes(self, arrays: Sequence[Any]) -> list[tuple[int, Any]]:
         """The place of each array with rows, and its rows by node: `[nodes, every, ...]`."""
-        found = []
+        by_node = []
         for i, dim in enumerate(self.row_dims):
             if dim is not None:
                 x, at = arrays[i], dim + 1
                 size = x.shape[at] // self.nodes
                 split = x.reshape(*x.shape[:at], self.nodes, size, *x.shape[at + 1 :])
-                found.append((i, jnp.moveaxis(split, at, 0)))
-        return found
+                by_node.append((i, jnp.moveaxis(split, at, 0)))
+        return by_node
 
     def _on_node(self, arrays: Sequence[Any], rows: dict[int, Any]) -> tuple[Any, ...]:
         """A node's parameters where it sends and at the end, its optimizer's state, and losses."""

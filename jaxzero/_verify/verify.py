@@ -111,16 +111,16 @@ class Verification:
                     (i, "drawn"): dataclasses.replace(check, kind=f"{check.kind}, same numbers")
                     for i, check in with_each.items()
                 }
-        found = list(checks.values())
+        all_checks = list(checks.values())
         for name, others in (
             ("halves", self._check_halves(halves)),
             ("update", self._check_update(update)),
             ("codecs", self._check_codecs()),
         ):
-            found += others
+            all_checks += others
             cause = cause or ("" if all(check.ok for check in others) else name)
         return VerifyReport(
-            checks=tuple(sorted(found, key=lambda check: -check.ratio)),
+            checks=tuple(sorted(all_checks, key=lambda check: -check.ratio)),
             variations=tuple(self._variations(got)) if variations else (),
             roundings=tuple(self._roundings(got)) if float64 else (),
             cause=cause,
@@ -212,7 +212,7 @@ class Verification:
         scale = is_counted.size / np.sum(is_counted)
         if first > 1 + len(self.problem.aux_how):  # sums, to be divided by the weight
             scale = is_counted.size / np.sum(np.asarray(parts[1], np.float64)[is_counted])
-        found = []
+        checks = []
         for i, (name, kind, x, y) in enumerate(self._pairs(got, self.want)):
             if kind == "aux" and not self._is_comparable(i):
                 continue
@@ -225,11 +225,11 @@ class Verification:
                 parts_of_leaf[~is_counted] = 0
                 error = gradient_bound(leaf, parts_of_leaf, self.comm, self.runs.config)
                 bounds = bounds + bounds_of(error, base[i])
-            found.append(self._check(name, f"{kind}, encoded", x, y, bounds))
-        return found
+            checks.append(self._check(name, f"{kind}, encoded", x, y, bounds))
+        return checks
 
     def _variations(self, got: Sequence[Any]) -> list[Variation]:
-        found = []
+        variations = []
         num = self.runs.microbatches
         rows = self.problem.rows_per_device(self.runs.mesh)
         other = 1 if num > 1 else next((k for k in (2, 3, 5) if rows % k == 0 and rows), None)
@@ -237,7 +237,7 @@ class Verification:
             other = None  # their number says which rows are computed
         if other is not None:
             changed, _ = self.runs.step(self.problem.arrays, other, False)
-            found.append(
+            variations.append(
                 self._variation(
                     f"{other} micro-batch{'es' if other > 1 else ''} instead of {num}", changed, got
                 )
@@ -245,14 +245,16 @@ class Verification:
         if rows > 1:
             arrays = self.problem.permuted(self.runs.mesh)
             changed, _ = self.runs.step(arrays, num, False)
-            found.append(self._variation("rows on other devices", changed, got))
+            variations.append(self._variation("rows on other devices", changed, got))
         if self.is_random:
             i = int(np.argmax(self.allowed.values[:, 0, 0]))
             size = max(measured(np.asarray(self.want[0]), np.zeros(()))[0], 1e-300)
             change = float(self.allowed.values[i, 0, 0]) / size
             ratio = float(self.allowed.values[i, 0, 0] / max(self.samples.bounds(0)[0], 1e-300))
-            found.append(Variation(name="other keys", result="loss", change=change, ratio=ratio))
-        return found
+            variations.append(
+                Variation(name="other keys", result="loss", change=change, ratio=ratio)
+            )
+        return variations
 
     def _variation(self, name: str, changed: Sequence[Any], got: Sequence[Any]) -> Variation:
         hows = ["mean", *self.problem.aux_how]

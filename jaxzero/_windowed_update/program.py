@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from .._mesh import with_automatic_axes
 from .._program import Atom, Block, Constant, Operation, Value, operations_for, trace
-from .._sharding import DimSharding, LeafSpec, TreePlan, flatten, is_array
+from .._sharding import DimSharding, LeafSpec, TreeLayout, flatten, is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,9 @@ class UpdateLayouts:
         axes: the mesh axes that split them.
     """
 
-    gradients: TreePlan
-    state: TreePlan
-    params: TreePlan
+    gradients: TreeLayout
+    state: TreeLayout
+    params: TreeLayout
     mesh: Mesh
     axes: tuple[str, ...]
 
@@ -56,7 +56,7 @@ class UpdateLayouts:
         params = self.params.leaves
         if [x.path for x in self.gradients.leaves] != [x.path for x in params]:
             given, trained = (
-                {x.path for x in plan.leaves} for plan in (self.gradients, self.params)
+                {x.path for x in layout.leaves} for layout in (self.gradients, self.params)
             )
             raise ValueError(
                 "`grads` must be a tree like the trained parameters; the leaves "
@@ -130,7 +130,7 @@ def trace_update(
     def flat(*arrays: Any) -> list[Any]:
         remaining = iter(arrays)
         gradients, state, params = (
-            plan.whole([next(remaining) for _ in plan.leaves]) for plan in trees
+            layout.whole([next(remaining) for _ in layout.leaves]) for layout in trees
         )
         values = dict(zip(traced, remaining, strict=True))
         arguments = jax.tree.unflatten(structure, [values.get(i, x) for i, x in enumerate(extras)])
@@ -150,15 +150,15 @@ def trace_update(
     return UpdateProgram(block), given
 
 
-def _arrays_like(plan: TreePlan, tree: Any, what: str) -> list[Any]:
+def _arrays_like(layout: TreeLayout, tree: Any, what: str) -> list[Any]:
     """The arrays of a new tree, in the places of the old one's."""
     try:
-        arrays = plan.flatten_like(tree)
+        arrays = layout.flatten_like(tree)
     except ValueError as error:
         raise ValueError(
             f"The optimizer returns {what} of another structure than it was given: {error}"
         ) from error
-    for leaf, x in zip(plan.leaves, arrays, strict=True):
+    for leaf, x in zip(layout.leaves, arrays, strict=True):
         if tuple(getattr(x, "shape", ())) != leaf.shape:
             raise ValueError(
                 f"The optimizer returns {what} whose leaf `{leaf.path}` has the shape "

@@ -283,7 +283,7 @@ def layer_updates(update: TracedUpdate) -> dict[int, LayerUpdate]:
         NotImplementedError: the update of such a leaf needs a value that is not known before the
             last gradient, as a norm.
     """
-    found = {}
+    by_leaf = {}
     for number in update.windowed:
         leaf = update.leaf(number)
         layout = leaf.spec.layout
@@ -292,11 +292,11 @@ def layer_updates(update: TracedUpdate) -> dict[int, LayerUpdate]:
             continue
         program = update.analysis.window_program(list(leaf.updates.values()))
         *state, param = leaf.arrays  # the program's inputs are the state, then the parameters
-        found[number] = LayerUpdate(update, leaf, (param, *state), program)
-    _check_reductions(update, found)
-    for each in found.values():
-        _check_scalars(update, each)
-    return found
+        by_leaf[number] = LayerUpdate(update, leaf, (param, *state), program)
+    _check_reductions(update, by_leaf)
+    for layer_update in by_leaf.values():
+        _check_scalars(update, layer_update)
+    return by_leaf
 
 
 def _check_reductions(update: TracedUpdate, found: Mapping[int, LayerUpdate]) -> None:

@@ -20,7 +20,7 @@ from .._program import OF_MUTABLE, is_mutable
 from .._sharding import (
     Registry,
     Static,
-    TreePlan,
+    TreeLayout,
     arrays_of,
     axes_of,
     flatten,
@@ -98,8 +98,8 @@ class Argument:
         name: the argument's name in error messages.
         treedef: the argument's structure, in which a `StoredArray` counts as one leaf.
         statics: for each leaf, its value as a `Static` if it is not an array; None if it is one.
-        plan: the layouts of a sharded tree; None if the argument holds no sharded arrays.
-        specs: for each array, its `PartitionSpec` over `node` and `local`; unused with a plan.
+        layout: the layouts of a sharded tree; None if the argument holds no sharded arrays.
+        specs: for each array, its `PartitionSpec` over `node` and `local`; unused with a layout.
         module_trains: for each array, whether the `eqx.Module` or `nnx.Module` that holds it trains
             it; None if it is in no module.
     """
@@ -107,17 +107,17 @@ class Argument:
     name: str
     treedef: Any
     statics: tuple[Static | None, ...]
-    plan: TreePlan | None
+    layout: TreeLayout | None
     specs: tuple[PartitionSpec, ...]
     module_trains: tuple[bool | None, ...]
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """For each leaf of `plan`, whether it gets a gradient if the argument is differentiated."""
-        leaves = self.plan.leaves if self.plan else ()
+        """Whether each leaf of `layout` gets a gradient if the argument is differentiated."""
+        leaves = self.layout.leaves if self.layout else ()
         return tuple(
             jnp.issubdtype(leaf.dtype, jnp.inexact) and kind is not False
-            for leaf, kind in zip(leaves, self.module_trains, strict=self.plan is not None)
+            for leaf, kind in zip(leaves, self.module_trains, strict=self.layout is not None)
         )
 
     def where(self, i: int) -> str:
@@ -140,18 +140,18 @@ class Call:
     num_positional: int
     keywords: tuple[str, ...]
 
-    def sharded(self) -> Iterator[tuple[int, int, Argument, TreePlan]]:
-        """Each sharded argument: position, index of its first leaf among those of all, plan."""
+    def sharded(self) -> Iterator[tuple[int, int, Argument, TreeLayout]]:
+        """Each sharded argument: position, index of its first leaf among those of all, layout."""
         start = 0
         for number, argument in enumerate(self.arguments):
-            if argument.plan is not None:
-                yield number, start, argument, argument.plan
-                start += len(argument.plan.leaves)
+            if argument.layout is not None:
+                yield number, start, argument, argument.layout
+                start += len(argument.layout.leaves)
 
     def split(self, arrays: Sequence[Sequence[Any]]) -> Iterator[tuple[Argument, Any, int]]:
         """Each array that is split over devices, with its argument and its index there."""
         for argument, leaves in zip(self.arguments, arrays, strict=True):
-            if argument.plan is None:
+            if argument.layout is None:
                 for i, (x, spec) in enumerate(zip(leaves, argument.specs, strict=True)):
                     if split_dim(spec) is not None:
                         yield argument, x, i
@@ -215,10 +215,10 @@ def resolve(
     if asked is None:
         asked = find_batch(values, names, given, argnums, registry, states)
     _fill_in_batches(asked, values, names, given, argnums)
-    plans = [
-        _plan_of(i, value, given[i], argnums, names, registry) for i, value in enumerate(values)
+    layouts = [
+        _layout_of(i, value, given[i], argnums, names, registry) for i, value in enumerate(values)
     ]
-    pairs = zip(names, values, plans, given, strict=True)
+    pairs = zip(names, values, layouts, given, strict=True)
     resolved = [_argument(*each) for each in pairs]
     arguments = tuple(argument for argument, _ in resolved)
     if not asked and not is_told:
@@ -252,15 +252,15 @@ def _fill_in_batches(
         given[i] = _batch_specs(names[i], values[i])
 
 
-def _plan_of(
+def _layout_of(
     i: int, value: Any, spec: Any, argnums: Sequence[int], names: Sequence[str], registry: Registry
-) -> TreePlan | None:
+) -> TreeLayout | None:
     """The layouts of an argument that holds sharded arrays; None if it holds none."""
     if spec is not None:
         return None
     is_strict = i in argnums or registry.find(value) is not None
     try:
-        return registry.plan_of(value) if is_strict else registry.plan_of_parts(value)
+        return registry.layout_of(value) if is_strict else registry.layout_of_parts(value)
     except ValueError as error:
         raise ValueError(f"{names[i]}: {error}") from error
 
@@ -334,11 +334,11 @@ def _spec_for_each(in_specs: Any, num: int, argnums: Sequence[int]) -> list[Any]
 
 
 def _argument(
-    name: str, value: Any, plan: TreePlan | None, spec: Any
+    name: str, value: Any, layout: TreeLayout | None, spec: Any
 ) -> tuple[Argument, list[Any]]:
     _, leaves, treedef = flatten(value)
     specs = [PartitionSpec()] * len(leaves)
-    if plan is None and spec is not None:
+    if layout is None and spec is not None:
         try:
             specs = spread_prefix(spec, value, PartitionSpec)
         except ValueError as error:
@@ -352,7 +352,7 @@ def _argument(
         name,
         treedef,
         statics_of(leaves),
-        plan,
+        layout,
         tuple(array_specs),
         tuple(of_arrays(value, trained_leaves(value))),
     )
@@ -391,7 +391,7 @@ def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> Non
             sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
             if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
                 continue
-            is_split = argument.plan is not None or any(argument.specs[i]) or any(sharding.spec)
+            is_split = argument.layout is not None or any(argument.specs[i]) or any(sharding.spec)
             if is_split and sharding.mesh != mesh.abstract_mesh:
                 raise ValueError(
                     f"{argument.where(i)}: it is laid out as {sharding.spec} on another mesh with "

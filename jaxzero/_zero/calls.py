@@ -1,6 +1,6 @@
 """One call of a transformed function: check its options and arguments, and build what it returns.
 
-Wire states are converted between the user's trees and the flat `LocalWireState`.
+Wire states are converted between the user's trees and the flat `DeviceWireState`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from .._execute import (
     GRADIENT_REDUCTIONS,
-    LocalWireState,
+    DeviceWireState,
     WireState,
     check_microbatches,
     from_tree,
@@ -84,7 +84,7 @@ def prepare(
         argnums=numbers,
         batch_argnums=batch_argnums,
         in_specs=in_specs,
-        registry=here._plans,
+        registry=here._registry,
         states=here._states,
         num_devices=here.num_devices,
     )
@@ -96,7 +96,7 @@ def prepare(
 
 def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:
     """Raise `ValueError` if a leaf of a differentiated argument cannot have a gradient."""
-    for leaf in argument.plan.leaves if argument.plan else ():
+    for leaf in argument.layout.leaves if argument.layout else ():
         if leaf.codec is not None:
             raise ValueError(
                 f"{argument.name}, leaf `{leaf.path}`: it is stored as messages of "
@@ -189,8 +189,8 @@ def gradient_options(
         )
     numbers = argument_numbers(argnums)
     reduce = flat_reductions("aux_reduce", aux_reduce)
-    known = known_shares(shares, mesh.shape[NODE], microbatches)
-    check_shares(known, halves, mesh)
+    node_shares = known_shares(shares, mesh.shape[NODE], microbatches)
+    check_shares(node_shares, halves, mesh)
     if gradient_reduce is not None and isinstance(argnums, int):
         gradient_reduce = (gradient_reduce,)
     reductions = flat_reductions("gradient_reduce", gradient_reduce, GRADIENT_REDUCTIONS)
@@ -200,7 +200,7 @@ def gradient_options(
         microbatches,
         weighted,
         reduce,
-        shares=known,
+        shares=node_shares,
         halves=halves,
         gradient_reduce=reductions,
         row_statistics=checked_row_statistics(row_statistics),
@@ -218,7 +218,7 @@ def returned(
         is_one: whether `argnums` is an int, so that gradients are not returned in a tuple.
         has_state: whether the caller passed a wire state.
     """
-    loss, gradients, aux, local_state, halves, _ = outputs
+    loss, gradients, aux, device_state, halves, _ = outputs
     options = transform.options
 
     def as_given(trees: list[Any]) -> Any:
@@ -238,8 +238,8 @@ def returned(
         result.append(GradientHalves(first, second, cross, share))
     if has_state:
         states = {
-            number: to_tree(plan, local_state, start)
-            for number, start, _, plan in transform.call.sharded()
+            number: to_tree(layout, device_state, start)
+            for number, start, _, layout in transform.call.sharded()
         }
         result.append(as_given([states[number] for number in options.argnums]))
     return tuple(result)
@@ -264,26 +264,26 @@ def _as_trees(
     trees = {}
     for number in sorted(transform.options.argnums):
         argument = transform.call.arguments[number]
-        plan = argument.plan
-        if plan is None:
+        layout = argument.layout
+        if layout is None:
             trees[number] = argument.rebuild([])
             continue
-        found = []
+        entries = []
         for leaf, is_trained, kind in zip(
-            plan.leaves, argument.trained, argument.module_trains, strict=True
+            layout.leaves, argument.trained, argument.module_trains, strict=True
         ):
             if is_trained:
-                found.append(as_leaf(leaf, next(remaining)))
+                entries.append(as_leaf(leaf, next(remaining)))
             else:
-                found.append(None if kind is False else as_leaf(leaf, other(leaf)))
+                entries.append(None if kind is False else as_leaf(leaf, other(leaf)))
         # An empty `StoredArray` stays, so that gradients have the structure of the parameters.
         nothing = [s if s is None or is_stored(s.value) else Static(None) for s in argument.statics]
-        trees[number] = rebuild(argument.treedef, nothing, found)
+        trees[number] = rebuild(argument.treedef, nothing, entries)
     return [trees[number] for number in transform.options.argnums]
 
 
-def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
-    """Flatten the wire states of a call into one `LocalWireState`, by index of the leaf.
+def wire_state_of(transform: Transform, wire_state: Any) -> DeviceWireState:
+    """Flatten the wire states of a call into one `DeviceWireState`, by index of the leaf.
 
     Args:
         transform: the transform of the call.
@@ -302,7 +302,7 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
             "`wire_state=`, and take the next one as the last result."
         )
     if wire_state is None:
-        return LocalWireState()
+        return DeviceWireState()
     states = (wire_state,) if isinstance(wire_state, WireState) else wire_state
     if not isinstance(states, (tuple, list)) or len(states) != len(numbers):
         raise ValueError(
@@ -310,19 +310,19 @@ def wire_state_of(transform: Transform, wire_state: Any) -> LocalWireState:
             f"({len(numbers)}); got {type(wire_state).__name__}. Make each with "
             "`zero.init_wire_state(params)`."
         )
-    local_state = LocalWireState()
-    for number, start, argument, plan in call.sharded():
+    device_state = DeviceWireState()
+    for number, start, argument, layout in call.sharded():
         if number in numbers:
             state = states[list(numbers).index(number)]
-            part = from_tree(plan, state, comm, argument.name, start)
-            local_state = local_state.joined(part)
-    return local_state
+            part = from_tree(layout, state, comm, argument.name, start)
+            device_state = device_state.joined(part)
+    return device_state
 
 
 def reads_kept_slices(transform: Transform) -> bool:
     """Whether a training step on the same parameters reads slices that a wire state keeps."""
-    plans = [transform.call.arguments[number].plan for number in transform.options.argnums]
-    leaves = [leaf for plan in plans if plan is not None for leaf in plan.leaves]
+    layouts = [transform.call.arguments[number].layout for number in transform.options.argnums]
+    leaves = [leaf for layout in layouts if layout is not None for leaf in layout.leaves]
     return bool(specs_of(leaves, transform.comm).slices)
 
 

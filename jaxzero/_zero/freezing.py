@@ -14,7 +14,7 @@ import optax
 
 from .._codecs import Codec
 from .._program import SplitStack, run_on_split_stacks
-from .._sharding import LeafSpec, TreePlan, arrays_of
+from .._sharding import LeafSpec, TreeLayout, arrays_of
 from .activation_cache import ActivationCache
 from .batch_choice import BatchArgnums
 from .frozen_layers import Names, find_prefix
@@ -59,8 +59,8 @@ class Freezing:
                 "`codec` of `zero.freeze` does not work with `stages` of the config: a message of "
                 "a stack has no layers to divide. Leave out one of the two."
             )
-        plan = zero._plan_of(params)
-        for leaf in plan.leaves:
+        layout = zero._layout_of(params)
+        for leaf in layout.leaves:
             if leaf.codec is not None:
                 raise ValueError(
                     f"`params`, leaf `{leaf.path}`: it is stored as messages of {leaf.codec}, "
@@ -69,11 +69,11 @@ class Freezing:
                 )
         self._zero = zero
         self.prefix = prefix
-        self.num_layers, rows = find_prefix(plan.leaves, prefix, layers, before)
+        self.num_layers, rows = find_prefix(layout.leaves, prefix, layers, before)
         # All stages have all frozen layers; if no others are left, stages divide these.
         is_cut = zero.config.stages is not None and any(n for n in rows)
         of_frozen = dataclasses.replace(zero.config, stages=None) if is_cut else None
-        self._cut = make_cut(plan, rows, zero._devices, zero.config, codec, of_frozen)
+        self._cut = make_cut(layout, rows, zero._devices, zero.config, codec, of_frozen)
         if is_cut and self._cut.active.treedef == self._cut.frozen.treedef:
             raise NotImplementedError(
                 "`params` are stacks of layers and nothing else, so the active and the frozen tree "
@@ -81,7 +81,7 @@ class Freezing:
                 "that is not in `layers`, such as a head."
             )
         for part in (self._cut.active, self._cut.frozen):
-            zero._plans.add(part)
+            zero._registry.add(part)
 
     def __repr__(self) -> str:
         return f"Freezing({self.prefix} of {self.num_layers} layers)"
@@ -118,8 +118,8 @@ class Freezing:
         Raises:
             ValueError: `params` has another structure or other shapes, or is traced.
         """
-        plan = self._zero._plan_of(params)
-        self._check("params", plan, self._cut.whole)
+        layout = self._zero._layout_of(params)
+        self._check("params", layout, self._cut.whole)
         return self._split(params, self._cut, self._zero._weight_axes)
 
     def join(self, active: Any, frozen: Any) -> Any:
@@ -132,7 +132,7 @@ class Freezing:
             ("active", active, self._cut.active),
             ("frozen", frozen, self._cut.frozen),
         ):
-            self._check(name, self._zero._plan_of(tree), layout)
+            self._check(name, self._zero._layout_of(tree), layout)
         return self._join(active, frozen, self._cut, self._zero._weight_axes)
 
     def wrap(self, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,10 +187,10 @@ class Freezing:
                 "`freezing.cache` does not work with `stages` of the config, whose micro-batches "
                 "it does not divide. Leave out one of the two."
             )
-        self._check("frozen", self._zero._plan_of(frozen), self._cut.frozen)
-        plan = self._cut.active
-        structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
-        active = plan.whole(structs)
+        self._check("frozen", self._zero._layout_of(frozen), self._cut.frozen)
+        layout = self._cut.active
+        structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layout.leaves]
+        active = layout.whole(structs)
         return ActivationCache(self._zero, self.wrap(f), active, frozen, max_bytes, batch_argnums)
 
     # Optimizers.
@@ -211,7 +211,7 @@ class Freezing:
                 cut by layers, such as means over layers.
         """
         cut = self._cut_of_state(tx)
-        self._check("opt_state", self._zero._plan_of(opt_state), cut.whole)
+        self._check("opt_state", self._zero._layout_of(opt_state), cut.whole)
         return self._split(opt_state, cut, self._zero._state_axes)
 
     def join_optimizer(
@@ -230,7 +230,7 @@ class Freezing:
             ("active_state", active_state, cut.active),
             ("frozen_state", frozen_state, cut.frozen),
         ):
-            self._check(name, self._zero._plan_of(tree), layout)
+            self._check(name, self._zero._layout_of(tree), layout)
         return self._join(active_state, frozen_state, cut, self._zero._state_axes)
 
     # Shared by the methods above.
@@ -269,7 +269,7 @@ class Freezing:
             )
         return leaves
 
-    def _check(self, name: str, given: TreePlan, known: TreePlan) -> None:
+    def _check(self, name: str, given: TreeLayout, known: TreeLayout) -> None:
         """Raise `ValueError` unless a tree has the structure, shapes and storage of `known`."""
         if given.treedef == known.treedef and given.shapes == known.shapes:
             pairs = zip(given.leaves, known.leaves, strict=True)
@@ -281,7 +281,7 @@ class Freezing:
         found = None if leaf is None else shapes.get(leaf.path, "nothing")
         raise self._not_ours(name, leaf, found)
 
-    def _values(self, name: str, tree: Any, known: TreePlan) -> list[Any]:
+    def _values(self, name: str, tree: Any, known: TreeLayout) -> list[Any]:
         """The full arrays of a tree inside a program, which must have the `known` shapes."""
         try:
             values = known.flatten_like(tree)

@@ -114,15 +114,15 @@ def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: 
 
 
 def _names(argument: str, names: Names) -> tuple[str, ...]:
-    found = (names,) if isinstance(names, str) else tuple(names)
-    if not all(isinstance(name, str) and name for name in found):
+    paths = (names,) if isinstance(names, str) else tuple(names)
+    if not all(isinstance(name, str) and name for name in paths):
         raise ValueError(
             f"`{argument}` must be a path of the parameter tree, such as 'encoder.layers', or "
             f"several of them; got {names!r}."
         )
-    if argument == "layers" and not found:
+    if argument == "layers" and not paths:
         raise ValueError("`layers` must name the layers of the model; got none.")
-    return found
+    return paths
 
 
 def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
@@ -131,14 +131,14 @@ def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
         raise ValueError(f"`layers` may have one `*`, for the number of a layer; got {name!r}.")
     pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"(\.|$)")
     matches = {leaf.path: pattern.match(leaf.path) for leaf in leaves}
-    found = {
+    numbers = {
         path: int(match.group(1)) if "*" in name else None
         for path, match in matches.items()
         if match is not None
     }
-    if not found:
+    if not numbers:
         raise ValueError(f"`layers` names {name!r}, and no leaf is there. {_known(leaves)}")
-    return found
+    return numbers
 
 
 def _length(name: str, found: dict[str, int | None], leaves: Sequence[LeafSpec]) -> int:
@@ -183,15 +183,15 @@ def _leaves_before(
 ) -> set[str]:
     first = set()
     for name in names:
-        found = {x.path for x in leaves if x.path == name or x.path.startswith(f"{name}.")}
-        if not found:
+        paths = {x.path for x in leaves if x.path == name or x.path.startswith(f"{name}.")}
+        if not paths:
             raise ValueError(f"`before` names {name!r}, and no leaf is there. {_known(leaves)}")
-        if shared := sorted(found & in_layers.keys()):
+        if shared := sorted(paths & in_layers.keys()):
             raise ValueError(
                 f"`before` names {name!r}, which holds `{shared[0]}`, a leaf of `layers`. Name "
                 "only what is computed before layer 0."
             )
-        first |= found
+        first |= paths
     return first
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from .._mesh import HOST, AnyMesh, SimulatedMesh, physical
-from .._sharding import LeafSpec, Offload, TreePlan
+from .._sharding import LeafSpec, Offload, TreeLayout
 
 _GIB = 2**30
 
@@ -31,7 +31,7 @@ def check_platform(mesh: AnyMesh, asked_by: str = "`offload`") -> None:
         )
 
 
-def check_offloaded(offload: Offload, layout: TreePlan, matched: set[str]) -> None:
+def check_offloaded(offload: Offload, layout: TreeLayout, matched: set[str]) -> None:
     """Check that a tree can be offloaded, and that each pattern has matched a leaf so far.
 
     Args:

@@ -17,7 +17,7 @@ from .._local_steps import Carry, Inner, LocalSteps, Outer, run_round
 from .._mesh import NODE, NodeMesh, SimulatedMesh, is_traced, map_nodes
 from .._report import LocalReport
 from .._sharding import (
-    TreePlan,
+    TreeLayout,
     arrays_of,
     of_arrays,
     overwritten_leaves,
@@ -83,8 +83,8 @@ class LocalRounds:
                 fragments.
             NotImplementedError: a leaf is stored encoded or is split over further mesh axes.
         """
-        plans = self._zero._plan_of(params), self._zero._plan_of(opt_state)
-        layouts = self._lay_out(params, *plans)
+        tree_layouts = self._zero._layout_of(params), self._zero._layout_of(opt_state)
+        layouts = self._lay_out(params, *tree_layouts)
         mesh = auto_mesh(self._zero.mesh)
 
         def make(trees: list[list[Array]]) -> Arrays:
@@ -95,7 +95,7 @@ class LocalRounds:
                     constrain(pad_leaf(new, unpad_leaf(old, x)), mesh, new.spec(after.axes))
                     for old, new, x in zip(before.leaves, after.leaves, arrays, strict=True)
                 ]
-                for before, after, arrays in zip(plans, kept, trees, strict=True)
+                for before, after, arrays in zip(tree_layouts, kept, trees, strict=True)
             )
             return for_nodes(first_arrays(layouts, inner, state), layouts, self.num_nodes)
 
@@ -111,8 +111,8 @@ class LocalRounds:
             nodes: the number of nodes that saved the state; by default that of the mesh. Give the
                 restored state of another number of nodes to `rejoin`.
         """
-        plans = self._zero._plan_of(params), self._zero._plan_of(opt_state)
-        layouts = self._lay_out(params, *plans)
+        tree_layouts = self._zero._layout_of(params), self._zero._layout_of(opt_state)
+        layouts = self._lay_out(params, *tree_layouts)
         num = self.num_nodes if nodes is None else nodes
 
         def structs(kept: Kept) -> Any:
@@ -147,7 +147,7 @@ class LocalRounds:
         layouts = self._checked(state)
         specs = batch_specs(batches, self.method.every, self._zero.num_devices)
         arrays = {name: arrays_of(getattr(state, name)) for name in FIELDS}
-        found: dict[str, Any] = {}
+        noted: dict[str, Any] = {}
 
         rows, treedef = jax.tree.flatten(batches)
 
@@ -155,7 +155,7 @@ class LocalRounds:
             kept = layouts.each(Kept.spec)
             on_nodes = map_nodes(
                 lambda arrays, rows: self._on_node(
-                    layouts, found, arrays, jax.tree.unflatten(treedef, rows)
+                    layouts, noted, arrays, jax.tree.unflatten(treedef, rows)
                 ),
                 self._mesh,
                 in_specs=(kept, node_specs(specs)),
@@ -173,7 +173,7 @@ class LocalRounds:
             return run_straight_through(*kinds, arrays, rows)
 
         new, metrics = self._zero._programs.run(program, arrays, rows)
-        return self._state(layouts, new), jax.tree.unflatten(found["metrics"], metrics)
+        return self._state(layouts, new), jax.tree.unflatten(noted["metrics"], metrics)
 
     def mean(self, state: LocalState) -> Any:
         """The mean of all nodes' parameters, laid out as by `zero.init`: to evaluate or export.
@@ -181,22 +181,22 @@ class LocalRounds:
         It sends parameters between nodes without a codec. Leaves that are not floats are those of
         the first node; of state that gradients overwrite (fp8 layers), it is the maximum.
         """
-        kept, plan = self._checked(state).kept["params"], self._plan
+        kept, layout = self._checked(state).kept["params"], self._params_layout
         mesh, axes = self._zero.mesh, self._zero._weight_axes
 
         def make(arrays: list[Array], on: Mesh | SimulatedMesh) -> list[Array]:
             means = gathered_mean(arrays, kept, on)
-            triples = zip(plan.leaves, kept.leaves, means, strict=True)
+            triples = zip(layout.leaves, kept.leaves, means, strict=True)
             return [pad_leaf(new, unpad_leaf(old, x)) for new, old, x in triples]
 
         arrays = arrays_of(state.params)
         if any(is_traced(x) for x in arrays):
-            pairs = zip(make(arrays, self._mesh), plan.leaves, strict=True)
-            return plan.stored([constrain(x, mesh, leaf.spec(axes)) for x, leaf in pairs])
+            pairs = zip(make(arrays, self._mesh), layout.leaves, strict=True)
+            return layout.stored([constrain(x, mesh, leaf.spec(axes)) for x, leaf in pairs])
         auto = auto_mesh(mesh)
         on = self._mesh if isinstance(self._mesh, SimulatedMesh) else auto
         run, programs = functools.partial(make, on=on), self._zero._programs
-        return plan.stored(run_automatic(run, plan.shardings(auto, axes), programs, arrays))
+        return layout.stored(run_automatic(run, layout.shardings(auto, axes), programs, arrays))
 
     def rejoin(self, state: LocalState) -> LocalState:
         """A state that another number of nodes saved, for the nodes of this mesh.
@@ -250,9 +250,9 @@ class LocalRounds:
             )
         return self._layouts
 
-    def _lay_out(self, params: Any, plan: TreePlan, state_plan: TreePlan) -> Layouts:
+    def _lay_out(self, params: Any, layout: TreeLayout, state_layout: TreeLayout) -> Layouts:
         kinds = of_arrays(params, trained_leaves(params))
-        for leaf, kind in zip(plan.leaves, kinds, strict=True):
+        for leaf, kind in zip(layout.leaves, kinds, strict=True):
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating) and kind is not False:
                 raise NotImplementedError(
                     f"`local_steps` cannot exchange the leaf `{leaf.path}` of {leaf.dtype}. Keep "
@@ -261,7 +261,7 @@ class LocalRounds:
         states = of_arrays(params, overwritten_leaves(params))
         trained = [
             jnp.issubdtype(leaf.dtype, jnp.floating) and kind is not False and not is_state
-            for leaf, kind, is_state in zip(plan.leaves, kinds, states, strict=True)
+            for leaf, kind, is_state in zip(layout.leaves, kinds, states, strict=True)
         ]
         if not any(trained):
             raise ValueError(
@@ -270,12 +270,14 @@ class LocalRounds:
                 "`opt_state`."
             )
         inner = self._zero._on_one_node
-        layouts = Layouts.of(self.method, plan, state_plan, trained, inner._devices, inner.config)
-        inner._plans.add(layouts.params)
+        layouts = Layouts.of(
+            self.method, layout, state_layout, trained, inner._devices, inner.config
+        )
+        inner._registry.add(layouts.params)
         inner._states.add(layouts.opt_state)
         outer, programs = self.method.outer, self._zero._programs
-        warn_of_padding(outer, layouts.outer_plan, programs, remedy=_OF_OUTER, as_arrays=True)
-        self._layouts, self._plan = layouts, plan
+        warn_of_padding(outer, layouts.outer_layout, programs, remedy=_OF_OUTER, as_arrays=True)
+        self._layouts, self._params_layout = layouts, layout
         return layouts
 
     def _checked(self, state: Any, any_nodes: bool = False) -> Layouts:

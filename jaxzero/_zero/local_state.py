@@ -20,7 +20,7 @@ from .._sharding import (
     LeafSpec,
     Static,
     StoredArray,
-    TreePlan,
+    TreeLayout,
     ZeroConfig,
     flatten,
     layout_of_leaf,
@@ -102,8 +102,8 @@ class Layouts:
     """
 
     kept: dict[str, Kept]
-    params: TreePlan
-    opt_state: TreePlan
+    params: TreeLayout
+    opt_state: TreeLayout
     exchanged: tuple[int, ...]
     exchange: Exchange
 
@@ -111,8 +111,8 @@ class Layouts:
     def of(
         cls,
         method: LocalSteps,
-        params: TreePlan,
-        opt_state: TreePlan,
+        params: TreeLayout,
+        opt_state: TreeLayout,
         trained: Sequence[bool],
         mesh: NodeMesh,
         config: ZeroConfig,
@@ -127,7 +127,7 @@ class Layouts:
             mesh: the devices of one node.
             config: gives axes, stage and the persistence threshold.
         """
-        inner, state = (_on_one_node(plan, mesh, config) for plan in (params, opt_state))
+        inner, state = (_on_one_node(layout, mesh, config) for layout in (params, opt_state))
         numbers = tuple(i for i, is_trained in enumerate(trained) if is_trained)
         leaves = tuple(_exchanged_leaf(inner.leaves[i], mesh, config) for i in numbers)
 
@@ -172,29 +172,29 @@ class Layouts:
         }
 
     @property
-    def outer_plan(self) -> TreePlan:
+    def outer_layout(self) -> TreeLayout:
         """The layout of the tree that the outer optimizer sees."""
         leaves, kept = self.exchange.leaves, self.kept["outer_params"]
         _, found, treedef = flatten(kept.build([leaf.stored for leaf in leaves]))
-        return TreePlan(treedef, kept.leaves, statics_of(found))
+        return TreeLayout(treedef, kept.leaves, statics_of(found))
 
 
-def _on_one_node(plan: TreePlan, mesh: NodeMesh, config: ZeroConfig) -> TreePlan:
+def _on_one_node(layout: TreeLayout, mesh: NodeMesh, config: ZeroConfig) -> TreeLayout:
     """The layout of a tree on the devices of one node.
 
     A `StoredArray` without an array, which masked optimizers keep for a padded parameter, gets the
     layout that the parameter has here, so that both still match in `jax.tree.map`.
     """
-    leaves = tuple(_leaf_on_one_node(leaf, mesh, config) for leaf in plan.leaves)
+    leaves = tuple(_leaf_on_one_node(leaf, mesh, config) for leaf in layout.leaves)
     statics = []
-    for static in plan.statics:
+    for static in layout.statics:
         if static is not None and isinstance(static.value, StoredArray):
             leaf = _leaf_on_one_node(static.value.form, mesh, config)
             static = Static(stored_leaf(leaf, static.value.data))
         statics.append(static)
-    tree = rebuild(plan.treedef, statics, [leaf.stored for leaf in leaves])
+    tree = rebuild(layout.treedef, statics, [leaf.stored for leaf in leaves])
     _, found, treedef = flatten(tree)
-    return TreePlan(treedef, leaves, statics_of(found))
+    return TreeLayout(treedef, leaves, statics_of(found))
 
 
 def _leaf_on_one_node(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> LeafSpec:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from .._local_steps import Inner, LocalSteps
 from .._mesh import AXES, NODE, AnyMesh
-from .._sharding import StoredArray, TreePlan, ZeroConfig, data_of, flatten, is_array, path_name
+from .._sharding import StoredArray, TreeLayout, ZeroConfig, data_of, flatten, is_array, path_name
 from .arguments import BATCH
 from .batch_choice import is_split, rows_of
 from .local_state import Layouts
@@ -38,9 +38,9 @@ def batch_specs(batches: Any, every: int, num_devices: int) -> list[PartitionSpe
     """
     paths_and_leaves = jax.tree_util.tree_flatten_with_path(batches)[0]
     named = [(path_name(path), x) for path, x in paths_and_leaves]
-    for path, x in named:
-        if not is_array(x) or not x.shape or x.shape[0] != every:
-            got = f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__
+    for path, leaf in named:
+        if not is_array(leaf) or not leaf.shape or leaf.shape[0] != every:
+            got = f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else type(leaf).__name__
             raise ValueError(
                 f"`batches` must be the batches of {every} steps, stacked on a new leading dim; "
                 f"the leaf `{path}` is {got}. Stack them: `jax.tree.map(lambda *x: jnp.stack(x), "
@@ -184,8 +184,8 @@ class LocalStep:
         self._found = found
 
     def __call__(self, inner: Inner, batch: Any) -> tuple[Inner, list[Array]]:
-        plans = self._layouts.params, self._layouts.opt_state
-        trees = [plan.stored(arrays) for plan, arrays in zip(plans, inner, strict=True)]
+        layouts = self._layouts.params, self._layouts.opt_state
+        trees = [layout.stored(arrays) for layout, arrays in zip(layouts, inner, strict=True)]
         args = (*trees, batch)
         with explaining_values(self._step, args, {}, ("`params`", "`opt_state`", "`batch`")):
             result = self._step(*args)
@@ -197,9 +197,9 @@ class LocalStep:
         *new, metrics = result
         kept = self._layouts.kept
         params, opt_state = (
-            self._arrays(name, plan, tree, arrays, kept[name].axes)
-            for name, plan, tree, arrays in zip(
-                ("params", "opt_state"), plans, new, inner, strict=True
+            self._arrays(name, layout, tree, arrays, kept[name].axes)
+            for name, layout, tree, arrays in zip(
+                ("params", "opt_state"), layouts, new, inner, strict=True
             )
         )
         paths, leaves, self._found["metrics"] = flatten(metrics)
@@ -214,7 +214,7 @@ class LocalStep:
         return Inner(params, opt_state), [jnp.asarray(x) for x in leaves]
 
     def _arrays(
-        self, name: str, plan: TreePlan, tree: Any, old: list[Array], axes: tuple[str, ...]
+        self, name: str, layout: TreeLayout, tree: Any, old: list[Array], axes: tuple[str, ...]
     ) -> list[Array]:
         """The arrays of a tree that the step returns, laid out like the old ones.
 
@@ -222,13 +222,13 @@ class LocalStep:
             ValueError: it has another structure, or an array of another shape or dtype.
         """
         paths, leaves, treedef = flatten(tree)
-        if treedef != plan.treedef:
+        if treedef != layout.treedef:
             raise ValueError(
                 f"`step` returns `{name}` with another structure than it was given: {treedef}, "
-                f"not {plan.treedef}. {_REMEDY}"
+                f"not {layout.treedef}. {_REMEDY}"
             )
         named = []
-        for path, x, static in zip(paths, leaves, plan.statics, strict=True):
+        for path, x, static in zip(paths, leaves, layout.statics, strict=True):
             if is_array(x) != (static is None):
                 now = "no array" if static is None else "an array"
                 raise ValueError(
@@ -245,5 +245,5 @@ class LocalStep:
                 )
         return [
             constrain(x, self._mesh, leaf.spec(axes))
-            for (_, x), leaf in zip(named, plan.leaves, strict=True)
+            for (_, x), leaf in zip(named, layout.leaves, strict=True)
         ]

@@ -40,7 +40,7 @@ from .._program import (
 from .._sharding import (
     DimSharding,
     LeafSpec,
-    TreePlan,
+    TreeLayout,
     flatten,
     is_array,
     path_endings,
@@ -86,7 +86,7 @@ class MatrixUpdate:
         self,
         tx: optax.GradientTransformationExtraArgs,
         trees: tuple[Any, Any, Any, Any],
-        params: TreePlan,
+        params: TreeLayout,
     ):
         self._params = params.leaves
         flat = [flatten(tree) for tree in trees]
@@ -204,7 +204,7 @@ class MatrixUpdate:
         for i, (x, array) in enumerate(zip(self._block.inputs, arrays, strict=True)):
             j = i - self._num_updates
             env.set(x, array, 0 <= j < len(state) and _is_by_layer(state[j], self._leaf_of(x)))
-        made: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         before: int | None = None
         for group in self._groups():
             wanted = [self._block.outputs[i] for i in group]
@@ -214,13 +214,13 @@ class MatrixUpdate:
                 j, x = i - self._num_updates, self._block.outputs[i]
                 leaf = None if isinstance(x, Constant) else self._leaf_of(x)
                 of_state = state[j] if 0 <= j < len(state) else None
-                made[i] = env.get(x, of_state is not None and _is_by_layer(of_state, leaf))
+                results[i] = env.get(x, of_state is not None and _is_by_layer(of_state, leaf))
                 if leaf is None and of_state is not None and self.state_by_layer[j] is not None:
-                    made[i] = env.constrained(made[i], of_state)
+                    results[i] = env.constrained(results[i], of_state)
             if before is not None:
-                made[before] = env.finished
-            before, env.finished = group[0], made[group[0]]
-        outputs = [made[i] for i in range(len(made))]
+                results[before] = env.finished
+            before, env.finished = group[0], results[group[0]]
+        outputs = [results[i] for i in range(len(results))]
         return rebuild(self._outputs["treedef"], self._outputs["statics"], outputs)
 
     def _groups(self) -> list[list[int]]:
@@ -287,20 +287,20 @@ class _Layouts:
         """The array, by layer or as its leaf is stored; None: in any layout."""
         if isinstance(x, Constant):
             return x.value
-        known = self.arrays[x]
+        by_form = self.arrays[x]
         leaf = self._leaf_of(x)
         if leaf is None or by_layer is None:
-            return next(iter(known.values()))
-        if by_layer not in known:
+            return next(iter(by_form.values()))
+        if by_layer not in by_form:
             # Both layouts are given, so that the compiler converts here and not around it.
-            source = known[not by_layer]
+            source = by_form[not by_layer]
             if by_layer and self.finished is not None:
                 # XLA drops a barrier of which a result is not used.
                 source, self.finished = jax.lax.optimization_barrier((source, self.finished))
             moved = by_layer_of(leaf)
             source_form, form = (leaf, moved) if by_layer else (moved, leaf)
-            known[by_layer] = self.constrained(self.constrained(source, source_form), form)
-        return known[by_layer]
+            by_form[by_layer] = self.constrained(self.constrained(source, source_form), form)
+        return by_form[by_layer]
 
     def constrained(self, x: Any, leaf: LeafSpec) -> Any:
         """An array of true shape, in the layout of `leaf`."""

@@ -82,7 +82,7 @@ def warn_of_mixed_rows(
         comm: sizes of the mesh axes.
     """
     try:
-        found = [*messages(result, num_stored, inputs, specs, outputs, comm)]
+        warnings = [*messages(result, num_stored, inputs, specs, outputs, comm)]
     except Exception as error:  # this only looks on: training goes on without it
         warn(
             "Whether the function mixes rows of the batch could not be found out "
@@ -90,7 +90,7 @@ def warn_of_mixed_rows(
             "depends on it."
         )
         return
-    for text, file, line in found:
+    for text, file, line in warnings:
         warn_at(text, RowsMixedWarning, file, line)
 
 

@@ -30,7 +30,7 @@ from .._mesh import (
 from .._sharding import (
     LeafSpec,
     StoredArray,
-    TreePlan,
+    TreeLayout,
     ZeroConfig,
     array_leaves,
     data_of,
@@ -38,12 +38,12 @@ from .._sharding import (
     in_memory,
     is_array,
     is_stored,
+    lay_out,
+    layout_as_stored,
     named_leaves,
     of_arrays,
     overwritten_leaves,
     path_endings,
-    plan_as_stored,
-    plan_tree,
     statics_of,
     trained_leaves,
 )
@@ -59,16 +59,16 @@ class TrueShapes(optax.GradientTransformationExtraArgs):
     inner: optax.GradientTransformationExtraArgs
 
 
-def trained_part(tree: Any, plan: TreePlan) -> tuple[Any, TreePlan]:
+def trained_part(tree: Any, layout: TreeLayout) -> tuple[Any, TreeLayout]:
     """A tree and its layouts, with None for the leaves that no optimizer updates.
 
     These are leaves that their module does not train, and those that gradients overwrite.
     """
     kept = trained_tree(tree)
-    pairs = zip(plan.leaves, of_arrays(tree, _trained(tree)), strict=True)
+    pairs = zip(layout.leaves, of_arrays(tree, _trained(tree)), strict=True)
     known = [leaf for leaf, is_kept in pairs if is_kept]
     _, rest, treedef = flatten(kept)
-    return kept, TreePlan(treedef, tuple(known), statics_of(rest))
+    return kept, TreeLayout(treedef, tuple(known), statics_of(rest))
 
 
 def trained_tree(tree: Any) -> Any:
@@ -88,9 +88,9 @@ def _trained(tree: Any) -> list[bool]:
     return [kind is not False and not is_overwritten for kind, is_overwritten in pairs]
 
 
-def plan_state(
-    tx: optax.GradientTransformation, params: TreePlan, mesh: AnyMesh, config: ZeroConfig
-) -> TreePlan:
+def state_layout(
+    tx: optax.GradientTransformation, params: TreeLayout, mesh: AnyMesh, config: ZeroConfig
+) -> TreeLayout:
     """Lay out the state of `tx`.
 
     A leaf whose path ends with that of a parameter, and that has its shape, is sharded like the
@@ -111,16 +111,16 @@ def plan_state(
     if is_wrapped:
         unpadded = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves]
         state = Initializer(tx.inner.init).shapes(params.whole(unpadded))
-        plan = plan_tree(state, mesh, config)
+        layout = lay_out(state, mesh, config)
     else:
         stored = params.stored([leaf.stored for leaf in params.leaves])
         state = Initializer(tx.init).shapes(stored)
         _check_shapes(state)
-        plan = plan_as_stored(state, mesh, config)
+        layout = layout_as_stored(state, mesh, config)
     paths, leaves, _ = flatten(state)
     arrays = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x)]
-    planned = []
-    for (path, x), leaf in zip(arrays, plan.leaves, strict=True):
+    laid_out = []
+    for (path, x), leaf in zip(arrays, layout.leaves, strict=True):
         parameter = _parameter_of(leaf, path, parameters)
         # An optimizer that is not wrapped has `StoredArray`s with their layout for padded leaves.
         if (
@@ -134,15 +134,15 @@ def plan_state(
                 other_axes=parameter.other_axes,
                 stages=parameter.stages,
             )
-        planned.append(_in_memory(leaf, parameter, mesh, config))
+        laid_out.append(_in_memory(leaf, parameter, mesh, config))
     if is_wrapped and any(map(may_move, params.leaves)):
-        planned = _by_layer(tx.inner, params, unpadded, state, planned)
-    return dataclasses.replace(plan, leaves=tuple(planned))
+        laid_out = _by_layer(tx.inner, params, unpadded, state, laid_out)
+    return dataclasses.replace(layout, leaves=tuple(laid_out))
 
 
 def _by_layer(
     tx: optax.GradientTransformationExtraArgs,
-    params: TreePlan,
+    params: TreeLayout,
     unpadded: list[jax.ShapeDtypeStruct],
     state: Any,
     leaves: list[LeafSpec],
@@ -153,35 +153,35 @@ def _by_layer(
         owners = MatrixUpdate(tx, (whole, state, whole, {}), params).state_by_layer
     except Exception:  # it needs extra arguments, so what it does is not known
         return leaves
-    planned = []
+    laid_out = []
     for leaf, owner in zip(leaves, owners, strict=True):
         if owner is not None and leaf.memory_kind is None:
             layout = by_layer_of(params.leaves[owner]).layout
             # With few layers, padding would take more memory than moving it takes time.
             if layout is not None and layout.padded <= 2 * layout.size:
                 leaf = dataclasses.replace(leaf, layout=layout)
-        planned.append(leaf)
-    return planned
+        laid_out.append(leaf)
+    return laid_out
 
 
 def _check_shapes(state: Any) -> None:
-    for path, x in named_leaves(state):
-        if not isinstance(x, StoredArray) or x.is_empty:
+    for path, leaf in named_leaves(state):
+        if not isinstance(leaf, StoredArray) or leaf.is_empty:
             continue
-        kept = f"a {type(x.data).__name__} of arrays"  # SM3 keeps a list, an array for each dim
-        if is_array(x):
-            if tuple(x.data.shape) == x.form.padded_shape:
+        kept = f"a {type(leaf.data).__name__} of arrays"  # SM3 keeps a list, an array for each dim
+        if is_array(leaf):
+            if tuple(leaf.data.shape) == leaf.form.padded_shape:
                 continue
-            kept = f"an array of shape {tuple(x.data.shape)}"
-        if x.form.codec is not None:
+            kept = f"an array of shape {tuple(leaf.data.shape)}"
+        if leaf.form.codec is not None:
             raise ValueError(
                 f"The optimizer keeps {kept} as `{path}`, for a parameter that is "
-                f"stored as messages of {x.form.codec}, which cannot be trained. Give "
+                f"stored as messages of {leaf.form.codec}, which cannot be trained. Give "
                 "`zero.init_optimizer` the trained tree without it."
             )
         raise ValueError(
             f"The optimizer keeps {kept} as `{path}`, for a parameter of shape "
-            f"{x.shape} that is stored padded. "
+            f"{leaf.shape} that is stored padded. "
             "It has to see parameters in their own shapes: `tx = zero.optimizer(tx)`."
         )
 
@@ -212,7 +212,7 @@ def _in_memory(
 def init_state(
     tx: optax.GradientTransformation,
     params: Any,
-    plan: TreePlan,
+    layout: TreeLayout,
     programs: Programs,
     axes: tuple[str, ...],
 ) -> Any:
@@ -221,7 +221,7 @@ def init_state(
     Args:
         tx: the optimizer.
         params: arrays, traced arrays, or `ShapeDtypeStruct`s (then so is the result).
-        plan: layouts of the state.
+        layout: layouts of the state.
         programs: those compiled before, on the mesh that the state is laid out on.
         axes: the mesh axes that shard the state.
     """
@@ -233,23 +233,23 @@ def init_state(
 
     given = jax.tree.leaves(params)
     if any(is_traced(x) for x in given):
-        pairs = zip(state(params), plan.leaves, strict=True)
-        made = [
+        pairs = zip(state(params), layout.leaves, strict=True)
+        arrays = [
             x if leaf.memory_kind is None else to_host(x)
             for x, leaf in ((constrain(x, mesh, leaf.spec(axes)), leaf) for x, leaf in pairs)
         ]
     elif any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
-        made = [stored_struct(leaf, mesh, axes) for leaf in plan.leaves]
+        arrays = [stored_struct(leaf, mesh, axes) for leaf in layout.leaves]
     else:
-        check_room("optimizer state", plan.leaves, mesh, axes)
-        made = make_leaves(state, plan.leaves, programs, axes, params)
-    return plan.stored(made)
+        check_room("optimizer state", layout.leaves, mesh, axes)
+        arrays = make_leaves(state, layout.leaves, programs, axes, params)
+    return layout.stored(arrays)
 
 
 def true_shapes(
     tx: optax.GradientTransformation,
-    plan_of: Callable[[Any], TreePlan],
-    state_plan_of: Callable[[optax.GradientTransformation, TreePlan], TreePlan],
+    layout_of: Callable[[Any], TreeLayout],
+    state_layout_of: Callable[[optax.GradientTransformation, TreeLayout], TreeLayout],
     programs: Programs,
     axes: tuple[str, ...],
 ) -> optax.GradientTransformationExtraArgs:
@@ -262,30 +262,30 @@ def true_shapes(
 
     Args:
         tx: the optimizer.
-        plan_of: the layout of a tree of parameters or gradients.
-        state_plan_of: the layout of an optimizer's state, from that of the parameters.
+        layout_of: the layout of a tree of parameters or gradients.
+        state_layout_of: the layout of an optimizer's state, from that of the parameters.
         programs: those compiled before, on the mesh that trees are laid out on.
         axes: the mesh axes that split optimizer state.
     """
     inner, mesh = optax.with_extra_args_support(tx), programs.mesh
 
     def init(params):
-        plan = state_plan_of(result, plan_of(params))
-        pairs = zip(plan.leaves, Initializer(inner.init)(_unpadded(params)), strict=True)
-        return plan.stored([pad_leaf(leaf, x) for leaf, x in pairs])
+        layout = state_layout_of(result, layout_of(params))
+        pairs = zip(layout.leaves, Initializer(inner.init)(_unpadded(params)), strict=True)
+        return layout.stored([pad_leaf(leaf, x) for leaf, x in pairs])
 
     def update(updates, state, params=None, **extra_args):
         _check_in_device_memory(gradients=updates, state=state, parameters=params)
         _, extras, structure = flatten(extra_args)
         arrays = [x for x in extras if is_array(x)]  # the others, such as functions, stay outside
         try:
-            plan = plan_of(updates)
+            layout = layout_of(updates)
         except ValueError:  # a part of a chain may be given trees of other leaves
             if AxisType.Explicit in mesh.axis_types:
                 raise
-            plan = TreePlan(None, (), ())
+            layout = TreeLayout(None, (), ())
         # Functions among extra arguments may run programs of their own, which are not traced here.
-        matrices = len(arrays) == len(extras) and any(map(may_move, plan.leaves))
+        matrices = len(arrays) == len(extras) and any(map(may_move, layout.leaves))
 
         def run(updates, state, params, arrays):
             remaining = iter(arrays)
@@ -296,17 +296,17 @@ def true_shapes(
                 None if params is None else _unpadded(params),
                 _unpadded(jax.tree.unflatten(structure, filled)),
             )
-            traced = MatrixUpdate(inner, trees, plan) if matrices else None
+            traced = MatrixUpdate(inner, trees, layout) if matrices else None
             if traced is not None and traced.moves:
-                leaves = state_plan_of(result, plan).leaves
+                leaves = state_layout_of(result, layout).leaves
                 new, new_state = traced.run(array_leaves(trees), leaves, mesh, axes)
             else:
                 new, new_state = inner.update(*trees[:3], **trees[3])
             return _padded_like(updates, new), _padded_like(state, new_state)
 
         if AxisType.Explicit in mesh.axis_types:
-            plans = (plan, state_plan_of(result, plan))
-            out = tuple(x.stored(x.shardings(mesh, axes)) for x in plans)
+            layouts = (layout, state_layout_of(result, layout))
+            out = tuple(x.stored(x.shardings(mesh, axes)) for x in layouts)
             automatic = with_automatic_axes(run, out, mesh)
             return programs.run(automatic, updates, state, params, arrays)
         if matrices:

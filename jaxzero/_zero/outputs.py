@@ -258,8 +258,8 @@ def parameters_of(
     """The leaves of all sharded arguments; the program reduces none of those that are combined."""
     leaves, differentiated = [], []
     numbers = options.argnums if options.has_gradients else ()
-    for number, _, argument, plan in call.sharded():
-        for leaf, is_trained in zip(plan.leaves, argument.trained, strict=True):
+    for number, _, argument, layout in call.sharded():
+        for leaf, is_trained in zip(layout.leaves, argument.trained, strict=True):
             if number in numbers and is_trained and len(leaves) not in combined:
                 differentiated.append(len(leaves))
             leaves.append(leaf.on_device(mesh))
@@ -285,29 +285,29 @@ def combined_gradients(
 
     All that are combined alike are sent as one array: an fp8 layer has six small ones.
     """
-    found, groups = {}, {}
-    for (i, how), x in zip(combined.items(), gradients, strict=True):
-        wide = x.astype(accumulator_dtype(x.dtype))
-        groups.setdefault((how, wide.dtype), {})[i] = wide.reshape(len(x), x[0].size)
+    by_leaf, groups = {}, {}
+    for (i, how), gradient in zip(combined.items(), gradients, strict=True):
+        wide = gradient.astype(accumulator_dtype(gradient.dtype))
+        groups.setdefault((how, wide.dtype), {})[i] = wide.reshape(len(gradient), gradient[0].size)
     for (how, _), rows in groups.items():
         of_rows = [leaves[i] for i in rows]
         with labelled("gradients", *(leaf.path for leaf in of_rows)):
             joined = combine(jnp.concatenate([*rows.values()], 1), how, comm)
         ends = itertools.accumulate(math.prod(leaf.shape) for leaf in of_rows)
         parts = jnp.split(joined, [*ends][:-1])
-        for i, leaf, x in zip(rows, of_rows, parts, strict=True):
-            x = x.reshape(leaf.shape).astype(leaf.dtype)
-            found[i] = leaf.pad(x)
-    return [found[i] for i in combined]
+        for i, leaf, gradient in zip(rows, of_rows, parts, strict=True):
+            gradient = gradient.reshape(leaf.shape).astype(leaf.dtype)
+            by_leaf[i] = leaf.pad(gradient)
+    return [by_leaf[i] for i in combined]
 
 
 def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpec, str]]:
     """The leaves of the differentiated arguments, with their indices and reductions."""
     reductions = _reductions(call, options)
-    for number, start, argument, plan in call.sharded():
+    for number, start, argument, layout in call.sharded():
         if number not in options.argnums:
             continue
-        for i, (leaf, is_trained) in enumerate(zip(plan.leaves, argument.trained, strict=True)):
+        for i, (leaf, is_trained) in enumerate(zip(layout.leaves, argument.trained, strict=True)):
             if not is_trained:
                 continue
             how = reductions[number][i]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._sharding import DimSharding, LeafSpec, StoredArray, TreePlan, arrays_of
+from .._sharding import DimSharding, LeafSpec, StoredArray, TreeLayout, arrays_of
 from .._warnings import warn
 from .optimizer_state import TrueShapes
 from .programs import Programs
@@ -35,7 +35,7 @@ _REMEDY = "Wrap it: `tx = zero.optimizer(tx)`."
 
 def warn_of_padding(
     tx: optax.GradientTransformation,
-    plan: TreePlan,
+    layout: TreeLayout,
     programs: Programs,
     *,
     remedy: str = _REMEDY,
@@ -48,21 +48,21 @@ def warn_of_padding(
 
     Args:
         tx: the optimizer.
-        plan: layouts of the parameters.
+        layout: layouts of the parameters.
         programs: those compiled before.
         remedy: the end of the warning.
         as_arrays: whether it sees padded leaves as arrays, and not as `StoredArray`s.
     """
-    padded = [leaf.path for leaf in plan.leaves if leaf.padded_dims]
+    padded = [leaf.path for leaf in layout.leaves if leaf.padded_dims]
     if not padded or isinstance(tx, TrueShapes):
         return
     what = f"{len(padded)} leaves are padded with zeros on this mesh, `{padded[0]}` the first, and "
     try:
         widen = _widened if as_arrays else _stored_wide
-        trial = functools.partial(_is_same, programs, tx, plan, widen)
-        is_same = trial(one_of_each_kind(plan), NUM_UPDATES)
-        if is_same and len(set(map(_kind, plan.leaves))) < len(plan.leaves):
-            is_same = trial([True] * len(plan.leaves), 1)
+        trial = functools.partial(_is_same, programs, tx, layout, widen)
+        is_same = trial(one_of_each_kind(layout), NUM_UPDATES)
+        if is_same and len(set(map(_kind, layout.leaves))) < len(layout.leaves):
+            is_same = trial([True] * len(layout.leaves), 1)
     except Exception as error:  # the optimizer is someone else's code, and only tried here
         warn(
             f"{what}whether this optimizer gives them the updates of their own shapes could not "
@@ -77,14 +77,14 @@ def warn_of_padding(
 def _is_same(
     programs: Programs,
     tx: optax.GradientTransformation,
-    plan: TreePlan,
+    layout: TreeLayout,
     widen: Callable[..., Any],
     is_tried: list[bool],
     num_updates: int,
 ) -> bool:
     """Whether `tx` computes the same updates for the leaves of `is_tried` if `widen` pads them."""
     plain, wide = (
-        _updates(programs, tx, plan, each, is_tried, num_updates) for each in (None, widen)
+        _updates(programs, tx, layout, each, is_tried, num_updates) for each in (None, widen)
     )
     num = min(map(_num_before_overflow, plain), default=0)
     return all(_are_equal(x[:num], y[:num]) for x, y in zip(plain, wide, strict=True))
@@ -109,9 +109,9 @@ def _kind(leaf: LeafSpec) -> Any:
     return path, len(leaf.shape), leaf.dtype, tuple(x.dim for x in leaf.padded_dims)
 
 
-def one_of_each_kind(plan: TreePlan) -> list[bool]:
+def one_of_each_kind(layout: TreeLayout) -> list[bool]:
     """For each leaf, whether it is the first of its kind: the others would be slow to compile."""
-    kinds = list(map(_kind, plan.leaves))
+    kinds = list(map(_kind, layout.leaves))
     return [kinds.index(kind) == i for i, kind in enumerate(kinds)]
 
 
@@ -135,7 +135,7 @@ def _are_equal(plain: np.ndarray, wide: np.ndarray) -> bool:
 def _updates(
     programs: Programs,
     tx: optax.GradientTransformation,
-    plan: TreePlan,
+    layout: TreeLayout,
     widen: Callable[..., Any] | None,
     is_tried: list[bool],
     num_updates: int,
@@ -147,11 +147,11 @@ def _updates(
     random = np.random.default_rng(0)
     trees = []
     for lead in ((), (num_updates,)):  # parameters, gradients of each update
-        leaves = [_sample(random, leaf, lead) for leaf in plan.leaves]
+        leaves = [_sample(random, leaf, lead) for leaf in layout.leaves]
         if widen is not None:
-            leaves = [widen(x, leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+            leaves = [widen(x, leaf) for x, leaf in zip(leaves, layout.leaves, strict=True)]
         tried = [x if is_in else None for x, is_in in zip(leaves, is_tried, strict=True)]
-        trees.append(plan.whole(tried))
+        trees.append(layout.whole(tried))
     with own_modes():
         try:
             return _run(programs, tx, False, num_updates, *trees)
@@ -221,13 +221,13 @@ def _run(
     params = jax.tree.map(jnp.asarray, params)
     state = programs.run(tx.init, params)
     state = typed_like(state, state)
-    found = []
+    all_updates = []
     gradients = [jax.tree.map(lambda x: x[i], grads) for i in range(num_updates)]  # noqa: B023
     take_step = programs.ready(update, gradients[0], state, params)
-    for each in gradients:
-        updates, state, params = take_step(each, state, params)
-        found.append(arrays_of(updates))
-    return [np.stack(each) for each in zip(*jax.device_get(found), strict=True)]
+    for gradient in gradients:
+        updates, state, params = take_step(gradient, state, params)
+        all_updates.append(arrays_of(updates))
+    return [np.stack(each) for each in zip(*jax.device_get(all_updates), strict=True)]
 
 
 def typed_like(old: Any, new: Any) -> Any:
@@ -243,7 +243,7 @@ def _squared_norm(params: Any, grad_fn: Any = None, obj_fn: Any = None) -> Any:
 
 def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[str, Any]:
     """The extra arguments of line searches, Polyak steps and SAM that `tx.update` accepts."""
-    known = {
+    arguments = {
         "value": jnp.float32(1),
         "grad": grads,
         "value_fn": _squared_norm,
@@ -252,7 +252,7 @@ def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[s
     }
     accepted = inspect.signature(tx.update).parameters
     takes_any = any(p.kind == p.VAR_KEYWORD for p in accepted.values())
-    return {key: x for key, x in known.items() if takes_any or key in accepted}
+    return {key: x for key, x in arguments.items() if takes_any or key in accepted}
 
 
 def _widened(x: np.ndarray, leaf: LeafSpec) -> np.ndarray:

@@ -32,7 +32,7 @@ from .._mesh import (
     to_host,
     without_node,
 )
-from .._sharding import LeafSpec, StoredArray, TreePlan
+from .._sharding import LeafSpec, StoredArray, TreeLayout
 from .host_memory import in_parts
 from .programs import Programs
 from .transfers import InTransfer, Placed, Transfers, copy_slices, finished
@@ -59,15 +59,15 @@ def run_automatic(function: Any, out_shardings: Any, programs: Programs, *args: 
     auto = auto_mesh(mesh)
     args = jax.tree.map(lambda x: on_mesh(x, auto) if _is_on(x, mesh) else x, args)
     with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
-        made = programs.run(function, *args, out_shardings=out_shardings)
-    if any(map(is_traced, jax.tree.leaves(made))):
+        outputs = programs.run(function, *args, out_shardings=out_shardings)
+    if any(map(is_traced, jax.tree.leaves(outputs))):
         if AxisType.Explicit in mesh.axis_types:
             raise ValueError(
                 "Arrays cannot be laid out inside `jax.jit` on a mesh with explicit axes. Make "
                 "them outside of it: this runs a compiled program of its own."
             )
-        return made
-    return jax.tree.map(lambda x: on_mesh(x, mesh), made)
+        return outputs
+    return jax.tree.map(lambda x: on_mesh(x, mesh), outputs)
 
 
 def stored_struct(leaf: LeafSpec, mesh: Mesh, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
@@ -102,7 +102,7 @@ def make_leaves(
         args: arguments of `function`.
     """
     mesh = programs.mesh
-    made: dict[int, jax.Array] = {}
+    by_index: dict[int, jax.Array] = {}
     for group in in_parts(leaves, mesh, axes):
         shardings = [leaves[i].sharding(auto_mesh(mesh), axes) for i in group]
 
@@ -110,8 +110,8 @@ def make_leaves(
             arrays = function(*args)
             return [arrays[i] for i in group]
 
-        made |= zip(group, run_automatic(part, shardings, programs, *args), strict=True)
-    return [made[i] for i in range(len(leaves))]
+        by_index |= zip(group, run_automatic(part, shardings, programs, *args), strict=True)
+    return [by_index[i] for i in range(len(leaves))]
 
 
 def _is_on(x: Any, mesh: Mesh) -> bool:
@@ -248,12 +248,12 @@ def _padded_slice(
 
 
 def place_tree(
-    plan: TreePlan, leaves: list[Any], programs: Programs, axes: tuple[str, ...]
+    layout: TreeLayout, leaves: list[Any], programs: Programs, axes: tuple[str, ...]
 ) -> list[Any]:
     """Shard arrays over `axes`: at once, or as part of the program if they are traced.
 
     Args:
-        plan: layouts of the tree.
+        layout: layouts of the tree.
         leaves: the full arrays of the tree; a `StoredArray` is padded or encoded already.
         programs: those compiled before, on the mesh to shard them on.
         axes: the mesh axes that shard them.
@@ -263,17 +263,17 @@ def place_tree(
     """
     placed = []
     with Transfers() as transfers:
-        for leaf, x in zip(plan.leaves, leaves, strict=True):
-            if isinstance(x, StoredArray) or is_traced(x):
-                stored = x.data if isinstance(x, StoredArray) else pad_leaf(leaf, x)
+        for leaf, array in zip(layout.leaves, leaves, strict=True):
+            if isinstance(array, StoredArray) or is_traced(array):
+                stored = array.data if isinstance(array, StoredArray) else pad_leaf(leaf, array)
                 stored = constrain(stored, programs.mesh, leaf.spec(axes))
                 placed.append(stored if leaf.memory_kind is None else to_host(stored))
             else:
-                placed.append(place(leaf, x, programs, axes, transfers))
+                placed.append(place(leaf, array, programs, axes, transfers))
         return [finished(x) for x in placed]
 
 
-def gather_full(plan: TreePlan, leaves: list[Any], programs: Programs) -> list[Any]:
+def gather_full(layout: TreeLayout, leaves: list[Any], programs: Programs) -> list[Any]:
     """Gather every leaf in full, in its true shape, on every device."""
     float0 = jax.dtypes.float0  # the gradient of an integer: nothing to gather
     arrays = [i for i, x in enumerate(leaves) if x.dtype != float0]
@@ -281,7 +281,7 @@ def gather_full(plan: TreePlan, leaves: list[Any], programs: Programs) -> list[A
 
     def unpadded(leaves: list[Any]) -> list[Any]:
         pairs = zip(arrays, leaves, strict=True)
-        return [unpad_leaf(plan.leaves[i], to_device(x)) for i, x in pairs]
+        return [unpad_leaf(layout.leaves[i], to_device(x)) for i, x in pairs]
 
     if any(is_traced(x) for x in given):
         made = unpadded([constrain(x, programs.mesh, PartitionSpec()) for x in given])
@@ -291,7 +291,7 @@ def gather_full(plan: TreePlan, leaves: list[Any], programs: Programs) -> list[A
     by_number = dict(zip(arrays, made, strict=True))
     return [
         by_number[i] if i in by_number else np.zeros(leaf.shape, float0)
-        for i, leaf in enumerate(plan.leaves)
+        for i, leaf in enumerate(layout.leaves)
     ]
 
 

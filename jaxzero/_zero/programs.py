@@ -68,11 +68,11 @@ class Programs:
 
     def ready(self, program: Callable, *args: Any, out_shardings: Any = None) -> Callable:
         """The function that `run` calls, for several calls with arguments of the same types."""
-        found: dict[str, Any] = {}
+        structure: dict[str, Any] = {}
 
         def arrays_only(*args: Any) -> list[Any]:
             leaves, treedef = jax.tree.flatten(program(*args))
-            found.update(treedef=treedef, statics=statics_of(leaves))
+            structure.update(treedef=treedef, statics=statics_of(leaves))
             return [x for x in leaves if is_array(x)]
 
         if out_shardings is not None and not isinstance(out_shardings, jax.sharding.Sharding):
@@ -85,8 +85,8 @@ class Programs:
             part = jax.jit(_after_tokens(arrays_only), out_shardings=(None, out_shardings))
 
             def call(*args: Any) -> Any:
-                made = in_turn(part, *args)  # which sets `found`
-                return rebuild(arrays=made, **found)
+                made = in_turn(part, *args)  # which sets `structure`
+                return rebuild(arrays=made, **structure)
 
             return call
         for x in (*opened.constants, *arrays):
@@ -105,7 +105,7 @@ class Programs:
             parts = (text, opened.types, prints, out_shardings)
             compiled = self._compiled("\n".join(map(str, parts)), lowered)
         constants = _placed(opened.constants, compiled)
-        return lambda *args: rebuild(arrays=compiled(constants, jax.tree.leaves(args)), **found)
+        return lambda *args: rebuild(arrays=compiled(constants, jax.tree.leaves(args)), **structure)
 
     def _compiled(self, text: str, lowered: Any) -> Any:
         key = hashlib.sha256(text.encode()).hexdigest()

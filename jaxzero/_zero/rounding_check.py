@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from .._mesh import in_host, is_traced
-from .._sharding import TreePlan, arrays_of
+from .._sharding import TreeLayout, arrays_of
 from .._text import first_names
 from .._warnings import warn
 from .optimizer_state import TrueShapes
@@ -34,39 +34,39 @@ _SAMPLED = 64  # elements of each of the last two dims
 
 
 def warn_of_rounding(
-    tx: optax.GradientTransformation, params: Any, plan: TreePlan, programs: Programs
+    tx: optax.GradientTransformation, params: Any, layout: TreeLayout, programs: Programs
 ) -> None:
     """Warn if the updates of `tx` are too small for parameters in 16 bits, whatever the gradients.
 
     Args:
         tx: the optimizer.
         params: the trained parameters; nothing is done if they are abstract or traced.
-        plan: their layouts.
+        layout: their layouts.
         programs: compiles the trials.
     """
     arrays = arrays_of(params)
-    narrow = [has_16_bits(leaf) for leaf in plan.leaves]
+    narrow = [has_16_bits(leaf) for leaf in layout.leaves]
     if not any(narrow) or any(is_traced(x) or not isinstance(x, jax.Array) for x in arrays):
         return
     tx = tx.inner if isinstance(tx, TrueShapes) else tx
-    tried = one_of_each_kind(plan)
+    tried = one_of_each_kind(layout)
     with own_modes():
         sizes = [
             _median(x) if is_in and is_narrow else 1.0
             for x, is_in, is_narrow in zip(arrays, tried, narrow, strict=True)
         ]
         try:
-            stuck = _stuck(programs, tx, plan, sizes, tried)
+            stuck = _stuck(programs, tx, layout, sizes, tried)
         except Exception:  # it needs more than gradients, or all leaves: it cannot be said
             return
-    found = [
+    paths = [
         leaf.path
-        for leaf, is_stuck, is_narrow in zip(plan.leaves, stuck, narrow, strict=True)
+        for leaf, is_stuck, is_narrow in zip(layout.leaves, stuck, narrow, strict=True)
         if is_stuck and is_narrow
     ]
-    if found:
+    if paths:
         warn(
-            f"In {first_names(found)}, parameters in 16 bits, most elements would never change: an "
+            f"In {first_names(paths)}, parameters in 16 bits, most elements would never change: an "
             "update of this optimizer is smaller than half of the distance to the next number. "
             'Train parameters in float32 and cast them in the loss: load with `dtype="float32"` '
             "(jaxzero's models compute in their `compute_dtype`), or shard `jax.tree.map(lambda x: "
@@ -92,7 +92,7 @@ def _median(x: jax.Array) -> float:
 def _stuck(
     programs: Programs,
     tx: optax.GradientTransformation,
-    plan: TreePlan,
+    layout: TreeLayout,
     sizes: list[float],
     tried: list[bool],
 ) -> list[bool]:
@@ -101,11 +101,11 @@ def _stuck(
     trees = []
     for scale in (None, 1.0, LARGE):  # parameters, gradients
         leaves = []
-        for leaf, size, is_in in zip(plan.leaves, sizes, tried, strict=True):
+        for leaf, size, is_in in zip(layout.leaves, sizes, tried, strict=True):
             signs = random.choice([-1.0, 1.0], (2,) * len(leaf.shape))
             values = signs * (size if scale is None else scale)
             leaves.append(jnp.asarray(values, leaf.dtype) if is_in else None)
-        trees.append(plan.whole(leaves))
+        trees.append(layout.whole(leaves))
     params, *grads = trees
     flags = _run(programs, tx, params, grads)
     places = iter(range(sum(tried)))
@@ -129,7 +129,7 @@ def _run(
     first = programs.run(tx.init, params)
     copied = _copied(first, params)
     first = typed_like(first, first)
-    counters, found = _counters(first), []
+    counters, all_flags = _counters(first), []
     take_step = programs.ready(update, all_grads[0], first, params)
     for grads in all_grads:
         state, current = first, params
@@ -138,8 +138,8 @@ def _run(
             for place in counters if i else ():
                 leaves[place] = jnp.asarray(int(_GROWTH**i), leaves[place].dtype)
             state, current, flags = take_step(grads, jax.tree.unflatten(treedef, leaves), current)
-            found.append(flags)
-    changed, updated = np.any(jax.device_get(found), axis=0)
+            all_flags.append(flags)
+    changed, updated = np.any(jax.device_get(all_flags), axis=0)
     return np.stack([changed | copied, updated])
 
 

@@ -34,22 +34,22 @@ def known_shares(shares: Sequence[int] | None, nodes: int, microbatches: int) ->
     """
     if shares is None:
         return None
-    found = tuple(shares) if isinstance(shares, Sequence | np.ndarray) else ()
-    is_number = (isinstance(x, int | np.integer) and not isinstance(x, bool) for x in found)
-    if len(found) != nodes or not all(is_number) or min(found) < 1:
+    numbers = tuple(shares) if isinstance(shares, Sequence | np.ndarray) else ()
+    is_number = (isinstance(x, int | np.integer) and not isinstance(x, bool) for x in numbers)
+    if len(numbers) != nodes or not all(is_number) or min(numbers) < 1:
         raise ValueError(
             "`shares` must hold an integer of at least 1 for each node, and here the number of "
             f"nodes is {nodes}; got {shares!r}. `jz.Cluster(...).shares(microbatches)` gives them."
         )
-    common = math.gcd(*found)
-    known = tuple(int(x) // common for x in found)
-    if microbatches % max(known):
+    common = math.gcd(*numbers)
+    ratio = tuple(int(x) // common for x in numbers)
+    if microbatches % max(ratio):
         raise ValueError(
-            f"`microbatches` is {microbatches}, and for `shares={known}` it must be a multiple of "
-            f"{max(known)}: the devices of the fastest node run that many, and those of the others "
-            f"fewer in proportion. Give `microbatches={max(known)}` or a multiple of it."
+            f"`microbatches` is {microbatches}, and for `shares={ratio}` it must be a multiple of "
+            f"{max(ratio)}: the devices of the fastest node run that many, and those of the others "
+            f"fewer in proportion. Give `microbatches={max(ratio)}` or a multiple of it."
         )
-    return None if len(set(known)) == 1 else known
+    return None if len(set(ratio)) == 1 else ratio
 
 
 def check_shares(shares: Shares | None, halves: bool, mesh: AnyMesh) -> None:
@@ -133,9 +133,11 @@ def pad_batch(
         >>> loss, grads = step(params, jz.pad_batch(batch, zero))
     """
     num_rows, mesh = rows_of("`batch`", batch), zero._devices
-    known = known_shares(shares, mesh.shape[NODE], microbatches) or (1,) * mesh.shape[NODE]
+    node_shares = known_shares(shares, mesh.shape[NODE], microbatches) or (1,) * mesh.shape[NODE]
     divisor = zero.num_devices * microbatches
-    counted = mesh.shape[LOCAL] * sum(node_microbatches(microbatches, known))  # of `divisor` rows
+    counted = mesh.shape[LOCAL] * sum(
+        node_microbatches(microbatches, node_shares)
+    )  # of `divisor` rows
     total = -(-num_rows // counted) * divisor if rows is None else rows
     if num_rows == 0 or total % divisor or total // divisor * counted < num_rows:
         raise ValueError(
@@ -143,7 +145,7 @@ def pad_batch(
             "micro-batches. It needs at least one row, and `rows` must be a "
             f"multiple of {divisor} of which {counted} in each {divisor} hold a row of the batch."
         )
-    is_counted = counted_rows(total, mesh, microbatches, known)
+    is_counted = counted_rows(total, mesh, microbatches, node_shares)
     numbers = np.cumsum(is_counted) - 1  # of the row of `batch` that each row is, or follows
     weights = (is_counted & (numbers < num_rows)).astype(np.float32)
     taken = np.clip(numbers, 0, num_rows - 1)

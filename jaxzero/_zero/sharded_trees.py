@@ -27,20 +27,20 @@ from .._plan import Plan
 from .._report import Report, make_report
 from .._sharding import (
     Registry,
-    TreePlan,
+    TreeLayout,
     ZeroConfig,
     array_leaves,
     arrays_of,
     is_stored,
+    lay_out,
     offloaded,
-    plan_tree,
     unboxed,
 )
 from .._simigrad import CodecNoise
 from .codec_noise import measure_codec_noise
 from .config_check import checked_config
 from .host_memory import check_offloaded, check_room
-from .optimizer_state import init_state, plan_state, trained_part, true_shapes
+from .optimizer_state import init_state, state_layout, trained_part, true_shapes
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
 from .programs import Initializer, Programs, numbers_as_arrays
@@ -57,7 +57,7 @@ class ShardedTrees:
         self.mesh = physical(mesh)
         self._devices = mesh
         self._programs = Programs(self.mesh)
-        self._plans = Registry(mesh, self.config)
+        self._registry = Registry(mesh, self.config)
         self._states = Registry(mesh, self.config)
         self._matched: set[str] = set()  # patterns of `Offload` that have matched a leaf
         self._matched_ungathered: set[str] = set()
@@ -92,17 +92,17 @@ class ShardedTrees:
                 or `local`.
         """
         run = Initializer(init_fn)
-        plan = self._plan(run.shapes(*args), specs)
+        layout = self._lay_out(run.shapes(*args), specs)
 
         def stored(*args: Any) -> list[Any]:
-            pairs = zip(plan.leaves, run(*args), strict=True)
+            pairs = zip(layout.leaves, run(*args), strict=True)
             # `zero.optimizer(tx).init` returns leaves that are padded already.
             return [x.data if is_stored(x) else pad_leaf(leaf, x) for leaf, x in pairs]
 
-        check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
+        check_room("parameters", layout.leaves, self.mesh, self._weight_axes)
         gloo_workaround.connect_groups(self.mesh)
-        made = make_leaves(stored, plan.leaves, self._programs, self._weight_axes, *args)
-        return plan.stored(made)
+        made = make_leaves(stored, layout.leaves, self._programs, self._weight_axes, *args)
+        return layout.stored(made)
 
     def abstract(
         self, init_fn: Callable[..., Any], *args: Any, specs: Any = None, codec: Codec | None = None
@@ -112,8 +112,10 @@ class ShardedTrees:
         Use it as the target of a restore, or to load a checkpoint into. With `codec`, it describes
         the result of `shard` with that codec.
         """
-        plan = self._plan(Initializer(init_fn).shapes(*args), specs, codec)
-        return plan.stored([stored_struct(x, self.mesh, self._weight_axes) for x in plan.leaves])
+        layout = self._lay_out(Initializer(init_fn).shapes(*args), specs, codec)
+        return layout.stored(
+            [stored_struct(x, self.mesh, self._weight_axes) for x in layout.leaves]
+        )
 
     def shard(self, tree: Any, specs: Any = None, codec: Codec | None = None) -> Any:
         """Shard a tree of full arrays over the devices.
@@ -134,12 +136,12 @@ class ShardedTrees:
         Raises:
             ValueError: a leaf is not an array, or is stored already, for another mesh or codec.
         """
-        plan = self._plan(tree, specs, codec)
-        self._plans.check_is_ours(plan)
-        check_room("parameters", plan.leaves, self.mesh, self._weight_axes)
+        layout = self._lay_out(tree, specs, codec)
+        self._registry.check_is_ours(layout)
+        check_room("parameters", layout.leaves, self.mesh, self._weight_axes)
         gloo_workaround.connect_groups(self.mesh)
         axes = self._weight_axes
-        return plan.stored(place_tree(plan, array_leaves(tree), self._programs, axes))
+        return layout.stored(place_tree(layout, array_leaves(tree), self._programs, axes))
 
     def unshard(self, tree: Any) -> Any:
         """Gather a sharded tree: ordinary arrays in their true shapes, in full on every device.
@@ -150,8 +152,8 @@ class ShardedTrees:
         Raises:
             ValueError: an array in it was not laid out by this `Zero`.
         """
-        plan = self._plan_of(tree)
-        return plan.whole(gather_full(plan, arrays_of(tree), self._programs))
+        layout = self._layout_of(tree)
+        return layout.whole(gather_full(layout, arrays_of(tree), self._programs))
 
     def shardings(self, tree: Any) -> Any:
         """The tree of `NamedSharding`s in which `tree` is stored, for `out_shardings` and the like.
@@ -160,8 +162,8 @@ class ShardedTrees:
             tree: parameters from `init`, or optimizer state from `init_optimizer`; or parts of
                 parameters.
         """
-        plan, shardings = self.stored_layout(tree)
-        return plan.stored(shardings)
+        layout, shardings = self.stored_layout(tree)
+        return layout.stored(shardings)
 
     # Optimizers.
 
@@ -178,11 +180,11 @@ class ShardedTrees:
             ValueError: `params` did not come from this `Zero`; or `tx` keeps statistics of another
                 shape for a padded leaf, as Adafactor does, and is not wrapped (`zero.optimizer`).
         """
-        params, plan = trained_part(params, self._plan_of(params))
-        warn_of_padding(tx, plan, self._programs)
-        warn_of_rounding(tx, params, plan, self._programs)
-        layout = self._states.add(plan_state(tx, plan, self._devices, self.config))
-        return init_state(tx, params, layout, self._programs, self._state_axes)
+        params, layout = trained_part(params, self._layout_of(params))
+        warn_of_padding(tx, layout, self._programs)
+        warn_of_rounding(tx, params, layout, self._programs)
+        state = self._states.add(state_layout(tx, layout, self._devices, self.config))
+        return init_state(tx, params, state, self._programs, self._state_axes)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         """Wrap `tx` so that it sees leaves in their true shapes, and stacks of matrices by layer.
@@ -202,8 +204,8 @@ class ShardedTrees:
         """
         return true_shapes(
             tx,
-            self._plan_of,
-            lambda tx, plan: plan_state(tx, plan, self._here._devices, self.config),
+            self._layout_of,
+            lambda tx, layout: state_layout(tx, layout, self._here._devices, self.config),
             self._programs,
             self._state_axes,
         )
@@ -247,7 +249,7 @@ class ShardedTrees:
             ValueError: a tree did not come from this `Zero`, or they do not fit each other.
         """
         opt_state = numbers_as_arrays(opt_state)  # of an update outside of `jit`
-        layouts = self._layouts(params, opt_state, self._plan_of(grads))
+        layouts = self._layouts(params, opt_state, self._layout_of(grads))
         return apply_gradients(tx, grads, opt_state, params, layouts, extra_args, self._programs)
 
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
@@ -270,9 +272,9 @@ class ShardedTrees:
             "gradients": self.config.axes_at(2),
             "optimizer state": self._state_axes,
         }
-        state = None if opt_state is None else self._plan_of(opt_state)
-        layout = self._plan_of(params)
-        of_gradients = self._plan_of_gradients(layout)
+        state = None if opt_state is None else self._layout_of(opt_state)
+        layout = self._layout_of(params)
+        of_gradients = self._layout_of_gradients(layout)
         return make_report(layout, of_gradients, state, plan, self._devices, axes)
 
     def init_wire_state(self, params: Any) -> WireState:
@@ -290,7 +292,7 @@ class ShardedTrees:
             ValueError: `params` did not come from this `Zero`.
         """
         comm = CommSpec.of(self._devices, self.config)
-        make = first_state(self._plan_of(params), self._weight_axes, self._devices, comm)
+        make = first_state(self._layout_of(params), self._weight_axes, self._devices, comm)
         return self._programs.run(make, arrays_of(params))
 
     def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
@@ -304,9 +306,9 @@ class ShardedTrees:
             ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
             NotImplementedError: the config uses error feedback, or encodes sums twice.
         """
-        grads, plan = trained_part(grads, self._plan_of(grads))
+        grads, layout = trained_part(grads, self._layout_of(grads))
         devices = self._here._devices
-        args = plan.leaves, devices, self.config, microbatches
+        args = layout.leaves, devices, self.config, microbatches
         return self._programs.run(functools.partial(measure_codec_noise, *args), arrays_of(grads))
 
     # Shared by the methods above, and with `LocalRounds`.
@@ -323,19 +325,19 @@ class ShardedTrees:
         is_own = isinstance(self._devices, NodeMesh)
         return self._on_one_node if is_one_node() and not is_own else self
 
-    def _layouts(self, params: Any, opt_state: Any, gradients: TreePlan | None = None) -> Layouts:
+    def _layouts(self, params: Any, opt_state: Any, gradients: TreeLayout | None = None) -> Layouts:
         """The layouts of an update; by default of the gradients that `value_and_grad` returns."""
-        of_params = self._plan_of(params)
+        of_params = self._layout_of(params)
         return Layouts(
-            gradients=gradients or self._plan_of_gradients(of_params),
-            state=self._plan_of(opt_state),
+            gradients=gradients or self._layout_of_gradients(of_params),
+            state=self._layout_of(opt_state),
             params=of_params,
             mesh=self.mesh,
             state_axes=self._state_axes,
             weight_axes=self._weight_axes,
         )
 
-    def _plan_of_gradients(self, params: TreePlan) -> TreePlan:
+    def _layout_of_gradients(self, params: TreeLayout) -> TreeLayout:
         """The layout of gradients, each in the memory where `value_and_grad` leaves it."""
         resident = [dataclasses.replace(leaf, memory_kind=None) for leaf in params.leaves]
         gradients = dataclasses.replace(params, leaves=tuple(resident))
@@ -351,37 +353,37 @@ class ShardedTrees:
     def _state_axes(self) -> tuple[str, ...]:
         return self.config.axes_at(1)
 
-    def _plan(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreePlan:
+    def _lay_out(self, tree: Any, specs: Any, codec: Codec | None = None) -> TreeLayout:
         others = [axis for axis in self.mesh.axis_names if axis not in AXES]
         tree, specs = unboxed(tree, specs, others)
-        plan = plan_tree(tree, self._devices, self.config, specs, codec)
+        layout = lay_out(tree, self._devices, self.config, specs, codec)
         offload = self.config.offload
         if offload is not None:
-            check_offloaded(offload, plan, self._matched)
+            check_offloaded(offload, layout, self._matched)
         if self.config.ungathered is not None:
-            self.config.ungathered.check(plan.leaves, self._devices, self._matched_ungathered)
-        return self._plans.add(offloaded(plan, offload, self.config.num_shards(self._devices)))
+            self.config.ungathered.check(layout.leaves, self._devices, self._matched_ungathered)
+        return self._registry.add(offloaded(layout, offload, self.config.num_shards(self._devices)))
 
-    def stored_layout(self, tree: Any) -> tuple[TreePlan, list[NamedSharding]]:
+    def stored_layout(self, tree: Any) -> tuple[TreeLayout, list[NamedSharding]]:
         """The layout of a stored tree, or of a part of one, and the sharding of each array.
 
         Raises:
             ValueError: an array in it was not laid out by this `Zero`.
         """
         state = self._states.find(tree)
-        plan, axes = (
-            (state, self._state_axes) if state else (self._plan_of(tree), self._weight_axes)
+        layout, axes = (
+            (state, self._state_axes) if state else (self._layout_of(tree), self._weight_axes)
         )
-        return plan, plan.shardings(self.mesh, axes)
+        return layout, layout.shardings(self.mesh, axes)
 
-    def find_plan(self, tree: Any) -> TreePlan | None:
+    def find_layout(self, tree: Any) -> TreeLayout | None:
         """The layout of a tree from `init`, `shard` or `init_optimizer`; None for any other."""
-        return self._plans.find(tree) or self._states.find(tree)
+        return self._registry.find(tree) or self._states.find(tree)
 
-    def _plan_of(self, tree: Any) -> TreePlan:
+    def _layout_of(self, tree: Any) -> TreeLayout:
         here = self._here
         try:
-            return here.find_plan(tree) or here._plans.plan_of(tree)
+            return here.find_layout(tree) or here._registry.layout_of(tree)
         except ValueError as error:
             raise ValueError(f"The given tree: {error}") from error
 

@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from .._collectives import CommSpec, all_gather, all_reduce, labelled, reduce_scatter
 from .._execute import (
+    DeviceWireState,
     LeafUpdate,
-    LocalWireState,
     Parameters,
     Result,
     run_on_device,
@@ -58,7 +58,7 @@ def run_on_stage(
     flat: Any,
     parameters: Parameters,
     stored: Sequence[Array],
-    wire_state: LocalWireState,
+    wire_state: DeviceWireState,
     inputs: Sequence[Array],
     specs: Sequence[Any],
     microbatches: int,

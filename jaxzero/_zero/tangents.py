@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from .._mesh import current_microbatch, known_together
 from .._program import OpenProgram
-from .._sharding import TreePlan
+from .._sharding import TreeLayout
 from .arguments import Argument, Call, Options
 from .programs import is_varied, jvp_of_some
 from .updates import ProgramUpdates
@@ -63,17 +63,17 @@ class Derivative:
         """The arguments with two more, tangents of weights and of others; and their arrays."""
         leaves, weights, specs, others = [], [], [], []
         for argument, tangents in zip(self.call.arguments, self.of_arrays, strict=True):
-            if argument.plan is not None:
-                pairs = zip(argument.plan.leaves, tangents, strict=True)
+            if argument.layout is not None:
+                pairs = zip(argument.layout.leaves, tangents, strict=True)
                 leaves += [leaf for leaf, x in pairs if is_varied(x)]
                 weights += filter(is_varied, tangents)
             else:
                 pairs = zip(argument.specs, tangents, strict=True)
                 specs += [spec for spec, x in pairs if is_varied(x)]
                 others += filter(is_varied, tangents)
-        plan, untrained = TreePlan(None, tuple(leaves), ()), (False,) * len(leaves)
+        layout, untrained = TreeLayout(None, tuple(leaves), ()), (False,) * len(leaves)
         more = (
-            Argument("tangents", None, (), plan, (), untrained),
+            Argument("tangents", None, (), layout, (), untrained),
             Argument("tangents", None, (), None, tuple(specs), (False,) * len(specs)),
         )
         call = dataclasses.replace(self.call, arguments=(*self.call.arguments, *more))
@@ -96,7 +96,10 @@ class Derivative:
         for arrays, is_weight in ((stored, True), (inputs, False)):
             pairs = zip(self.call.arguments, self.of_arrays, strict=True)
             mine = [
-                x for argument, xs in pairs if (argument.plan is not None) == is_weight for x in xs
+                x
+                for argument, xs in pairs
+                if (argument.layout is not None) == is_weight
+                for x in xs
             ]
             more = iter(arrays[len(mine) :])
             primals += arrays[: len(mine)]

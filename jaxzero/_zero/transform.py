@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from .._collectives import CommSpec, Ledger, accumulator_dtype, labelled, recording
-from .._execute import LocalWireState, Result, run_on_device, specs_of, total_weight
+from .._execute import DeviceWireState, Result, run_on_device, specs_of, total_weight
 from .._mesh import AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
 from .._program import OpenProgram, with_rolled_layers, without_checkpoints
@@ -92,9 +92,9 @@ class Transform:
     def program(
         self,
         arrays: list[list[Array]],
-        wire_state: LocalWireState,
+        wire_state: DeviceWireState,
         updates: ProgramUpdates | None = None,
-    ) -> tuple[Any, list[Any], Any, LocalWireState, GradientHalves | None, list[Any]]:
+    ) -> tuple[Any, list[Any], Any, DeviceWireState, GradientHalves | None, list[Any]]:
         """Run the step on global arrays.
 
         Returns:
@@ -126,7 +126,7 @@ class Transform:
     def _run(
         self,
         arrays: list[list[Array]],
-        wire_state: LocalWireState,
+        wire_state: DeviceWireState,
         given: list[list[Array]],
         outputs: Outputs,
         updates: ProgramUpdates,
@@ -179,7 +179,7 @@ class Transform:
         )
         of_outputs = Outputs(self.options, None)
         of_outputs.how = derivative.floats(outputs.how)
-        made = program._run(arrays, LocalWireState(), [[]], of_outputs, ProgramUpdates(None))
+        made = program._run(arrays, DeviceWireState(), [[]], of_outputs, ProgramUpdates(None))
         loss, gradients, _, parts, *_ = made
         assert self._plan is not None and program._plan is not None
         self._plan = self._plan.with_tangents(program._plan)
@@ -229,14 +229,14 @@ class Transform:
         return [found[i] for i in self.differentiated]
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
-        if argument.plan is None:
+        if argument.layout is None:
             return list(argument.specs)
         axes = self.config.axes_at(3)
-        return [leaf.spec(axes, manual_only=True) for leaf in argument.plan.leaves]
+        return [leaf.spec(axes, manual_only=True) for leaf in argument.layout.leaves]
 
-    def _state_specs(self, wire_state: LocalWireState) -> LocalWireState:
+    def _state_specs(self, wire_state: DeviceWireState) -> DeviceWireState:
         specs = specs_of(self.parameters.leaves, self.comm)
-        return LocalWireState(
+        return DeviceWireState(
             {i: specs.slices[i] for i in wire_state.slices},
             {i: specs.errors[i] for i in wire_state.errors},
         )
@@ -244,14 +244,14 @@ class Transform:
     def _on_device(
         self,
         arrays: list[list[Array]],
-        wire_state: LocalWireState,
+        wire_state: DeviceWireState,
         given: list[list[Array]],
         outputs: Outputs,
         updates: ProgramUpdates,
     ) -> Any:
         stored, inputs, specs = [], [], []
         for argument, leaves in zip(self.call.arguments, arrays, strict=True):
-            if argument.plan:
+            if argument.layout:
                 stored += leaves
             else:
                 inputs += leaves
@@ -393,7 +393,7 @@ class Transform:
     def _rebuild(self, stored: list[Any], inputs: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         remaining = {True: iter(self.layers.apart(stored)), False: iter(inputs)}
         arrays = [
-            [next(remaining[argument.plan is not None]) for s in argument.statics if s is None]
+            [next(remaining[argument.layout is not None]) for s in argument.statics if s is None]
             for argument in self.call.arguments
         ]
         return self.call.rebuild(arrays)

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 
 from .._codecs import Codec
 from .._mesh import LOCAL, STAGE, AnyMesh, is_traced, to_device
-from .._sharding import LeafSpec, Static, TreePlan, ZeroConfig, in_memory, plan_tree, rebuild
-from .optimizer_state import plan_state, trained_part
+from .._sharding import LeafSpec, Static, TreeLayout, ZeroConfig, in_memory, lay_out, rebuild
+from .optimizer_state import state_layout, trained_part
 from .placement import auto_mesh, pad_leaf, run_automatic, stored_struct, unpad_leaf
 from .programs import Programs
 
@@ -41,10 +41,10 @@ class TreeCut:
         frozen: the layout of the frozen part.
     """
 
-    whole: TreePlan
+    whole: TreeLayout
     rows: tuple[Rows, ...]
-    active: TreePlan
-    frozen: TreePlan
+    active: TreeLayout
+    frozen: TreeLayout
 
     def pairs(self, active: Sequence[Any], frozen: Sequence[Any]) -> list[tuple[Any, Any]]:
         """For each array of the whole tree its active and frozen parts; None where there is none.
@@ -61,7 +61,7 @@ class TreeCut:
 
 
 def make_cut(
-    whole: TreePlan,
+    whole: TreeLayout,
     rows: Sequence[Rows],
     mesh: AnyMesh,
     config: ZeroConfig,
@@ -102,14 +102,14 @@ def make_cut(
 
 
 def _lay_out(
-    whole: TreePlan,
+    whole: TreeLayout,
     kept: Sequence[bool],
     shapes: Sequence[tuple[int, ...]],
     has_statics: bool,
     mesh: AnyMesh,
     config: ZeroConfig,
     codec: Codec | None = None,
-) -> TreePlan:
+) -> TreeLayout:
     """The layout of the arrays that are `kept`, in these shapes, with None for the others."""
     triples = zip(whole.leaves, kept, shapes, strict=True)
     structs = [jax.ShapeDtypeStruct(s, leaf.dtype) if k else None for leaf, k, s in triples]
@@ -120,7 +120,7 @@ def _lay_out(
         none = [s and Static(PartitionSpec() if has_statics else None) for s in statics]
         given = [_specs_of(leaf) if k else None for leaf, k in pairs]
         specs = rebuild(whole.treedef, none, given)
-    plan = plan_tree(rebuild(whole.treedef, statics, structs), mesh, config, specs, codec)
+    layout = lay_out(rebuild(whole.treedef, statics, structs), mesh, config, specs, codec)
     old = [leaf for leaf, k in zip(whole.leaves, kept, strict=True) if k]
     num_shards = config.num_shards(mesh)
     leaves = [
@@ -130,9 +130,9 @@ def _lay_out(
         else in_memory(
             leaf, before.memory_kind if leaf.layout or num_shards == 1 else None, num_shards
         )
-        for before, leaf in zip(old, plan.leaves, strict=True)
+        for before, leaf in zip(old, layout.leaves, strict=True)
     ]
-    return dataclasses.replace(plan, leaves=tuple(leaves))
+    return dataclasses.replace(layout, leaves=tuple(leaves))
 
 
 def _specs_of(leaf: LeafSpec) -> PartitionSpec:
@@ -157,17 +157,17 @@ def split_arrays(
     """
     active, frozen = [], []
     layouts = cut.pairs(cut.active.leaves, cut.frozen.leaves)
-    for old, x, rows, (rest, first) in zip(
+    for old, array, rows, (rest, first) in zip(
         cut.whole.leaves, arrays, cut.rows, layouts, strict=True
     ):
         if rest is None:
-            frozen += _cut_leaf(old, x, [(first, slice(None))], programs, axes)
+            frozen += _cut_leaf(old, array, [(first, slice(None))], programs, axes)
         elif first is None:
-            active.append(x)
+            active.append(array)
         else:
             assert rows is not None
             parts = [(rest, slice(rows, None)), (first, slice(rows))]
-            made = _cut_leaf(old, x, parts, programs, axes)
+            made = _cut_leaf(old, array, parts, programs, axes)
             active.append(made[0])
             frozen.append(made[1])
     return active, frozen
@@ -224,14 +224,14 @@ def _join_leaf(
         return first
     if isinstance(first, jax.ShapeDtypeStruct):
         return stored_struct(old, programs.mesh, axes)
-    known = [(leaf, x) for leaf, x in zip(parts, arrays, strict=True) if leaf is not None][::-1]
+    pieces = [(leaf, x) for leaf, x in zip(parts, arrays, strict=True) if leaf is not None][::-1]
 
     def run(arrays: list[Any]) -> Any:
-        pairs = zip([leaf for leaf, _ in known], arrays, strict=True)
+        pairs = zip([leaf for leaf, _ in pieces], arrays, strict=True)
         return pad_leaf(old, jnp.concatenate([unpad_leaf(leaf, to_device(x)) for leaf, x in pairs]))
 
     sharding = old.sharding(auto_mesh(programs.mesh), axes)
-    return run_automatic(run, sharding, programs, [x for _, x in known])
+    return run_automatic(run, sharding, programs, [x for _, x in pieces])
 
 
 def check_untraced(arrays: Sequence[Any]) -> None:
@@ -263,8 +263,8 @@ def cut_of_state(
         NotImplementedError: an array of the state belongs to a stack that is cut, and has no rows
             for its layers.
     """
-    whole = _plan_state(tx, params.whole, mesh, config)
-    active = _plan_state(tx, params.active, mesh, config)
+    whole = _state_layout(tx, params.whole, mesh, config)
+    active = _state_layout(tx, params.active, mesh, config)
     shapes = {leaf.path: leaf.shape for leaf in active.leaves}
     frozen_rows = {x.path: n for x, n in zip(params.whole.leaves, params.rows, strict=True)}
     rows: list[Rows] = []
@@ -300,8 +300,8 @@ def _parameter_of(path: str, parameters: Iterable[str]) -> str | None:
     return max(found, key=len, default=None)
 
 
-def _plan_state(
-    tx: optax.GradientTransformation, params: TreePlan, mesh: AnyMesh, config: ZeroConfig
-) -> TreePlan:
+def _state_layout(
+    tx: optax.GradientTransformation, params: TreeLayout, mesh: AnyMesh, config: ZeroConfig
+) -> TreeLayout:
     _, trained = trained_part(params.stored([leaf.stored for leaf in params.leaves]), params)
-    return plan_state(tx, trained, mesh, config)
+    return state_layout(tx, trained, mesh, config)

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from .._execute import LeafUpdate
 from .._mesh import in_host, is_traced
-from .._sharding import TreePlan, arrays_of, flatten, overwritten_leaves
+from .._sharding import TreeLayout, arrays_of, flatten, overwritten_leaves
 from .._windowed_update import (
     LayerUpdate,
     TracedUpdate,
@@ -44,9 +44,9 @@ class Layouts:
         weight_axes: the axes that split the parameters: the same, or none.
     """
 
-    gradients: TreePlan
-    state: TreePlan
-    params: TreePlan
+    gradients: TreeLayout
+    state: TreeLayout
+    params: TreeLayout
     mesh: Mesh
     state_axes: tuple[str, ...]
     weight_axes: tuple[str, ...]
@@ -64,29 +64,29 @@ def apply_gradients(
     """The new parameters and the new state; see `Zero.apply_gradients`."""
     trees = (grads, state, params)
     known = (layouts.gradients, layouts.state, layouts.params)
-    plans = [plan.with_statics_of(tree) for plan, tree in zip(known, trees, strict=True)]
+    tree_layouts = [layout.with_statics_of(tree) for layout, tree in zip(known, trees, strict=True)]
     arrays = [arrays_of(tree) for tree in trees]
     if all(is_traced(x) for xs in arrays for x in xs):
-        return _apply(tx, trees, plans, layouts, extra_args)
+        return _apply(tx, trees, tree_layouts, layouts, extra_args)
 
     def update(arrays: list[list[Any]]) -> list[list[Any]]:
-        trees = [plan.stored(x) for plan, x in zip(plans, arrays, strict=True)]
-        return [arrays_of(x) for x in _apply(tx, trees, plans, layouts, extra_args)]
+        trees = [layout.stored(x) for layout, x in zip(tree_layouts, arrays, strict=True)]
+        return [arrays_of(x) for x in _apply(tx, trees, tree_layouts, layouts, extra_args)]
 
     new_params, new_state = programs.run(update, arrays)
-    return plans[2].stored(new_params), plans[1].stored(new_state)
+    return tree_layouts[2].stored(new_params), tree_layouts[1].stored(new_state)
 
 
 def _apply(
     tx: optax.GradientTransformation,
     trees: Sequence[Any],
-    plans: Sequence[TreePlan],
+    tree_layouts: Sequence[TreeLayout],
     layouts: Layouts,
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """The update of `(gradients, state, parameters)`, traced."""
-    (grads, state, params), (of_grads, of_state, of_params) = trees, plans
-    trained, plan = trained_part(params, of_params)
+    (grads, state, params), (of_grads, of_state, of_params) = trees, tree_layouts
+    trained, layout = trained_part(params, of_params)
     if any(in_host(x) for tree in trees for x in arrays_of(tree)):
         for_trained, of_grads = trained_part(grads, of_grads)
         mesh, axes = layouts.mesh, layouts.state_axes
@@ -94,11 +94,11 @@ def _apply(
             tx.inner if isinstance(tx, TrueShapes) else tx,
             split(of_grads, for_trained, mesh, axes),
             state,
-            split(plan, trained, mesh, axes),
-            layouts=UpdateLayouts(of_grads, of_state, plan, mesh, axes),
+            split(layout, trained, mesh, axes),
+            layouts=UpdateLayouts(of_grads, of_state, layout, mesh, axes),
             extra_args=extra_args,
         )
-        new = split(plan, new, mesh, layouts.weight_axes)
+        new = split(layout, new, mesh, layouts.weight_axes)
         if isinstance(tx, TrueShapes):  # some of it may be split by layer
             new_state = split(of_state, new_state, mesh, axes)
     else:
@@ -111,16 +111,16 @@ def _apply(
     return with_untrained(params, trained, new, grads), numbers_as_arrays(new_state)
 
 
-def split(plan: TreePlan, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+def split(layout: TreeLayout, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
     """The tree, with arrays in device memory split over `axes`; those in host memory are."""
-    return plan.stored(split_arrays(plan, arrays_of(tree), mesh, axes))
+    return layout.stored(split_arrays(layout, arrays_of(tree), mesh, axes))
 
 
 def split_arrays(
-    plan: TreePlan, arrays: Sequence[Any], mesh: Mesh, axes: tuple[str, ...]
+    layout: TreeLayout, arrays: Sequence[Any], mesh: Mesh, axes: tuple[str, ...]
 ) -> list[Any]:
     """`split` for the arrays of the tree, of which some may be None."""
-    pairs = zip(plan.leaves, arrays, strict=True)
+    pairs = zip(layout.leaves, arrays, strict=True)
     return [
         x if x is None or in_host(x) else constrain(x, mesh, leaf.spec(axes)) for leaf, x in pairs
     ]
@@ -192,13 +192,13 @@ class ProgramUpdates:
             differentiated: indices in `stored` of the leaves that get gradients.
         """
         scalars = dict(zip(self._atoms, arguments[-1], strict=True))
-        found = {}
+        by_argument = {}
         for (number, leaf), state in zip(self.leaves.items(), arguments[:-1], strict=True):
             i = differentiated[self._positions[number]]
-            found[i] = LeafUpdate(
+            by_argument[i] = LeafUpdate(
                 [stored[i], *state],
                 leaf.names,
                 leaf.reads,
                 lambda gradient, layers, leaf=leaf: leaf.new_layers(gradient, layers, scalars),
             )
-        return found
+        return by_argument

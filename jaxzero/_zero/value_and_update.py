@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from .._execute import LocalWireState
+from .._execute import DeviceWireState
 from .._mesh import in_host
 from .._plan import Plan
 from .._sharding import (
@@ -52,7 +52,7 @@ def check_one_program(config: ZeroConfig, microbatches: int, weighted: bool) -> 
             )
 
 
-class Step:
+class ValueAndUpdate:
     """Value and update of one call, for the arguments of `transform`.
 
     Args:
@@ -75,7 +75,7 @@ class Step:
         self._transform = transform
         self._tx = tx
         pairs = (layouts.params, params), (layouts.state, opt_state)
-        self._plans = tuple(plan.with_statics_of(tree) for plan, tree in pairs)
+        self._tree_layouts = tuple(layout.with_statics_of(tree) for layout, tree in pairs)
         self._layouts = layouts
         self._programs = programs
 
@@ -87,20 +87,20 @@ class Step:
             opt_state: the optimizer state.
         """
         value, *outputs = self._programs.run(self._traced, arrays, arrays_of(opt_state))
-        pairs = zip(self._plans, outputs, strict=True)
-        return value, *(plan.stored(x) for plan, x in pairs)
+        pairs = zip(self._tree_layouts, outputs, strict=True)
+        return value, *(layout.stored(x) for layout, x in pairs)
 
     def plan(self, arrays: list[list[Any]], opt_state: Any, along: Sequence[int]) -> Plan:
         """The plan of the step, and of its tangents; arguments as of `run` and `Transform.plan`."""
         return self._transform.plan(self._traced, arrays, arrays_of(opt_state), along)
 
     def _traced(self, arrays: list[list[Array]], state: list[Array]) -> tuple[Any, ...]:
-        of_params, of_state = self._plans
+        of_params, of_state = self._tree_layouts
         params, opt_state = of_params.stored(arrays[0]), of_state.stored(state)
         if any(map(in_host, (*arrays[0], *state))):
             value, *new = self._with_offload(arrays, params, opt_state)
         else:
-            outputs = self._transform.program(arrays, LocalWireState())
+            outputs = self._transform.program(arrays, DeviceWireState())
             value, grads = returned(self._transform, outputs, True, False)
             new = apply_gradients(
                 self._tx, grads, opt_state, params, self._layouts, {}, self._programs
@@ -113,20 +113,20 @@ class Step:
         """The step where some arrays lie in host memory."""
         layouts, tx = self._layouts, self._tx
         mesh, axes = layouts.mesh, layouts.state_axes
-        trained, plan = trained_part(params, self._plans[0])
+        trained, layout = trained_part(params, self._tree_layouts[0])
         of_grads = trained_part(params, layouts.gradients)[1]
         update = TracedUpdate(
             tx.inner if isinstance(tx, TrueShapes) else tx,
             opt_state,
-            split(plan, trained, mesh, axes),
-            UpdateLayouts(of_grads, self._plans[1], plan, mesh, axes),
+            split(layout, trained, mesh, axes),
+            UpdateLayouts(of_grads, self._tree_layouts[1], layout, mesh, axes),
             {},
         )
         argument, states = self._transform.call.arguments[0], overwritten_leaves(params)
         kinds = zip(of_arrays(params, states), argument.trained, strict=True)
         of_state = [is_state for is_state, has_gradient in kinds if has_gradient]
         updates = ProgramUpdates(update, [i for i, x in enumerate(of_state) if not x])
-        outputs = self._transform.program(arrays, LocalWireState(), updates)
+        outputs = self._transform.program(arrays, DeviceWireState(), updates)
         loss, every, aux, _, _, updated = outputs
         gradients = [x for x, is_state in zip(every, of_state, strict=True) if not is_state]
         next_states = iter([x for x, is_state in zip(every, of_state, strict=True) if is_state])
@@ -145,9 +145,9 @@ class Step:
         else:
             gradients = lax.optimization_barrier(gradients)
         new, new_state = update.apply(gradients, done, at_once=at_once)
-        new = split(plan, new, mesh, layouts.weight_axes)
+        new = split(layout, new, mesh, layouts.weight_axes)
         if isinstance(tx, TrueShapes):  # some of it may be split by layer
-            new_state = split(self._plans[1], new_state, mesh, axes)
+            new_state = split(self._tree_layouts[1], new_state, mesh, axes)
         value = (loss, aux) if self._transform.options.has_aux else loss
         return value, with_untrained(params, trained, new, next_states), new_state
 

@@ -61,10 +61,10 @@ class VerifiedCall:
         self.names: list[str] = []
         whole, specs, leaves = [], [], []
         for value, argument, stored in zip(values, transform.call.arguments, arrays, strict=True):
-            full = arrays_of(zero.unshard(value)) if argument.plan else stored
+            full = arrays_of(zero.unshard(value)) if argument.layout else stored
             whole += [fetched(x) for x in full]
-            specs += [PartitionSpec()] * len(full) if argument.plan else argument.specs
-            leaves += argument.plan.leaves if argument.plan else [None] * len(full)
+            specs += [PartitionSpec()] * len(full) if argument.layout else argument.specs
+            leaves += argument.layout.leaves if argument.layout else [None] * len(full)
         self.sizes = [len(x) for x in arrays]
         self.rows = num_rows(transform.call, arrays)
         grads = [
@@ -147,13 +147,13 @@ class VerifiedCall:
             numbers = (number,) if isinstance(number, int) else number
             states = tuple(zero.init_wire_state(args[i]) for i in numbers)
             state["wire_state"] = states[0] if isinstance(number, int) else states
-        made = zero.value_and_grad(self.f, **options)(*args, **kwargs, **state)
-        value, grads = made[:2]
+        outputs = zero.value_and_grad(self.f, **options)(*args, **kwargs, **state)
+        value, grads = outputs[:2]
         loss, aux = value if self.options["has_aux"] else (value, None)
         trees = [grads] if isinstance(number, int) else list(grads)
         full = [x for tree in self._in_order(trees) for x in _floats(zero.unshard(tree))]
         results = on_host([loss, *values_of(aux), *full])
-        return results, (zero, args, kwargs, *made[1:])
+        return results, (zero, args, kwargs, *outputs[1:])
 
     def extras(self, made: Any) -> tuple[Update | None, list[Any] | None]:
         """The update and the half-batches of a run of `step`: see `Runs.extras`."""
@@ -164,16 +164,16 @@ class VerifiedCall:
     def _halves(self, made: GradientHalves) -> list[Any]:
         """The inner products of half-batches, for all leaves the first, and so on; the share."""
         *products, share = made
-        found = []
-        for each in products:
-            trees = [each] if isinstance(self.options["argnums"], int) else each
-            found += [x for tree in self._in_order(trees) for x in jax.tree.leaves(tree)]
-        if len(found) != len(products) * len(self.problem.grad_names):
+        leaves = []
+        for product in products:
+            trees = [product] if isinstance(self.options["argnums"], int) else product
+            leaves += [x for tree in self._in_order(trees) for x in jax.tree.leaves(tree)]
+        if len(leaves) != len(products) * len(self.problem.grad_names):
             raise NotImplementedError(
                 "`verify` cannot compare `halves` with state that gradients overwrite (fp8 "
                 "layers), which has no gradients. Leave out `halves`."
             )
-        return on_host([*found, share])
+        return on_host([*leaves, share])
 
     def _in_order(self, trees: Sequence[Any]) -> list[Any]:
         """Trees for `argnums`, in the order of arguments."""
@@ -191,8 +191,8 @@ class VerifiedCall:
         zero = type(self.zero)(self.zero._devices, config)
         zero._programs = self.zero._programs  # many are the same
         for argument in self.transform.call.arguments:
-            if argument.plan is not None:
-                zero._plans.add(argument.plan)
+            if argument.layout is not None:
+                zero._registry.add(argument.layout)
         return zero
 
     def _arguments(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -200,7 +200,7 @@ class VerifiedCall:
         remaining = iter(arrays)
         parts = [[next(remaining) for _ in range(size)] for size in self.sizes]
         values = [
-            given if argument.plan else argument.rebuild(part)
+            given if argument.layout else argument.rebuild(part)
             for given, argument, part in zip(
                 [*self.args, *self.kwargs.values()],
                 self.transform.call.arguments,

@@ -56,7 +56,7 @@ def check_round(
             "differentiates the first argument: leave out `argnums`, `in_specs`, `halves`, "
             "`shares` and `in_one_program`."
         )
-    if any(zero.find_plan(x) for x in (*args[1:], *kwargs.values())):
+    if any(zero.find_layout(x) for x in (*args[1:], *kwargs.values())):
         raise NotImplementedError(
             "`verify` with `local_steps` takes one sharded tree, the parameters. Let the loss "
             "close over the full arrays of another one."
@@ -185,7 +185,7 @@ class VerifiedRound:
             for field in dataclasses.fields(state)
         )
         owners = layouts.exchange.outer.owners
-        found = {
+        results = {
             LOSS: [on_host(losses).T],
             NEXT: [params[i] for i in layouts.exchanged],
             STATE: opt_state,
@@ -196,5 +196,5 @@ class VerifiedRound:
         }
         if own:
             last = whole(layouts.kept["params"], [x[-1] for x in of_nodes])
-            found[OWN] = [last[i] for i in layouts.exchanged]
-        return found
+            results[OWN] = [last[i] for i in layouts.exchanged]
+        return results

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .._codecs import Codec
-from .._execute import LocalWireState
+from .._execute import DeviceWireState
 from .._local_steps import LocalSteps
 from .._plan import Plan
 from .._sharding import without_defaults
@@ -31,7 +31,7 @@ from .frozen_layers import Names
 from .local_rounds import LocalRounds
 from .local_step import check_local_steps, local_method
 from .outputs import flat_reductions
-from .value_and_update import Step, check_one_program
+from .value_and_update import ValueAndUpdate, check_one_program
 from .verified import VerifiedTrees
 
 
@@ -262,7 +262,7 @@ class Zero(VerifiedTrees):
             )
             check_differentiable(transform.call.arguments[0], arrays[0], False)
             layouts = self._layouts(params, opt_state)
-            run = Step(transform, tx, params, opt_state, layouts, self._programs).run
+            run = ValueAndUpdate(transform, tx, params, opt_state, layouts, self._programs).run
             return run(arrays, opt_state)
 
         return step
@@ -314,7 +314,7 @@ class Zero(VerifiedTrees):
                 self._has_warned = True
                 warn_of_full_weights(self.config)
             # What is kept of gradients has no part in it.
-            slices = LocalWireState(wire_state_of(transform, wire_state).slices)
+            slices = DeviceWireState(wire_state_of(transform, wire_state).slices)
             return self._programs.run(transform.program, arrays, slices)[2]
 
         return wrapped
@@ -361,7 +361,7 @@ class Zero(VerifiedTrees):
         along = argument_numbers(tangent_argnums)
         if tx is not None:
             layouts = self._layouts(args[0], opt_state)
-            step = Step(transform, tx, args[0], opt_state, layouts, self._programs)
+            step = ValueAndUpdate(transform, tx, args[0], opt_state, layouts, self._programs)
             return step.plan(arrays, opt_state, along)
         state = wire_state_of(transform, wire_state)
         return transform.plan(transform.program, arrays, state, along)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from ..jobs import Devices, Directory, Local, Sharding, check_positive
+from ..jobs import Devices, Directory, LocalOptions, Sharding, check_positive
 
 Detail = Literal[
     "leaves", "state", "gathers", "reductions", "waits", "traffic", "parts", "host", "timeline"
@@ -96,7 +96,7 @@ class Plan:
     activation_budgets: bool = True
     """Try budgets of activations, too."""
 
-    rounds: Local = Local()
+    rounds: LocalOptions = LocalOptions()
     """Compare local steps too, which are another training algorithm: losses differ."""
 
     budget: float = 180.0

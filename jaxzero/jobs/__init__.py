@@ -15,7 +15,7 @@ from ._settings import Data as Data
 from ._settings import Devices as Devices
 from ._settings import Directory as Directory
 from ._settings import Faults as Faults
-from ._settings import Local as Local
+from ._settings import LocalOptions as LocalOptions
 from ._settings import Offloaded as Offloaded
 from ._settings import Optimization as Optimization
 from ._settings import Run as Run

@@ -21,7 +21,7 @@ from .._zero import LocalRounds
 from ._journal import Row
 from ._retrieval import LossFn
 from ._session import Session, State
-from ._settings import Local, Sharding
+from ._settings import LocalOptions, Sharding
 from ._setup import Setup, plan_step, zero_config
 from ._tasks import Task
 
@@ -123,7 +123,7 @@ def _bytes(tree: Any, on_host: bool) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in found)
 
 
-def _exchanged(report: LocalReport, local: Local) -> str:
+def _exchanged(report: LocalReport, local: LocalOptions) -> str:
     """Format what nodes exchange, and when."""
     sent = readable_bytes(round(report.bytes_per_step))
     plural = "s" if report.delay > 1 else ""

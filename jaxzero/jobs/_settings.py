@@ -30,7 +30,7 @@ def check_positive(settings: object, *names: str, finite: bool = False) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Local:
+class LocalOptions:
     """Local steps (DiLoCo): each node trains by itself, and now and then nodes exchange parameters.
 
     Every node has its own parameters and optimizer state. The difference between the outer
@@ -341,7 +341,7 @@ class Train:
     data: Data = Data()
     optimization: Optimization = Optimization()
     sharding: Sharding = Sharding()
-    local: Local = Local()
+    local: LocalOptions = LocalOptions()
     devices: Devices = Devices()
     run: Run = Run()
     faults: Faults = Faults()

@@ -28,7 +28,7 @@ from .tiny_job import OPTIMIZATION, losses, make_settings, with_run
 
 pytestmark = pytest.mark.standard_promotion  # optax
 
-LOCAL = jobs.Local(local_steps=2, local_fragments=2, local_codec="int4")
+LOCAL = jobs.LocalOptions(local_steps=2, local_fragments=2, local_codec="int4")
 OPTIMIZATION = dataclasses.replace(OPTIMIZATION, learning_rate=1e-3)
 
 
@@ -161,9 +161,9 @@ def test_another_number_of_nodes_goes_on_from_the_mean(
     assert text in console.export_text()
 
 
-@pytest.mark.parametrize(("local", "got"), [(jobs.Local(), "None"), (4, "4")])
+@pytest.mark.parametrize(("local", "got"), [(jobs.LocalOptions(), "None"), (4, "4")])
 def test_refuses_to_resume_with_other_rounds(
-    finished: tuple[jobs.Train, str], console: Console, local: jobs.Local | int, got: str
+    finished: tuple[jobs.Train, str], console: Console, local: jobs.LocalOptions | int, got: str
 ):
     if isinstance(local, int):
         local = dataclasses.replace(LOCAL, local_steps=local)

@@ -80,6 +80,6 @@ def test_other_choices_beside_it_are_refused():
     with pytest.raises(ValueError, match="`local_steps` does not go with `plan` auto"):
         jobs.Train(
             sharding=jobs.Sharding(plan="auto"),
-            local=jobs.Local(local_steps=4),
+            local=jobs.LocalOptions(local_steps=4),
             optimization=jobs.Optimization(steps=4),
         )

@@ -22,12 +22,12 @@ def replace_stores(monkeypatch):
         monkeypatch.setattr(module, "run", run)
 
 
-def run(block, source, seed, result, axis, plan):
+def run(block, source, seed, result, axis, tiling):
     """As `_remote.run`. Of several devices, places must not be used twice."""
     devices = lax.axis_size(axis)
-    assert devices == 1 or plan.slots == plan.most_tiles
-    seeds = [seed.reshape(1)] if plan.format.rounding == "stochastic" else []
-    inbox = plan.inbox(devices)
+    assert devices == 1 or tiling.slots == tiling.most_tiles
+    seeds = [seed.reshape(1)] if tiling.format.rounding == "stochastic" else []
+    inbox = tiling.inbox(devices)
 
     class Silent(block):
         def signal(self, semaphore, peer):
@@ -55,12 +55,14 @@ def run(block, source, seed, result, axis, plan):
 
     def call(kind, out, order, *inputs):
         def kernel(*refs):
-            party = kind(axis, plan, order(refs), (None, None, None))
-            exchange(party, num_tiles=party.num_tiles, most_tiles=plan.most_tiles, slots=plan.slots)
+            party = kind(axis, tiling, order(refs), (None, None, None))
+            exchange(
+                party, num_tiles=party.num_tiles, most_tiles=tiling.most_tiles, slots=tiling.slots
+            )
 
         options = _memory.interpret_options()
         assert "interpret" in options
-        grid = {"grid": (plan.blocks,), "grid_names": ("block",)}
+        grid = {"grid": (tiling.blocks,), "grid_names": ("block",)}
         return plgpu.kernel(kernel, out_type=out, **grid, **options)(*inputs)
 
     if devices == 1:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from jaxzero._sharding.layout import layouts_by_preference
-from jaxzero._sharding.tree import plan_tree
+from jaxzero._sharding.tree import lay_out
 
 shapes = st.lists(st.integers(0, 12), min_size=0, max_size=4).map(tuple)
 
@@ -64,10 +64,10 @@ def test_of_the_long_dims_of_a_matrix_the_first_is_cut(shape, dim):
 def test_dims_of_other_axes_are_left_to_them():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("node", "local", "tensor"))
     tree = {"w": jax.ShapeDtypeStruct((8, 64), np.float32)}
-    plan = plan_tree(tree, mesh, jz.zero3(), {"w": P(None, "tensor")})
-    assert plan.leaves[0].spec(("local", "node")) == P(("local", "node"), "tensor")
-    assert plan.leaves[0].spec(("local", "node"), manual_only=True) == P(("local", "node"))
-    alone = plan_tree({"b": jax.ShapeDtypeStruct((8,), np.float32)}, mesh, jz.zero3(), P("tensor"))
+    layout = lay_out(tree, mesh, jz.zero3(), {"w": P(None, "tensor")})
+    assert layout.leaves[0].spec(("local", "node")) == P(("local", "node"), "tensor")
+    assert layout.leaves[0].spec(("local", "node"), manual_only=True) == P(("local", "node"))
+    alone = lay_out({"b": jax.ShapeDtypeStruct((8,), np.float32)}, mesh, jz.zero3(), P("tensor"))
     assert alone.leaves[0].spec(("local", "node")) == P(("local", "node", "tensor"))
 
 

@@ -89,13 +89,13 @@ class Updater:
         self.window_bytes = window_bytes
 
     def update(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
-        plans = [self.zero.find_plan(tree) for tree in (grads, state, params)]
+        layouts = [self.zero.find_layout(tree) for tree in (grads, state, params)]
         return windowed_update(
             self.tx,
             grads,
             state,
             params,
-            layouts=UpdateLayouts(*plans, self.mesh, self.zero.config.axes),
+            layouts=UpdateLayouts(*layouts, self.mesh, self.zero.config.axes),
             extra_args=extra_args,
             window_bytes=self.window_bytes,
         )
