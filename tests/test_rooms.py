@@ -73,7 +73,7 @@ JAXPRS = {
     "jaxzero._mesh.per_device",
     "jaxzero._planner.flops",
     "jaxzero._verify.roundings",
-    *(f"jaxzero._program.{x}" for x in ("frozen_part", "ir", "trace")),
+    *(f"jaxzero._program.{x}" for x in ("frozen_part", "ir", "same_operations", "trace")),
 }
 JAXPRS.add("jaxzero._program.layout_requests")
 JAXPR_FIELDS = {"constvars", "eqns", "invars", "jaxpr", "outvars"}

@@ -40,6 +40,7 @@ from .operation_kinds import makes_zeros as makes_zeros
 from .operation_kinds import may_be_copied as may_be_copied
 from .operation_kinds import multiplies_matrices as multiplies_matrices
 from .operation_kinds import shape_of as shape_of
+from .roll_layers import with_rolled_layers as with_rolled_layers
 from .row_mixing import Mixing as Mixing
 from .row_mixing import RowInput as RowInput
 from .row_mixing import find_mixings as find_mixings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from jax.sharding import PartitionSpec
 
@@ -14,7 +15,8 @@ from .hops import check_integer
 class Stages:
     """Divide the layers of a model between nodes, as the stages of a pipeline.
 
-    All layers are in stacks `[layers, ...]` that one `jax.lax.scan` runs through. A stage has
+    All layers are in stacks `[layers, ...]` that one `jax.lax.scan` runs through, or a Python loop
+    layer by layer; or in a list of equal layers, which a loop runs through. A stage has
     `ceil(layers / stages)` of them; where the stages do not divide the layers, the last stages have
     fewer, possibly none, and stacks are stored padded with zeros. A step runs forward and backward
     of one micro-batch after the other (1F1B).
@@ -23,7 +25,8 @@ class Stages:
         microbatches: the number of micro-batches of a step, where `value_and_grad` is not given
             one.
         layers: the path of the stacks in the parameters, such as "layers" or
-            "params.decoder.layers", or several such paths.
+            "params.decoder.layers", or several such paths. In the path of a list, `*` stands for
+            the number of a layer, as in "layers.*" or "params.block_*".
 
     Raises:
         ValueError: one is of another type or out of range.
@@ -44,6 +47,12 @@ class Stages:
                 f" or several; got {self.layers!r}."
             )
 
+        if several := [x for x in names if x.count("*") > 1]:
+            raise ValueError(
+                "A path in `layers` of `Stages` may have one `*`, for the number of a layer; got "
+                f"{several[0]!r}."
+            )
+
     @property
     def names(self) -> tuple[str, ...]:
         """The paths of stacks."""
@@ -52,6 +61,14 @@ class Stages:
     def has(self, path: str) -> bool:
         """Whether the leaf at `path` is a stack of layers."""
         return any(path == name or path.startswith(f"{name}.") for name in self.names)
+
+    def place_in_list(self, path: str) -> tuple[str, int] | None:
+        """For a leaf of a list of layers, its path with `*` for the number; and that number."""
+        for name in self.names:
+            pattern = re.escape(name).replace(r"\*", r"(\d+)") + r"(?=\.|$)"
+            if "*" in name and (match := re.match(pattern, path)):
+                return name + path[match.end() :], int(match.group(1))
+        return None
 
 
 def stage_split(
@@ -77,7 +94,8 @@ def stage_split(
             raise ValueError(
                 f"The stack `{path}` {list(shape)} must have at least {num_stages} layers in dim "
                 f"0, as there are as many stages. Change `layers` of `jz.Stages`, "
-                f"{stages.layers!r}, or take a mesh with fewer stages."
+                f"{stages.layers!r}: that of a list has `*` for the number of a layer, as in "
+                '"layers.*". Or take a mesh with fewer stages.'
             )
         return PartitionSpec(STAGE)
     evenly = [dim for dim, size in enumerate(shape) if size and size % num_stages == 0]

@@ -5,4 +5,5 @@ Out: a function of this stage's layers that runs all micro-batches and sends act
 stage and cotangents to the one before. To what plans gathers it is a program like any other.
 """
 
+from .lists import LayerLists as LayerLists
 from .staged import Staged as Staged

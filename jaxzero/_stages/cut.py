@@ -186,7 +186,10 @@ def dtypes_read(block: Block, value: Value) -> set[Any]:
                 found.add(operation.outputs[0].dtype)
             elif isinstance(operation, Barrier):
                 found |= dtypes_read(block, operation.outputs[i])
-            elif isinstance(operation, Loop) and i < operation.num_constants:
+            elif (
+                isinstance(operation, Loop)
+                and not 0 <= i - operation.num_constants < operation.num_carry
+            ):
                 found |= dtypes_read(operation.body, operation.body.inputs[i])
             else:
                 found.add(None)

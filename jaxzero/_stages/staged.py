@@ -59,7 +59,7 @@ class Staged:
         if not any(paths):
             raise ValueError(
                 "No leaf of the parameters is a stack of layers. Give `jz.Stages` the path of the "
-                'stacks as `layers`, such as "params.layers".'
+                'stacks as `layers`, such as "params.layers", or of a list, such as "layers.*".'
             )
         self.paths = paths
         self.is_rows = is_rows

@@ -21,7 +21,7 @@ from .._execute import (
 )
 from .._mesh import STAGE
 from .._sharding import LeafSpec, Stages, ZeroConfig, split_dim
-from .._stages import Staged
+from .._stages import LayerLists, Staged
 from .arguments import Options
 
 
@@ -70,47 +70,47 @@ def run_on_stage(
 ) -> Result:
     """Run one step on one device of a stage; arguments are those of `run_on_device`."""
     assert share_of_loss is None
-    leaves = parameters.leaves
-    is_stack = [_is_divided(leaf, stages) for leaf in leaves]
+    lists = LayerLists.of(parameters.leaves, stages)
+    arrays, differentiated = lists.arrays, lists.numbers(parameters.differentiated)
+    is_stack = [j in lists.stacks for j in range(len(arrays))]
     given = _by_microbatch(inputs, specs, microbatches)
     staged = Staged(
         flat,
-        [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
+        [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays],
         given,
-        [leaf.path if layers else None for leaf, layers in zip(leaves, is_stack, strict=True)],
-        [i for i, leaf in enumerate(leaves) if stages.has(leaf.path) and not is_stack[i]],
-        parameters.differentiated,
+        [leaf.path if layers else None for leaf, layers in zip(arrays, is_stack, strict=True)],
+        [j for j, leaf in enumerate(arrays) if stages.has(leaf.path) and not is_stack[j]],
+        differentiated,
         [split_dim(spec) is not None for spec in specs],
         microbatches,
         1 / comm.num_runs(microbatches),
         parameters.activations,
         len(parameters.exact),
     )
-    whole = [
-        x if layers else _gathered(x, leaf, staged.dtype_read(i))
-        for i, (x, leaf, layers) in enumerate(zip(stored, leaves, is_stack, strict=True))
-    ]
-    on_stage = tuple(map(_on_stage, leaves, stored, is_stack))
+    whole = _of_stage(lists, stored, staged)
+    leaves = tuple(map(_on_stage, arrays, whole, is_stack))
+    on_stage = dataclasses.replace(parameters, leaves=leaves, differentiated=tuple(differentiated))
     result = run_on_device(
         staged,
-        dataclasses.replace(parameters, leaves=on_stage, moves_rows=False, activations=None),
+        dataclasses.replace(on_stage, moves_rows=False, activations=None),
         whole,
         wire_state,
         given,
         [PartitionSpec()] * len(given),
         1,
         comm,
-        updates,
+        _updates_of_arrays(lists, updates or {}),
         share_of_gradients=None if staged.is_weighted else 1 / comm.num_devices,
     )
-    gradients = zip(parameters.differentiated, result.gradients, strict=True)
+    gradients = _of_leaves(lists, dict(zip(differentiated, result.gradients, strict=True)))
     return dataclasses.replace(
         result,
-        gradients=[x if is_stack[i] else _scattered(x, leaves[i]) for i, x in gradients],
+        gradients=[gradients[i] for i in parameters.differentiated],
         others=[x[0] for x in result.others],
         plan=dataclasses.replace(result.plan, stages=staged.described, activations=staged.chosen),
         program=staged.program,
         block=staged.block,
+        updated={lists.members[j][0]: x for j, x in result.updated.items()},
     )
 
 
@@ -122,9 +122,40 @@ def _by_microbatch(inputs: Sequence[Array], specs: Sequence[Any], microbatches: 
     ]
 
 
-def _is_divided(leaf: LeafSpec, stages: Stages) -> bool:
-    """Whether a leaf is a stack of layers, and no frozen one that `zero.freeze` has cut off."""
-    return stages.has(leaf.path) and leaf.stages is not None
+def _of_stage(lists: LayerLists, stored: Sequence[Array], staged: Staged) -> list[Array]:
+    """What a stage has of each array: its layers of stacks, and its slices of the others."""
+    found = []
+    for j, (leaf, members) in enumerate(zip(lists.arrays, lists.members, strict=True)):
+        shards = [stored[i] for i in members]
+        if lists.is_list(j):
+            found.append(lists.of_stage(j, shards, staged.dtype_read(j)))
+        elif lists.is_divided(j):
+            found += shards
+        else:
+            found.append(_gathered(shards[0], leaf, staged.dtype_read(j)))
+    return found
+
+
+def _updates_of_arrays(
+    lists: LayerLists, updates: Mapping[int, LeafUpdate]
+) -> dict[int, LeafUpdate]:
+    """The updates, by array, of leaves that are none of a list."""
+    own = {x[0]: j for j, x in enumerate(lists.members) if not lists.is_list(j)}
+    return {own[i]: update for i, update in updates.items() if i in own}
+
+
+def _of_leaves(lists: LayerLists, gradients: Mapping[int, Array | None]) -> dict[int, Any]:
+    """The gradients of all leaves, as they are stored, from those that a stage has of arrays."""
+    found: dict[int, Any] = {}
+    for j, x in gradients.items():
+        members = lists.members[j]
+        if x is None:
+            found |= dict.fromkeys(members)
+        elif lists.is_list(j):
+            found |= zip(members, lists.to_leaves(j, x), strict=True)
+        else:
+            found[members[0]] = x if lists.is_divided(j) else _scattered(x, lists.arrays[j])
+    return found
 
 
 def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:
@@ -141,10 +172,8 @@ def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
         return all_gather(x.astype(dtype), STAGE, leaf.stages.dim).astype(x.dtype)
 
 
-def _scattered(x: Array | None, leaf: LeafSpec) -> Array | None:
+def _scattered(x: Array, leaf: LeafSpec) -> Array:
     """Reduce-scatter a shard of a gradient over the stages; all-reduce if they hold it whole."""
-    if x is None:
-        return None
     with labelled("gradients", leaf.path):
         if leaf.stages is None:
             return all_reduce(x, STAGE)

@@ -20,9 +20,10 @@ from .._collectives import CommSpec, Ledger, accumulator_dtype, labelled, record
 from .._execute import DeviceWireState, Result, run_on_device, specs_of, total_weight
 from .._mesh import AnyMesh, forward_only, map_devices, physical
 from .._plan import Plan
-from .._program import OpenProgram, without_checkpoints
+from .._program import OpenProgram, with_rolled_layers, without_checkpoints
 from .._sharding import HpZ, PerAxis, ZeroConfig
 from .._simigrad import GradientHalves
+from .._stages import LayerLists
 from .arguments import BATCH, Argument, Call, Options
 from .mixed_rows import warn_of_mixed_rows
 from .outputs import Outputs, combined_gradients, combined_leaves, parameters_of, values_of
@@ -63,6 +64,7 @@ class Transform:
         self.comm = CommSpec.of(mesh, config, options.halves, options.node_microbatches)
         self.combined = combined_leaves(call, options)
         self.parameters = parameters_of(call, options, config, mesh, self.combined)
+        self.layers = LayerLists.of(self.parameters.leaves, config.stages)
         # Set by tracing `program`: its plan, and what `flat` was traced to.
         self._plan: Plan | None = None
         self._traced: OpenProgram | None = None
@@ -279,7 +281,7 @@ class Transform:
             )
         self._traced = result.program
         if self.flat is None:
-            warn_of_mixed_rows(result, len(stored), inputs, specs, outputs, self.comm)
+            warn_of_mixed_rows(result, len(self.layers.members), inputs, specs, outputs, self.comm)
         leaves = self.parameters.leaves
         self._plan = dataclasses.replace(
             result.plan,
@@ -315,8 +317,7 @@ class Transform:
         leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.parameters.leaves]
 
         def weight(stored: list[Any], inputs: list[Any]) -> Array:
-            args, kwargs = self._rebuild(stored, inputs)
-            value, _ = split_aux(self._called(args, kwargs), self.options.has_aux)
+            value, _ = split_aux(self._called(stored, inputs), self.options.has_aux)
             total_and_weight = split_weight(value, True)
             assert total_and_weight[1] is not None
             return total_and_weight[1]
@@ -334,7 +335,8 @@ class Transform:
         """Call the user's function on one device, and differentiate it if requested.
 
         Args:
-            stored: the full arrays of all sharded trees, in the order of arguments.
+            stored: the full arrays of all sharded trees, in the order of arguments, with a stack
+                in place of a list of layers.
             inputs: the arrays of all other arguments, in order.
             specs: how these are split over devices.
             outputs: records the structure of the auxiliary outputs (or of all, for `apply`).
@@ -347,28 +349,32 @@ class Transform:
         share = None
         if self._shares_loss:
             *inputs, share = inputs
+        called, stacks = self._called, self.layers.stacks
         if not options.has_gradients:
-            args, kwargs = self._rebuild(stored, inputs)
-            return None, None, [], outputs.record(self._called(args, kwargs))
+            all_outputs = lambda stored: outputs.record(called(stored, inputs))  # noqa: E731
+            return None, None, [], with_rolled_layers(all_outputs, stacks)(stored)
 
         def aux_of(inputs):
-            args, kwargs = self._rebuild(stored, inputs)
-            return values_of(split_aux(self._called(args, kwargs), options.has_aux)[1])
+            return values_of(split_aux(called(stored, inputs), options.has_aux)[1])
 
         doubled = functools.partial(shapes_with_twice_the_rows, aux_of, inputs, specs)
 
-        numbers = [*self.parameters.differentiated, *self.combined]
+        def results_of(stored):
+            value, aux = split_aux(called(stored, inputs), options.has_aux)
+            value, weight = split_weight(value, options.weighted)
+            check_loss(value)
+            return value, weight, outputs.record(aux, doubled)
+
+        results = with_rolled_layers(results_of, stacks)
+        numbers = [*self.layers.numbers(self.parameters.differentiated), *self.combined]
 
         def loss(differentiated):
             merged = list(stored)
             for i, x in zip(numbers, differentiated, strict=True):
                 merged[i] = x
-            args, kwargs = self._rebuild(merged, inputs)
-            value, aux = split_aux(self._called(args, kwargs), options.has_aux)
-            value, weight = split_weight(value, options.weighted)
-            check_loss(value)
+            value, weight, others = results(merged)
             share_of_loss = value if share is None else value * share.astype(value.dtype)
-            return share_of_loss, (value, weight, outputs.record(aux, doubled))
+            return share_of_loss, (value, weight, others)
 
         activations = self.config.activations
         if activations is not None and activations.override:
@@ -379,12 +385,13 @@ class Transform:
         num = len(self.parameters.differentiated)
         return value, weight, gradients[:num], others + gradients[num:]
 
-    def _called(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _called(self, stored: list[Any], inputs: list[Any]) -> Any:
+        args, kwargs = self._rebuild(stored, inputs)
         names = [argument.name for argument in self.call.arguments]
         return call_checked(self.function, args, kwargs, names)
 
     def _rebuild(self, stored: list[Any], inputs: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        remaining = {True: iter(stored), False: iter(inputs)}
+        remaining = {True: iter(self.layers.apart(stored)), False: iter(inputs)}
         arrays = [
             [next(remaining[argument.layout is not None]) for s in argument.statics if s is None]
             for argument in self.call.arguments

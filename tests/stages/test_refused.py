@@ -31,13 +31,6 @@ def _loop_in_remat(params, batch):
     return models.cross_entropy(x, params["head"], batch)
 
 
-def _unrolled(params, batch):
-    x = params["embed"][batch["ids"]]
-    for i in range(models.LAYERS):
-        x = models.layer(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
-    return models.cross_entropy(x, params["head"], batch)
-
-
 def _norm_of_layers(params, batch):
     norm = jnp.linalg.svd(params["layers"]["up"], compute_uv=False)[0, 0]
     return models.LOSSES["untied"](params, batch) + lax.stop_gradient(norm)
@@ -73,7 +66,6 @@ def _while_in_layers(params, batch):
         (_permutes, "`ppermute` .* outside of the layers"),
         (_two_loops, "loops"),
         (_loop_in_remat, "one forward loop over the layers"),
-        (_unrolled, "is not made by one loop over the layers"),
         (_norm_of_layers, "reads the stack `layers.up`"),
     ],
 )

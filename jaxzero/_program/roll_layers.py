@@ -1,0 +1,209 @@
+"""Turn layers that a Python loop unrolls into one `lax.scan` over their stacks.
+
+The program is rolled before it is differentiated, so that backward is a scan too. An iteration
+computes what is made of weights of one layer alone where it needs it. What differs between layers
+and comes from outside, such as a key for each, becomes one more stack. What an operation outside
+reads of the layers is carried if it is of the last one, and otherwise stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .ir import Atom, Constant, Operation, Value
+from .same_operations import flat_block, input_dtypes
+from .trace import at_line_of, open_program
+from .unrolled_layers import LayersOf, Place, Window
+
+
+def with_rolled_layers(
+    function: Callable[[list[Any]], Any], stacks: Collection[int]
+) -> Callable[[list[Any]], Any]:
+    """`function`, of which layers that are unrolled run in one scan.
+
+    Args:
+        function: of a list of arrays; returns a tree of arrays.
+        stacks: which of the arrays are stacks of layers, by index. If none of them is read layer by
+            layer, the function is called as it is.
+
+    Returns:
+        A function that raises `NotImplementedError` if the layers do not compute the same. The
+        error names the line and what to do.
+    """
+
+    def run(given: list[Any]) -> Any:
+        program = open_program(function, given)
+        block = flat_block(program)
+        layers = LayersOf(block, [block.inputs[i] for i in stacks])
+        if not layers.number:
+            return function(given)
+        outputs = _Rolled(layers, layers.window()).run(given)
+        return jax.tree.unflatten(program.treedef, outputs)
+
+    return run if stacks else function
+
+
+class _Rolled:
+    """The program with its layers in one scan."""
+
+    def __init__(self, layers: LayersOf, window: Window):
+        self.layers = layers
+        self.window = window
+        end = window.start + layers.length * window.size
+        self.inside = layers.rest[window.start : end]
+        self.first = self.inside[: window.size]
+        place = {
+            out: (i // window.size, (i % window.size, j))
+            for i, operation in enumerate(self.inside)
+            for j, out in enumerate(operation.outputs)
+        }
+        before = self._before()
+        ran = {*before}
+        others = [*layers.rest[: window.start], *layers.rest[end:]]
+        self.after = [x for x in others if x not in ran]
+        wanted = {x for operation in self.after for x in operation.values}
+        wanted.update(x for x in layers.block.outputs if isinstance(x, Value))
+        self.before = before
+        # What is read of the layers after them: places, and values that are made of weights.
+        self.places = {x: place[x] for x in place if x in wanted}
+        carried = [x for x, _ in window.carried]
+        last = layers.length - 1
+        read_in: dict[Place, set[int]] = {}
+        for number, x in self.places.values():
+            read_in.setdefault(x, set()).add(number)
+        final = [x for x in read_in if read_in[x] == {last} and self._value(x).is_array]
+        self.extra = [x for x in final if x not in carried]
+        self.stacked = [x for x in read_in if x not in {*final, *carried} or read_in[x] != {last}]
+        self.weights = {x: layers.key[x] for x in wanted if x in layers.number}
+        self.keys = list(dict.fromkeys(self.weights.values()))
+
+    def _before(self) -> list[Operation]:
+        """The operations that the layers need the results of, in order."""
+        layers, window = self.layers, self.window
+        atoms: list[Any] = [x for _, x in window.carried]
+        atoms += [x for operation in layers.picks for x in operation.outputs]
+        for kind, what in (read for reads in window.reads for read in reads):
+            atoms += [what] if kind == "same" else what if kind == "stack" else []
+        position = {x: i for i, o in enumerate(layers.block.operations) for x in o.outputs}
+        found: set[int] = set()
+        while atoms:
+            atom = atoms.pop()
+            if isinstance(atom, Value) and (i := position.get(atom)) is not None and i not in found:
+                found.add(i)
+                atoms += layers.block.operations[i].inputs
+        return [layers.block.operations[i] for i in sorted(found)]
+
+    def run(self, given: Sequence[Any]) -> list[Any]:
+        """The outputs of the program, of arrays for its inputs."""
+        layers = self.layers
+        known: dict[Atom, Any] = dict(zip(layers.block.inputs, given, strict=True))
+        _run(self.before, known)
+        with at_line_of(self.first[0]):
+            carry, stacked, of_weights = self._scan(known)
+        final = dict(zip([x for x, _ in self.window.carried], carry, strict=False))
+        num = len(self.window.carried)
+        final |= zip(self.extra, carry[num:], strict=True)
+        rows = dict(zip(self.stacked, stacked, strict=True))
+        for x, (number, place) in self.places.items():
+            known[x] = _row(rows[place], number) if place in rows else final[place]
+        rows = dict(zip(self.keys, of_weights, strict=True))
+        for x, key in self.weights.items():
+            known[x] = _row(rows[key], layers.number[x])
+        _run(self.after, known)
+        return [_value(x, known) for x in layers.block.outputs]
+
+    def _scan(self, known: dict[Atom, Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Run the layers: the carry, what is stacked of places, and what of weights alone."""
+        layers, window = self.layers, self.window
+        differing = {
+            (k, j): _stack([_value(x, known) for x in read[1]], input_dtypes(self.first[k])[j])
+            for k, reads in enumerate(window.reads)
+            for j, read in enumerate(reads)
+            if read[0] == "stack"
+        }
+        stacks = {x: known[x] for x in layers.stacks}
+
+        def body(carry: list[Any], rows: Any) -> tuple[list[Any], Any]:
+            stacks, differing = rows
+            weights = _Weights(layers, dict(zip(layers.stacks, stacks, strict=True)))
+            made: dict[Place, Any] = {}
+            for k, operation in enumerate(self.first):
+                inputs = []
+                for j, (kind, what) in enumerate(window.reads[k]):
+                    match kind:
+                        case "inside":
+                            inputs.append(made[what])
+                        case "carry":
+                            inputs.append(carry[what])
+                        case "weights":
+                            inputs.append(weights(what))
+                        case "same":
+                            inputs.append(_value(what, known))
+                        case _:
+                            inputs.append(differing[k, j])
+                with at_line_of(operation):
+                    outputs = operation.bind(inputs)
+                made |= {(k, i): x for i, x in enumerate(outputs)}
+            new = [made[x] for x, _ in window.carried] + [made[x] for x in self.extra]
+            of_weights = [weights(layers.of_key[key]) for key in self.keys]
+            return new, ([made[x] for x in self.stacked], of_weights)
+
+        start = [_typed(_value(x, known), self._value(place).dtype) for place, x in window.carried]
+        start += [jnp.zeros(x.shape, x.dtype) for x in map(self._value, self.extra)]
+        carry, (stacked, of_weights) = lax.scan(body, start, (list(stacks.values()), differing))
+        return carry, stacked, of_weights
+
+    def _value(self, place: Place) -> Value:
+        return self.first[place[0]].outputs[place[1]]
+
+
+class _Weights:
+    """The values of an iteration that are made of one layer's weights alone."""
+
+    def __init__(self, layers: LayersOf, rows: dict[Value, Any]):
+        self._layers = layers
+        self._rows = rows
+        self._known: dict[Hashable, Any] = {}
+
+    def __call__(self, value: Value) -> Any:
+        key = self._layers.key[value]
+        if key not in self._known:
+            if value in self._layers.rows:
+                self._known[key] = self._rows[self._layers.rows[value]][None]
+            else:
+                operation = self._layers.block.makers[value]
+                inputs = [x.value if isinstance(x, Constant) else self(x) for x in operation.inputs]
+                with at_line_of(operation):
+                    outputs = operation.bind(inputs)
+                keys = [self._layers.key[x] for x in operation.outputs]
+                self._known.update(zip(keys, outputs, strict=True))
+        return self._known[key]
+
+
+def _run(operations: Sequence[Operation], known: dict[Atom, Any]) -> None:
+    for operation in operations:
+        with at_line_of(operation):
+            outputs = operation.bind([_value(x, known) for x in operation.inputs])
+        known.update(zip(operation.outputs, outputs, strict=True))
+
+
+def _value(atom: Atom, known: dict[Atom, Any]) -> Any:
+    return atom.value if isinstance(atom, Constant) else known[atom]
+
+
+def _typed(x: Any, dtype: Any) -> Any:
+    """An array of a dtype: a Python number takes it, as in an operation with an array."""
+    return x if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.asarray(x, dtype)
+
+
+def _stack(values: Sequence[Any], dtype: Any) -> Any:
+    return jnp.stack([_typed(x, dtype) for x in values])
+
+
+def _row(stack: Any, number: int) -> Any:
+    return lax.index_in_dim(stack, number, keepdims=False)

@@ -1,0 +1,208 @@
+"""Which operations of a program compute the same, of inputs of the same shapes.
+
+Parameters of a primitive can be programs, and rules of derivatives, which are Python functions that
+JAX makes anew at each call. Two functions are the same if they have the same code and close over
+the same values. Where that is not known, operations are different.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from .._mesh import CALLS, evaluate, is_traced
+from .ir import Atom, Block, Constant, Operation, Value, is_ref
+from .trace import OpenProgram, has_shardings
+
+# What JAX's objects hold that says nothing about what they compute: where they come from, the
+# traces that they are made in, and what they have computed, such as the tree of their outputs.
+_WITHOUT_MEANING = {"DebugInfo", "DynamicJaxprTrace", "SourceInfo", "JaxprEqnContext"}
+_WITHOUT_MEANING |= {"Store", "EqualStore"}
+_CACHES = {"cells", "sentinel"}
+_OF_FUNCTION = ("f", "transforms", "params")
+
+
+class Kinds:
+    """Numbers operations by what they compute."""
+
+    def __init__(self):
+        self._known: dict[Any, list[tuple[int, Operation]]] = {}
+        self._num = 0
+
+    def number(self, operation: Operation) -> int:
+        """A number that all operations have that compute the same."""
+        equation = operation.equation
+        inputs = [(x.aval.shape, x.aval.dtype) for x in equation.invars]
+        key = operation.name, *inputs, None, *((x.shape, x.dtype) for x in operation.outputs)
+        known = self._known.setdefault(key, [])
+        for number, other in known:
+            if _Comparison().same(other.equation.params, equation.params):
+                return number
+        self._num += 1
+        known.append((self._num, operation))
+        return self._num
+
+
+def same_constants(a: Constant, b: Constant) -> bool:
+    """Whether two values that are known while tracing are the same."""
+    return _Comparison().same(a.value, b.value)
+
+
+def input_dtypes(operation: Operation) -> list[Any]:
+    """The dtypes of an operation's inputs; a constant, a Python number, has that of the program."""
+    return [x.aval.dtype for x in operation.equation.invars]
+
+
+def reads_refs(block: Block) -> bool:
+    """Whether an operation reads or changes a mutable array."""
+    return any(is_ref(x.aval) for each in block.operations for x in each.equation.invars)
+
+
+def flat_block(program: OpenProgram) -> Block:
+    """The operations of a program, which can be differentiated: checkpoints are one operation each.
+
+    Calls of `jit` are inlined. Constants of the program are constants of the block.
+    """
+    inputs = tuple(Value(x.aval) for x in program.jaxpr.invars)
+    operations: list[Operation] = []
+    constants = [*map(Constant, program.constants)]
+    outputs = _inline(program.jaxpr, constants, inputs, operations, None)
+    return Block(inputs, tuple(outputs), tuple(operations))
+
+
+def _inline(
+    jaxpr: Any,
+    constants: Sequence[Atom],
+    inputs: Sequence[Atom],
+    operations: list[Operation],
+    caller: Any,
+) -> list[Atom]:
+    def apply(equation: Any, args: list[Atom]) -> Sequence[Atom]:
+        name, params = equation.primitive.name, equation.params
+        if name in CALLS and not has_shardings(params):
+            inner = params[CALLS[name]]
+            constants = [*map(Constant, inner.consts)]
+            return _inline(inner.jaxpr, constants, args, operations, caller or equation)
+        outputs = tuple(Value(x.aval) for x in equation.outvars)
+        operations.append(Operation(name, tuple(args), outputs, equation, caller=caller))
+        return outputs
+
+    return evaluate(jaxpr, constants, inputs, apply, Constant)
+
+
+class _Comparison:
+    """One comparison of two values; functions can lead back to themselves."""
+
+    def __init__(self):
+        # By identity, with the values, so that no other value gets the identity of one of them.
+        self._assumed: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def same(self, a: Any, b: Any) -> bool:
+        if a is b:
+            return True
+        if type(a) is not type(b):
+            return False
+        if is_traced(a):
+            return False
+        pair = id(a), id(b)
+        if pair in self._assumed:
+            return True
+        self._assumed[pair] = a, b
+        return self._compared(a, b)
+
+    def _compared(self, a: Any, b: Any) -> bool:
+        if isinstance(a, np.ndarray | np.generic | jax.Array):
+            return _same_numbers(a, b)
+        if isinstance(a, float | complex):  # 0 and -0 are equal, and not the same
+            return _same_numbers(np.asarray(a), np.asarray(b))
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(self.same(a[k], b[k]) for k in a)
+        if isinstance(a, list | tuple):
+            return len(a) == len(b) and all(map(self.same, a, b))
+        if isinstance(a, jex.ClosedJaxpr):
+            return self.same(list(a.consts), list(b.consts)) and self._programs(a.jaxpr, b.jaxpr)
+        if isinstance(a, jex.Jaxpr):
+            return self._programs(a, b)
+        if isinstance(a, types.FunctionType):
+            return self._functions(a, b)
+        if isinstance(a, types.MethodType):
+            return self.same((a.__self__, a.__func__), (b.__self__, b.__func__))
+        if isinstance(a, functools.partial):
+            return self.same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+        if type(a).__name__ in _WITHOUT_MEANING:
+            return True
+        if type(a).__name__ == "WrappedFun":  # JAX compares them by identity
+            return all(self.same(getattr(a, k), getattr(b, k)) for k in _OF_FUNCTION)
+        if type(a).__name__ in ("custom_jvp", "custom_vjp"):
+            return self.same(vars(a), vars(b))
+        try:
+            return bool(a == b)
+        except Exception:  # whatever a user's class raises
+            return False
+
+    def _functions(self, a: Any, b: Any) -> bool:
+        if a.__code__ is not b.__code__ and a.__code__ != b.__code__:
+            return False
+        if not self.same((a.__defaults__, a.__kwdefaults__), (b.__defaults__, b.__kwdefaults__)):
+            return False
+        if a.__globals__ is not b.__globals__:
+            return False
+        names = a.__code__.co_freevars
+        cells = zip(names, a.__closure__ or (), b.__closure__ or (), strict=True)
+        return all(n in _CACHES or self.same(_content(x), _content(y)) for n, x, y in cells)
+
+    def _programs(self, a: Any, b: Any) -> bool:
+        """Whether two jaxprs have the same equations, which read the same variables."""
+        if len(a.eqns) != len(b.eqns):
+            return False
+        names: dict[Any, Any] = {}
+
+        def defined(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
+            names.update(zip(xs, ys, strict=False))
+            avals = [[(x.aval.shape, _dtype(x.aval)) for x in each] for each in (xs, ys)]
+            return avals[0] == avals[1]
+
+        def read(x: Any, y: Any) -> bool:
+            if isinstance(x, jex.Literal) or isinstance(y, jex.Literal):
+                is_both = isinstance(x, jex.Literal) and isinstance(y, jex.Literal)
+                return is_both and _dtype(x.aval) == _dtype(y.aval) and self.same(x.val, y.val)
+            return names[x] is y
+
+        def all_read(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
+            return len(xs) == len(ys) and all(map(read, xs, ys))
+
+        if not defined([*a.constvars, *a.invars], [*b.constvars, *b.invars]):
+            return False
+        for x, y in zip(a.eqns, b.eqns, strict=True):
+            if x.primitive is not y.primitive or not all_read(x.invars, y.invars):
+                return False
+            if not self.same(x.params, y.params) or not defined(x.outvars, y.outvars):
+                return False
+        return all_read(a.outvars, b.outvars)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _dtype(aval: Any) -> Any:
+    return getattr(aval, "dtype", None)
+
+
+def _same_numbers(a: Any, b: Any) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if jnp.issubdtype(a.dtype, jax.dtypes.extended):
+        return False
+    # NaN is not equal to itself, but is the same number.
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()

@@ -1,0 +1,294 @@
+"""Find layers that a Python loop unrolls.
+
+A program reads its stacks layer by layer, `w[0]`, `w[1]`, ... With `L` layers its operations are
+
+    what is before, the operations of a layer (L times, one layer after the other), what is after
+
+where all layers compute the same (`Kinds`) of their weights, of what the layer before made, and of
+values from outside. Operations that read weights of one layer and nothing else, such as casts, may
+stand anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from . import movable_ops
+from .ir import Atom, Block, Constant, Operation, Value
+from .same_operations import Kinds, reads_refs, same_constants
+
+Place = tuple[int, int]  # of a value in a layer: which operation makes it, and which output it is
+# Where an input of an operation of a layer comes from: "inside" (a place), "carry" (an index),
+# "weights" (a value of the first layer), "same" (an atom), "stack" (an atom for each layer).
+Read = tuple[str, Any]
+
+
+class LayersOf:
+    """Which values of a program are made of the weights of one layer alone.
+
+    Attributes:
+        number: for each such value, the number of the layer.
+        key: for each, what is equal for the values of two layers if they are computed alike.
+        of_key: a value of the first layer that is computed so.
+        makers: the operation that makes each.
+        rows: of those that are rows of stacks, the stack.
+        picks: operations that take one layer's part of an array that no weights make, such as keys.
+        rest: the other operations, in order.
+    """
+
+    def __init__(self, block: Block, stacks: Sequence[Value]):
+        self.block = block
+        self.stacks = dict.fromkeys(stacks)
+        self.length = max(x.shape[0] for x in stacks)
+        self.number: dict[Value, int] = {}
+        self.key: dict[Value, Hashable] = {}
+        self.of_key: dict[Hashable, Value] = {}
+        self.rows: dict[Value, Value] = {}
+        self.rest: list[Operation] = []
+        self._kinds = Kinds()
+        self._constants: list[Constant] = []
+        for operation in block.operations:
+            if (row := self._row(operation)) is not None:
+                (out,) = operation.outputs
+                self.rows[out] = operation.values[0]
+                self._add(out, row, ("row", self.rows[out]))
+                continue
+            numbers = {self.number.get(x) for x in operation.values}
+            number = numbers.pop() if len(numbers) == 1 else None
+            if number is None or operation.has_effects:
+                self.rest.append(operation)
+                continue
+            kind = self.kind(operation), *map(self._key_of, operation.inputs)
+            for i, out in enumerate(operation.outputs):
+                self._add(out, number, (i, kind))
+        self.picks = self._find_picks()
+        self.rest = [x for x in self.rest if x not in self.picks]
+
+    def _find_picks(self) -> set[Operation]:
+        """Slices of arrays that are sliced in as many ways as there are layers."""
+        of_layers = {*self.stacks}
+        slices: dict[Atom, dict[Any, list[Operation]]] = {}
+        for operation in self.block.operations:
+            if not of_layers.isdisjoint(operation.values):
+                of_layers.update(operation.outputs)
+            elif operation.name == "slice":
+                params = operation.equation.params
+                which = params["start_indices"], params["limit_indices"], params["strides"]
+                slices.setdefault(operation.inputs[0], {}).setdefault(which, []).append(operation)
+        ways = [list(x.values()) for x in slices.values() if len(x) >= self.length]
+        return {operation for way in ways for same in way for operation in same}
+
+    def kind(self, operation: Operation) -> int:
+        return self._kinds.number(operation)
+
+    def read(self, operation: Operation) -> int | None:
+        """The layer that an operation reads weights of; None for none or several."""
+        numbers = {self.number[x] for x in operation.values if x in self.number}
+        return numbers.pop() if len(numbers) == 1 else None
+
+    def window(self) -> Window:
+        """Find where the layers are among the other operations.
+
+        Raises:
+            NotImplementedError: they are not alike.
+        """
+        if reads_refs(self.block):
+            raise NotImplementedError(
+                "The function has unrolled layers and a mutable array (`jax.Ref`), so its layers "
+                "cannot be divided between stages. Scan the layers, or leave out `stages`."
+            )
+        if any(x.shape[0] != self.length for x in self.stacks):
+            lengths = sorted({x.shape[0] for x in self.stacks})
+            self._refuse(f"there are stacks of {' and of '.join(map(str, lengths))} layers")
+        places: list[list[int]] = [[] for _ in range(self.length)]
+        for i, operation in enumerate(self.rest):
+            if (number := self.read(operation)) is not None:
+                places[number].append(i)
+        missing = [i for i, found in enumerate(places) if not found]
+        if missing or self.length < 2:
+            why = f"nothing reads the weights of layer {missing[0]}" if missing else "it is one"
+            self._refuse(why)
+        return _find_window(self, places)
+
+    def _row(self, operation: Operation) -> int | None:
+        """The number of the row of a stack that an operation takes; None if it takes none."""
+        op = operation.view()
+        if not isinstance(op, movable_ops.Slice) or operation.source not in self.stacks:
+            return None
+        shape = operation.source.shape
+        rest = [0] * (len(shape) - 1), list(shape[1:])
+        is_row = op.limit[0] == op.start[0] + 1 and set(op.strides) == {1}
+        return op.start[0] if is_row and (list(op.start[1:]), list(op.limit[1:])) == rest else None
+
+    def _add(self, value: Value, number: int, key: Hashable) -> None:
+        self.number[value] = number
+        self.key[value] = key
+        self.of_key.setdefault(key, value)
+
+    def _key_of(self, atom: Atom) -> Hashable:
+        if isinstance(atom, Value):
+            return self.key[atom]
+        for i, known in enumerate(self._constants):
+            if same_constants(known, atom):
+                return i
+        self._constants.append(atom)
+        return len(self._constants) - 1
+
+    def _refuse(self, why: str) -> None:
+        raise NotImplementedError(_not_alike(why))
+
+
+def _not_alike(why: str) -> str:
+    return (
+        f"The layers of `jz.Stages` are unrolled, and cannot run as one `jax.lax.scan`: {why}. "
+        "Stages divide layers that all compute the same, one after the other. Make them so, or "
+        "leave out `stages`."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The operations of all layers: `length` times `size` of them, from `start` on.
+
+    Attributes:
+        reads: for each operation of the first layer where its inputs come from, by position.
+        carried: what an iteration passes to the next one: a place in a layer, and what the first
+            layer has instead.
+    """
+
+    start: int
+    size: int
+    reads: list[list[Read]]
+    carried: list[tuple[Place, Atom]]
+
+
+def _find_window(layers: LayersOf, places: Sequence[Sequence[int]]) -> Window:
+    """Find the layers, given where the weights of each are read."""
+    num = min(map(len, places))
+    sizes: dict[int, list[int]] = {}
+    for j in range(num):
+        steps = {b[j] - a[j] for a, b in zip(places, places[1:], strict=False)}
+        if len(steps) == 1 and min(steps) > 0:
+            sizes.setdefault(min(steps), []).append(j)
+    if not sizes:
+        raise NotImplementedError(_not_alike(_first_difference(layers, places)))
+    size = max(sizes)  # others are of sums over the weights, such as a weight decay
+    first, last = places[0][sizes[size][0]], places[0][sizes[size][-1]]
+    kinds = list(map(layers.kind, layers.rest))
+    length, found = layers.length, []
+    problems: list[tuple[int, str]] = []
+    for start in range(max(0, last - size + 1), min(first, len(kinds) - length * size) + 1):
+        problem = _difference_of_kinds(layers, kinds, start, size)
+        if problem is None:
+            made = _reads(layers, start, size)
+            if not isinstance(made, str):
+                found.append(Window(start, size, *made))
+                continue
+            problem = length * size, made
+        problems.append(problem)
+    if not found:
+        # Of all boundaries between layers, that which holds for the most operations.
+        _, why = max(problems, key=lambda x: x[0], default=(0, _first_difference(layers, places)))
+        raise NotImplementedError(_not_alike(why))
+    # The boundary between two layers is where the least passes from one to the next.
+    return min(found, key=lambda x: sum(_num_bytes(layers, x, place) for place, _ in x.carried))
+
+
+def _num_bytes(layers: LayersOf, window: Window, place: Place) -> int:
+    value = layers.rest[window.start + place[0]].outputs[place[1]]
+    return value.num_bytes if value.is_array else 0
+
+
+def _first_difference(layers: LayersOf, places: Sequence[Sequence[int]]) -> str:
+    """Say in which line a layer reads its weights in another way than the first one."""
+    for number, found in enumerate(places[1:], 1):
+        for i, j in zip(places[0], found, strict=False):
+            if layers.kind(layers.rest[i]) != layers.kind(layers.rest[j]):
+                return _named(layers, i, j, number)
+    counts = sorted({len(found) for found in places})
+    if len(counts) > 1:
+        return f"weights of a layer are read by {' or '.join(map(str, counts))} operations"
+    return (
+        "they are not in the order of their numbers, or something that not all of them have is "
+        "computed between two"
+    )
+
+
+def _named(layers: LayersOf, i: int, j: int, number: int) -> str:
+    a, b = layers.rest[i], layers.rest[j]
+    if (a.name, a.where) == (b.name, b.where):
+        return (
+            f"what layer {number} computes by `{b.name}` at {b.where} is not known to be the same "
+            "as in the layer before"
+        )
+    return (
+        f"layer {number} has `{b.name}` at {b.where} where another has `{a.name}` at "
+        f"{a.where}, and "
+        "what they compute is not known to be the same"
+    )
+
+
+def _difference_of_kinds(
+    layers: LayersOf, kinds: Sequence[int], start: int, size: int
+) -> tuple[int, str] | None:
+    """The first operation that differs from that of the layer before, and how; None: none does."""
+    for i in range(start + size, start + layers.length * size):
+        if kinds[i] != kinds[i - size]:
+            return i - start, _named(layers, i - size, i, (i - start) // size)
+    return None
+
+
+def _reads(
+    layers: LayersOf, start: int, size: int
+) -> tuple[list[list[Read]], list[tuple[Place, Atom]]] | str:
+    """Where the inputs of all operations come from; or why that is not alike in all layers."""
+    made: dict[Value, tuple[int, Place]] = {}
+    for i in range(layers.length * size):
+        for j, out in enumerate(layers.rest[start + i].outputs):
+            made[out] = i // size, (i % size, j)
+    carried: dict[tuple[Place, Atom], int] = {}
+    reads: list[list[Read]] = []
+    for k in range(size):
+        operations = [layers.rest[start + i * size + k] for i in range(layers.length)]
+        found: list[Read] = []
+        for atoms in zip(*(x.inputs for x in operations), strict=True):
+            read = _read(layers, made, atoms, carried)
+            if read is None:
+                first = operations[0]
+                return f"`{first.name}` at {first.where} reads other values in some of the layers"
+            found.append(read)
+        reads.append(found)
+    return reads, list(carried)
+
+
+def _read(
+    layers: LayersOf,
+    made: dict[Value, tuple[int, Place]],
+    atoms: tuple[Atom, ...],
+    carried: dict[tuple[Place, Atom], int],
+) -> Read | None:
+    """Where an input comes from, which is one of `atoms` in each layer; None if it is not alike."""
+    places = [made.get(x) if isinstance(x, Value) else None for x in atoms]
+    if any(x in layers.number for x in atoms):
+        numbers = [layers.number.get(x) for x in atoms if isinstance(x, Value)]
+        keys = {layers.key.get(x) for x in atoms if isinstance(x, Value)}
+        is_own = numbers == list(range(layers.length)) and len(keys) == 1
+        return ("weights", atoms[0]) if is_own else None
+    if places[0] is not None:
+        number, place = places[0]
+        return ("inside", place) if places == [(i, place) for i in range(len(atoms))] else None
+    if any(places):
+        if places[1] is None:
+            return None
+        place = places[1][1]
+        if places[1:] != [(i, place) for i in range(len(atoms) - 1)]:
+            return None
+        return "carry", carried.setdefault((place, atoms[0]), len(carried))
+    first, *others = atoms
+    if isinstance(first, Constant):
+        is_same = all(isinstance(x, Constant) and same_constants(first, x) for x in others)
+    else:
+        is_same = all(x is first for x in others)
+    return ("same", first) if is_same else ("stack", atoms)

@@ -1,0 +1,181 @@
+"""Lists of equal layers: stored as leaves, and stacks in the program of a stage.
+
+A leaf of a layer is stored as those outside of the layers are: split over all devices, of all
+stages too. A program gets the leaves of all layers as one stack, of which each stage has its
+layers, and which it gathers layer by layer as it does any stack. So once in a step each device
+sends its part of every layer to the stage that has the layer, and once the gradients go back. A
+node sends `(S - 1) / S^2` of all layers' weights and as much of their gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from .._collectives import all_gather, all_to_all, labelled
+from .._mesh import STAGE
+from .._sharding import LeafSpec, Stages
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLists:
+    """The arrays that a program has in place of leaves: each leaf, or one stack for a list of them.
+
+    Attributes:
+        leaves: of all sharded arguments.
+        stages: the config; None: no stages.
+        members: for each array, the leaves that it is made of: one, or one for each layer.
+    """
+
+    leaves: tuple[LeafSpec, ...]
+    stages: Stages | None
+    members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[LeafSpec], stages: Stages | None) -> LayerLists:
+        """Find the lists.
+
+        Raises:
+            ValueError: the layers of a list are not numbered from 0, or not of equal shapes.
+        """
+        found: list[dict[int, int]] = []
+        lists: dict[str, dict[int, int]] = {}
+        for i, leaf in enumerate(leaves):
+            place = stages.place_in_list(leaf.path) if stages is not None else None
+            if place is None:
+                found.append({0: i})
+                continue
+            path, number = place
+            if number in lists.get(path, {number: 0}):  # the first of another tree
+                lists[path] = {}
+                found.append(lists[path])
+            lists[path][number] = i
+        members = tuple(tuple(x[number] for number in sorted(x)) for x in found)
+        for numbers, group in zip(found, members, strict=True):
+            _check_list(sorted(numbers), [leaves[i] for i in group])
+        return cls(tuple(leaves), stages, members)
+
+    def is_list(self, j: int) -> bool:
+        """Whether array `j` is a stack made of a list."""
+        return self._path_of_list(j) is not None
+
+    def is_divided(self, j: int) -> bool:
+        """Whether stages divide array `j`: a stack, and none that `zero.freeze` has cut off."""
+        leaf = self.leaves[self.members[j][0]]
+        is_stack = self.stages is not None and self.stages.has(leaf.path)
+        return self.is_list(j) or (is_stack and leaf.stages is not None)
+
+    @property
+    def stacks(self) -> list[int]:
+        """The arrays that stages divide."""
+        return [j for j in range(len(self.members)) if self.is_divided(j)]
+
+    @property
+    def arrays(self) -> list[LeafSpec]:
+        """Each array as a leaf: its path, with `*` for a list, its shape and dtype, its layout."""
+        return [self._array(j) for j in range(len(self.members))]
+
+    def numbers(self, leaves: Sequence[int]) -> list[int]:
+        """The arrays that are made of these leaves.
+
+        Raises:
+            NotImplementedError: of a list, some layers are among them and some are not.
+        """
+        wanted = {*leaves}
+        for group in self.members:
+            if not wanted.isdisjoint(group) and not wanted.issuperset(group):
+                missing = next(self.leaves[i].path for i in group if i not in wanted)
+                raise NotImplementedError(
+                    f"Stages cannot divide a list of layers of which some are trained and others, "
+                    f"such as `{missing}`, are not. Put the layers into one stack, of which "
+                    "`zero.freeze` freezes the first, or leave out `stages`."
+                )
+        return [j for j, group in enumerate(self.members) if group[0] in wanted]
+
+    def apart(self, arrays: Sequence[Any]) -> list[Any]:
+        """The leaves, of arrays of true shapes."""
+        found: dict[int, Any] = {}
+        for j, (x, group) in enumerate(zip(arrays, self.members, strict=True)):
+            for row, i in enumerate(group):
+                found[i] = lax.index_in_dim(x, row, keepdims=False) if self.is_list(j) else x
+        return [found[i] for i in range(len(self.leaves))]
+
+    def of_stage(self, j: int, shards: Sequence[Array], dtype: Any) -> Array:
+        """This stage's layers of a list, `[n, ...]`, from the shards of all leaves.
+
+        Where the layers are not as many as those of all stages, the last ones are zeros.
+
+        Args:
+            j: the array.
+            shards: of its leaves.
+            dtype: in which they are sent.
+        """
+        num = lax.axis_size(STAGE)
+        x = jnp.stack(shards)
+        if len(x) < num:
+            raise ValueError(
+                f"`{self._array(j).path}` has {len(x)} layers for {num} stages. Change `layers` of "
+                "`jz.Stages`, or take a mesh with fewer stages."
+            )
+        size = -(-len(x) // num)
+        x = jnp.pad(x, [(0, size * num - len(x)), *[(0, 0)] * (x.ndim - 1)])
+        if (dim := self._dim_of_stages(j)) is None:
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(STAGE) * size, size)
+        with labelled("weights", self._array(j).path):
+            return all_to_all(x.astype(dtype), STAGE, 0, dim).astype(x.dtype)
+
+    def to_leaves(self, j: int, gradient: Array) -> list[Array]:
+        """The gradients of a list's leaves, as these are stored; the reverse of `of_stage`."""
+        dim = self._dim_of_stages(j)
+        with labelled("gradients", self._array(j).path):
+            if dim is None:
+                whole = all_gather(gradient, STAGE, 0)
+            else:
+                whole = all_to_all(gradient, STAGE, dim, 0)
+        return [whole[row] for row in range(len(self.members[j]))]
+
+    def _dim_of_stages(self, j: int) -> int | None:
+        """The dim of a list's stack that stages split in storage."""
+        split = self.leaves[self.members[j][0]].stages
+        return None if split is None else split.dim + 1
+
+    def _path_of_list(self, j: int) -> str | None:
+        if self.stages is None:
+            return None
+        place = self.stages.place_in_list(self.leaves[self.members[j][0]].path)
+        return place and place[0]
+
+    def _array(self, j: int) -> LeafSpec:
+        leaf, path = self.leaves[self.members[j][0]], self._path_of_list(j)
+        if path is None:
+            return leaf
+        return dataclasses.replace(
+            leaf,
+            path=path,
+            shape=(len(self.members[j]), *leaf.shape),
+            layout=leaf.layout and leaf.layout.moved(leaf.layout.dim + 1),
+            other_axes=PartitionSpec(),
+            stages=None,
+        )
+
+
+def _check_list(numbers: Sequence[int], leaves: Sequence[LeafSpec]) -> None:
+    first = leaves[0]
+    if numbers != list(range(len(numbers))):
+        raise ValueError(
+            f"`layers` of `jz.Stages` names a list of layers, of which `{first.path}` and others "
+            f"have the numbers {numbers}; they should be those from 0 to {len(numbers) - 1}."
+        )
+    for leaf in leaves[1:]:
+        if (leaf.shape, leaf.dtype) != (first.shape, first.dtype):
+            raise ValueError(
+                f"`layers` of `jz.Stages` names a list of layers, of which `{first.path}` is "
+                f"{first.dtype}{list(first.shape)} and `{leaf.path}` {leaf.dtype}"
+                f"{list(leaf.shape)}. Only equal layers can be divided: leave out `stages`."
+            )
