@@ -225,7 +225,7 @@ def _with_mesh_context(mesh: Any, closed: Any) -> Any:
 
     def change(equation: Any) -> Any:
         if equation.primitive.name == "shard_map":
-            around = equation.params["mesh"].update_axis_types(manual)
+            around = equation.params["mesh"].abstract_mesh.update_axis_types(manual)
             return equation.replace(params={**equation.params, "mesh": around})
         if equation.primitive.name not in _ASK_FOR_THE_DEVICE:
             return equation
