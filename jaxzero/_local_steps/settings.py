@@ -7,7 +7,8 @@ import numbers
 
 import optax
 
-from .._codecs import Codec, Int4, check_is_value
+from .._codecs import Codec, Int4
+from .._sharding import check_codec
 
 _OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -81,11 +82,7 @@ class LocalSteps:
                 f"nesterov=True)`; got {self.outer!r}."
             )
         if self.codec is not None:
-            if not isinstance(self.codec, Codec):
-                raise ValueError(
-                    f"`codec` must be a codec such as `jz.Int4()`, or None; got {self.codec!r}."
-                )
-            check_is_value(self.codec)
+            check_codec("codec", "LocalSteps", self.codec)
         is_share = isinstance(self.mixing, numbers.Real) and 0 <= self.mixing < 1
         if self.mixing is not None and (not is_share or isinstance(self.mixing, bool)):
             raise ValueError(

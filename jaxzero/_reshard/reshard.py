@@ -17,9 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._codecs import Codec, check_is_value
+from .._codecs import Codec
 from .._mesh import gloo_workaround, is_traced
-from .._sharding import LeafSpec, TreeLayout, arrays_of, axes_of, rebuild, spread_prefix
+from .._sharding import (
+    LeafSpec,
+    TreeLayout,
+    arrays_of,
+    axes_of,
+    check_codec,
+    rebuild,
+    spread_prefix,
+)
 from .._zero import Zero
 from .move import Move
 from .report import ReshardReport, make_report
@@ -190,10 +198,8 @@ def check_options(zero: Any, mesh: Any, dtype: Any, codec: Any, window_bytes: An
         raise ValueError(f"`mesh` must be a `jax.sharding.Mesh` or None; got {mesh!r}.")
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`dtype` must be a float type, such as `jnp.bfloat16`; got {dtype!r}.")
-    if codec is not None and not isinstance(codec, Codec):
-        raise ValueError(f"`codec` must be a codec, such as `jz.Int8()`, or None; got {codec!r}.")
     if codec is not None:
-        check_is_value(codec)  # plans are cached by it
+        check_codec("codec", "reshard", codec)
     if not isinstance(window_bytes, int) or window_bytes < 1:
         raise ValueError(f"`window_bytes` must be a positive integer; got {window_bytes!r}.")
 

@@ -15,6 +15,7 @@ from .hops import HpZ as HpZ
 from .hops import PerAxis as PerAxis
 from .hops import WeightDelta as WeightDelta
 from .hops import WeightHop as WeightHop
+from .hops import check_codec as check_codec
 from .layout import DimSharding as DimSharding
 from .layout import LeafSpec as LeafSpec
 from .layout import axes_of as axes_of

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._codecs import Codec, check_is_value
+from .._codecs import Codec
 from .._mesh import HOST, STAGE, TOKENS, AnyMesh, memory_kind_of
 from .config import Offload, Role, ZeroConfig
+from .hops import check_codec
 from .layout import (
     LeafSpec,
     axes_of,
@@ -139,7 +140,7 @@ def lay_out(
             f"stage {config.stage}."
         )
     if codec is not None:
-        check_is_value(codec)
+        check_codec("codec", "shard", codec)
     paths, leaves, treedef = flatten(tree)
     _check_arrays(tree, paths, leaves)
     others = _spread_specs(specs, tree, len(leaves), mesh, config)

@@ -193,6 +193,9 @@ def test_messages_cannot_be_sent_on(reference):
         (lambda codec: jz.PerAxis(node=codec), "node"),
         (lambda codec: jz.HpZ(codec=codec), "codec"),
         (lambda codec: jz.ErrorFeedback(codec=codec), "codec"),
+        (lambda codec: jz.LocalSteps(every=4, codec=codec), "codec"),
+        (lambda codec: jz.Zero(jz.make_mesh()).shard({"w": np.ones(64)}, codec=codec), "codec"),
+        (lambda codec: jz.reshard({}, jz.Zero(jz.make_mesh()), specs=None, codec=codec), "codec"),
     ],
 )
 def test_other_hops_take_no_kernel(make, name):

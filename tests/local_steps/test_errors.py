@@ -53,7 +53,7 @@ def test_options(zero, options, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("codec", 4, "`codec` must be a codec .* got 4"),
+        ("codec", 4, "`codec` of `LocalSteps` must be a codec .* got 4"),
         ("mixing", "0.5", "`mixing` is the weight .* got '0.5'"),
         ("outer", 0.7, "`outer` must be an optax optimizer.* got 0.7"),
     ],

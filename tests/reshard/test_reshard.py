@@ -226,7 +226,7 @@ class Unhashable(jz.Int8):
     [
         ({"zero": "zero"}, "`zero` must be the `jz.Zero` that made `params`; got 'zero'"),
         ({"mesh": 8}, "`mesh` must be a `jax.sharding.Mesh` or None; got 8"),
-        ({"codec": "int8"}, "`codec` must be a codec, such as `jz.Int8..`, or None; got 'int8'"),
+        ({"codec": "int8"}, "`codec` of `reshard` must be a codec such as `jz.Int8..`.*got 'int8'"),
         ({"codec": Unhashable()}, "Make the class a frozen dataclass with hashable fields"),
     ],
 )
