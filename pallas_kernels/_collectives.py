@@ -194,10 +194,10 @@ def exchange_bytes(
 
     More than `Format.num_bytes`, since it sends whole tiles.
     """
-    from ._remote import Plan, RemoteConfig  # Pallas is only imported where it is used
+    from ._remote import RemoteConfig, Tiling  # Pallas is only imported where it is used
 
     outer, size, inner = _around(shape, dim)
-    return Plan.of(outer, size * inner, format, RemoteConfig(), parts).sent_bytes()
+    return Tiling.of(outer, size * inner, format, RemoteConfig(), parts).sent_bytes()
 
 
 def exchange_gap(format: Format) -> str | None:
