@@ -124,7 +124,7 @@ def test_what_stages_refuse_is_left_out_with_the_reason():
     assert (plans.stages, plans.loss) == (2, "a scan")
     (note,) = [x for x in plans.notes if "left out" in x]
     assert note.startswith("4 plans, `zero3 in 2 stages, prefetch 1, 2 micro-batches, a loop`")
-    assert "is not made by one loop over the layers" in note
+    assert "Stages divide layers that all compute the same" in note
     plans = tune(loss, init, BATCH, SLOW, layers="blocks", **options)
     assert plans.stages is None
     (note,) = [x for x in plans.notes if "left out" in x]
