@@ -190,9 +190,9 @@ def _check_parts(parts: Sequence[int], shape: tuple[int, ...], dim: int) -> None
 def exchange_bytes(
     shape: tuple[int, ...], dim: int, format: Format, parts: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Bytes that the kernel stores into each peer's memory, of each part of an array of `shape`.
+    """Bytes that the kernel stores into the memory of each peer: one number for each of `parts`.
 
-    More than `Format.num_bytes`, since it sends whole tiles.
+    They are more than `Format.num_bytes` of an array of `shape`, since it sends whole tiles.
     """
     from ._remote import RemoteConfig, Tiling  # Pallas is only imported where it is used
 

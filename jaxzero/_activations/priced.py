@@ -148,14 +148,13 @@ class PricedProgram:
 
     def _outside_of_loops(self, block: Block) -> tuple[unrolled.Forward, Part]:
         """What is not in loops; it is the same for all prices if there are none."""
-        if block is not self.block:
-            forward = unrolled.Forward(block, self.weights, self._end(block))
-            return forward, self._split(forward.part(self.outside, self._bound(block)))
-        if self._unrolled is None:
-            forward = unrolled.Forward(block, self.weights, self._end(block))
-            part = self._split(forward.part(self.outside, self._bound(block)))
-            self._unrolled = forward, part
-        return self._unrolled
+        if block is self.block and self._unrolled is not None:
+            return self._unrolled
+        forward = unrolled.Forward(block, self.weights, self._end(block))
+        outside = forward, self._split(forward.part(self.outside, self._bound(block)))
+        if block is self.block:
+            self._unrolled = outside
+        return outside
 
     def _split(self, part: Part) -> Part:
         return dataclasses.replace(part, token_parts=self.token_parts)

@@ -123,10 +123,11 @@ def attention(
 def _attend_to_all(
     method: Method | None, arrays: tuple[Array, Array, Array], *others: Any, **options: Any
 ) -> Float[Array, "b t h v"]:
-    """Call `jax.nn.dot_product_attention` on whole rows."""
+    """Call `jax.nn.dot_product_attention` with all keys of a row, as `method` exchanges them."""
 
-    def attend(query: Any, key: Any, value: Any, bias: Any, mask: Any, *lengths: Any) -> Any:
-        of_queries, of_keys = lengths
+    def attend(
+        query: Any, key: Any, value: Any, bias: Any, mask: Any, of_queries: Any, of_keys: Any
+    ) -> Any:
         given = {"query_seq_lengths": of_queries, "key_value_seq_lengths": of_keys, **options}
         return jax.nn.dot_product_attention(query, key, value, bias, mask, **given)
 

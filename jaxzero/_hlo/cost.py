@@ -155,11 +155,12 @@ def _convolution_flops(instruction: Instruction, within: Computation, labels: st
 
 
 def _attention_flops(instruction: Instruction, within: Computation, *, is_backward: bool) -> float:
-    """Two for each number of queries and of values, and each pair of query and key that is seen.
+    """Of cuDNN's attention: the products of queries with keys and of probabilities with values.
 
-    Backward computes the logits again, the derivatives of probabilities and values from those of
-    the result, and those of queries and keys. A causal mask and a window are left out by the kernel
-    in whole tiles, of which the parts at their edges are not counted.
+    A product takes 2 FLOPs for each feature, and for each pair of a query and a key that it sees.
+    Backward has five products: it computes the logits again, and the gradients of probabilities,
+    values, queries and keys. The kernel passes over whole tiles that a causal mask or a window
+    hides; masked pairs in the other tiles are not counted.
     """
     match = _LOGITS.search(instruction.text)
     if match is None:

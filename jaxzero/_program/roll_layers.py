@@ -17,7 +17,7 @@ from jax import lax
 
 from .ir import Atom, Constant, Operation, Value
 from .same_operations import flat_block, input_dtypes
-from .trace import at_line_of, open_program
+from .trace import at_line_of, open_program, operations_for
 from .unrolled_layers import LayersOf, Place, Window
 
 
@@ -62,13 +62,12 @@ class _Rolled:
             for i, operation in enumerate(self.inside)
             for j, out in enumerate(operation.outputs)
         }
-        before = self._before()
-        ran = {*before}
+        self.before = self._before()
+        ran = {*self.before}
         others = [*layers.rest[: window.start], *layers.rest[end:]]
         self.after = [x for x in others if x not in ran]
         wanted = {x for operation in self.after for x in operation.values}
         wanted.update(x for x in layers.block.outputs if isinstance(x, Value))
-        self.before = before
         # What is read of the layers after them: places, and values that are made of weights.
         self.places = {x: place[x] for x in place if x in wanted}
         carried = [x for x, _ in window.carried]
@@ -89,14 +88,7 @@ class _Rolled:
         atoms += [x for operation in layers.picks for x in operation.outputs]
         for kind, what in (read for reads in window.reads for read in reads):
             atoms += [what] if kind == "same" else what if kind == "stack" else []
-        position = {x: i for i, o in enumerate(layers.block.operations) for x in o.outputs}
-        found: set[int] = set()
-        while atoms:
-            atom = atoms.pop()
-            if isinstance(atom, Value) and (i := position.get(atom)) is not None and i not in found:
-                found.add(i)
-                atoms += layers.block.operations[i].inputs
-        return [layers.block.operations[i] for i in sorted(found)]
+        return operations_for(layers.block, atoms, layers.block.inputs)
 
     def run(self, given: Sequence[Any]) -> list[Any]:
         """The outputs of the program, of arrays for its inputs."""

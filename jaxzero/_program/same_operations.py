@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from .._mesh import CALLS, evaluate, is_traced
+from .._mesh import is_traced
 from .ir import Atom, Block, Constant, Operation, Value, is_ref
-from .trace import OpenProgram, has_shardings
+from .trace import OpenProgram, inline
 
 # What JAX's objects hold that says nothing about what they compute: where they come from, the
 # traces that they are made in, and what they have computed, such as the tree of their outputs.
@@ -72,29 +72,18 @@ def flat_block(program: OpenProgram) -> Block:
     """
     inputs = tuple(Value(x.aval) for x in program.jaxpr.invars)
     operations: list[Operation] = []
-    constants = [*map(Constant, program.constants)]
-    outputs = _inline(program.jaxpr, constants, inputs, operations, None)
+    constants = program.constants
+    outputs = inline(program.jaxpr, constants, inputs, operations, append=_append_as_it_is)
     return Block(inputs, tuple(outputs), tuple(operations))
 
 
-def _inline(
-    jaxpr: Any,
-    constants: Sequence[Atom],
-    inputs: Sequence[Atom],
-    operations: list[Operation],
-    caller: Any,
-) -> list[Atom]:
-    def apply(equation: Any, args: list[Atom]) -> Sequence[Atom]:
-        name, params = equation.primitive.name, equation.params
-        if name in CALLS and not has_shardings(params):
-            inner = params[CALLS[name]]
-            constants = [*map(Constant, inner.consts)]
-            return _inline(inner.jaxpr, constants, args, operations, caller or equation)
-        outputs = tuple(Value(x.aval) for x in equation.outvars)
-        operations.append(Operation(name, tuple(args), outputs, equation, caller=caller))
-        return outputs
-
-    return evaluate(jaxpr, constants, inputs, apply, Constant)
+def _append_as_it_is(
+    equation: Any, inputs: list[Atom], operations: list[Operation], caller: Any
+) -> Sequence[Atom]:
+    outputs = tuple(Value(x.aval) for x in equation.outvars)
+    name = equation.primitive.name
+    operations.append(Operation(name, tuple(inputs), outputs, equation, caller=caller))
+    return outputs
 
 
 class _Comparison:

@@ -220,45 +220,26 @@ def rewritten(
         )
     operations: list[Operation] = []
     caller = operation.caller or operation.equation
-    return operations, _inline(closed.jaxpr, closed.consts, values, operations, caller)
+    return operations, inline(closed.jaxpr, closed.consts, values, operations, caller)
 
 
 def _block(closed: Any) -> Block:
     inputs = tuple(Value(var.aval) for var in closed.jaxpr.invars)
     operations: list[Operation] = []
-    outputs = _inline(closed.jaxpr, closed.consts, inputs, operations)
+    outputs = inline(closed.jaxpr, closed.consts, inputs, operations)
     return Block(inputs, tuple(outputs), tuple(operations))
 
 
-def _inline(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    inputs: Sequence[Atom],
-    operations: list[Operation],
-    caller: Any = None,
-) -> list[Atom]:
-    """Append the operations of `jaxpr`, which `caller` calls; return its outputs."""
-
-    def apply(equation: Any, args: list[Atom]) -> Sequence[Atom]:
-        return _operation(equation, args, operations, caller)
-
-    return evaluate(jaxpr, [*map(Constant, consts)], inputs, apply, Constant)
-
-
-def _operation(
+def _append(
     equation: Any, inputs: list[Atom], operations: list[Operation], caller: Any
 ) -> Sequence[Atom]:
-    """Append the operations of `equation`, inlined if it is a call; return its outputs."""
     name, params = equation.primitive.name, equation.params
     if name in _ALIAS:
         return inputs
-    if name in CALLS and not has_shardings(params):
-        inner = params[CALLS[name]]
-        return _inline(inner.jaxpr, inner.consts, inputs, operations, caller or equation)
     if name in REMAT:
         if params["differentiated"]:
             inputs = _barrier(equation, inputs, operations)
-        return _inline(params["jaxpr"], (), inputs, operations, caller or equation)
+        return inline(params["jaxpr"], (), inputs, operations, caller or equation)
     outputs = tuple(Value(var.aval) for var in equation.outvars)
     if name == "scan" and not any(is_ref(var.aval) for var in equation.invars):
         sizes = scan_sizes(params)
@@ -268,6 +249,26 @@ def _operation(
         operation = Operation(name, tuple(inputs), outputs, equation, caller=caller)
     operations.append(operation)
     return outputs
+
+
+def inline(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    inputs: Sequence[Atom],
+    operations: list[Operation],
+    caller: Any = None,
+    append: Callable[..., Sequence[Atom]] = _append,
+) -> list[Atom]:
+    """Append (by `append`) the operations of `jaxpr`, which `caller` calls; return its outputs."""
+
+    def apply(equation: Any, args: list[Atom]) -> Sequence[Atom]:
+        name, params = equation.primitive.name, equation.params
+        if name in CALLS and not has_shardings(params):
+            inner = params[CALLS[name]]
+            return inline(inner.jaxpr, inner.consts, args, operations, caller or equation, append)
+        return append(equation, args, operations, caller)
+
+    return evaluate(jaxpr, [*map(Constant, consts)], inputs, apply, Constant)
 
 
 def branch_blocks(operation: Operation) -> list[Block]:

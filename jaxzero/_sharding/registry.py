@@ -85,7 +85,7 @@ class Registry:
         return layout
 
     def layout_of_parts(self, tree: Any) -> TreeLayout | None:
-        """The layout of a tree that may hold sharded arrays beside others, such as statistics.
+        """The layout of a tree in which some arrays are sharded and others, say statistics, not.
 
         An array counts as sharded if it is a `StoredArray`, if its sharding is that of a parameter,
         or, for a traced array without sharding, if an array of its shape and dtype was laid out

@@ -10,6 +10,7 @@ node sends `(S - 1) / S^2` of all layers' weights and as much of their gradients
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class LayerLists:
                 found.append({0: i})
                 continue
             path, number = place
-            if number in lists.get(path, {number: 0}):  # the first of another tree
+            if path not in lists or number in lists[path]:  # the first layer, or of another tree
                 lists[path] = {}
                 found.append(lists[path])
             lists[path][number] = i
@@ -66,19 +67,22 @@ class LayerLists:
         return self._path_of_list(j) is not None
 
     def is_divided(self, j: int) -> bool:
-        """Whether stages divide array `j`: a stack, and none that `zero.freeze` has cut off."""
+        """Whether the layers of array `j` are divided between the stages.
+
+        Those of a stack that `zero.freeze` has cut off are not.
+        """
         leaf = self.leaves[self.members[j][0]]
         is_stack = self.stages is not None and self.stages.has(leaf.path)
         return self.is_list(j) or (is_stack and leaf.stages is not None)
 
-    @property
+    @functools.cached_property
     def stacks(self) -> list[int]:
         """The arrays that stages divide."""
         return [j for j in range(len(self.members)) if self.is_divided(j)]
 
-    @property
+    @functools.cached_property
     def arrays(self) -> list[LeafSpec]:
-        """Each array as a leaf: its path, with `*` for a list, its shape and dtype, its layout."""
+        """What a `LeafSpec` says of each array; in the path of a list, `*` is for the layer."""
         return [self._array(j) for j in range(len(self.members))]
 
     def numbers(self, leaves: Sequence[int]) -> list[int]:
@@ -120,20 +124,20 @@ class LayerLists:
         x = jnp.stack(shards)
         if len(x) < num:
             raise ValueError(
-                f"`{self._array(j).path}` has {len(x)} layers for {num} stages. Change `layers` of "
+                f"`{self.arrays[j].path}` has {len(x)} layers for {num} stages. Change `layers` of "
                 "`jz.Stages`, or take a mesh with fewer stages."
             )
         size = -(-len(x) // num)
         x = jnp.pad(x, [(0, size * num - len(x)), *[(0, 0)] * (x.ndim - 1)])
         if (dim := self._dim_of_stages(j)) is None:
             return lax.dynamic_slice_in_dim(x, lax.axis_index(STAGE) * size, size)
-        with labelled("weights", self._array(j).path):
+        with labelled("weights", self.arrays[j].path):
             return all_to_all(x.astype(dtype), STAGE, 0, dim).astype(x.dtype)
 
     def to_leaves(self, j: int, gradient: Array) -> list[Array]:
         """The gradients of a list's leaves, as these are stored; the reverse of `of_stage`."""
         dim = self._dim_of_stages(j)
-        with labelled("gradients", self._array(j).path):
+        with labelled("gradients", self.arrays[j].path):
             if dim is None:
                 whole = all_gather(gradient, STAGE, 0)
             else:

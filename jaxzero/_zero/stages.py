@@ -20,7 +20,7 @@ from .._execute import (
     split_microbatches,
 )
 from .._mesh import STAGE
-from .._sharding import LeafSpec, Stages, ZeroConfig, split_dim
+from .._sharding import LeafSpec, ZeroConfig, split_dim
 from .._stages import LayerLists, Staged
 from .arguments import Options
 
@@ -66,20 +66,19 @@ def run_on_stage(
     updates: Mapping[int, LeafUpdate] | None = None,
     share_of_loss: Array | float | None = None,
     *,
-    stages: Stages,
+    lists: LayerLists,
 ) -> Result:
-    """Run one step on one device of a stage; arguments are those of `run_on_device`."""
-    assert share_of_loss is None
-    lists = LayerLists.of(parameters.leaves, stages)
-    arrays, differentiated = lists.arrays, lists.numbers(parameters.differentiated)
-    is_stack = [j in lists.stacks for j in range(len(arrays))]
+    """Like `run_on_device`, on a device of a stage; `lists` has the layers of `parameters`."""
+    assert share_of_loss is None and lists.stages is not None
+    arrays, differentiated = lists.arrays, tuple(lists.numbers(parameters.differentiated))
+    is_stack = [lists.is_divided(j) for j in range(len(arrays))]
     given = _by_microbatch(inputs, specs, microbatches)
     staged = Staged(
         flat,
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays],
         given,
         [leaf.path if layers else None for leaf, layers in zip(arrays, is_stack, strict=True)],
-        [j for j, leaf in enumerate(arrays) if stages.has(leaf.path) and not is_stack[j]],
+        [j for j, leaf in enumerate(arrays) if lists.stages.has(leaf.path) and not is_stack[j]],
         differentiated,
         [split_dim(spec) is not None for spec in specs],
         microbatches,
@@ -89,10 +88,12 @@ def run_on_stage(
     )
     whole = _of_stage(lists, stored, staged)
     leaves = tuple(map(_on_stage, arrays, whole, is_stack))
-    on_stage = dataclasses.replace(parameters, leaves=leaves, differentiated=tuple(differentiated))
+    on_stage = dataclasses.replace(
+        parameters, leaves=leaves, differentiated=differentiated, moves_rows=False, activations=None
+    )
     result = run_on_device(
         staged,
-        dataclasses.replace(on_stage, moves_rows=False, activations=None),
+        on_stage,
         whole,
         wire_state,
         given,

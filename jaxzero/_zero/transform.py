@@ -306,7 +306,7 @@ class Transform:
         """The step of one device."""
         if self.config.stages is None:
             return run_on_device
-        return functools.partial(run_on_stage, stages=self.config.stages)
+        return functools.partial(run_on_stage, lists=self.layers)
 
     def _share_of_loss(self, inputs: list[Any], specs: list[PartitionSpec]) -> Array | float | None:
         """What a device's loss is multiplied by to be its share of the loss of the full batch."""

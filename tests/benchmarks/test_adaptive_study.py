@@ -68,7 +68,8 @@ def test_equal_updates_end_training_where_they_end(equal_updates):
     task = dataclasses.replace(TINY, per_call=1)
     shorter = _run("updates", "norm_test", task=task)
     assert shorter["updates_by_batch_examples"] == equal_updates["updates_by_batch_examples"]
-    # Losses of 5 have 5e-7 of rounding, at 5 updates; a sixth update would move the fourth decimal.
+    # The losses are about 5, so that one rounding in float32 is 5e-7, and there are 5 updates. A
+    # sixth update would change the fourth decimal.
     assert shorter["held_out_loss"] == pytest.approx(equal_updates["held_out_loss"], abs=2e-5)
 
 

@@ -1,4 +1,4 @@
-"""The decoder over bytes of the training studies, and their data."""
+"""The byte decoder that the training studies train, and the data that they train it on."""
 
 from __future__ import annotations
 

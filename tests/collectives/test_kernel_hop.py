@@ -181,7 +181,7 @@ def test_an_axis_of_tokens_is_refused(reference):
 
 
 def test_messages_cannot_be_sent_on(reference):
-    """Where slices are kept encoded by the same codec, they are not encoded again."""
+    """A slice that is kept encoded by the same codec would be sent as it is: the kernel encodes."""
     config = config_of(by_kernel, hpz=jz.HpZ(codec=INT8))
     with pytest.raises(NotImplementedError, match=r"`weights.local` cannot be .*HpZ\(codec=None\)"):
         step(config, "2x2-auto", params_of(scanned=True))

