@@ -8,10 +8,10 @@ from .boxes import MAX_DIMS as MAX_DIMS
 from .boxes import Box as Box
 from .boxes import box_shape as box_shape
 from .boxes import common_box as common_box
+from .boxes import replaced as replaced
 from .boxes import runs as runs
 from .boxes import slices_within as slices_within
 from .boxes import whole_box as whole_box
-from .by_slice import BySlice as BySlice
 from .checkpoint import AdamMoments as AdamMoments
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import laid_out_as as laid_out_as
@@ -23,6 +23,7 @@ from .first_bytes import kind_of_archive as kind_of_archive
 from .first_bytes import kind_of_file as kind_of_file
 from .lazy import ArrayTensor as ArrayTensor
 from .lazy import LazyTensor as LazyTensor
+from .lazy import View as View
 from .lazy import as_lazy as as_lazy
 from .lazy import concatenate as concatenate
 from .lazy import stack as stack

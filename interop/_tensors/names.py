@@ -42,7 +42,7 @@ def named_leaves(tree: Any) -> NamedLeaves:
     for path, found in paths:
         is_variable = isinstance(found, nnx.Variable)
         value = jax.tree.leaves(found, is_leaf=is_stored)[0] if is_variable else found
-        name = ".".join(str(_key(entry)) for entry in path)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise ValueError(
                 f"The leaf `{name}` is not an array; got {type(value).__name__}. Keep functions "
@@ -57,13 +57,6 @@ def named_leaves(tree: Any) -> NamedLeaves:
         return jax.tree.unflatten(treedef, [others[name] for name in leaves])
 
     return NamedLeaves(leaves, rebuild)
-
-
-def _key(entry: Any) -> Any:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    return entry
 
 
 def plain_name(name: Any) -> Any:
