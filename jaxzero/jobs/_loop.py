@@ -1,4 +1,4 @@
-"""Trace some steps with JAX's profiler, and mark each step in the trace."""
+"""The steps of a run: numbers, checkpoints, comparisons, stop requests, traces of the profiler."""
 
 import contextlib
 import math

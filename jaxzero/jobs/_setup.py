@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -204,55 +203,30 @@ def planned_config(
         cluster = Cluster.measured(mesh)
     chosen = ""
     if process_index() == 0:
-        chosen = _search(cluster, shapes, optimizer, loss, tokens, console, quantized=quantized)
-    name = of_first("plan", chosen, _MEETING_SECONDS)
-    return _configs(cluster, quantized)[name]
-
-
-def _configs(cluster: Cluster, quantized: bool) -> Mapping[str, ZeroConfig]:
-    """The configs that may be chosen, by the names of their plans."""
-    found = enumerate_candidates(cluster, ("",), (1,), quantized)
-    return {candidate.name: candidate.config for candidate in found}
-
-
-def _search(
-    cluster: Cluster,
-    shapes: Any,
-    optimizer: optax.GradientTransformation,
-    loss: LossFn,
-    tokens: Any,
-    console: Console,
-    *,
-    quantized: bool,
-) -> str:
-    """The name of the best plan."""
-
-    def init() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    with console.status("planning") as status:
-        plans = tune(
-            loss,
-            init,
-            tokens,
-            cluster,
-            tx=optimizer,
-            quantized=quantized,
-            microbatches=(1,),
-            activation_budgets=False,
-            budget=_SEARCH_SECONDS,
-            progress=status.update,
-            has_aux=True,
+        with console.status("planning") as status:
+            plans = tune(
+                loss,
+                lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+                tokens,
+                cluster,
+                tx=optimizer,
+                quantized=quantized,
+                microbatches=(1,),
+                activation_budgets=False,
+                budget=_SEARCH_SECONDS,
+                progress=status.update,
+                has_aux=True,
+            )
+        chosen, rates = plans.best.candidate.name, cluster.rates
+        console.print(
+            f"Plan: {chosen}; measured {rates.flops / 1e12:.3g} TFLOP/s, memory "
+            f"{rates.memory / 1e9:.3g} GB/s, links {rates.local / 1e9:.3g} GB/s to a device of "
+            f"the node and {rates.node / 1e9:.3g} GB/s into a node",
+            highlight=False,
+            soft_wrap=True,
         )
-    best = plans.best.candidate.name
-    rates = cluster.rates
-    console.print(
-        f"Plan: {best}; measured {rates.flops / 1e12:.3g} TFLOP/s, memory "
-        f"{rates.memory / 1e9:.3g} GB/s, links {rates.local / 1e9:.3g} GB/s to a device of "
-        f"the node and {rates.node / 1e9:.3g} GB/s into a node",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for note in plans.notes:
-        console.print(f"Plan: {note}", highlight=False, soft_wrap=True, markup=False)
-    return best
+        for note in plans.notes:
+            console.print(f"Plan: {note}", highlight=False, soft_wrap=True, markup=False)
+    name = of_first("plan", chosen, _MEETING_SECONDS)
+    candidates = enumerate_candidates(cluster, ("",), (1,), quantized)
+    return next(each.config for each in candidates if each.name == name)
