@@ -14,10 +14,9 @@ from .._mesh import AnyMesh, physical
 from .._sharding import ZeroConfig
 from .codec_bounds import bounds_of, gradient_bound, has_codecs, weight_bound
 from .each_device import EachDevice
-from .half_batches import HalfBatches
 from .locate import first_difference, shared_draw
 from .one_device import OneDevice, free_bytes, least_bytes
-from .problem import Problem
+from .problem import HalfBatches, Problem
 from .report import Check, Rounding, Variation, VerifyReport
 from .samples import Samples, checked, measured
 from .update import Update, check_update

@@ -8,7 +8,6 @@ printed once its last character is complete.
 import functools
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from .. import models
+from .._first_use import extra_for
 from .._warnings import warn
 from ..interop import LoadedDecoder, load_decoder
 from ..jobs import choose_devices, open_tokenizer
@@ -97,7 +97,9 @@ def sample(settings: Sample, console: Console) -> None:
     tokenizer = open_tokenizer(settings.directory)
     prompts = settings.prompt
     if is_chat:
-        prompts = _in_template(settings.directory, prompts, settings.system)
+        with extra_for("`chat` and `system` need", "torch"):
+            from ._chat import rendered
+        prompts = rendered(settings.directory, prompts, settings.system)
     ids, mask = encode(tokenizer, prompts, has_special_tokens=is_chat)
     loaded = _load(settings)
     _check_ids(ids, loaded.config.vocabulary_size)
@@ -136,17 +138,6 @@ def _sampling(settings: Sample) -> models.Sampling:
             "probable token each time. Add --temperature 1, or another one."
         )
     return sampling
-
-
-def _in_template(directory: Path, prompts: Sequence[str], system: str | None) -> list[str]:
-    try:
-        from ._chat import rendered
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"`chat` and `system` need the package {error.name!r}, which is not installed. Install "
-            'it with `pip install "jaxzero[torch]"`.'
-        ) from error
-    return rendered(directory, prompts, system)
 
 
 def _load(settings: Sample) -> LoadedDecoder:
