@@ -8,6 +8,7 @@ printed once its last character is complete.
 import functools
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -97,9 +98,7 @@ def sample(settings: Sample, console: Console) -> None:
     tokenizer = open_tokenizer(settings.directory)
     prompts = settings.prompt
     if is_chat:
-        with extra_for("`chat` and `system` need", "torch"):
-            from ._chat import rendered
-        prompts = rendered(settings.directory, prompts, settings.system)
+        prompts = _in_template(settings.directory, prompts, settings.system)
     ids, mask = encode(tokenizer, prompts, has_special_tokens=is_chat)
     loaded = _load(settings)
     _check_ids(ids, loaded.config.vocabulary_size)
@@ -138,6 +137,12 @@ def _sampling(settings: Sample) -> models.Sampling:
             "probable token each time. Add --temperature 1, or another one."
         )
     return sampling
+
+
+def _in_template(directory: Path, prompts: Sequence[str], system: str | None) -> list[str]:
+    with extra_for("`chat` and `system` need", "torch"):
+        from ._chat import rendered
+    return rendered(directory, prompts, system)
 
 
 def _load(settings: Sample) -> LoadedDecoder:

@@ -27,7 +27,7 @@ from ._data import Examples, training_batches
 from ._journal import Journal, make_trackers
 from ._retrieval import AXES, NODE_AXES, LossFn
 from ._settings import Train
-from ._setup import Setup, describe_devices, plan_step, set_up
+from ._setup import Setup, plan_step, set_up
 from ._step import make_rounds
 
 _MEETING_SECONDS = 300.0
@@ -108,9 +108,6 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
         settings.optimization,
         max_tokens=settings.data.max_tokens,
         console=console,
-    )
-    console.print(
-        f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
     )
     method = settings.local.method
     loss = setup.task.make_loss(settings.optimization, NODE_AXES if method else AXES)

@@ -62,21 +62,6 @@ class Setup:
     optimizer: optax.GradientTransformation
     opt_state: Any
 
-    @property
-    def checkpoint(self) -> Path:
-        """The folder that was loaded."""
-        return self.task.checkpoint
-
-    @property
-    def graph(self) -> Any:
-        """The `nnx.GraphDef` of the model."""
-        return self.task.loaded.graph
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices of the mesh."""
-        return self.zero.mesh.size
-
     def free(self) -> None:
         """Free the memory of `params` and `opt_state`; their shapes stay known."""
         for x in jax.tree.leaves((self.params, self.opt_state)):
@@ -109,7 +94,7 @@ def set_up(
         sharding: how arrays are split, or that this is to be planned.
         optimization: the optimizer, and the rows of a step.
         max_tokens: of a text; None: as `open_task` says.
-        console: for what was planned.
+        console: for what was loaded and planned.
 
     Raises:
         ValueError: the settings do not fit the machine, or the checkpoint cannot be loaded.
@@ -130,6 +115,9 @@ def set_up(
         config = planned_config(mesh, shapes, optimizer, loss, tokens, console, quantized=quantized)
     zero = Zero(mesh, config)
     params = zero.shard(tensors)
+    console.print(
+        f"{checkpoint}\non {describe_devices(mesh)}", highlight=False, markup=False, soft_wrap=True
+    )
     return Setup(
         task=task,
         shapes=shapes,
@@ -148,9 +136,8 @@ def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: Any) -> Plan:
     return zero.plan(loss, params, tokens, has_aux=True, wire_state=wire_state)
 
 
-def describe_devices(setup: Setup) -> str:
+def describe_devices(mesh: Mesh) -> str:
     """Describe the devices in one line: `8 fake CPU devices, 2 nodes x 4, 1 process`."""
-    mesh = setup.zero.mesh
     device = jax.devices()[0]
     kind = "fake CPU devices" if device.platform == "cpu" else f"{device.device_kind} devices"
     processes = len({device.process_index for device in mesh.devices.flat})
