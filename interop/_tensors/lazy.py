@@ -254,7 +254,7 @@ class View(LazyTensor):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _ViewOfOne(View):
-    maps: ClassVar[bool] = False  # whether it shares the memory of the map of a file
+    copies_nothing: ClassVar[bool] = False  # it then shares the memory of the map of a file
 
     @property
     def source(self) -> LazyTensor:
@@ -263,8 +263,8 @@ class _ViewOfOne(View):
 
     @property
     def is_in_file(self) -> bool:
-        """As the viewed tensor, if no element is copied."""
-        return self.maps and self.source.is_in_file
+        """As the viewed tensor, where elements only change places."""
+        return self.copies_nothing and self.source.is_in_file
 
     def own_boxes(self) -> list[Box]:
         """The boxes of the viewed tensor, in this view."""
@@ -284,7 +284,7 @@ class _Cast(_ViewOfOne):
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Transposed(_ViewOfOne):
     dims: tuple[int, ...]
-    maps = True
+    copies_nothing = True
 
     def _read_box(self, box: Box) -> np.ndarray:
         theirs = tuple(box[self.dims.index(dim)] for dim in range(self.ndim))
@@ -298,7 +298,7 @@ class _Transposed(_ViewOfOne):
 class _Narrowed(_ViewOfOne):
     dim: int
     start: int
-    maps = True
+    copies_nothing = True
 
     def _read_box(self, box: Box) -> np.ndarray:
         start, stop = box[self.dim]
