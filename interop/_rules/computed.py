@@ -154,16 +154,12 @@ class AddBiases(_Computing):
         divided = (
             (added, _by_slice((added,), added.shape, 0, np.zeros_like))
             if self.back == "first"
-            else (_by_slice((added,), added.shape, 0, _half),) * 2
+            else (_by_slice((added,), added.shape, 0, lambda x: (x / 2).astype(x.dtype)),) * 2
         )
         if parts == 1:
             return divided
         apart = (total.narrow(0, k * size, (k + 1) * size) for k in (2, 3))
         return tuple(concatenate(two, 0) for two in zip(divided, apart, strict=True))
-
-
-def _half(x: np.ndarray) -> np.ndarray:
-    return (x / 2).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

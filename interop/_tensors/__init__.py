@@ -18,6 +18,7 @@ from .checkpoint import laid_out_as as laid_out_as
 from .checkpoint import other_names as other_names
 from .checkpoint import read_index as read_index
 from .file_tensor import FileTensor as FileTensor
+from .file_tensor import called as called
 from .file_tensor import span as span
 from .first_bytes import kind_of_archive as kind_of_archive
 from .first_bytes import kind_of_file as kind_of_file

@@ -19,10 +19,17 @@ import numpy as np
 
 from jaxzero._text import shown
 from jaxzero._warnings import warn
-from jaxzero.interop._tensors import Checkpoint, LazyTensor, by_plain_name, concatenate, plain_name
+from jaxzero.interop._tensors import (
+    Checkpoint,
+    LazyTensor,
+    by_plain_name,
+    called,
+    concatenate,
+    plain_name,
+)
 
 from .torch_file import are_sizes, read_torch_file
-from .zero_partitions import AGAIN, OTHERS, Fragments, Rank, Shape, called, wrong
+from .zero_partitions import AGAIN, OTHERS, Fragments, Rank, Shape, wrong
 
 _WINDOW = 16  # elements that are compared at the start, in the middle and at the end of a fragment
 

@@ -19,12 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, by_plain_name, plain_name
+from jaxzero.interop._tensors import (
+    AdamMoments,
+    Checkpoint,
+    LazyTensor,
+    by_plain_name,
+    called,
+    plain_name,
+)
 
 from .model_state import ModelState, param_shapes, untrained_of_stage_3, with_aliases
 from .moments import MOMENTS, check_no_others, gather_moments, read_step
 from .torch_file import read_torch_file
-from .zero_partitions import Shape, called
+from .zero_partitions import Shape
 
 _OPTIMIZER = "optimizer_state.pt"
 

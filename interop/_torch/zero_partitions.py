@@ -20,7 +20,6 @@ reads no other shards.
 ZeRO (https://arxiv.org/abs/1910.02054), section 5.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import FileTensor, LazyTensor, concatenate
+from jaxzero.interop._tensors import LazyTensor, called, concatenate
 
 from .moments import MOMENTS, read_step
 from .pickle_machine import Record
@@ -264,11 +263,6 @@ def join(
         flat = called(name, ranks[part.rank].flat[kind][part.group])
         parts.append(flat.narrow(0, part.start, part.start + part.size))
     return concatenate(parts, 0).reshape(shape)
-
-
-def called(name: str, tensor: LazyTensor) -> LazyTensor:
-    """Return the tensor with the name that messages should use."""
-    return dataclasses.replace(tensor, name=name) if isinstance(tensor, FileTensor) else tensor
 
 
 def _of_stage_2(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> Fragments:

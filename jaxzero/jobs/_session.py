@@ -237,7 +237,7 @@ def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
                     highlight=False,
                 )
             else:
-                _drop_later_wire_states(session, step)
+                _drop_wire_states(session, after=step)
                 return restored.state["wire_state"]
     _drop_wire_states(session)
     return first
@@ -254,18 +254,17 @@ def _wire_checkpoints(session: Session) -> Checkpoints:
     return Checkpoints(_wire_directory(session), session.setup.zero, keep=keep)
 
 
-def _drop_wire_states(session: Session) -> None:
-    """Delete all wire states, since a step that has one, of another layout, is not saved again."""
-    if process_index() == 0:
-        shutil.rmtree(_wire_directory(session), ignore_errors=True)
-    barrier("no wire states", _MEETING_SECONDS)
+def _drop_wire_states(session: Session, *, after: int | None = None) -> None:
+    """Delete the wire states of steps after `after`, which will be repeated, or all.
 
-
-def _drop_later_wire_states(session: Session, step: int) -> None:
-    """Delete the wire states of steps after `step`, which will be repeated."""
+    A step that has a wire state, of another layout perhaps, is not saved again.
+    """
     if process_index() == 0:
-        drop_after(_wire_directory(session), step)
-    barrier("no later wire states", _MEETING_SECONDS)
+        if after is None:
+            shutil.rmtree(_wire_directory(session), ignore_errors=True)
+        else:
+            drop_after(_wire_directory(session), after)
+    barrier(f"no wire states after {after}", _MEETING_SECONDS)
 
 
 def _wire_directory(session: Session) -> Path:
