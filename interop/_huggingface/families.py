@@ -238,11 +238,7 @@ def decoder_family(model_type: str) -> DecoderFamily:
 
 
 def decoder_family_of(directory: Path | str) -> DecoderFamily:
-    """The family of decoders that the `config.json` of a directory names.
-
-    Raises:
-        ValueError: there is no such file, or its `model_type` is not known.
-    """
+    """The family of decoders that the `config.json` of a directory names."""
     content, path = read_config(directory)
     return _decoder_family(content.get("model_type"), f"`model_type` in {str(path)!r}")
 

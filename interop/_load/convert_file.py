@@ -122,11 +122,7 @@ def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
 
 
 def to_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Read tensors into PyTorch tensors, bit for bit.
-
-    Raises:
-        ValueError: a dtype is none of PyTorch's, or of another byte order.
-    """
+    """Read tensors into PyTorch tensors, bit for bit."""
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
             raise ValueError(

@@ -167,11 +167,7 @@ class LazyTensor(abc.ABC):
 
 
 def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """Concatenate tensors of one dtype along an existing dimension.
-
-    Raises:
-        ValueError: dtypes or the other dimensions differ.
-    """
+    """Concatenate tensors of one dtype, whose other dimensions are equal, along a dimension."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -217,11 +213,7 @@ class ArrayTensor(LazyTensor):
 
 
 def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
-    """Return a lazy tensor, or a numpy array as one.
-
-    Raises:
-        ValueError: it is neither. `where` says where it is, for the message.
-    """
+    """Return a lazy tensor, or a numpy array as one; `where` says where others are."""
     if isinstance(value, LazyTensor):
         return value
     if isinstance(value, np.ndarray):

@@ -67,11 +67,7 @@ def plain_name(name: Any) -> Any:
 
 
 def by_plain_name(held: Mapping[Any, Value], where: str) -> dict[Any, Value]:
-    """Return the items under their plain names, in order.
-
-    Raises:
-        ValueError: two have the same. `where` says where they are, for the message.
-    """
+    """Return the items under their plain names, in order; `ValueError` if two have the same."""
     full: dict[Any, Any] = {}
     for name in held:
         other = full.setdefault(plain_name(name), name)

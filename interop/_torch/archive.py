@@ -89,11 +89,7 @@ class Archive:
         return self._archive.read(self._prefix + entry)
 
     def place(self, entry: str) -> tuple[int, int]:
-        """Return an entry's offset in the file and its size, both in bytes.
-
-        Raises:
-            ValueError: the entry does not exist.
-        """
+        """Return an entry's offset in the file and its size, both in bytes."""
         if entry not in self:
             raise ValueError(
                 f"{self.where} lacks `{escaped(entry)}`, which its `data.pkl` refers to."

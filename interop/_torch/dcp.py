@@ -123,10 +123,6 @@ def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
     """Open a directory that `torch.distributed.checkpoint.save` wrote.
 
     `key` is that of `open_checkpoint`.
-
-    Raises:
-        ValueError: a file is missing or truncated, `.metadata` refers to code, the chunks do
-            not cover their tensors, or nothing lies at `key`.
     """
     path = directory / METADATA
     metadata = unpickle(path.read_bytes(), repr(str(path)))

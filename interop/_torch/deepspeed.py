@@ -51,10 +51,6 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
     """Open a checkpoint that `engine.save_checkpoint` or `ds_to_universal` wrote.
 
     The directory is that of a run, whose `latest` file names the newest checkpoint, or of one step.
-
-    Raises:
-        ValueError: a file is missing, truncated or of another checkpoint, or sizes disagree.
-        NotImplementedError: tensors are also partitioned by tensor, pipeline or expert parallelism.
     """
     directory = _tagged(directory)
     is_universal = (directory / "zero").is_dir()

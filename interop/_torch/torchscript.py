@@ -83,11 +83,7 @@ class _Classes:
 
 
 def script_state_dict(program: Any, archive: Archive) -> dict[str, LazyTensor]:
-    """Return the parameters and buffers of a program by name, as `torch.jit.load` names them.
-
-    Raises:
-        ValueError: the archive holds no module, or one that contains itself.
-    """
+    """Return the parameters and buffers of a program by name, as `torch.jit.load` names them."""
     classes, tensors = _Classes(archive), {}
     if classes.of(program) is None:
         raise ValueError(

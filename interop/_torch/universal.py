@@ -39,12 +39,7 @@ _OPTIMIZER = "optimizer_state.pt"
 def open_universal(
     directory: Path, states: Sequence[ModelState], records: Collection[str]
 ) -> Checkpoint:
-    """Open the directory of a step that has a folder `zero`, beside the model states.
-
-    Raises:
-        ValueError: a file is missing or damaged, or shapes disagree.
-        NotImplementedError: parameters without optimizer state are cut by tensor parallelism.
-    """
+    """Open the directory of a step that has a folder `zero`, beside the model states."""
     folders = _folders(directory / "zero")
     trained = [name for name, folder in folders.items() if _is_trained(folder)]
     of_stage_3 = states[0].file.name.startswith("zero_")

@@ -148,11 +148,7 @@ def _at(values: Any, index: int) -> Any:
 
 
 def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[Rank]]:
-    """Read the optimizer states of all processes; return the ZeRO stage and one `Rank` per file.
-
-    Raises:
-        ValueError: a file is not a ZeRO state, or files are missing or of different checkpoints.
-    """
+    """Read the optimizer states of all processes; return the ZeRO stage and one `Rank` per file."""
     stages, ranks = set(), []
     for file in files:
         state = read_torch_file(file, records=records)
@@ -245,12 +241,7 @@ def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
 def fragments_of(
     stage: int, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]
 ) -> Fragments:
-    """Locate each parameter of the groups, which are in storage order, in the flat tensors.
-
-    Raises:
-        ValueError: the flat tensors do not have exactly the elements of the parameters, with the
-            padding that ZeRO adds.
-    """
+    """Locate each parameter of the groups, which are in storage order, in the flat tensors."""
     return _of_stage_3(groups, ranks) if stage == 3 else _of_stage_2(groups, ranks)
 
 
