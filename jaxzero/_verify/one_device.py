@@ -184,7 +184,7 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
         "and rows"
     )
     if reference is None:
-        own = next(x for x in physical(mesh).devices.flat if x.process_index == jax.process_index())
+        own = own_device(mesh)
         device = own if least <= free_bytes(own) else named_device("cpu")
     else:
         device = named_device(reference) if isinstance(reference, str) else reference
@@ -200,6 +200,11 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
             "the same layers, or give another `reference`."
         )
     return device, f"{said}, on {device}."
+
+
+def own_device(mesh: AnyMesh) -> Any:
+    """A device of the mesh that is of this process."""
+    return next(x for x in physical(mesh).devices.flat if x.process_index == jax.process_index())
 
 
 def free_bytes(device: Any) -> float | int:
