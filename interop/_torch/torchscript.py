@@ -61,7 +61,7 @@ class _Classes:
         return kind if kind.is_module else None
 
     def _read(self, entry: str) -> dict[str, _Class]:
-        self._code_bytes += self._archive.unpacked_size(entry)
+        self._code_bytes += self._archive.place(entry)[1]
         if self._code_bytes > _MAX_CODE_BYTES:
             raise ValueError(
                 f"{self._archive.where} declares its classes in more than {_MAX_CODE_BYTES} bytes. "
