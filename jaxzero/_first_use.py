@@ -33,7 +33,7 @@ def extra_for(what: str, extra: str) -> Iterator[None]:
     """Name the extra to install if the body imports a package that is not there.
 
     Args:
-        what: needs it: the message begins with this.
+        what: the beginning of the message, such as "`name` needs".
         extra: of pyproject.toml.
     """
     try:
