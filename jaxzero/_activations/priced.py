@@ -122,8 +122,9 @@ class PricedProgram:
             keep: values that are kept at no price.
         """
         end = self._end(self.block)
-        of_loops = self._of_loops(self.block, end, self.outside, price, keep, link=link)
-        block, choices, in_host = of_loops
+        block, choices, in_host = self._of_loops(
+            self.block, end, self.outside, price, keep, link=link
+        )
         block = without_dead_code(block) if choices else block
         if not self.outside_loops:
             return Chosen(lambda: block, choices, frozenset(in_host))
