@@ -107,12 +107,19 @@ def shapes(text: str) -> list[Shape]:
 
 
 def floats_of_at_least(text: str, size: int) -> list[str]:
-    """The lines that hold a floating-point array of `size` elements or more."""
-    return [
-        line.strip()
-        for line in text.splitlines()
-        if any(shape.size >= size and "f" in shape.dtype for shape in shapes(line))
-    ]
+    """The lines that hold a floating-point array of `size` elements or more.
+
+    Those of computations that nothing calls are left out: XLA for CPUs leaves some in the text.
+    """
+    mentions = Counter(re.findall(r"%[\w.-]+", text))
+    lines, is_called = [], True
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            is_called = line.startswith("ENTRY") or mentions["%" + match["name"]] > 1
+        large = any(shape.size >= size and "f" in shape.dtype for shape in shapes(line))
+        if is_called and large:
+            lines.append(line.strip())
+    return lines
 
 
 def collectives(text: str) -> list[Collective]:

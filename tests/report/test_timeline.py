@@ -65,9 +65,11 @@ def test_activations_live_from_the_loop_that_makes_them_to_the_one_that_reads_th
     last += len(plan.top.loops[loops[1]].body.block.operations)
     held = np.flatnonzero(activations)
     assert (held[0], held[-1]) == (first, last)
-    # Of 4 layers `[rows of a device, 32]`: what each reads, its tanh, and the derivative of that.
+    # Of 4 layers `[rows of a device, 32]`: what each reads, its tanh, and the derivative of that,
+    # which JAX 0.12 computes of the tanh in backward.
     a_layer = 64 // 4 * 32 * 4
-    assert activations.max() // a_layer == 4 * {None: 3, 0: 1, 10**9: 2}[budget]
+    values = {None: (2, 3), 0: (1,), 10**9: (2,)}[budget]
+    assert activations.max() // a_layer in [4 * num for num in values]
 
 
 def test_the_report_prints_and_holds_it():

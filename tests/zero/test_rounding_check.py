@@ -84,7 +84,9 @@ def warned_of(zero: jz.Zero, tx: optax.GradientTransformation, params: Any) -> s
     [
         optax.adamw(1e-5),
         pytest.param(optax.chain(optax.clip_by_global_norm(1), optax.adam(TO_1E_5)), id="warm-up"),
-        pytest.param(optax.MultiSteps(optax.adamw(1e-5), 8), id="MultiSteps"),
+        pytest.param(
+            optax.MultiSteps(optax.adamw(1e-5), 8).gradient_transformation(), id="MultiSteps"
+        ),
         pytest.param(optax.lion(1e-5), marks=pytest.mark.ci),
         pytest.param(optax.lamb(1e-4), marks=pytest.mark.ci),
     ],
@@ -101,7 +103,10 @@ def test_updates_that_round_away(zero: jz.Zero, tx: Any):
         pytest.param(optax.adamw(1e-2), id="large"),
         pytest.param(optax.chain(optax.adam(TO_1E_3), optax.scale(10.0)), id="warm-up"),
         pytest.param(optax.sgd(1e-5, momentum=0.9), id="sgd"),
-        pytest.param(optax.MultiSteps(optax.adamw(1e-5), 100), id="none of 32 steps updates"),
+        pytest.param(
+            optax.MultiSteps(optax.adamw(1e-5), 100).gradient_transformation(),
+            id="none of 32 steps updates",
+        ),
         pytest.param(in_float32(optax.adamw(1e-5)), id="copies"),
         pytest.param(rounded_at_random(optax.adamw(1e-5)), id="stochastic"),
         pytest.param(optax.set_to_zero(), id="frozen"),

@@ -302,8 +302,9 @@ def test_pad_batch_puts_the_micro_batches_that_run_first():
     [
         ({"shares": (2, 1, 1)}, ValueError, r"number of nodes is 2; got \(2, 1, 1\)"),
         ({"shares": (2, 0)}, ValueError, r"at least 1 for each node.*got \(2, 0\)"),
-        ({"shares": 2}, ValueError, "an integer of at least 1 for each node"),
-        ({"shares": (2.0, 1.0)}, ValueError, "an integer of at least 1"),
+        # Where annotations are checked, those of a wrong type are refused before.
+        ({"shares": 2}, (ValueError, TypeError), "an integer of at least 1 for each node|'shares'"),
+        ({"shares": (2.0, 1.0)}, (ValueError, TypeError), "an integer of at least 1|'shares'"),
         ({"shares": (6, 4)}, ValueError, r"`shares=\(3, 2\)` it must be a multiple of 3"),
         ({"halves": True}, NotImplementedError, "does not work with `halves=True`"),
     ],

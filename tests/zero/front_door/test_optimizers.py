@@ -160,7 +160,9 @@ _BY_SHAPE = optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1))
 _SHOWN_LATER = {
     "warmup": optax.adamw(_warm(0.1), weight_decay=0.5, mask=_no_decay_on_bias),
     "small_decay": optax.adamw(1e-3, weight_decay=1e-4, mask=_no_decay_on_bias),
-    "micro_batches": optax.MultiSteps(optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1.0)), 4),
+    "micro_batches": optax.MultiSteps(
+        optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1.0)), 4
+    ).gradient_transformation(),
     "threshold": optax.chain(optax.clip_by_block_rms(100.0), optax.sgd(0.1)),
     "condition": optax.conditionally_transform(_BY_SHAPE, lambda step: jnp.greater_equal(step, 3)),
 }
@@ -171,7 +173,7 @@ _SAME = {
     "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(_warm(1e-3))),
     "micro_batches": optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 4
-    ),
+    ).gradient_transformation(),
     "prodigy": optax.contrib.prodigy(1.0),
     "schedule_free": optax.contrib.schedule_free_adamw(0.1),
     "growing": optax.scale_by_param_block_norm(),  # to infinity, since it has no learning rate
