@@ -121,7 +121,7 @@ def _search(
     fits: Chosen,
     budget: int,
 ) -> tuple[Chosen, float, Chosen]:
-    """What just fits, where it is chosen, and what just does not."""
+    """Bisect prices: the costliest choice that fits, its price, and the cheapest that does not."""
     for _ in range(_STEPS):
         if budget * _NEAR <= fits.num_bytes:
             break

@@ -49,7 +49,7 @@ def is_fused(operation: Operation) -> bool:
 
 
 def flops_of(operation: Operation) -> int:
-    """Of the matrix products and convolutions in an operation, two for each multiplication."""
+    """Floating-point operations of products and convolutions: two for each multiplication."""
     estimate = operation.equation.params.get("cost_estimate")
     return estimate.flops if estimate is not None else 2 * operation.products
 

@@ -192,7 +192,7 @@ def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:
 
 
 def _stacked_values(loop: Loop) -> list[tuple[int, Value]]:
-    """Of each stack that a loop makes its index, and the value of the body."""
+    """For each stack that a loop makes, its index and the body's value that it stacks."""
     made = enumerate(loop.body.outputs[loop.num_carry :], loop.num_carry)
     return [(i, x) for i, x in made if isinstance(x, Value)]
 
@@ -200,7 +200,7 @@ def _stacked_values(loop: Loop) -> list[tuple[int, Value]]:
 def _before_readers(
     made_inside: Sequence[Operation], repeated: Sequence[Operation]
 ) -> list[Operation]:
-    """Both, each operation that makes a constant in front of the first to read it.
+    """Merge both lists: what makes a constant comes right before the first operation to read it.
 
     Where masks of all scores are made counts: the plan takes them for arrays that a layer holds.
     """

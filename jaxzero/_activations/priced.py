@@ -29,7 +29,7 @@ _MIN_HOST = 2**20  # bytes of a layer below which a value is not worth a copy
 
 
 class Point(NamedTuple):
-    """What can be had for a budget.
+    """One choice: the bytes that it keeps, and the time that backward takes for the rest.
 
     Attributes:
         num_bytes: kept by a device from forward to backward, of one micro-batch.

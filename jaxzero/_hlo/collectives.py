@@ -79,7 +79,7 @@ class Collective:
         return self.from_parts(len(self.groups[0]))
 
     def node_bytes(self, num_local: int) -> int:
-        """Those of them that come from other nodes, of `num_local` devices each."""
+        """The part of `entering_bytes` that comes from other nodes, of `num_local` devices each."""
         return self.from_parts(len({device // num_local for device in self.groups[0]}))
 
     def crosses(self, num_local: int) -> bool:

@@ -107,7 +107,7 @@ def _run(
 
 
 def located(equation: Any, caller: Any) -> contextlib.AbstractContextManager:
-    """What is bound here has the user's line, that of `caller`, for error messages and plans."""
+    """Give what is bound in this context the user's line, that of `caller`, for messages."""
     scope = source_info_util.current_name_stack() + equation.source_info.name_stack
     return source_info_util.user_context(caller.source_info.traceback, name_stack=scope)
 

@@ -172,7 +172,7 @@ class Move:
         return x.reshape([math.prod(sizes) for sizes in self._cut(grid)])
 
     def _cut(self, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """For each dim of a device's part, its factors and the rest."""
+        """Cut each dim of a device's part into the sizes of its factors and of what is left."""
         remaining = iter(grid)
         pairs = zip(self.route.factors, self.inner, strict=True)
         return [(*itertools.islice(remaining, len(factors)), rest) for factors, rest in pairs]
@@ -218,7 +218,7 @@ def _permute(x: Shaped[Array, "*f m"], step: MoveStep, mesh: Mesh) -> Shaped[Arr
 
 
 def pairs(step: MoveStep, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom in a permutation, by their index over its digits."""
+    """The `(sender, receiver)` pairs of a permutation, by index over its digits."""
     sizes = [mesh.shape[digit] for digit in step.digits]
     source_of = [step.after.index(factor) for factor in step.before]
     found = []

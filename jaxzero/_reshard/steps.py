@@ -158,7 +158,7 @@ def _waited_for(
     goal: dict[str, Place],
     is_between_nodes: Callable[[str], bool],
 ) -> list[str]:
-    """Digits between nodes that are to be gathered, and split factors that others ask for.
+    """Digits between nodes that are to be gathered, and split factors that other digits need.
 
     Passing shards on first would send them between nodes twice.
     """

@@ -47,7 +47,7 @@ class EachDevice:
         ]
 
     def _parts(self, arrays: Sequence[Any], seed: Any = None) -> list[Any]:
-        """Of each result an array `[1, microbatches, ...]`: those of this device."""
+        """This device's part of each result, as an array `[1, microbatches, ...]`."""
         parts = []
         for k in range(self.microbatches):
             with microbatch_index(jnp.array(k) if self.microbatches > 1 else None):

@@ -33,7 +33,7 @@ class Samples:
 
 
 def measured(x: Any, y: Any) -> Any:
-    """Of `x - y` the norm, the largest element, and the scalar product with `y`.
+    """The norm and the largest element of `x - y`, and its scalar product with `y`.
 
     Where both are the same infinity, or both NaN, they do not differ.
     """

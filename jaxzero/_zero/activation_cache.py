@@ -136,7 +136,7 @@ class _Static(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """An array of devices, on the host: the parts of this process's devices."""
+    """A copy, in host memory, of the parts of an array that this process's devices hold."""
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding

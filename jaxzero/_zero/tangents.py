@@ -115,7 +115,7 @@ class Derivative:
         return loss, values[1], gradients, list(filter(is_varied, others))
 
     def floats(self, reductions: Sequence[str]) -> list[str]:
-        """Those of `reductions` that are of other outputs which are floats."""
+        """The entries of `reductions` for the other outputs that are floats."""
         pairs = zip(reductions, self.traced.shapes[3], strict=True)
         return [how for how, x in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
 

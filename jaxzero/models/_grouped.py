@@ -185,6 +185,6 @@ def _written(
     start: Array,
     is_own: Bool[Array, "r ..."],
 ) -> Shaped[Array, "m ..."]:
-    """`x` with rows of a block, those that are its own."""
+    """`x` with those rows of a block written into it that belong to the block's expert."""
     new = jnp.where(is_own, new, _cut(x, start, len(new)))
     return lax.dynamic_update_slice_in_dim(x, new, start, 0)
