@@ -27,8 +27,8 @@ class OneDevice:
     Args:
         problem: the call.
         device: where it runs.
-        platform: of the step that the results are compared with.
-        spread: for each array by how much a codec may change its elements; None: by nothing.
+        platform: the platform of the step that the results are compared with.
+        spread: for each array, how much a codec may change its elements; None: not at all.
     """
 
     def __init__(
