@@ -207,7 +207,7 @@ def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
 
 
 def _is_bound(operation: Operation) -> bool:
-    """Whether an operation is never repeated: for what it does beside, or as its cost is unknown.
+    """Whether an operation is never repeated, for its side effects or its unknown cost.
 
     It has an effect, calls Python, is a collective, copies to host memory, makes no data, or runs
     for a time that cannot be told.

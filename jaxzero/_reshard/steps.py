@@ -43,8 +43,8 @@ class MoveStep:
     Attributes:
         kind: what it does.
         digits: the digits that it runs over.
-        before: for each digit, the factor that it splits before.
-        after: likewise, after it.
+        before: for each digit, the factor that it splits before the step, as a `Place`.
+        after: the same after the step.
     """
 
     kind: Literal["slice", "exchange", "permute", "gather"]

@@ -143,7 +143,7 @@ class CommSchedule:
             computes from its rows is XLA's: on CPUs fused multiply-adds may differ between meshes.
             Sums of the loss itself (`psum`) and of the optimizer (a global norm) keep XLA's order.
             Gradients are exchanged by all-to-alls, of the same bytes as the reduce-scatters; those
-            of 16 bits travel as float32 between nodes, which is twice the bytes. `None`: whatever is
+            of 16 bits travel as float32 between nodes, which is twice the bytes. `None`: what is
             fastest.
     """
 
