@@ -122,7 +122,7 @@ class PricedProgram:
         """What is cheapest if a byte that is kept costs `price` seconds.
 
         Args:
-            price: of a byte, in seconds.
+            price: the price of a byte, in seconds.
             link: the share of the time of forward that may be spent on copies to host memory.
             keep: values that are kept at no price.
         """

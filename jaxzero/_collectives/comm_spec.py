@@ -71,9 +71,10 @@ class MessageForm:
         above a size that is cheaper than the collective that a joined message saves.
 
         Args:
-            shape: of the leaf; its shards along `dim` are contiguous if all dims before it are 1.
+            shape: the leaf's shape; its shards along `dim` are contiguous if all dims before it are
+                1.
             dim: the split dim.
-            num_bytes: of the leaf on the larger side of the collective.
+            num_bytes: its bytes on the larger side of the collective.
         """
         limit = self.copy_below_bytes
         return limit is None or num_bytes < limit or math.prod(shape[:dim]) != 1

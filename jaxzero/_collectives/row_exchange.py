@@ -40,8 +40,8 @@ class RowExchange:
     """The exchange of rows of one table. Legend: n rows are sums of the table's rows at k ids each.
 
     Attributes:
-        shape: of the full table, without padding; its first dim counts rows.
-        dtype: of its shards.
+        shape: the shape of the full table, without padding; its first dim counts rows.
+        dtype: the dtype of its shards.
         layout: the split dim, and its padding.
         comm: mesh axes and their sizes.
     """
@@ -115,7 +115,7 @@ class RowExchange:
         Args:
             shard: this device's shard.
             ids_of_all: from `gather_ids`.
-            ids: of this device, of any integer dtype.
+            ids: this device's ids, of any integer dtype.
             dtypes: rows are cast to them in turn; they are summed up and sent in the last one.
             fill: the value that is read at ids out of bounds; None reads the nearest row there.
             wait: a function that passes ids through a barrier, which rows then wait for.
@@ -162,9 +162,9 @@ class RowExchange:
         Args:
             total: a shard of the table's shape, in `sum_dtype`.
             ids_of_all: from `gather_ids`.
-            cotangents: of this device, sent in their dtype.
+            cotangents: this device's cotangents, sent in their dtype.
             clips: whether ids out of bounds stand for the nearest row; otherwise for none.
-            divisor: of the cotangents.
+            divisor: what the cotangents are divided by.
             waits: for each axis that cotangents are sent over, in order, a function as `wait` of
                 `read`.
         """

@@ -64,7 +64,7 @@ class Collective:
         results: what it leaves on one device.
         groups: the devices that take part together; of a permutation, who sends to whom.
         trips: how often one execution of the program runs it.
-        line: of the HLO.
+        line: the line of the HLO.
     """
 
     op: str

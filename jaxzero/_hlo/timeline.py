@@ -98,7 +98,7 @@ def timeline(module: str | Program, rates: Rates) -> Timeline:
 
     Args:
         module: its scheduled HLO, or what `parse` has read of it.
-        rates: of the machine.
+        rates: the rates of the machine.
 
     Raises:
         ValueError: the text cannot be read, or a loop's trip count is not known.
@@ -112,7 +112,7 @@ class Walk:
 
     Attributes:
         program: the parsed module.
-        rates: of the machine.
+        rates: the rates of the machine.
         known: the computations simulated so far, by name.
     """
 
@@ -222,7 +222,7 @@ def durations(module: str | Program, rates: Rates) -> str:
 
     Args:
         module: its scheduled HLO, or what `parse` has read of it.
-        rates: of the machine.
+        rates: the rates of the machine.
 
     Raises:
         ValueError: the text cannot be read, or a loop's trip count is not known.

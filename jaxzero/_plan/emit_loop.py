@@ -49,9 +49,9 @@ def pipeline_of(
     """The pipeline of a loop.
 
     Args:
-        plan: of the loop.
+        plan: the plan of the loop.
         loop: the loop.
-        uses: of weights in it.
+        uses: the uses of weights in it.
         goes_on: whether another loop continues with its gathers.
         in_host: the weights that its iterations copy from host memory.
         host_rows: the stacks that the program scans in host memory, by index.

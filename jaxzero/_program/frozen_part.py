@@ -253,7 +253,7 @@ def known_part(
 
     Args:
         function: `function(active, frozen, batch)`, trees of arrays.
-        active: of this tree only shapes and dtypes are used.
+        active: the active parameters, of which only shapes and dtypes are used.
         frozen: the frozen parameters.
         batch: the other arguments.
 

@@ -66,7 +66,7 @@ class Move:
     Attributes:
         leaf: how it is stored: true shape, padding, dtype, the codec of its messages.
         block: shape of a device's shard of the stored array.
-        shape: of what the collectives move: the padded array, or a window, its rows first.
+        shape: the shape of what is moved: the padded array, or a window, its rows first.
         route: the collectives.
         target_block: shape of what a device has in the end, without padding.
         dtype: the type that numbers are sent in, and arrive in.

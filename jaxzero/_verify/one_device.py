@@ -130,7 +130,7 @@ class OneDevice:
         """How results differ from `results` where each operation is moved by its rounding error.
 
         Args:
-            results: of `run`.
+            results: the results of `run`.
             redraw: draw other random numbers.
             encoded: also move the arrays of `spread`.
         """

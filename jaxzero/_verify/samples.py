@@ -53,8 +53,8 @@ def checked(name: str, kind: str, got: Any, want: Any, bounds: Any, num_summands
     """Compare one result with that of plain JAX.
 
     Args:
-        name: of the result.
-        kind: of the result.
+        name: the name of the result.
+        kind: the kind of the result.
         got: the step's.
         want: plain JAX's.
         bounds: what it may be off by, in the measures of `measured`.

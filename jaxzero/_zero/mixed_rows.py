@@ -74,7 +74,7 @@ def warn_of_mixed_rows(
     """Warn of each line where values of different rows meet other than in a linear sum.
 
     Args:
-        result: of the step, with the program of one micro-batch as it was traced.
+        result: the result of the step, with the program of one micro-batch as it was traced.
         num_stored: the number of its parameters, which come before `inputs`.
         inputs: this device's rows of the batch, and replicated values.
         specs: the `PartitionSpec` of each input.

@@ -157,10 +157,10 @@ def check_tangents(
     """Raise `NotImplementedError` for a program whose tangents are not computed.
 
     Args:
-        options: of the program.
+        options: the options of the program.
         combines: whether it reduces gradients otherwise than by their mean.
-        updates: of the program.
-        tangents: of its arguments.
+        updates: the updates of the program.
+        tangents: the tangents of its arguments.
     """
     reasons = {
         "with `halves=True`. Leave it out there": options.halves,

@@ -42,7 +42,7 @@ def make_cache(config: DecoderConfig, batch_size: int, num_columns: int) -> Cach
     """Make an empty cache, in `compute_dtype`.
 
     Args:
-        config: of the decoder.
+        config: the config of the decoder.
         batch_size: number of rows.
         num_columns: tokens of a row that the cache has room for, padding included.
 

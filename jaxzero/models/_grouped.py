@@ -46,8 +46,8 @@ def apply_by_group(
     arithmetic for experts that a row did not choose.
 
     Args:
-        function: of the parameters of one expert and rows `[r, d]`, each of which it computes by
-            itself; returns `[r, o]`. It is differentiated with respect to both, and must not close
+        function: takes the parameters of one expert and rows `[r, d]`, each of which it computes
+            by itself; returns `[r, o]`. It is differentiated with respect to both, and must not close
             over traced arrays.
         params: a tree of arrays `[g, ...]`.
         rows: `[m, d]`, sorted by group.

@@ -75,7 +75,7 @@ class ScaledLayerNorm(nnx.Module):
     """LayerNorm without a bias, of the last dimension of vectors or of heads.
 
     Args:
-        shape: of the scale: `(size,)`, or `(heads, size)` if each head has a scale of its own.
+        shape: the scale's shape: `(size,)`, or `(heads, size)` if each head has its own scale.
         epsilon: added under the square root.
     """
 
