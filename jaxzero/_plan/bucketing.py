@@ -150,7 +150,7 @@ def _fill(
 ) -> list[list[T]]:
     """Join neighbours into groups of at most `limit` bytes; a larger value stays by itself.
 
-    With `worth`, groups of as many bytes are filled up to `_FULL` only.
+    With `worth`, a group that has this many bytes already is filled up to `_FULL` only.
     """
     groups: list[list[T]] = []
     filled = 0

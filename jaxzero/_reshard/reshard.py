@@ -252,7 +252,10 @@ def _check_spec(leaf: LeafSpec, spec: PartitionSpec, mesh: Mesh) -> None:
             "leave it out of the others."
         )
     if len(spec) > len(leaf.shape):
-        raise ValueError(f"{where}, which has {len(spec)} entries for {len(leaf.shape)} dims.")
+        raise ValueError(
+            f"{where}, which has {len(spec)} entries for {len(leaf.shape)} dims. "
+            "Give one entry for each dim at most."
+        )
     for dim, parts in uneven_dims(leaf.shape, spec, mesh):
         raise ValueError(
             f"{where}: its dim {dim} of size {leaf.shape[dim]} does not divide into {parts} "

@@ -30,7 +30,8 @@ class Runs:
 
     Attributes:
         step: takes the full arrays of the arguments, the number of micro-batches, and whether
-            codecs are used; returns the loss, `aux` and gradients, on the host, and what `extras` takes.
+            codecs are used; returns the loss, `aux` and gradients, on the host, and what `extras`
+            takes.
         extras: from a run of the step, returns the update, or None without an optimizer; and, with
             `halves`, the inner products of the gradients of the half-batches.
         mesh: the mesh.

@@ -53,7 +53,7 @@ class VerifiedTrees(ShardedTrees):
 
         - *Roundings.* Plain JAX's program is run with the result of each operation moved by its
           rounding error, for a sum of n terms `sqrt(n) eps/2 sum |a_i b_i|` in any order, up or
-          down by chance, 8 times. The bound is the spread times Student's quantile for 1e-6.
+          down at random, 8 times. The bound is the spread times Student's quantile for 1e-6.
         - *Codecs.* The step is run without codecs, under the bound of roundings, and with them,
           where gradients may be off by `Codec.error_bound` at each hop, and weights are moved by
           it in the 8 runs. So an error of a codec is told from one of the step.
@@ -106,8 +106,8 @@ class VerifiedTrees(ShardedTrees):
             NotImplementedError: with `local_steps` there is another sharded tree than the
                 parameters; or, with these or `halves`, state that gradients overwrite.
             ValueError: `f` is a round; `local_steps` has several fragments, or sends nothing in
-                its first round; no device has the memory; `reference` is no device; `float64` is set
-                and `f` does not run in float64; or as `value_and_grad`.
+                its first round; no device has the memory; `reference` is no device; `float64` is
+                set and `f` does not run in float64; or as `value_and_grad`.
         """
         more = bool(halves or shares)
         _check(f, tx, argnums, in_one_program, more)

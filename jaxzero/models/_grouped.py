@@ -47,8 +47,8 @@ def apply_by_group(
 
     Args:
         function: takes the parameters of one expert and rows `[r, d]`, each of which it computes
-            by itself; returns `[r, o]`. It is differentiated with respect to both, and must not close
-            over traced arrays.
+            by itself; returns `[r, o]`. It is differentiated with respect to both, and must not
+            close over traced arrays.
         params: a tree of arrays `[g, ...]`.
         rows: `[m, d]`, sorted by group.
         group_sizes: `[g]`, the number of rows of each group, int32.
