@@ -1,8 +1,9 @@
 """Names of a package that are imported on first use: of slow modules, and of those of an extra."""
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -21,18 +22,30 @@ def imported_on_first_use(
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, extra = names[name]
-        try:
+        with contextlib.nullcontext() if extra is None else extra_for(f"`{name}` needs", extra):
             return getattr(importlib.import_module(f".{module}", package), name)
-        except ImportError as error:
-            missing = error.__cause__ or error  # of a name that this one imports on first use
-            if extra is None or not isinstance(missing, ModuleNotFoundError):
-                raise
-            raise ImportError(
-                f"`{name}` needs the package {missing.name!r}, which is not installed. Install it "
-                f'with `pip install "jaxzero[{extra}]"`.'
-            ) from missing
 
     return find
+
+
+@contextlib.contextmanager
+def extra_for(what: str, extra: str) -> Iterator[None]:
+    """Name the extra to install if the body imports a package that is not there.
+
+    Args:
+        what: the beginning of the message, such as "`name` needs".
+        extra: of pyproject.toml.
+    """
+    try:
+        yield
+    except ImportError as error:
+        missing = error.__cause__ or error  # of a name that is imported on first use
+        if not isinstance(missing, ModuleNotFoundError):
+            raise
+        raise ImportError(
+            f"{what} the package {missing.name!r}, which is not installed. Install it with "
+            f'`pip install "jaxzero[{extra}]"`.'
+        ) from missing
 
 
 def exported_on_first_use(

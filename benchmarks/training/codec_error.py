@@ -71,7 +71,7 @@ def _of_a_model(optimization: Optimization) -> dict[str, Rows]:
     setup = set_up(None, one, Sharding(stage=0), optimization, max_tokens=None, console=console)
     pairs = setup.task.load_examples(Data(), console).train
     first = next(training_batches(pairs, setup.zero, optimization))
-    embed = make_embed(setup.graph)
+    embed = make_embed(setup.task.loaded.graph)
 
     def loss(params, tokens):
         return contrastive_loss(embed(params, tokens), temperature=optimization.temperature)[0]

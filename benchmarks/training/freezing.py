@@ -31,7 +31,7 @@ from jaxzero._zero.activation_cache import ActivationCache
 from jaxzero._zero.freezing import Freezing
 from jaxzero.interop import load_encoder
 from jaxzero.jobs._data import PairTokens, load_examples
-from jaxzero.jobs._retrieval import contrastive_loss, embed_in_batches, make_embed, retrieval_scores
+from jaxzero.jobs._retrieval import contrastive_loss, in_batches, make_embed, retrieval_scores
 from jaxzero.jobs._setup import packaged_checkpoint
 
 Name = Literal["plain", "frozen", "cached"]
@@ -103,7 +103,7 @@ class Task:
 
     def scores(self, params: Any) -> dict[str, float]:
         """Held-out retrieval."""
-        embeddings = embed_in_batches(
+        embeddings = in_batches(
             lambda batch: self._embed(params, batch), self.examples.held_out, _EVALUATED
         )
         return dataclasses.asdict(retrieval_scores(embeddings))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxzero._first_use import extra_for
 from jaxzero._text import first_names
 from jaxzero.interop._rules import Rule
 
@@ -131,13 +132,8 @@ def compare(
 
 
 def _check(function: Any, module: Any) -> None:
-    try:
+    with extra_for("Comparing with PyTorch needs", "torch"):
         import torch
-    except ImportError as error:
-        raise ImportError(
-            "Comparing with PyTorch needs torch, which is optional. Install it with "
-            '`pip install "jaxzero[torch]"`.'
-        ) from error
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"`module` must be a `torch.nn.Module`; got {type(module).__name__}.")
     if not callable(function) or isinstance(function, torch.nn.Module):

@@ -38,36 +38,7 @@ from .layer_rules import stacked
 _POOLER = ("pooler.dense.bias", "pooler.dense.weight")
 
 
-class Family(abc.ABC):
-    """How the checkpoints of one `model_type` are read and written.
-
-    Attributes:
-        buffers: patterns (with `*`) for names of tensors in a checkpoint that are not parameters.
-            Exporting copies them from the checkpoint that was loaded.
-        remedy: advice about missing and unknown tensors.
-    """
-
-    buffers: tuple[str, ...]
-    remedy: str
-
-    @abc.abstractmethod
-    def read_config(self, directory: Path | str, changes: dict[str, Any]) -> Any:
-        """Read the config of a directory, with some fields changed."""
-
-    @abc.abstractmethod
-    def make(self, config: Any, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Make the model."""
-
-    @abc.abstractmethod
-    def rules_for(self, config: Any, names: Iterable[str]) -> tuple[Rule, ...]:
-        """The rules for layers in a list or stacked, as `config` has them, and a file's names."""
-
-    def ignored(self, config: Any) -> tuple[str, ...]:
-        """Patterns for names of tensors that are not loaded."""
-        return self.buffers
-
-
-class DecoderFamily(Family):
+class DecoderFamily(abc.ABC):
     """Maps the checkpoints of one `model_type` to a `jaxzero.models.Decoder`: config and tensors.
 
     To support another family, write a subclass with `fields` and `rules`, and pass an instance to
@@ -77,8 +48,10 @@ class DecoderFamily(Family):
     Attributes:
         model_type: value of `model_type` in `config.json`.
         buffers: patterns (with `*`) for names of tensors in a checkpoint that are not parameters.
+            Exporting copies them from the checkpoint that was loaded.
         head: name of the tensor of the language-model head. Some files hold this tensor even if it
             is tied to the embedding.
+        remedy: advice about missing and unknown tensors.
     """
 
     model_type: str
@@ -145,13 +118,14 @@ class _KnownDecoders(DecoderFamily):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderFamily(Family):
-    """A family of encoders as a row of a table.
+class EncoderFamily:
+    """A family of encoders as a row of a table, with the methods of a `DecoderFamily`.
 
     Attributes:
         config: the class of its config, which reads `config.json`.
         model: makes the model, from a config and `rngs=`.
         rules: names of tensors, for a config with layers in a list or in a stack.
+        buffers, remedy: as of a `DecoderFamily`.
     """
 
     config: Any
@@ -172,6 +146,12 @@ class EncoderFamily(Family):
 
     def rules_for(self, config: Any, names: Iterable[str]) -> tuple[Rule, ...]:
         return self.rules(config)
+
+    def ignored(self, config: Any) -> tuple[str, ...]:
+        return self.buffers
+
+
+Family = DecoderFamily | EncoderFamily
 
 
 def _bert_like(rules: tuple[Rule, ...]) -> EncoderFamily:
@@ -238,11 +218,7 @@ def decoder_family(model_type: str) -> DecoderFamily:
 
 
 def decoder_family_of(directory: Path | str) -> DecoderFamily:
-    """The family of decoders that the `config.json` of a directory names.
-
-    Raises:
-        ValueError: there is no such file, or its `model_type` is not known.
-    """
+    """The family of decoders that the `config.json` of a directory names."""
     content, path = read_config(directory)
     return _decoder_family(content.get("model_type"), f"`model_type` in {str(path)!r}")
 

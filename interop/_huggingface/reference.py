@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxzero._first_use import extra_for
 from jaxzero.interop._compare import Comparison, compare
 from jaxzero.interop._rules import Rule
 from jaxzero.models import DecoderConfig, ViTConfig, read_config
@@ -146,14 +147,9 @@ def _renamed(name: str) -> str:
 
 
 def _imported() -> tuple[Any, Any]:
-    try:
+    with extra_for("Comparing with PyTorch needs", "torch"):
         import torch
         import transformers
-    except ImportError as error:
-        raise ImportError(
-            "Comparing with PyTorch needs torch and transformers, which are optional. Install them "
-            'with `pip install "jaxzero[torch]"`.'
-        ) from error
     return torch, transformers
 
 

@@ -25,11 +25,7 @@ _OF_TRAINER = "trainer_state.json"
 def with_optimizer(
     checkpoint: Checkpoint, path: Path, given: Path | str | None, records: Collection[str]
 ) -> Checkpoint:
-    """Add the moments of the optimizer's file that is given, or that lies in the directory `path`.
-
-    Raises:
-        ValueError: the file that is given does not exist, or the checkpoint has an optimizer.
-    """
+    """Add the moments of the optimizer's file that is given, or that lies in the directory."""
     directory = path if path.is_dir() else path.parent
     if given is None:
         files = [path / name for name in _OPTIMIZERS if (path / name).is_file()]

@@ -1,7 +1,6 @@
 """Write tensors as a checkpoint in one of several file formats, and verify the copy."""
 
 import contextlib
-import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from jaxzero._first_use import extra_for
 from jaxzero._processes import new_directory, new_file
 from jaxzero._text import shown
 from jaxzero.interop._safetensors import save_tensors
@@ -55,7 +55,8 @@ def write_checkpoint(
         )
     if form == "safetensors":
         return save_tensors(tensors, path, max_shard_bytes=max_shard_bytes, source=source)
-    _check_torch(form)
+    with extra_for(f"Writing form={form!r}, unlike safetensors, needs", "torch"):
+        import torch
     if form == "dcp":
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
@@ -69,8 +70,6 @@ def write_checkpoint(
             with _errors_of_files():
                 save(content, storage_writer=FileSystemWriter(folder), no_dist=True)
         return path
-    import torch
-
     with new_file(path) as filled:
         content = to_torch(tensors)
         with _errors_of_files(), open(filled, "wb") as file:
@@ -100,14 +99,6 @@ def _errors_of_files() -> Iterator[None]:
         raise (cause or first) from None
 
 
-def _check_torch(form: Form) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise ImportError(
-            f"Writing form={form!r} needs PyTorch, which is optional. Install it with "
-            '`pip install "jaxzero[torch]"`, or write safetensors.'
-        )
-
-
 def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
     """Check that a checkpoint equals the tensors that it was written from, bit for bit.
 
@@ -131,11 +122,7 @@ def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
 
 
 def to_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Read tensors into PyTorch tensors, bit for bit.
-
-    Raises:
-        ValueError: a dtype is none of PyTorch's, or of another byte order.
-    """
+    """Read tensors into PyTorch tensors, bit for bit."""
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
             raise ValueError(

@@ -2,11 +2,6 @@
 
 `encoder.layers.3.self_attn.q_proj.weight` and `blocks.3.attention.query.kernel` are both the
 weight of module number 3 that is called "attention query".
-
-A module of the checkpoint need not correspond to one of the model. Two kinds of modules are made up
-from those of the checkpoint, so that they can be matched too: *parts*, the query, key and value of
-a tensor that fuses them, and *stacks*, the layers of a checkpoint with a tensor for each, where the
-model has one parameter for all layers.
 """
 
 import dataclasses
@@ -64,7 +59,7 @@ class Module:
         tensors: role (`weight`, `bias`, `mean`, `var`) -> tensor.
         ranks: for each number in the name, its rank among the numbers at that position in names
             of the same form.
-        stack: number of stacked modules, for each variable in the name.
+        stack: number of stacked modules, for each variable in the name (`derived`).
         part: index of the part along the first dimension; None if the tensors are not divided.
         members: names of all checkpoint tensors that the module contains.
     """

@@ -276,10 +276,6 @@ def settled(
 
     Returns:
         Rules, and patterns for names of tensors that are not parameters.
-
-    Raises:
-        ValueError: something is undecided, unused, or assumed and not accepted; or `accept` has
-            something else than rules and patterns, or one that matches no parameter.
     """
     ignore = patterns_in(ignore)
     if rules is not None:

@@ -27,11 +27,7 @@ _DDP = "module."  # what `DistributedDataParallel` puts before all names
 
 
 def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Turn parameters, by dotted path, into tensors of a checkpoint, by name.
-
-    Raises:
-        ValueError: the rules do not fit the parameters.
-    """
+    """Turn parameters, by dotted path, into tensors of a checkpoint, by name."""
     tensors: dict[str, LazyTensor] = {}
     for use in uses_of(rules, {path: tensor.shape for path, tensor in ours.items()}):
         for name, tensor in _theirs_of(use, ours):
@@ -66,10 +62,6 @@ def to_ours(
 
     Returns:
         Dotted path -> view of the tensors.
-
-    Raises:
-        ValueError: the rules do not fit the parameters, or a tensor is missing, unknown or has
-            another shape than the parameter needs. The message names the tensor.
     """
     rules = rules_in(rules)
     wanted = to_theirs(rules, {path: Placeholder(path, shape) for path, shape in shapes.items()})

@@ -7,16 +7,67 @@ product are not the sum or the product of the moments: `check_moves` refuses suc
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
 
-from jaxzero.interop._tensors import BySlice, concatenate
+from jaxzero.interop._tensors import Box, View, concatenate, replaced, whole_box
 
 from .steps import Step, Tensors
 
 Cell = Literal["rnn", "lstm", "gru"]
 Back = Literal["first", "halves"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _BySlice(View):
+    """A tensor whose slice along `dim` is a function of the same slices of the viewed tensors.
+
+    Of each of these the whole slice is read, also for a part of the result; those that have size 1
+    along all dimensions, or none, are read whole. If `dim` is None, every element may depend on all
+    others.
+    """
+
+    dim: int | None
+    function: Callable[..., np.ndarray]
+
+    def own_boxes(self) -> list[Box]:
+        """The slices of the only viewed tensor that this process holds whole.
+
+        Raises:
+            NotImplementedError: it holds a part of a slice, or there are several tensors.
+        """
+        (source, *others) = self.viewed
+        boxes = source.own_boxes()
+        whole = whole_box(source.shape)
+        held = [(0, 0) if self.dim is None else box[self.dim] for box in boxes]
+        parts = [
+            box for box, part in zip(boxes, held, strict=True) if box != self._slice(whole, part)
+        ]
+        if others or parts:
+            raise NotImplementedError(
+                f"{self.label} is split over processes along a dimension over which its values are "
+                "computed. Pass it whole: `zero.unshard(tree)`."
+            )
+        return [self._slice(whole_box(self.shape), part) for part in held]
+
+    def _slice(self, box: Box, part: tuple[int, int]) -> Box:
+        return box if self.dim is None or not box else replaced(box, self.dim, part)
+
+    def _read_box(self, box: Box) -> np.ndarray:
+        part = (0, 0) if self.dim is None else box[self.dim]
+        parts = [each._read_box(self._slice(whole_box(each.shape), part)) for each in self.viewed]
+        inside = [slice(*bounds) for bounds in box]
+        if self.dim is not None:
+            inside[self.dim] = slice(None)
+        return self.function(*parts)[tuple(inside)]
+
+
+def _by_slice(
+    tensors: Tensors, shape: tuple[int, ...], dim: int | None, function: Callable[..., np.ndarray]
+) -> _BySlice:
+    return _BySlice(shape, tensors[-1].dtype, tensors[-1].label, tensors, dim, function)
 
 
 class _Computing(Step):
@@ -85,7 +136,7 @@ class AddBiases(_Computing):
         (size,) = shapes[0]
         end = size - size // 3 if self.cell == "gru" else size
         both = tuple(each.narrow(0, 0, end) for each in tensors)
-        total = BySlice(both, both[0].shape, 0, lambda a, b: (a + b).astype(a.dtype))
+        total = _by_slice(both, both[0].shape, 0, lambda a, b: (a + b).astype(a.dtype))
         apart = [each.narrow(0, end, size) for each in tensors] if end < size else []
         return (concatenate((total, *apart), 0),)
 
@@ -101,18 +152,14 @@ class AddBiases(_Computing):
         size = total.shape[0] // parts
         added = total.narrow(0, 0, 2 * size) if parts == 4 else total
         divided = (
-            (added, BySlice((added,), added.shape, 0, np.zeros_like))
+            (added, _by_slice((added,), added.shape, 0, np.zeros_like))
             if self.back == "first"
-            else (BySlice((added,), added.shape, 0, _half),) * 2
+            else (_by_slice((added,), added.shape, 0, lambda x: (x / 2).astype(x.dtype)),) * 2
         )
         if parts == 1:
             return divided
         apart = (total.narrow(0, k * size, (k + 1) * size) for k in (2, 3))
         return tuple(concatenate(two, 0) for two in zip(divided, apart, strict=True))
-
-
-def _half(x: np.ndarray) -> np.ndarray:
-    return (x / 2).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +186,7 @@ class WeightNorm(_Computing):
         if len(shapes) != 2 or not self._fits(shapes[1]) or shapes[0] != self.norms_of(shapes[1]):
             raise ValueError(f"{self} takes the norms, and the directions; got shapes {shapes}.")
         weight = functools.partial(_weight, self.dim)
-        return (BySlice(tensors, shapes[1], self.dim, weight),)
+        return (_by_slice(tensors, shapes[1], self.dim, weight),)
 
     def _fits(self, shape: tuple[int, ...]) -> bool:
         return self.dim is None or self.dim < len(shape)
@@ -156,7 +203,7 @@ class WeightNorm(_Computing):
             shapes = [each.shape for each in tensors]
             raise ValueError(f"{self} makes one weight; got shapes {shapes}.")
         dim, shape = self.dim, self.norms_of(tensors[0].shape)
-        norms = BySlice(tensors, shape, dim, lambda w: _norms(dim, w).astype(w.dtype))
+        norms = _by_slice(tensors, shape, dim, lambda w: _norms(dim, w).astype(w.dtype))
         return norms, tensors[0]
 
 

@@ -88,11 +88,7 @@ class Rule:
 
 
 def rules_in(rules: Any) -> tuple[Rule, ...]:
-    """Return rules as a tuple.
-
-    Raises:
-        ValueError: it is a single rule, or holds something else.
-    """
+    """Return rules as a tuple; raise `ValueError` for a single rule, or anything else."""
     given = tuple(rules) if isinstance(rules, Iterable) else ()
     if not isinstance(rules, Iterable) or not all(isinstance(each, Rule) for each in given):
         raise ValueError(f"`rules` must be a list or tuple of `interop.Rule`s; got {rules!r}.")
@@ -100,11 +96,7 @@ def rules_in(rules: Any) -> tuple[Rule, ...]:
 
 
 def patterns_in(ignore: Any) -> tuple[str, ...]:
-    """Return names or patterns as a tuple, also if there is one.
-
-    Raises:
-        ValueError: it holds something else than text.
-    """
+    """Return one name or pattern, or several, as a tuple; `ValueError` if one is no text."""
     given = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     if not all(isinstance(each, str) for each in given):
         raise ValueError(f"`ignore` must hold names of tensors, or patterns; got {ignore!r}.")

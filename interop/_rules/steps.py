@@ -97,14 +97,68 @@ class _Sized(Step):
 
 
 class _Parts(_Sized):
-    """Base class of steps that divide a dimension among tensors, or join it of several."""
+    """Base class of steps that divide a dimension among tensors, or join it of several.
+
+    They do so in each of `num_heads` blocks of the dimension.
+    """
 
     may_count = True
     num_heads: int = 1
+    undone_by: ClassVar[type["_Parts"]]
+
+    @property
+    def inverse(self) -> "_Parts":
+        """The step that joins again what this one divides, or divides what it joins."""
+        return self.undone_by(**vars(self))
+
+
+class _Dividing(_Parts):
+    """Base class of steps that divide one tensor."""
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        num_heads = self.num_heads
+        (whole,) = _count(self, tensors, 1)
+        _check_dim(self, whole, self.dim)
+        total, sizes = whole.shape[self.dim], self.sizes
+        if isinstance(sizes, int):
+            sizes = (total // (num_heads * sizes),) * sizes
+        if num_heads * sum(sizes) != total:
+            raise ValueError(
+                f"{self} does not fit {whole.label}, which has {total} along dimension "
+                f"{self.dim} of its shape {whole.shape}."
+            )
+        blocks = _in_heads(whole, self.dim, num_heads)
+        ends = list(itertools.accumulate(sizes))
+        parts = [
+            blocks.narrow(blocks.ndim - whole.ndim + self.dim, end - size, end)
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+        return tuple(_without_heads(part, self.dim, num_heads) for part in parts)
+
+
+class _Joining(_Parts):
+    """Base class of steps that undo those of `_Dividing`."""
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        equal, num_heads = isinstance(self.sizes, int), self.num_heads
+        _count(self, tensors, self.sizes if isinstance(self.sizes, int) else len(self.sizes))
+        for tensor in tensors:
+            _check_dim(self, tensor, self.dim)
+        given = tuple(tensor.shape[self.dim] for tensor in tensors)
+        sizes = tuple(total // num_heads for total in given)
+        whole = all(total % num_heads == 0 for total in given)
+        if not whole or (len(set(sizes)) != 1 if equal else sizes != self.sizes):
+            raise ValueError(
+                f"{self} does not fit {tensors[0].label} and the other tensors of the rule, which "
+                f"have {given} along dimension {self.dim}."
+            )
+        blocks = tuple(_in_heads(tensor, self.dim, num_heads) for tensor in tensors)
+        fused = concatenate(blocks, blocks[0].ndim - tensors[0].ndim + self.dim)
+        return (_without_heads(fused, self.dim, num_heads),)
 
 
 class _HeadParts(_Parts):
-    """Base class of steps that do so in each of `num_heads` blocks."""
+    """Base class of steps with `num_heads` blocks."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -116,7 +170,7 @@ class _HeadParts(_Parts):
 
 
 @dataclasses.dataclass(frozen=True)
-class Split(_Parts):
+class Split(_Dividing):
     """Split one tensor of the checkpoint along `dim` into several parameters.
 
     Attributes:
@@ -127,17 +181,9 @@ class Split(_Parts):
     dim: int
     sizes: tuple[int, ...] | int
 
-    def __call__(self, tensors: Tensors) -> Tensors:
-        return _divided(self, tensors)
-
-    @property
-    def inverse(self) -> "Merge":
-        """The step that concatenates the parameters to the tensor again, for exporting."""
-        return Merge(self.dim, self.sizes)
-
 
 @dataclasses.dataclass(frozen=True)
-class Merge(_Parts):
+class Merge(_Joining):
     """Concatenate several tensors of the checkpoint along `dim` into one parameter.
 
     Attributes:
@@ -148,17 +194,9 @@ class Merge(_Parts):
     dim: int
     sizes: tuple[int, ...] | int
 
-    def __call__(self, tensors: Tensors) -> Tensors:
-        return _joined(self, tensors)
-
-    @property
-    def inverse(self) -> Split:
-        """The step that splits the parameter into the tensors again, for exporting."""
-        return Split(self.dim, self.sizes)
-
 
 @dataclasses.dataclass(frozen=True)
-class SplitHeads(_HeadParts):
+class SplitHeads(_HeadParts, _Dividing):
     """Split one tensor that is fused head by head into several parameters, as query, key and value.
 
     Along `dim` the tensor has `num_heads` blocks, one for each head: the head's rows of the first
@@ -180,17 +218,9 @@ class SplitHeads(_HeadParts):
     num_heads: int
     sizes: tuple[int, ...] | int = 3
 
-    def __call__(self, tensors: Tensors) -> Tensors:
-        return _divided(self, tensors)
-
-    @property
-    def inverse(self) -> "MergeHeads":
-        """Fuses the parts head by head."""
-        return MergeHeads(self.dim, self.num_heads, self.sizes)
-
 
 @dataclasses.dataclass(frozen=True)
-class MergeHeads(_HeadParts):
+class MergeHeads(_HeadParts, _Joining):
     """Fuse several tensors of the checkpoint head by head into one parameter.
 
     Attributes:
@@ -203,13 +233,9 @@ class MergeHeads(_HeadParts):
     num_heads: int
     sizes: tuple[int, ...] | int = 3
 
-    def __call__(self, tensors: Tensors) -> Tensors:
-        return _joined(self, tensors)
 
-    @property
-    def inverse(self) -> SplitHeads:
-        """The step that splits the parameter into the tensors again, for exporting."""
-        return SplitHeads(self.dim, self.num_heads, self.sizes)
+Split.undone_by, Merge.undone_by = Merge, Split
+SplitHeads.undone_by, MergeHeads.undone_by = MergeHeads, SplitHeads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,47 +303,6 @@ def run(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
 def run_back(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
     """Convert parameters to tensors of the checkpoint."""
     return run(tuple(step.inverse for step in reversed(steps)), tensors)
-
-
-def _divided(step: _Parts, tensors: Tensors) -> Tensors:
-    """Divide each block of a tensor along `step.dim` among several tensors."""
-    num_heads = step.num_heads
-    (whole,) = _count(step, tensors, 1)
-    _check_dim(step, whole, step.dim)
-    total, sizes = whole.shape[step.dim], step.sizes
-    if isinstance(sizes, int):
-        sizes = (total // (num_heads * sizes),) * sizes
-    if num_heads * sum(sizes) != total:
-        raise ValueError(
-            f"{step} does not fit {whole.label}, which has {total} along dimension {step.dim} of "
-            f"its shape {whole.shape}."
-        )
-    blocks = _in_heads(whole, step.dim, num_heads)
-    ends = list(itertools.accumulate(sizes))
-    parts = [
-        blocks.narrow(blocks.ndim - whole.ndim + step.dim, end - size, end)
-        for size, end in zip(sizes, ends, strict=True)
-    ]
-    return tuple(_without_heads(part, step.dim, num_heads) for part in parts)
-
-
-def _joined(step: _Parts, tensors: Tensors) -> Tensors:
-    """Undo `_divided`."""
-    equal, num_heads = isinstance(step.sizes, int), step.num_heads
-    _count(step, tensors, step.sizes if isinstance(step.sizes, int) else len(step.sizes))
-    for tensor in tensors:
-        _check_dim(step, tensor, step.dim)
-    given = tuple(tensor.shape[step.dim] for tensor in tensors)
-    sizes = tuple(total // num_heads for total in given)
-    whole = all(total % num_heads == 0 for total in given)
-    if not whole or (len(set(sizes)) != 1 if equal else sizes != step.sizes):
-        raise ValueError(
-            f"{step} does not fit {tensors[0].label} and the other tensors of the rule, which have "
-            f"{given} along dimension {step.dim}."
-        )
-    blocks = tuple(_in_heads(tensor, step.dim, num_heads) for tensor in tensors)
-    fused = concatenate(blocks, blocks[0].ndim - tensors[0].ndim + step.dim)
-    return (_without_heads(fused, step.dim, num_heads),)
 
 
 def _in_heads(tensor: LazyTensor, dim: int, num_heads: int) -> LazyTensor:

@@ -69,12 +69,7 @@ class Carried:
 
 
 def carried_from(source: Path) -> Carried:
-    """Find what to take over from a checkpoint, before anything is written.
-
-    Raises:
-        ValueError: `source` is no directory; a file in it is a broken link, a link that leads out
-            of it, a link to a folder, or no regular file; or `config.json` is no JSON object.
-    """
+    """Find what to take over from a checkpoint, before anything is written."""
     if not source.is_dir():
         raise ValueError(
             f"`source` must be the directory of a checkpoint; {str(source)!r} is none. Leave it "
@@ -101,11 +96,7 @@ def _files_under(path: Path) -> Iterator[Path]:
 
 
 def _regular(path: Path, roots: Sequence[Path]) -> Path:
-    """Return the file that `path` is, or leads to by links.
-
-    Raises:
-        ValueError: it is not a regular file, or not in one of the folders `roots`.
-    """
+    """Return the file that `path` is, or leads to by links inside of the folders `roots`."""
     try:
         file = path.resolve(strict=True)
     except (FileNotFoundError, RuntimeError) as error:  # RuntimeError: links in a circle

@@ -122,11 +122,7 @@ def file_order(tensors: Mapping[str, LazyTensor]) -> list[str]:
 
 
 def check_writable(name: str, tensor: LazyTensor) -> None:
-    """Check that the format supports a tensor.
-
-    Raises:
-        ValueError: the format does not support its dtype or its name.
-    """
+    """Raise `ValueError` if the format does not support the dtype or the name of a tensor."""
     if tensor.dtype not in _NAMES:
         raise ValueError(
             f"Tensor {shown(name)} has dtype {tensor.dtype}, which safetensors cannot hold. Cast "

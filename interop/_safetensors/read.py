@@ -29,10 +29,6 @@ def files_in(path: Path) -> list[Path]:
 
     That is `model.safetensors`; or, if it is not there, the only file of another name, or files
     that are numbered as the parts of one checkpoint.
-
-    Raises:
-        ValueError: there are several files, and nothing says which belong together; or a part of
-            a numbered checkpoint is missing.
     """
     others = sorted(path.glob("*.safetensors"))
     if (path / SINGLE).is_file() or not others:

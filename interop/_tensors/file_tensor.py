@@ -8,6 +8,7 @@ import dataclasses
 import math
 import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,6 +79,11 @@ class FileTensor(LazyTensor):
             )
         # Not `as_strided`, which does not know float8_e5m2.
         return np.ndarray(shape, self.dtype, mapped, before, strides)
+
+
+def called(name: str, tensor: Any) -> Any:
+    """Return a tensor in a file with the name that messages should use; others as they are."""
+    return dataclasses.replace(tensor, name=name) if isinstance(tensor, FileTensor) else tensor
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -20,7 +20,7 @@ import itertools
 import math
 import mmap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -132,9 +132,8 @@ class LazyTensor(abc.ABC):
             )
         if dims == tuple(range(self.ndim)):
             return self
-        return _Transposed(
-            tuple(self.shape[dim] for dim in dims), self.dtype, self.label, self, dims
-        )
+        shape = tuple(self.shape[dim] for dim in dims)
+        return _Transposed(shape, self.dtype, self.label, (self,), dims)
 
     def astype(self, dtype: np.typing.DTypeLike) -> "LazyTensor":
         """View the tensor as another dtype; slices are cast after they are read.
@@ -143,7 +142,7 @@ class LazyTensor(abc.ABC):
         be infinite, or an integer that the dtype lacks.
         """
         dtype = np.dtype(dtype)
-        return self if dtype == self.dtype else _Cast(self.shape, dtype, self.label, self)
+        return self if dtype == self.dtype else _Cast(self.shape, dtype, self.label, (self,))
 
     def narrow(self, dim: int, start: int, stop: int) -> "LazyTensor":
         """View indices `start` to `stop` of one dimension."""
@@ -155,7 +154,7 @@ class LazyTensor(abc.ABC):
         if (start, stop) == (0, self.shape[dim]):
             return self
         shape = replaced(self.shape, dim, stop - start)
-        return _Narrowed(shape, self.dtype, self.label, self, dim, start)
+        return _Narrowed(shape, self.dtype, self.label, (self,), dim, start)
 
     def reshape(self, shape: tuple[int, ...]) -> "LazyTensor":
         """View the elements, in row-major order, in another shape."""
@@ -164,15 +163,11 @@ class LazyTensor(abc.ABC):
                 f"`shape` must hold the {self.size} elements of {self.label}, whose shape is "
                 f"{self.shape}; got {shape}."
             )
-        return self if shape == self.shape else _Reshaped(shape, self.dtype, self.label, self)
+        return self if shape == self.shape else _Reshaped(shape, self.dtype, self.label, (self,))
 
 
 def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """Concatenate tensors of one dtype along an existing dimension.
-
-    Raises:
-        ValueError: dtypes or the other dimensions differ.
-    """
+    """Concatenate tensors of one dtype, whose other dimensions are equal, along a dimension."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -218,11 +213,7 @@ class ArrayTensor(LazyTensor):
 
 
 def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
-    """Return a lazy tensor, or a numpy array as one.
-
-    Raises:
-        ValueError: it is neither. `where` says where it is, for the message.
-    """
+    """Return a lazy tensor, or a numpy array as one; `where` says where others are."""
     if isinstance(value, LazyTensor):
         return value
     if isinstance(value, np.ndarray):
@@ -235,24 +226,41 @@ def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _View(LazyTensor):
+class View(LazyTensor):
+    """A tensor whose elements are those of others, or computed from them."""
+
     shape: tuple[int, ...]
     dtype: np.dtype
     label: str
-    viewed: LazyTensor
+    viewed: tuple[LazyTensor, ...]
 
     @property
     def collective(self) -> bool:
-        """True if reading the viewed tensor is a collective."""
-        return self.viewed.collective
+        """True if reading any of the viewed tensors is a collective."""
+        return any(each.collective for each in self.viewed)
 
     def own(self) -> LazyTensor:
         """The same view of what this process holds."""
-        return dataclasses.replace(self, viewed=self.viewed.own())
+        return dataclasses.replace(self, viewed=tuple(each.own() for each in self.viewed))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _ViewOfOne(View):
+    copies_nothing: ClassVar[bool] = False  # it then shares the memory of the map of a file
+
+    @property
+    def source(self) -> LazyTensor:
+        """The viewed tensor."""
+        return self.viewed[0]
+
+    @property
+    def is_in_file(self) -> bool:
+        """As the viewed tensor, where elements only change places."""
+        return self.copies_nothing and self.source.is_in_file
 
     def own_boxes(self) -> list[Box]:
         """The boxes of the viewed tensor, in this view."""
-        return [mine for box in self.viewed.own_boxes() for mine in self._boxes_of(box)]
+        return [mine for box in self.source.own_boxes() for mine in self._boxes_of(box)]
 
     def _boxes_of(self, box: Box) -> list[Box]:
         """Divide a box of the viewed tensor into boxes of this one."""
@@ -260,43 +268,34 @@ class _View(LazyTensor):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Cast(_View):
+class _Cast(_ViewOfOne):
     def _read_box(self, box: Box) -> np.ndarray:
-        return checked_cast(self.viewed._read_box(box), self.dtype, self.label)
+        return checked_cast(self.source._read_box(box), self.dtype, self.label)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Transposed(_View):
+class _Transposed(_ViewOfOne):
     dims: tuple[int, ...]
-
-    @property
-    def is_in_file(self) -> bool:
-        """As the viewed tensor."""
-        return self.viewed.is_in_file
+    copies_nothing = True
 
     def _read_box(self, box: Box) -> np.ndarray:
         theirs = tuple(box[self.dims.index(dim)] for dim in range(self.ndim))
-        return self.viewed._read_box(theirs).transpose(self.dims)
+        return self.source._read_box(theirs).transpose(self.dims)
 
     def _boxes_of(self, box: Box) -> list[Box]:
         return [tuple(box[dim] for dim in self.dims)]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Narrowed(_View):
+class _Narrowed(_ViewOfOne):
     dim: int
     start: int
-
-    @property
-    def is_in_file(self) -> bool:
-        """As the viewed tensor."""
-        return self.viewed.is_in_file
+    copies_nothing = True
 
     def _read_box(self, box: Box) -> np.ndarray:
         start, stop = box[self.dim]
-        return self.viewed._read_box(
-            replaced(box, self.dim, (start + self.start, stop + self.start))
-        )
+        theirs = replaced(box, self.dim, (start + self.start, stop + self.start))
+        return self.source._read_box(theirs)
 
     def _boxes_of(self, box: Box) -> list[Box]:
         start, stop = box[self.dim]
@@ -305,21 +304,8 @@ class _Narrowed(_View):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Concatenated(LazyTensor):
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    label: str
-    viewed: tuple[LazyTensor, ...]
+class _Concatenated(View):
     dim: int
-
-    @property
-    def collective(self) -> bool:
-        """True if reading any of the viewed tensors is a collective."""
-        return any(each.collective for each in self.viewed)
-
-    def own(self) -> LazyTensor:
-        """The same tensors, of which each is what this process holds."""
-        return dataclasses.replace(self, viewed=tuple(each.own() for each in self.viewed))
 
     def own_boxes(self) -> list[Box]:
         """The boxes of all tensors, at their places in this one."""
@@ -355,7 +341,7 @@ class _Concatenated(LazyTensor):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Reshaped(_View):
+class _Reshaped(_ViewOfOne):
     """A reshaped tensor.
 
     The dimensions of both shapes are divided into groups with equal products. A box of a group's
@@ -365,14 +351,14 @@ class _Reshaped(_View):
     """
 
     def _read_box(self, box: Box) -> np.ndarray:
-        per_group = boxes_by_group(box, self.shape, self.viewed.shape)
+        per_group = boxes_by_group(box, self.shape, self.source.shape)
         if all(len(parts) == 1 for parts in per_group):
             theirs = tuple(bound for (part,) in per_group for bound in part)
-            return self.viewed._read_box(theirs).reshape(box_shape(box))
+            return self.source._read_box(theirs).reshape(box_shape(box))
         return self._assembled(box, per_group)
 
     def _boxes_of(self, box: Box) -> list[Box]:
-        per_group = boxes_by_group(box, self.viewed.shape, self.shape)
+        per_group = boxes_by_group(box, self.source.shape, self.shape)
         return [tuple(itertools.chain(*parts)) for parts in itertools.product(*per_group)]
 
     def _assembled(self, box: Box, per_group: list[list[Box]]) -> np.ndarray:
@@ -383,7 +369,7 @@ class _Reshaped(_View):
             theirs = tuple(bound for part, _ in parts for bound in part)
             target = tuple(place for _, place in parts)
             shape = [place.stop - place.start for place in target]
-            raw(whole)[target] = raw(self.viewed._read_box(theirs)).reshape(shape)
+            raw(whole)[target] = raw(self.source._read_box(theirs)).reshape(shape)
         return whole.reshape(box_shape(box))
 
 

@@ -42,7 +42,7 @@ def named_leaves(tree: Any) -> NamedLeaves:
     for path, found in paths:
         is_variable = isinstance(found, nnx.Variable)
         value = jax.tree.leaves(found, is_leaf=is_stored)[0] if is_variable else found
-        name = ".".join(str(_key(entry)) for entry in path)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise ValueError(
                 f"The leaf `{name}` is not an array; got {type(value).__name__}. Keep functions "
@@ -59,13 +59,6 @@ def named_leaves(tree: Any) -> NamedLeaves:
     return NamedLeaves(leaves, rebuild)
 
 
-def _key(entry: Any) -> Any:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    return entry
-
-
 def plain_name(name: Any) -> Any:
     """Return a name without components that are wrappers; what is no text as it is."""
     if type(name) is not str:
@@ -74,11 +67,7 @@ def plain_name(name: Any) -> Any:
 
 
 def by_plain_name(held: Mapping[Any, Value], where: str) -> dict[Any, Value]:
-    """Return the items under their plain names, in order.
-
-    Raises:
-        ValueError: two have the same. `where` says where they are, for the message.
-    """
+    """Return the items under their plain names, in order; `ValueError` if two have the same."""
     full: dict[Any, Any] = {}
     for name in held:
         other = full.setdefault(plain_name(name), name)

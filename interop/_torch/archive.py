@@ -42,15 +42,6 @@ class ByteRange(io.RawIOBase):
         self._file.close()
         super().close()
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
@@ -98,21 +89,13 @@ class Archive:
         return self._archive.read(self._prefix + entry)
 
     def place(self, entry: str) -> tuple[int, int]:
-        """Return an entry's offset in the file and its size, both in bytes.
-
-        Raises:
-            ValueError: the entry does not exist.
-        """
+        """Return an entry's offset in the file and its size as `read` returns it, both in bytes."""
         if entry not in self:
             raise ValueError(
                 f"{self.where} lacks `{escaped(entry)}`, which its `data.pkl` refers to."
             )
         name = self._prefix + entry
         return self._start + self._begins[name], self._archive.getinfo(name).file_size
-
-    def unpacked_size(self, entry: str) -> int:
-        """Return the size in bytes of an entry that `read` returns."""
-        return self._archive.getinfo(self._prefix + entry).file_size
 
     def _prefix_of(self, infos: list[zipfile.ZipInfo]) -> str:
         names = [info.filename for info in infos]

@@ -123,10 +123,6 @@ def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
     """Open a directory that `torch.distributed.checkpoint.save` wrote.
 
     `key` is that of `open_checkpoint`.
-
-    Raises:
-        ValueError: a file is missing or truncated, `.metadata` refers to code, the chunks do
-            not cover their tensors, or nothing lies at `key`.
     """
     path = directory / METADATA
     metadata = unpickle(path.read_bytes(), repr(str(path)))
@@ -244,7 +240,15 @@ def _tensor(name: str, entry: Record, places: Mapping, directory: Path) -> DcpTe
             )
         if math.prod(sizes):
             chunks.append(_Chunk(box, *places[offsets]))
-    _check_cover(where, shape, [chunk.box for chunk in chunks])
+    try:
+        exact = covers_exactly(shape, [chunk.box for chunk in chunks])
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be read: its {error}.") from error
+    if not exact:
+        raise ValueError(
+            f"The {len(chunks)} chunks of {where} do not cover its shape {shown(shape)} without "
+            "gap or overlap. Copy or save the checkpoint again."
+        )
     return DcpTensor(
         directory=directory, name=name, shape=shape, dtype=dtype.dtype, chunks=tuple(chunks)
     )
@@ -258,15 +262,3 @@ def _box(offsets: Any, sizes: Any, shape: tuple[int, ...]) -> Box | None:
     box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
     inside = all(stop <= size for (_, stop), size in zip(box, shape, strict=True))
     return box if inside else None
-
-
-def _check_cover(where: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    try:
-        exact = covers_exactly(shape, boxes)
-    except ValueError as error:
-        raise ValueError(f"{where} cannot be read: its {error}.") from error
-    if not exact:
-        raise ValueError(
-            f"The {len(boxes)} chunks of {where} do not cover its shape {shown(shape)} without gap "
-            "or overlap. Copy or save the checkpoint again."
-        )

@@ -163,9 +163,6 @@ def model_names(
         key: dotted path of the model's state dict, or the beginning of its names if no dict of
             tensors was saved inside another; None to find it.
         where: the checkpoint, for messages.
-
-    Raises:
-        ValueError: nothing lies at `key`.
     """
     below: dict[Path, dict[str, str]] = {}
     for full, path in paths.items():

@@ -5,6 +5,7 @@ all parameters) and, for each process, `zero_pp_rank_*_optim_states.pt` (see `ze
 universal checkpoint instead has a folder with unpartitioned tensors (see `universal`).
 """
 
+import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -50,10 +51,6 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
     """Open a checkpoint that `engine.save_checkpoint` or `ds_to_universal` wrote.
 
     The directory is that of a run, whose `latest` file names the newest checkpoint, or of one step.
-
-    Raises:
-        ValueError: a file is missing, truncated or of another checkpoint, or sizes disagree.
-        NotImplementedError: tensors are also partitioned by tensor, pipeline or expert parallelism.
     """
     directory = _tagged(directory)
     is_universal = (directory / "zero").is_dir()
@@ -83,20 +80,14 @@ def _tagged(directory: Path) -> Path:
             with (directory / name).open("rb") as opened:
                 tag = opened.read(_MAX_TAG_BYTES).decode(errors="replace").strip()
             inside = Path(tag).name == tag and tag not in ("", "..") and tag.isprintable()
-            if not inside or not _is_directory(directory / tag):
+            # Not `Path.is_dir`, which raises if a name is too long.
+            if not inside or not os.path.isdir(directory / tag):
                 raise ValueError(
                     f"{str(directory / name)!r} names {shown(tag)}, which is not a directory "
                     "beside it. Copy that directory too, or give the directory of another step."
                 )
             return directory / tag
     return directory
-
-
-def _is_directory(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # its name is too long for the file system
-        return False
 
 
 def _ranked(directory: Path, pattern: re.Pattern[str], *, merged: bool = False) -> list[Path]:

@@ -33,11 +33,7 @@ def is_legacy(head: bytes) -> bool:
 
 
 class LegacyFile:
-    """The parts of `length` bytes of a file, checked; it reads storages as `Archive` does.
-
-    Raises:
-        ValueError: the file is damaged, was written on a big-endian machine, or names code.
-    """
+    """The parts of `length` bytes of a file, checked; it reads storages as `Archive` does."""
 
     pid_items = 6  # of the description of a storage
 

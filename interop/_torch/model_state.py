@@ -19,10 +19,17 @@ import numpy as np
 
 from jaxzero._text import shown
 from jaxzero._warnings import warn
-from jaxzero.interop._tensors import Checkpoint, LazyTensor, by_plain_name, concatenate, plain_name
+from jaxzero.interop._tensors import (
+    Checkpoint,
+    LazyTensor,
+    by_plain_name,
+    called,
+    concatenate,
+    plain_name,
+)
 
 from .torch_file import are_sizes, read_torch_file
-from .zero_partitions import AGAIN, OTHERS, Fragments, Rank, Shape, called, wrong
+from .zero_partitions import AGAIN, OTHERS, Fragments, Rank, Shape, wrong
 
 _WINDOW = 16  # elements that are compared at the start, in the middle and at the end of a fragment
 
@@ -35,9 +42,6 @@ class ModelState:
         records: full names of classes that a pickle may name; they are not imported.
         merged: for universal checkpoints. If those are of a pipeline, which writes its layers to
             other files, `module` is None; it becomes an empty dict.
-
-    Raises:
-        ValueError: it is not a model state.
 
     Attributes:
         module: the model's state dict; stage 3 stores empty tensors for parameters.
@@ -86,11 +90,7 @@ class ModelState:
 
 
 def param_shapes(states: Sequence[ModelState]) -> list[dict[str, Shape]]:
-    """Return name -> shape for the parameters of each group, in storage order.
-
-    Raises:
-        ValueError: there are no shapes, one is malformed, or processes differ.
-    """
+    """Return name -> shape for the parameters of each group, in storage order."""
     groups = [_groups_of(state) for state in states]
     items = [[list(group.items()) for group in each] for each in groups]
     for state, each in zip(states, items, strict=True):
@@ -131,11 +131,7 @@ def _shape(name: Any, shape: Any, where: Path) -> Shape:
 
 
 def check_order(state: ModelState, groups: Sequence[Mapping[str, Shape]]) -> None:
-    """Check that each group of stage 3 lists parameters in the order of the model.
-
-    Raises:
-        ValueError: it does not, or the model has no parameter of a name.
-    """
+    """Raise `ValueError` unless groups of stage 3 list parameters in the order of the model."""
     position = {name: number for number, name in enumerate(state.module)}
     for group in groups:
         for name in group:
@@ -155,10 +151,9 @@ def check_order(state: ModelState, groups: Sequence[Mapping[str, Shape]]) -> Non
 def check_values(
     state: ModelState, trained: Mapping[str, LazyTensor], fragments: Fragments
 ) -> None:
-    """Check that some elements of each fragment are those of the model that stages 1 and 2 store.
+    """Raise `ValueError` unless some elements of each fragment are those of the model.
 
-    Raises:
-        ValueError: they differ, shapes do, or the model lacks a parameter.
+    Stages 1 and 2 store it.
     """
     file = state.file
     for name in state.frozen:
@@ -208,14 +203,11 @@ def check_global_steps(states: Sequence[ModelState]) -> None:
 
 
 def check_optimizer_step(stage: int, state: ModelState, rank: Rank) -> None:
-    """Compare the step of a model state with that of the optimizer states (`check_ranks`).
+    """Raise `ValueError` if the optimizer states are of a later step than the model states.
 
     The optimizer may have taken fewer steps, if the run once loaded a checkpoint without its
     optimizer. In stages 1 and 2 that is no question, since parameters are compared with the model.
     In stage 3 the files may also be of two checkpoints, so there it is a warning.
-
-    Raises:
-        ValueError: the optimizer has taken more steps than the run.
     """
     run, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
     if type(run) is not int or type(skipped) is not int or not rank.steps:
@@ -240,9 +232,6 @@ def with_aliases(
 
     `trained` are the parameters that have optimizer state. If it is `cut`, the model state may hold
     parts of tensors only, because of tensor parallelism.
-
-    Raises:
-        ValueError: such a name has a shape or elements of its own.
     """
     aliases = {name: other for name, other in state.shared.items() if other in checkpoint.tensors}
     for name, other in aliases.items():

@@ -15,7 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple, TypeGuard
 
 from jaxzero._text import escaped, first_names, shown
-from jaxzero.interop._tensors import AdamMoments, FileTensor, LazyTensor, by_plain_name, plain_name
+from jaxzero.interop._tensors import (
+    AdamMoments,
+    FileTensor,
+    LazyTensor,
+    by_plain_name,
+    called,
+    plain_name,
+)
 
 Shape = tuple[int, ...]
 _Taken = tuple[int, ...]  # how many parameters each group has
@@ -192,7 +199,10 @@ def moments_of(
         origin = origin or Origin(lambda: ModelOrder(parameters_in(tensors)))
         state = _by_name(state, groups, tensors, where, names, origin)
     state = by_plain_name(state, where)
-    state = {name: _with_name(name, held) for name, held in state.items()}
+    state = {
+        name: {key: called(f"{name}.{key}", value) for key, value in held.items()}
+        for name, held in state.items()
+    }
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     betas = groups[0].get("betas") if groups else None
     return gather_moments(state, shapes, where, betas)
@@ -256,15 +266,6 @@ def _matched(
             "model.named_parameters() if each is p]`."
         ) from error
     return {name: state[number] for number, name in name_of.items()}
-
-
-def _with_name(name: str, held: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: dataclasses.replace(value, name=f"{name}.{key}")
-        if isinstance(value, FileTensor)
-        else value
-        for key, value in held.items()
-    }
 
 
 def gather_moments(

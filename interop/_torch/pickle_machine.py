@@ -285,10 +285,6 @@ def _text_of_python_2(machine: PickleMachine, text: str) -> None:
     machine.push(text)
 
 
-def _refuse_protocol(machine: PickleMachine, _: Any) -> None:
-    raise pickle.UnpicklingError("a protocol in the middle")
-
-
 _Operation = Callable[[PickleMachine, Any], Any]
 # Opcodes that push their argument.
 _VALUES = {"BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
@@ -296,7 +292,6 @@ _VALUES |= {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _VALUES |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
 _TEXT = {"INT", "LONG", "FLOAT", "UNICODE", "PUT", "GET", "DICT", "LIST"}
 _OPERATIONS: dict[str, _Operation] = {
-    "PROTO": _refuse_protocol,
     "FRAME": lambda machine, _: None,  # where the stream may be cut; we have all of it
     "NONE": lambda machine, _: machine.push(None),
     "NEWTRUE": lambda machine, _: machine.push(True),

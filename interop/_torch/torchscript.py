@@ -61,7 +61,7 @@ class _Classes:
         return kind if kind.is_module else None
 
     def _read(self, entry: str) -> dict[str, _Class]:
-        self._code_bytes += self._archive.unpacked_size(entry)
+        self._code_bytes += self._archive.place(entry)[1]
         if self._code_bytes > _MAX_CODE_BYTES:
             raise ValueError(
                 f"{self._archive.where} declares its classes in more than {_MAX_CODE_BYTES} bytes. "
@@ -83,11 +83,7 @@ class _Classes:
 
 
 def script_state_dict(program: Any, archive: Archive) -> dict[str, LazyTensor]:
-    """Return the parameters and buffers of a program by name, as `torch.jit.load` names them.
-
-    Raises:
-        ValueError: the archive holds no module, or one that contains itself.
-    """
+    """Return the parameters and buffers of a program by name, as `torch.jit.load` names them."""
     classes, tensors = _Classes(archive), {}
     if classes.of(program) is None:
         raise ValueError(

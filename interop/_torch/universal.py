@@ -19,12 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, by_plain_name, plain_name
+from jaxzero.interop._tensors import (
+    AdamMoments,
+    Checkpoint,
+    LazyTensor,
+    by_plain_name,
+    called,
+    plain_name,
+)
 
 from .model_state import ModelState, param_shapes, untrained_of_stage_3, with_aliases
 from .moments import MOMENTS, check_no_others, gather_moments, read_step
 from .torch_file import read_torch_file
-from .zero_partitions import Shape, called
+from .zero_partitions import Shape
 
 _OPTIMIZER = "optimizer_state.pt"
 
@@ -32,12 +39,7 @@ _OPTIMIZER = "optimizer_state.pt"
 def open_universal(
     directory: Path, states: Sequence[ModelState], records: Collection[str]
 ) -> Checkpoint:
-    """Open the directory of a step that has a folder `zero`, beside the model states.
-
-    Raises:
-        ValueError: a file is missing or damaged, or shapes disagree.
-        NotImplementedError: parameters without optimizer state are cut by tensor parallelism.
-    """
+    """Open the directory of a step that has a folder `zero`, beside the model states."""
     folders = _folders(directory / "zero")
     trained = [name for name, folder in folders.items() if _is_trained(folder)]
     of_stage_3 = states[0].file.name.startswith("zero_")

@@ -230,12 +230,8 @@ def _check_gradient(requires_grad: Any, dtype: Any) -> None:
 
 
 def _ordered_dict(machine: PickleMachine, pairs: Any = ()) -> collections.OrderedDict:
-    ordered: collections.OrderedDict = collections.OrderedDict()
-    for pair in _listed(machine, pairs):
-        if type(pair) not in (list, tuple) or len(pair) != 2:
-            raise pickle.UnpicklingError(f"the item {shown(pair)} of an OrderedDict")
-        ordered[machine.key(pair[0])] = pair[1]
-    return ordered
+    made = ((machine.key(key), value) for key, value in _listed(machine, pairs))
+    return collections.OrderedDict(made)
 
 
 def _listed(machine: PickleMachine, items: Any) -> Any:
@@ -260,13 +256,11 @@ def _size(machine: PickleMachine, sizes: Any = ()) -> tuple:
 
 
 def _complex(machine: PickleMachine, real: Any, imaginary: Any) -> complex:
-    if type(real) is not float or type(imaginary) is not float:
-        raise pickle.UnpicklingError(f"a complex number of {shown(real)} and {shown(imaginary)}")
     return complex(real, imaginary)
 
 
 def _encoded(machine: PickleMachine, text: Any, encoding: Any) -> bytes:
-    if type(text) is not str or encoding not in ("latin1",):
+    if encoding != "latin1":
         raise pickle.UnpicklingError(f"text in the encoding {shown(encoding)}")
     machine.spend(len(text))
     return text.encode("latin1")
@@ -277,7 +271,7 @@ def _unchanged(machine: PickleMachine, value: Any, *_: Any) -> Any:
 
 
 def _layout(machine: PickleMachine, name: Any) -> _Marker:
-    if type(name) is not str or name != "torch.strided":
+    if name != "torch.strided":
         raise pickle.UnpicklingError(f"the layout {shown(name)}")
     return _Marker(name)
 

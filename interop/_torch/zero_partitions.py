@@ -20,7 +20,6 @@ reads no other shards.
 ZeRO (https://arxiv.org/abs/1910.02054), section 5.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxzero._text import shown
-from jaxzero.interop._tensors import FileTensor, LazyTensor, concatenate
+from jaxzero.interop._tensors import LazyTensor, called, concatenate
 
 from .moments import MOMENTS, read_step
 from .pickle_machine import Record
@@ -149,11 +148,7 @@ def _at(values: Any, index: int) -> Any:
 
 
 def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[Rank]]:
-    """Read the optimizer states of all processes; return the ZeRO stage and one `Rank` per file.
-
-    Raises:
-        ValueError: a file is not a ZeRO state, or files are missing or of different checkpoints.
-    """
+    """Read the optimizer states of all processes; return the ZeRO stage and one `Rank` per file."""
     stages, ranks = set(), []
     for file in files:
         state = read_torch_file(file, records=records)
@@ -246,12 +241,7 @@ def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
 def fragments_of(
     stage: int, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]
 ) -> Fragments:
-    """Locate each parameter of the groups, which are in storage order, in the flat tensors.
-
-    Raises:
-        ValueError: the flat tensors do not have exactly the elements of the parameters, with the
-            padding that ZeRO adds.
-    """
+    """Locate each parameter of the groups, which are in storage order, in the flat tensors."""
     return _of_stage_3(groups, ranks) if stage == 3 else _of_stage_2(groups, ranks)
 
 
@@ -264,11 +254,6 @@ def join(
         flat = called(name, ranks[part.rank].flat[kind][part.group])
         parts.append(flat.narrow(0, part.start, part.start + part.size))
     return concatenate(parts, 0).reshape(shape)
-
-
-def called(name: str, tensor: LazyTensor) -> LazyTensor:
-    """Return the tensor with the name that messages should use."""
-    return dataclasses.replace(tensor, name=name) if isinstance(tensor, FileTensor) else tensor
 
 
 def _of_stage_2(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> Fragments:

@@ -87,7 +87,7 @@ def _scans(reader: Operation, i: int, loop: Loop) -> bool:
 
 
 def part_of(
-    pair: Pair, outside: dict[Value, Cost], never: Collection[Operation], layer_sets: float
+    pair: Pair, outside: dict[Value, Cost], never: Collection[Operation], times: int = 1
 ) -> Part:
     """The body of the forward loop of a pair.
 
@@ -95,7 +95,7 @@ def part_of(
         pair: the pair.
         outside: what values of the block cost that do not exist in backward anyway.
         never: operations of the body that are not repeated.
-        layer_sets: how many times the residuals of all layers are on a device.
+        times: how often the loop runs, in a loop around it.
     """
     loop = pair.forward
     body = loop.body
@@ -111,27 +111,33 @@ def part_of(
         inputs,
         {x for x in others if isinstance(x, Value)},
         never,
-        loop.length,
-        layer_sets,
+        times * loop.length,
     )
 
 
-def repeating(block: Block, pair: Pair, choice: Choice, in_host: Collection[Value] = ()) -> Block:
+def repeating(
+    block: Block,
+    pair: Pair,
+    choice: Choice,
+    stack_of: dict[Value, Value],
+    in_host: Collection[Value] = (),
+) -> Block:
     """The block in which the loops of a pair do as chosen. Stacks that are not read remain.
 
     Args:
         block: the program.
         pair: loops of it.
         choice: for the body of the forward loop.
+        stack_of: the stacks of values, to which new ones are added.
         in_host: the kept values that are in host memory between forward and backward.
     """
     made_inside = _made_inside(block, pair.forward)
     loop = _Recomputing(pair.forward, pair.forward, {}, made_inside, []).result()
     copies = [_to_host_and_back(loop, x) for x in in_host]
-    at = {x: loop.outputs[i] for i, x in _stacked_values(loop)}
+    at = {x: stack for x, stack in stacked_values(loop)}
     kept = [x for x in choice.kept if x not in in_host] + [to.outputs[0] for to, _ in copies]
     new = [x for x in kept if x not in at]
-    stacks = {x: like(x, (loop.length, *x.shape)) for x in new}
+    stacks = {x: stack_of.setdefault(x, like(x, (loop.length, *x.shape))) for x in new}
     body = Block(
         loop.body.inputs,
         (*loop.body.outputs, *new),
@@ -144,6 +150,13 @@ def repeating(block: Block, pair: Pair, choice: Choice, in_host: Collection[Valu
         changed[reader] = _Recomputing(forward, reader, at | stacks, made_inside, again).result()
     operations = tuple(changed.get(x, x) for x in block.operations)
     return dataclasses.replace(block, operations=operations)
+
+
+def replaced(block: Block, pair: Pair, by: Pair) -> Block:
+    """The block with other loops in the place of those of a pair."""
+    others: dict[Operation, Operation] = {pair.forward: by.forward}
+    others |= zip(pair.readers, by.readers, strict=True)
+    return dataclasses.replace(block, operations=tuple(others.get(x, x) for x in block.operations))
 
 
 def _made_inside(block: Block, loop: Loop) -> list[Operation]:
@@ -191,10 +204,11 @@ def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:
     return to_host, dataclasses.replace(back, outputs=(value,))
 
 
-def _stacked_values(loop: Loop) -> list[tuple[int, Value]]:
-    """For each stack that a loop makes, its index and the body's value that it stacks."""
-    made = enumerate(loop.body.outputs[loop.num_carry :], loop.num_carry)
-    return [(i, x) for i, x in made if isinstance(x, Value)]
+def stacked_values(loop: Loop) -> list[tuple[Value, Value]]:
+    """The values of the body that a loop stacks up, and their stacks."""
+    first = loop.num_carry
+    made = zip(loop.body.outputs[first:], loop.outputs[first:], strict=True)
+    return [(x, stack) for x, stack in made if isinstance(x, Value)]
 
 
 def _before_readers(
@@ -268,7 +282,7 @@ class _Recomputing(Copies):
     def _replaced(self) -> dict[Atom, Value]:
         """For inputs of the body the values of the forward loop's body that are computed again."""
         forward, loop = self.forward, self.loop
-        stacks = {forward.outputs[i]: x for i, x in _stacked_values(forward) if x in self._makers}
+        stacks = {stack: x for x, stack in stacked_values(forward) if x in self._makers}
         replaced: dict[Atom, Value] = {y: stacks[x] for x, y in loop.stacks if x in stacks}
         given = zip(forward.inputs, forward.body.inputs, strict=True)
         constants = {outside: inside for outside, inside in given if inside in self._makers}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from .._program import (
     Atom,
     Barrier,
     Block,
+    Loop,
     Operation,
     Value,
     calls_python,
@@ -20,7 +21,7 @@ from .._program import (
     without_dead_code,
 )
 from .._xla_of_jax import COUNTERS_INDEX_HOST
-from . import loops, unrolled
+from . import inner_loops, loops, unrolled
 from .costs import RATES, bytes_of, flops_of, goes_to_host, seconds_of
 from .min_cut import Choice, Cost, Part, cheapest
 from .residuals import Residual, kept_bytes, residuals_of
@@ -108,14 +109,8 @@ class PricedProgram:
         self.inputs = {*block.inputs}
         self._unrolled: tuple[unrolled.Forward, Part] | None = None
         self._is_bound: dict[Operation, bool] = {}
-        self.outside: dict[Value, Cost] = {}
-        for operation in block.operations:
-            # What a view is of is kept in its place.
-            sources = sum(self.outside[x].bytes for x in operation.values if x in self.outside)
-            is_view = seconds_of(operation) == 0
-            for x in operation.outputs:
-                num = bytes_of(x)
-                self.outside[x] = Cost(min(num, sources) if is_view else num)
+        self._stack_of: dict[Value, Value] = {}  # the same for all prices
+        self.outside = _costs_to_keep(block.operations)
         self.outside |= {x: Cost(0, bytes_of(x) / RATES.local) for x in self.weights}
 
     def at(self, price: float, link: float = 0.0, keep: Collection[Value] = ()) -> Chosen:
@@ -126,15 +121,10 @@ class PricedProgram:
             link: the share of the time of forward that may be spent on copies to host memory.
             keep: values that are kept at no price.
         """
-        block, choices, done, in_host = self.block, [], set(), set()
-        while pair := self._next_pair(block, done):
-            done.add(pair.forward.outputs[0])
-            never = self._bound(pair.forward.body)
-            part = self._split(loops.part_of(pair, self.outside, never, self.layer_sets))
-            choices.append((part, cheapest(part, price, keep)))
-            hosted = _in_host(pair, choices[-1][1], link)
-            in_host.update(hosted)
-            block = loops.repeating(block, pair, choices[-1][1], hosted)
+        end = self._end(self.block)
+        block, choices, in_host = self._of_loops(
+            self.block, end, self.outside, price, keep, link=link
+        )
         block = without_dead_code(block) if choices else block
         if not self.outside_loops:
             return Chosen(lambda: block, choices, frozenset(in_host))
@@ -145,6 +135,74 @@ class PricedProgram:
             return without_dead_code(unrolled.repeating(forward, choice))
 
         return Chosen(emit, [*choices, (part, choice)], frozenset(in_host))
+
+    def _of_loops(
+        self,
+        block: Block,
+        end: int,
+        outside: dict[Value, Cost],
+        price: float,
+        keep: Collection[Value],
+        *,
+        times: int = 1,
+        link: float = 0.0,
+    ) -> tuple[Block, list[tuple[Part, Choice]], set[Value]]:
+        """A block whose loops keep what is cheapest, the choices, and what is in host memory.
+
+        Args:
+            block: the program, or a trip of its loops.
+            end: how many of its operations are forward.
+            outside: what its values cost that do not exist in backward anyway.
+            price: of a byte.
+            keep: values that are kept at no price.
+            times: how often the block runs.
+            link: as for `at`.
+        """
+        choices, done, in_host = [], set(), set()
+        while pair := self._next_pair(block, end, done):
+            done.add(pair.forward.outputs[0])
+            changed, of_pair = self._cheapest(pair, outside, price, keep, times)
+            hosted = _in_host(changed, of_pair[-1][1], link)
+            block = loops.replaced(block, pair, changed)
+            block = loops.repeating(block, changed, of_pair[-1][1], self._stack_of, hosted)
+            choices += of_pair
+            in_host.update(hosted)
+        return block, choices, in_host
+
+    def _cheapest(
+        self,
+        pair: loops.Pair,
+        outside: dict[Value, Cost],
+        price: float,
+        keep: Collection[Value],
+        times: int,
+    ) -> tuple[loops.Pair, list[tuple[Part, Choice]]]:
+        """A pair whose loops inside keep what is cheapest, and the choices, that of its body last.
+
+        Where backward repeats a loop inside from its start, that loop is left as it is, so that
+        nothing is repeated twice.
+        """
+        stacks = {*loops.stacked_values(pair.forward), *self._stack_of.items()}
+        keep = {*keep, *(x for x, stack in stacks if stack in keep)}
+        part = self._part(pair, outside, times)
+        alone = pair, [(part, cheapest(part, price, keep))]
+        if len(pair.readers) > 1 or not any(isinstance(x, Loop) for x in part.operations):
+            return alone
+        trip, times = inner_loops.joined(pair), times * pair.forward.length
+        costs = {**part.inputs, **_costs_to_keep(trip.block.operations[: trip.end], times)}
+        costs |= {x: Cost(times * bytes_of(x)) for x in part.carried}
+        block, inside, _ = self._of_loops(trip.block, trip.end, costs, price, keep, times=times)
+        if not any(choice.repeated for _, choice in inside):
+            return alone
+        changed = inner_loops.divided(pair, trip._replace(block=block))
+        part = self._part(changed, outside, times // pair.forward.length)
+        choices = [_repeated_alone(*x) for x in inside]
+        choices.append((part, cheapest(part, price, keep)))
+        return min(alone, (changed, choices), key=lambda x: _cost(x[1], price, keep))
+
+    def _part(self, pair: loops.Pair, outside: dict[Value, Cost], times: int) -> Part:
+        part = loops.part_of(pair, outside, self._bound(pair.forward.body), times)
+        return dataclasses.replace(part, layer_sets=self.layer_sets, token_parts=self.token_parts)
 
     def _outside_of_loops(self, block: Block) -> tuple[unrolled.Forward, Part]:
         """What is not in loops; it is the same for all prices if there are none."""
@@ -171,15 +229,42 @@ class PricedProgram:
         """The loops of the program as it is, which are the same for all prices."""
         return loops.find_pairs(self.block, self._end(self.block))
 
-    def _next_pair(self, block: Block, done: Collection[Value]) -> loops.Pair | None:
-        is_first = block is self.block
-        pairs = self._pairs if is_first else loops.find_pairs(block, self._end(block))
+    def _next_pair(self, block: Block, end: int, done: Collection[Value]) -> loops.Pair | None:
+        pairs = self._pairs if block is self.block else loops.find_pairs(block, end)
         return next((x for x in pairs if x.forward.outputs[0] not in done), None)
 
     def _end(self, block: Block) -> int:
         """The number of operations in forward, which ends with the last result to be made."""
         needed = operations_for(block, self.results, self.inputs)
         return block.operations.index(needed[-1]) + 1 if needed else 0
+
+
+def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Value, Cost]:
+    """What it costs to keep each value that operations make, which run so often."""
+    costs: dict[Value, Cost] = {}
+    for operation in operations:
+        # What a view is of is kept in its place.
+        sources = sum(costs[x].bytes for x in operation.values if x in costs)
+        is_view = seconds_of(operation) == 0
+        for x in operation.outputs:
+            num = times * bytes_of(x)
+            costs[x] = Cost(min(num, sources) if is_view else num)
+    return costs
+
+
+def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection[Value]) -> float:
+    """Seconds to repeat, and the price of what is kept, which is that of the last part."""
+    part, choice = choices[-1]
+    kept = sum(part.kept_bytes(x) for x in choice.kept if x not in keep)
+    seconds = (part.seconds_of(x) for part, choice in choices for x in choice.repeated)
+    return price * kept + sum(seconds)
+
+
+def _repeated_alone(part: Part, choice: Choice) -> tuple[Part, Choice]:
+    """A choice inside of a loop: what it keeps is kept, or not, by the loop around it."""
+    repeated = {x for operation in choice.repeated for x in operation.outputs}
+    wanted = [x for x in part.wanted if x in repeated]
+    return dataclasses.replace(part, wanted=wanted), Choice([], choice.repeated)
 
 
 def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:

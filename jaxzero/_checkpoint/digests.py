@@ -25,7 +25,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 MAX_TEXT_BYTES = 2**26  # of a file that is read at once: digests, description, `extra`, metadata
 MAX_ITEM_BYTES = 16  # of an element of any dtype
 _MAX_NAMED = 3  # files that a message names
-_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # the file does not exist
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # the file does not exist
 
 
 class DamagedCheckpoint(UserWarning):
@@ -183,7 +183,7 @@ def _opening(folder: Path, name: str) -> Iterator[None]:
     """Raise `_Damage` if a file is missing or none; name it in other I/O errors of the body."""
     try:
         yield
-    except _MISSING as error:
+    except MISSING as error:
         raise _Damage(f"{name} is missing") from error
     except IrregularFile as error:
         raise _Damage(str(error)) from error

@@ -20,10 +20,13 @@ from etils import epath
 
 from .._regular_file import read_regular, regular_size
 from .._zero import Zero
-from .digests import MAX_ITEM_BYTES, MAX_TEXT_BYTES, max_bytes_of
+from .digests import MAX_ITEM_BYTES, MAX_TEXT_BYTES, MISSING, max_bytes_of
 from .saver import EXTRA, STATE
 from .stored_leaves import Named, check_same_leaves, target
 
+# What a reader may raise about the content of files, and files that are missing.
+_OF_CONTENT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+_OF_CONTENT += (RecursionError, NotImplementedError, MemoryError, *MISSING)
 _DATA = "d"  # folders of OCDBT, which hold the arrays in parts that are read as needed
 
 
@@ -82,16 +85,9 @@ def _naming(folder: Path) -> Iterator[None]:
     """Turn errors about content in the body into one that names the checkpoint."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        what = error
-    except (RecursionError, NotImplementedError, AssertionError, MemoryError) as error:
-        what = error
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        what = error
-    else:
-        return
-    text = " ".join(str(what).split())
-    raise ValueError(
-        f"The checkpoint {str(folder)!r} cannot be read ({type(what).__name__}: {text[:500]}). Its "
-        "files are damaged or were changed. Give an older `step`, or put it back from a backup."
-    ) from what
+    except _OF_CONTENT as error:
+        text = " ".join(str(error).split())[:500]
+        raise ValueError(
+            f"The checkpoint {str(folder)!r} cannot be read ({type(error).__name__}: {text}). Its "
+            "files are damaged or were changed. Give an older `step`, or put it back from a backup."
+        ) from error

@@ -243,11 +243,7 @@ def stored_array(named: Named, x: jax.Array | None, zero: Zero) -> jax.Array:
 def check_same_leaves(
     named: Mapping[str, Named], saved: Mapping[str, tuple[tuple[int, ...], Any]], folder: Path
 ) -> None:
-    """Check that a checkpoint has the requested leaves, with equal shapes and dtypes.
-
-    Raises:
-        ValueError: they differ; the message names the leaf.
-    """
+    """Raise `ValueError` unless a checkpoint has these leaves, with equal shapes and dtypes."""
     wanted = {name: entry.leaf for name, entry in named.items() if not entry.is_empty}
     for name, leaf in wanted.items():
         if name not in saved:

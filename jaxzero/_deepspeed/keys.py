@@ -191,11 +191,7 @@ class DeepSpeedKeys(JsonKeys):
 
 
 def read_keys(config: Path | str | Mapping[str, Any], values: Mapping[str, Any]) -> DeepSpeedKeys:
-    """Read a configuration.
-
-    Raises:
-        ValueError: it is not a JSON object, or nests too deeply.
-    """
+    """Read a configuration; `ValueError` if it is no JSON object, or nests too deeply."""
     if isinstance(config, Mapping):
         return DeepSpeedKeys(config, values, "the DeepSpeed configuration")
     if not isinstance(config, Path | str) or not Path(config).exists():

@@ -20,7 +20,7 @@ from .._mesh import AXES, LOCAL, NODE, AnyMesh, map_devices, microbatch_index, p
 from .._sharding import split_dim
 from .problem import Problem, is_key, on_host
 from .roundings import moved
-from .samples import NUM_SAMPLES, Samples, measured
+from .samples import Samples
 
 
 class EachDevice:
@@ -48,22 +48,16 @@ class EachDevice:
 
     def _parts(self, arrays: Sequence[Any], seed: Any = None) -> list[Any]:
         """This device's part of each result, as an array `[1, microbatches, ...]`."""
+        function = functools.partial(self.problem.loss_and_grads, divide=False)
         parts = []
         for k in range(self.microbatches):
             with microbatch_index(jnp.array(k) if self.microbatches > 1 else None):
                 rows = [
                     self._rows(x, s, k) for x, s in zip(arrays, self.problem.specs, strict=True)
                 ]
-                if seed is None:
-                    results = self.problem.loss_and_grads(rows, divide=False)
-                else:
-                    results = moved(
-                        functools.partial(self.problem.loss_and_grads, divide=False),
-                        (rows,),
-                        seed,
-                        False,
-                    )
-            parts.append(results)
+                parts.append(
+                    function(rows) if seed is None else moved(function, (rows,), seed, False)
+                )
         return [jnp.stack(x)[None] for x in zip(*parts, strict=True)]
 
     def _rows(self, x: Any, spec: PartitionSpec, k: int) -> Any:
@@ -101,20 +95,9 @@ class EachDevice:
 
     def samples(self, results: Sequence[Any]) -> Samples:
         """How results differ from `results` where operations are moved by their rounding error."""
-        run = map_devices(
-            self._parts,
-            self.mesh,
-            (list(self.problem.specs), PartitionSpec()),
-            PartitionSpec(AXES),
-        )
-        with jax.numpy_dtype_promotion("standard"):
-            compiled = jax.jit(run)
-            drawn = [
-                self.combined(on_host(compiled(self.arrays, jnp.uint32(seed))))
-                for seed in range(1, NUM_SAMPLES + 1)
-            ]
-        rows = [[measured(x, y) for x, y in zip(each, results, strict=True)] for each in drawn]
-        return Samples(np.array(rows, np.float64))
+        specs = list(self.problem.specs), PartitionSpec()
+        run = jax.jit(map_devices(self._parts, self.mesh, specs, PartitionSpec(AXES)))
+        return Samples.of(lambda seed: self.combined(on_host(run(self.arrays, seed))), results)
 
 
 def _placed(x: Any, sharding: jax.sharding.NamedSharding) -> Any:

@@ -15,6 +15,7 @@ On several processes each computes the values of all devices by itself, on one o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,9 +52,8 @@ def first_difference(
     def results(arrays: Sequence[Any]) -> list[Any]:
         if not only_forward:
             return problem.loss_and_grads(arrays, divide=False)
-        value, weight, aux = problem.function(arrays)
-        found = [value, *aux] if weight is None else [value, weight, *aux]
-        return found if weight is not None else [found[i] for i in wanted]
+        found = _forward(problem, arrays)
+        return found if len(found) > num_forward else [found[i] for i in wanted]
 
     try:
         _Lockstep(problem, mesh, microbatches, results).run()
@@ -64,14 +64,15 @@ def first_difference(
 
 def shared_draw(problem: Problem, mesh: AnyMesh) -> str:
     """The line where every device draws the same random numbers for its rows; "" if none does."""
-
-    def results(arrays: Sequence[Any]) -> list[Any]:
-        value, weight, aux = problem.function(arrays)
-        return [value, *aux] if weight is None else [value, weight, *aux]
-
-    lockstep = _Lockstep(problem, mesh, 1, results, judged=False)
+    lockstep = _Lockstep(problem, mesh, 1, functools.partial(_forward, problem), judged=False)
     lockstep.run()
     return lockstep.shared
+
+
+def _forward(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
+    """The loss, its weight if it has one, and `aux`."""
+    value, weight, aux = problem.function(arrays)
+    return [value, *aux] if weight is None else [value, weight, *aux]
 
 
 @dataclasses.dataclass(frozen=True)

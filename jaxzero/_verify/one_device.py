@@ -1,4 +1,7 @@
-"""Plain JAX on one device with all rows, and how far roundings may lead from its results."""
+"""Plain JAX on one device with all rows, and how far roundings may lead from its results.
+
+The device is one that has the room, or the host's CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from .._collectives import readable_bytes
 from .._mesh import AXES, AnyMesh, map_devices, physical
 from .problem import Problem, on_host
-from .reference_device import choose_device, free_bytes, named_device
 from .roundings import draws_numbers, moved, shifted
-from .samples import NUM_SAMPLES, Samples, measured
+from .samples import Samples
 
 # Of matrix products of float32 on other platforms, where precision is left to them: TF32, bfloat16.
 _PRODUCT_EPS = {"cuda": 2.0**-10, "gpu": 2.0**-10, "rocm": 2.0**-10, "tpu": 2.0**-7}
@@ -144,14 +146,12 @@ class OneDevice:
 
         if self._sampled is None:
             self._sampled = jax.jit(self._mapped(sample, 5))
-        drawn = []
-        for seed in range(1, NUM_SAMPLES + 1):
-            numbers = jnp.uint32(seed), jnp.array(redraw), jnp.float32(encoded)
-            with jax.numpy_dtype_promotion("standard"):
-                made = self._sampled(self.arrays, self.spread or [], *numbers)
-            pairs = zip(on_host(made), results, strict=True)
-            drawn.append([measured(x, y) for x, y in pairs])
-        return Samples(np.array(drawn, np.float64))
+        sampled, options = self._sampled, (jnp.array(redraw), jnp.float32(encoded))
+
+        def run(seed: Any) -> list[Any]:
+            return on_host(sampled(self.arrays, self.spread or [], seed, *options))
+
+        return Samples.of(run, results)
 
     @property
     def is_random(self) -> bool:
@@ -164,3 +164,84 @@ class OneDevice:
 
         jax.eval_shape(self._mapped(note), self.arrays)
         return answers[0]
+
+
+def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any, str]:
+    """The device, and a sentence about what it must hold at least.
+
+    Args:
+        problem: the call.
+        mesh: of the step.
+        reference: a device, the name of a platform such as "cpu", or None: a device of the mesh if
+            it has the room, otherwise the host's CPU.
+
+    Raises:
+        ValueError: `reference` is no device of this process, or has not the room.
+    """
+    least = least_bytes(problem)
+    said = (
+        f"Plain JAX on one device holds at least {readable_bytes(least)} of parameters, gradients "
+        "and rows"
+    )
+    if reference is None:
+        own = own_device(mesh)
+        device = own if least <= free_bytes(own) else named_device("cpu")
+    else:
+        device = named_device(reference) if isinstance(reference, str) else reference
+        if not isinstance(device, jax.Device) or device.process_index != jax.process_index():
+            raise ValueError(
+                "`reference` must be a device of this process (`jax.local_devices()`) or the name "
+                f"of a platform, such as 'cpu'; got {reference!r}."
+            )
+    free = free_bytes(device)
+    if least > free:
+        raise ValueError(
+            f"{said}, and {device} has {readable_bytes(int(free))} left. Verify a smaller model of "
+            "the same layers, or give another `reference`."
+        )
+    return device, f"{said}, on {device}."
+
+
+def own_device(mesh: AnyMesh) -> Any:
+    """A device of the mesh that is of this process."""
+    return next(x for x in physical(mesh).devices.flat if x.process_index == jax.process_index())
+
+
+def free_bytes(device: Any) -> float | int:
+    """Bytes that a device has left; infinite where that is not known."""
+    if device.platform == "cpu":
+        return _free_host_bytes()
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return float("inf")
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def _free_host_bytes() -> float | int:
+    try:
+        with open("/proc/meminfo") as file:
+            sizes = dict(line.split(":") for line in file)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux
+        return float("inf")
+
+
+def named_device(platform: str) -> Any:
+    """The first device of a platform.
+
+    Raises:
+        ValueError: JAX has not started that platform.
+    """
+    try:
+        return jax.local_devices(backend=platform)[0]
+    except RuntimeError as error:
+        raise ValueError(
+            f"`reference`: JAX has no platform {platform!r} here ({error}). Start it with "
+            "both, as by `JAX_PLATFORMS=cuda,cpu`."
+        ) from error
+
+
+def least_bytes(problem: Problem) -> int:
+    """Bytes of all arguments and gradients."""
+    sizes = [np.size(x) * getattr(x.dtype, "itemsize", 8) for x in problem.arrays]
+    return sum(sizes) + sum(sizes[i] for i in problem.differentiated)

@@ -30,12 +30,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 
-from .._mesh import scan_sizes
+from .._mesh import CALLS, REMAT, bind, equations_inside, evaluate, scan_sizes
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call"}
-_CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2"}
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
+_CALLS = CALLS | dict.fromkeys(REMAT, "jaxpr") | dict.fromkeys(_WITH_RULES, "call_jaxpr")
 _DROPPED = {"debug_callback", "debug_print"}
 # Units in the last place that libraries of elementary functions may be off by, GPUs included.
 _UNITS = dict.fromkeys(["add", "add_any", "sub", "mul"], 1) | dict.fromkeys(["div", "sqrt"], 2)
@@ -72,43 +71,8 @@ def moved(
 
 def draws_numbers(function: Callable, *args: Any) -> bool:
     """Whether `function(*args)` draws random numbers."""
-    return _draws(jax.make_jaxpr(function)(*args).jaxpr)
-
-
-def _draws(jaxpr: Any) -> bool:
-    return any(
-        equation.primitive.name == "random_bits"
-        or any(_draws(inner) for inner in inner_jaxprs(equation))
-        for equation in jaxpr.eqns
-    )
-
-
-def inner_jaxprs(equation: Any) -> list[Any]:
-    """The jaxprs in the parameters of an equation, open."""
-    found = []
-    for param in equation.params.values():
-        for x in param if isinstance(param, tuple | list) else (param,):
-            if isinstance(x, jex.ClosedJaxpr | jex.Jaxpr):
-                found.append(getattr(x, "jaxpr", x))
-    return found
-
-
-def called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The jaxpr that an equation calls with its inputs, and that jaxpr's constants; or None."""
-    if equation.primitive.name not in _CALLS:
-        return None
-    params = equation.params
-    inner = next(params[x] for x in ("jaxpr", "call_jaxpr", "fun_jaxpr") if x in params)
-    return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-
-
-def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Apply the primitive of an equation to other inputs."""
-    params = equation.primitive.get_bind_params(equation.params)
-    args, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
-        out = equation.primitive.bind(*args, *inputs, **params)
-    return list(out) if equation.primitive.multiple_results else [out]
+    equations = jax.make_jaxpr(function)(*args).jaxpr.eqns
+    return any(x.primitive.name == "random_bits" for y in equations for x in equations_inside(y))
 
 
 class _Moved:
@@ -118,24 +82,16 @@ class _Moved:
         self.seed, self.redraw, self.product_eps = seed, redraw, product_eps
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, jex.Literal) else env[var]
-
-        for equation in jaxpr.eqns:
-            outputs = self._apply(equation, [read(x) for x in equation.invars])
-            env.update(zip(equation.outvars, outputs, strict=True))
-        return [read(var) for var in jaxpr.outvars]
+        return evaluate(jaxpr, consts, args, self._apply)
 
     def _closed(self, closed: Any) -> Callable:
         return lambda *args: self.run(closed.jaxpr, closed.consts, args)
 
     def _apply(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
-        if (inner := called(equation)) is not None:
-            return self.run(*inner, inputs)
+        if name in _CALLS:
+            inner = params[_CALLS[name]]
+            return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
         match name:
             case "scan":
                 return self._scan(params, inputs)

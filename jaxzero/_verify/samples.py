@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,6 +28,16 @@ class Samples:
     """
 
     values: Any
+
+    @classmethod
+    def of(cls, run: Callable[[Any], Sequence[Any]], results: Sequence[Any]) -> Samples:
+        """The samples `run(seed)` for some seeds, on the host, beside `results`."""
+        with jax.numpy_dtype_promotion("standard"):
+            drawn = [
+                [measured(x, y) for x, y in zip(run(jnp.uint32(seed)), results, strict=True)]
+                for seed in range(1, NUM_SAMPLES + 1)
+            ]
+        return cls(np.array(drawn, np.float64).reshape(NUM_SAMPLES, len(results), 3))
 
     def bounds(self, i: int) -> Any:
         """What a right result `i` may be off by, in the three measures."""

@@ -13,7 +13,7 @@ import numpy as np
 from .problem import on_host
 from .report import Check
 from .roundings import moved, shifted
-from .samples import NUM_SAMPLES, Samples, checked, measured
+from .samples import Samples, checked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,7 @@ def check_update(update: Update, device: Any, bounds: dict[str, float]) -> list[
         return moved(update.function, (near, params), seed, False)
 
     sampled = jax.jit(sample)
-    drawn = []
-    with jax.numpy_dtype_promotion("standard"):
-        for seed in range(1, NUM_SAMPLES + 1):
-            made = on_host(sampled(grads, params, jnp.uint32(seed)))
-            drawn.append([measured(x, y) for x, y in zip(made, want, strict=True)])
-    samples = Samples(np.array(drawn, np.float64).reshape(NUM_SAMPLES, len(want), 3))
+    samples = Samples.of(lambda seed: on_host(sampled(grads, params, seed)), want)
     return [
         checked(name, "update", x, y, samples.bounds(i))
         for i, (name, x, y) in enumerate(zip(update.names, update.got, want, strict=True))

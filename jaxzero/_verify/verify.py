@@ -6,19 +6,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from .._collectives import CommSpec
-from .._mesh import AnyMesh, physical
+from .._mesh import AnyMesh
 from .._sharding import ZeroConfig
 from .codec_bounds import bounds_of, gradient_bound, has_codecs, weight_bound
 from .each_device import EachDevice
-from .half_batches import HalfBatches
 from .locate import first_difference, shared_draw
-from .one_device import OneDevice
-from .problem import Problem
-from .reference_device import free_bytes, least_bytes
+from .one_device import OneDevice, free_bytes, least_bytes, own_device
+from .problem import HalfBatches, Problem
 from .report import Check, Rounding, Variation, VerifyReport
 from .samples import Samples, checked, measured
 from .update import Update, check_update
@@ -46,13 +43,6 @@ class Runs:
     config: ZeroConfig
     comm: CommSpec
     microbatches: int
-
-    @property
-    def own_device(self) -> Any:
-        """A device of the mesh that is of this process."""
-        return next(
-            x for x in physical(self.mesh).devices.flat if x.process_index == jax.process_index()
-        )
 
 
 class Verification:
@@ -165,7 +155,7 @@ class Verification:
 
     def _has_room(self) -> bool:
         """Whether a device can hold all parameters and gradients."""
-        return least_bytes(self.problem) <= free_bytes(self.runs.own_device)
+        return least_bytes(self.problem) <= free_bytes(own_device(self.runs.mesh))
 
     @property
     def each(self) -> EachDevice:
@@ -203,7 +193,7 @@ class Verification:
         if not self._has_room():
             raise ValueError(
                 "The bound of codecs needs the gradients of each device, and "
-                f"{self.runs.own_device} has not the room. Give `codecs=False`."
+                f"{own_device(self.runs.mesh)} has not the room. Give `codecs=False`."
             )
         got, _ = self.runs.step(self.problem.arrays, self.runs.microbatches, True)
         samples = self.one.samples(self.want, self.is_random, True)

@@ -1,6 +1,6 @@
 """`jaxzero convert`: convert a checkpoint from one format to another."""
 
-import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -55,8 +55,8 @@ def convert(settings: Convert, console: Console) -> None:
         total = sum(tensor.nbytes for tensor in tensors.values())
 
         def watched(what: str) -> dict[str, LazyTensor]:
-            task = progress.add_task(what, total=total)
-            return {name: _Watched(x, task, progress.advance) for name, x in tensors.items()}
+            report = functools.partial(progress.advance, progress.add_task(what, total=total))
+            return {name: _Watched(x, report) for name, x in tensors.items()}
 
         write_checkpoint(
             watched("Converting"),
@@ -116,27 +116,14 @@ def _cast(tensor: LazyTensor, dtype: str | None) -> LazyTensor:
     return tensor.astype(jnp.dtype(dtype)) if dtype is not None and floating else tensor
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
 class _Watched(LazyTensor):
-    """A lazy tensor that advances a progress bar by the bytes that are read."""
+    """A lazy tensor that reports the bytes that are read, as to a progress bar."""
 
-    tensor: LazyTensor
-    task: int
-    advance: Callable
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.tensor.dtype
-
-    @property
-    def label(self) -> str:
-        return self.tensor.label
+    def __init__(self, tensor: LazyTensor, report: Callable[[int], None]):
+        self.shape, self.dtype, self.label = tensor.shape, tensor.dtype, tensor.label
+        self._tensor, self._report = tensor, report
 
     def _read_box(self, box: tuple[tuple[int, int], ...]) -> np.ndarray:
-        array = self.tensor[tuple(slice(*bounds) for bounds in box)]
-        self.advance(self.task, array.nbytes)
+        array = self._tensor[tuple(slice(*bounds) for bounds in box)]
+        self._report(array.nbytes)
         return array

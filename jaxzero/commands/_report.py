@@ -36,15 +36,13 @@ def report(settings: Report, console: Console) -> None:
         max_tokens=None,
         console=console,
     )
-    console.print(
-        escape(f"{setup.checkpoint}\non {describe_devices(setup)}"), highlight=False, soft_wrap=True
-    )
-    rows_per_device = -(-optimization.batch_size // setup.num_devices)
-    tokens = setup.task.abstract_batch(rows_per_device * setup.num_devices)
+    num_devices = setup.zero.num_devices
+    num_rows = -(-optimization.batch_size // num_devices) * num_devices
+    tokens = setup.task.abstract_batch(num_rows)
     plan = plan_step(setup.zero, setup.params, setup.task.make_loss(optimization), tokens)
     setup.zero.report(setup.params, setup.opt_state, plan=plan).print(settings.detail, console)
     if settings.plot is not None:
-        plot_plan(plan, settings.plot, title=f"one step on {describe_devices(setup)}")
+        plot_plan(plan, settings.plot, title=f"one step on {describe_devices(setup.zero.mesh)}")
         console.print(escape(f"Timeline drawn to {settings.plot}"), highlight=False, soft_wrap=True)
 
 

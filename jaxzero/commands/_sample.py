@@ -21,6 +21,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from .. import models
+from .._first_use import extra_for
 from .._warnings import warn
 from ..interop import LoadedDecoder, load_decoder
 from ..jobs import choose_devices, open_tokenizer
@@ -139,13 +140,8 @@ def _sampling(settings: Sample) -> models.Sampling:
 
 
 def _in_template(directory: Path, prompts: Sequence[str], system: str | None) -> list[str]:
-    try:
+    with extra_for("`chat` and `system` need", "torch"):
         from ._chat import rendered
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"`chat` and `system` need the package {error.name!r}, which is not installed. Install "
-            'it with `pip install "jaxzero[torch]"`.'
-        ) from error
     return rendered(directory, prompts, system)
 
 

@@ -27,10 +27,10 @@ from ._settings import check_positive as check_positive
 if TYPE_CHECKING:
     from ._data import open_tokenizer as open_tokenizer
     from ._devices import choose_devices as choose_devices
+    from ._printed import Outcome as Outcome
     from ._setup import describe_devices as describe_devices
     from ._setup import plan_step as plan_step
     from ._setup import set_up as set_up
-    from ._train import Outcome as Outcome
     from ._train import train as train
 
 __getattr__ = imported_on_first_use(
@@ -41,7 +41,7 @@ __getattr__ = imported_on_first_use(
         "describe_devices": ("_setup", "train"),
         "plan_step": ("_setup", "train"),
         "set_up": ("_setup", "train"),
-        "Outcome": ("_train", "train"),
+        "Outcome": ("_printed", "train"),
         "train": ("_train", "train"),
     },
 )

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -27,21 +27,17 @@ Row = dict[str, Any]
 _SMOOTHING = 10  # steps in the running mean
 
 
-@runtime_checkable
 class Tracker(Protocol):
     """A place that shows the metrics of steps, such as TensorBoard."""
 
     def start(self, step: int) -> None:
         """Start a run, or resume it at `step`; metrics of that and later steps are discarded."""
-        ...
 
     def log(self, step: int, values: Mapping[str, float | int]) -> None:
         """Show the metrics of a step, by name."""
-        ...
 
     def close(self) -> None:
         """Write what is pending, and close."""
-        ...
 
 
 def make_trackers(settings: Train, console: Console) -> Sequence[Tracker]:

@@ -1,4 +1,4 @@
-"""Trace some steps with JAX's profiler, and mark each step in the trace."""
+"""The steps of a run: numbers, checkpoints, comparisons, stop requests, traces of the profiler."""
 
 import contextlib
 import math
@@ -12,7 +12,6 @@ import numpy as np
 from ..distributed import StopRequest, Watchdog, check_replicas
 from ._ends import Diverged, Interrupted
 from ._printed import progress_bar
-from ._retrieval import Metrics
 from ._session import Session, State, save
 from ._step import RoundFn, StepFn, make_round, make_step
 
@@ -109,24 +108,19 @@ def _make_advance(session: Session) -> Advance:
         round_fn = make_round(session.setup, session.rounds)
         return lambda state: _one_round(session, state, round_fn)
     step_fn = make_step(session.setup, session.loss)
-
-    def by_a_step(state: State) -> tuple[State, list[Numbers]]:
-        state, numbers = _one_step(session, state, step_fn)
-        return state, [numbers]
-
-    return by_a_step
+    return lambda state: _one_step(session, state, step_fn)
 
 
-def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, Numbers]:
+def _one_step(session: Session, state: State, step_fn: StepFn) -> tuple[State, list[Numbers]]:
     began = time.perf_counter()
     params, opt_state, wire_state, metrics = step_fn(
         state.params, state.opt_state, state.wire_state, next(session.batches)
     )
-    numbers = _numbers(metrics)  # waits for the step
+    numbers = {name: float(x) for name, x in metrics.items()}  # waits for the step
     num_rows, seconds = session.settings.optimization.batch_size, time.perf_counter() - began
     numbers[f"{session.setup.task.unit}_per_second"] = num_rows / seconds
     state = State(step=state.step + 1, params=params, opt_state=opt_state, wire_state=wire_state)
-    return state, numbers
+    return state, [numbers]
 
 
 def _one_round(session: Session, state: State, round_fn: RoundFn) -> tuple[State, list[Numbers]]:
@@ -138,10 +132,6 @@ def _one_round(session: Session, state: State, round_fn: RoundFn) -> tuple[State
     speed = {f"{session.setup.task.unit}_per_second": num_rows / seconds}
     rows = [{**{name: float(x[i]) for name, x in columns.items()}, **speed} for i in range(every)]
     return State.of_local(state.step + every, local), rows
-
-
-def _numbers(metrics: Metrics) -> Numbers:
-    return {name: float(value) for name, value in metrics.items()}
 
 
 def _finite(numbers: Numbers) -> Numbers:

@@ -18,12 +18,13 @@ from .._plan import Plan
 from .._report import LocalReport, Traffic
 from .._sharding import ZeroConfig
 from .._zero import LocalRounds
+from ._data import training_batches
 from ._journal import Row
 from ._retrieval import LossFn
 from ._session import Session, State
 from ._settings import LocalOptions, Sharding
 from ._setup import Setup, plan_step, zero_config
-from ._tasks import Task
+from ._tasks import Scores
 
 _KINDS = {
     "params": "parameters",
@@ -47,6 +48,18 @@ class NodeBytes:
     weights_counted: bool  # False if `sent` counts gradients only; full weights are sent too
     zero3_float32: int  # by plain ZeRO-3, without codecs
     zero3_bfloat16: int  # by plain ZeRO-3 in 16 bits, as in the papers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Scores before and after a run, on files that are not in the training data, and its costs."""
+
+    before: Scores
+    after: Scores
+    directory: Path
+    node_bytes: NodeBytes | None  # of one step; None if nothing was trained, or on one node
+    torch_difference: float | None  # None if PyTorch is not installed, or the model is too large
+    seconds: float
 
 
 def node_bytes(
@@ -109,6 +122,25 @@ def print_overview(session: Session, state: State) -> None:
     if zero.config.stage in (1, 2):  # the optimizer makes shards, and the compiler gathers them
         sent += ", and the whole weights"
     _say(session.console, f"A step sends {sent}")
+
+
+def print_verified(session: Session, state: State) -> None:
+    """Compare the first step, without codecs, with plain JAX on one device; print the verdict.
+
+    Raises:
+        ValueError: no device has the room, or the run takes local steps.
+    """
+    if session.rounds is not None:
+        raise ValueError(
+            "`verify` compares steps of all devices together, and `local_steps` are of one node. "
+            "Leave one of them out."
+        )
+    zero, settings = session.setup.zero, session.settings
+    batches = training_batches(session.examples.train, zero, settings.optimization)
+    report = zero.verify(
+        session.loss, state.params, next(batches), has_aux=True, codecs=False, variations=False
+    )
+    _say(session.console, f"{report.line} {report.first}".strip())
 
 
 def _held(state: State, *, on_host: bool) -> str:
@@ -185,36 +217,16 @@ def _numbers(metrics: Mapping[str, float]) -> str:
     return " ".join(parts)
 
 
-def print_summary(
-    console: Console,
-    task: Task,
-    *,
-    scores: Mapping[str, Mapping[str, float]],
-    rows: Sequence[Row],
-    node_bytes: NodeBytes | None,
-    directory: Path,
-    torch_difference: float | None,
-    seconds: float,
-) -> None:
-    """Print scores, speed and bytes sent, and where the results are.
-
-    Args:
-        console: where to print.
-        task: what was trained.
-        scores: "before" and "after", each with the fields of `task.scores`.
-        rows: the "step" rows of the journal.
-        node_bytes: bytes of one step; None if there is one node or nothing was trained.
-        directory: the run's directory.
-        torch_difference: from `Task.export`.
-        seconds: duration of the job.
-    """
-    before, after = scores["before"], scores["after"]
+def print_summary(session: Session, outcome: Outcome) -> None:
+    """Print scores, speed and bytes sent, and where the results are."""
+    task, console, directory = session.setup.task, session.console, outcome.directory
+    rows = session.journal.rows("step")
     table = Table(title=task.title, title_justify="left")
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right" if column else "left")
     for name, label in task.labels.items():
-        change = after[name] - before[name]
-        table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{change:+.3f}")
+        before, after = (getattr(x, name) for x in (outcome.before, outcome.after))
+        table.add_row(label, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
     console.print(table)
 
     facts = Table.grid(padding=(0, 2))
@@ -225,15 +237,15 @@ def print_summary(
         facts.add_row("not finite", f"{rows[-1]['skipped']:.0f} steps, which changed nothing")
     if rows and "updates" in rows[-1]:
         facts.add_row("updates", _batches(rows))
-    if node_bytes:
-        facts.add_row("between nodes", _comparison(node_bytes))
-    facts.add_row("time", f"{seconds:.0f} s in all")
+    if outcome.node_bytes:
+        facts.add_row("between nodes", _comparison(outcome.node_bytes))
+    facts.add_row("time", f"{outcome.seconds:.0f} s in all")
     facts.add_row("metrics", f"{directory / 'metrics.jsonl'}, {directory / 'loss.png'}")
     if (directory / "tensorboard").exists():
         facts.add_row("TensorBoard", f"tensorboard --logdir {directory.parent}")
     facts.add_row("checkpoints", f"{directory / 'checkpoints'}")
     facts.add_row("PyTorch checkpoint", f"{directory / 'export'}")
-    facts.add_row("loaded by PyTorch", _verdict(torch_difference))
+    facts.add_row("loaded by PyTorch", _verdict(outcome.torch_difference))
     console.print(facts, highlight=False)
 
 

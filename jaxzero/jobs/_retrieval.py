@@ -112,20 +112,23 @@ class Retrieval:
     recall_at_1: float
 
 
-def embed_in_batches(
-    embed: Callable[[PairTokens], Array | np.ndarray], tokens: PairTokens, batch_size: int
-) -> Float[np.ndarray, "pairs 2 d"]:
-    """Embed any number of pairs with a function of a fixed batch size.
+def in_batches(function: Callable[[Any], Any], rows: Any, batch_size: int) -> np.ndarray:
+    """Apply a function of a fixed batch size to any number of rows.
 
-    The last batch is filled up with rows of padding, whose embeddings are dropped.
+    The last batch is filled up with rows of padding, whose results are dropped.
+
+    Args:
+        function: of `batch_size` rows, with a row of an array for each.
+        rows: `PairTokens`, or an array.
+        batch_size: rows at a time.
     """
-    parts = []
-    for start in range(0, len(tokens), batch_size):
-        batch = tokens.rows(slice(start, start + batch_size))
-        fill = ((0, batch_size - len(batch)), (0, 0), (0, 0))
-        full = PairTokens(np.pad(batch.ids, fill), np.pad(batch.mask, fill))
-        parts.append(np.asarray(embed(full))[: len(batch)])
-    return np.concatenate(parts)
+    results = []
+    for start in range(0, len(rows), batch_size):
+        batch = jax.tree.map(lambda x, start=start: x[start : start + batch_size], rows)
+        fill = batch_size - len(batch)
+        full = jax.tree.map(lambda x, n=fill: np.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1)), batch)
+        results.append(np.asarray(function(full))[: len(batch)])
+    return np.concatenate(results)
 
 
 def retrieval_scores(embeddings: Float[np.ndarray, "pairs 2 d"]) -> Retrieval:

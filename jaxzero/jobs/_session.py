@@ -27,7 +27,7 @@ from ._data import Examples, training_batches
 from ._journal import Journal, make_trackers
 from ._retrieval import AXES, NODE_AXES, LossFn
 from ._settings import Train
-from ._setup import Setup, describe_devices, plan_step, set_up
+from ._setup import Setup, plan_step, set_up
 from ._step import make_rounds
 
 _MEETING_SECONDS = 300.0
@@ -108,9 +108,6 @@ def open_session(settings: Train, console: Console) -> Iterator[Session]:
         settings.optimization,
         max_tokens=settings.data.max_tokens,
         console=console,
-    )
-    console.print(
-        f"{setup.checkpoint}\non {describe_devices(setup)}", highlight=False, soft_wrap=True
     )
     method = settings.local.method
     loss = setup.task.make_loss(settings.optimization, NODE_AXES if method else AXES)
@@ -240,7 +237,7 @@ def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
                     highlight=False,
                 )
             else:
-                _drop_later_wire_states(session, step)
+                _drop_wire_states(session, after=step)
                 return restored.state["wire_state"]
     _drop_wire_states(session)
     return first
@@ -257,18 +254,17 @@ def _wire_checkpoints(session: Session) -> Checkpoints:
     return Checkpoints(_wire_directory(session), session.setup.zero, keep=keep)
 
 
-def _drop_wire_states(session: Session) -> None:
-    """Delete all wire states, since a step that has one, of another layout, is not saved again."""
-    if process_index() == 0:
-        shutil.rmtree(_wire_directory(session), ignore_errors=True)
-    barrier("no wire states", _MEETING_SECONDS)
+def _drop_wire_states(session: Session, *, after: int | None = None) -> None:
+    """Delete the wire states of steps after `after`, which will be repeated, or all.
 
-
-def _drop_later_wire_states(session: Session, step: int) -> None:
-    """Delete the wire states of steps after `step`, which will be repeated."""
+    A step that has a wire state, of another layout perhaps, is not saved again.
+    """
     if process_index() == 0:
-        drop_after(_wire_directory(session), step)
-    barrier("no later wire states", _MEETING_SECONDS)
+        if after is None:
+            shutil.rmtree(_wire_directory(session), ignore_errors=True)
+        else:
+            drop_after(_wire_directory(session), after)
+    barrier(f"no wire states after {after}", _MEETING_SECONDS)
 
 
 def _wire_directory(session: Session) -> Path:

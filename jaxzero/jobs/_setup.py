@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +62,6 @@ class Setup:
     optimizer: optax.GradientTransformation
     opt_state: Any
 
-    @property
-    def checkpoint(self) -> Path:
-        """The folder that was loaded."""
-        return self.task.checkpoint
-
-    @property
-    def graph(self) -> Any:
-        """The `nnx.GraphDef` of the model."""
-        return self.task.loaded.graph
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices of the mesh."""
-        return self.zero.mesh.size
-
     def free(self) -> None:
         """Free the memory of `params` and `opt_state`; their shapes stay known."""
         for x in jax.tree.leaves((self.params, self.opt_state)):
@@ -110,7 +94,7 @@ def set_up(
         sharding: how arrays are split, or that this is to be planned.
         optimization: the optimizer, and the rows of a step.
         max_tokens: of a text; None: as `open_task` says.
-        console: for what was planned.
+        console: for what was loaded and planned.
 
     Raises:
         ValueError: the settings do not fit the machine, or the checkpoint cannot be loaded.
@@ -131,6 +115,9 @@ def set_up(
         config = planned_config(mesh, shapes, optimizer, loss, tokens, console, quantized=quantized)
     zero = Zero(mesh, config)
     params = zero.shard(tensors)
+    console.print(
+        f"{checkpoint}\non {describe_devices(mesh)}", highlight=False, markup=False, soft_wrap=True
+    )
     return Setup(
         task=task,
         shapes=shapes,
@@ -149,9 +136,8 @@ def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: Any) -> Plan:
     return zero.plan(loss, params, tokens, has_aux=True, wire_state=wire_state)
 
 
-def describe_devices(setup: Setup) -> str:
+def describe_devices(mesh: Mesh) -> str:
     """Describe the devices in one line: `8 fake CPU devices, 2 nodes x 4, 1 process`."""
-    mesh = setup.zero.mesh
     device = jax.devices()[0]
     kind = "fake CPU devices" if device.platform == "cpu" else f"{device.device_kind} devices"
     processes = len({device.process_index for device in mesh.devices.flat})
@@ -204,55 +190,30 @@ def planned_config(
         cluster = Cluster.measured(mesh)
     chosen = ""
     if process_index() == 0:
-        chosen = _search(cluster, shapes, optimizer, loss, tokens, console, quantized=quantized)
-    name = of_first("plan", chosen, _MEETING_SECONDS)
-    return _configs(cluster, quantized)[name]
-
-
-def _configs(cluster: Cluster, quantized: bool) -> Mapping[str, ZeroConfig]:
-    """The configs that may be chosen, by the names of their plans."""
-    found = enumerate_candidates(cluster, ("",), (1,), quantized)
-    return {candidate.name: candidate.config for candidate in found}
-
-
-def _search(
-    cluster: Cluster,
-    shapes: Any,
-    optimizer: optax.GradientTransformation,
-    loss: LossFn,
-    tokens: Any,
-    console: Console,
-    *,
-    quantized: bool,
-) -> str:
-    """The name of the best plan."""
-
-    def init() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    with console.status("planning") as status:
-        plans = tune(
-            loss,
-            init,
-            tokens,
-            cluster,
-            tx=optimizer,
-            quantized=quantized,
-            microbatches=(1,),
-            activation_budgets=False,
-            budget=_SEARCH_SECONDS,
-            progress=status.update,
-            has_aux=True,
+        with console.status("planning") as status:
+            plans = tune(
+                loss,
+                lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+                tokens,
+                cluster,
+                tx=optimizer,
+                quantized=quantized,
+                microbatches=(1,),
+                activation_budgets=False,
+                budget=_SEARCH_SECONDS,
+                progress=status.update,
+                has_aux=True,
+            )
+        chosen, rates = plans.best.candidate.name, cluster.rates
+        console.print(
+            f"Plan: {chosen}; measured {rates.flops / 1e12:.3g} TFLOP/s, memory "
+            f"{rates.memory / 1e9:.3g} GB/s, links {rates.local / 1e9:.3g} GB/s to a device of "
+            f"the node and {rates.node / 1e9:.3g} GB/s into a node",
+            highlight=False,
+            soft_wrap=True,
         )
-    best = plans.best.candidate.name
-    rates = cluster.rates
-    console.print(
-        f"Plan: {best}; measured {rates.flops / 1e12:.3g} TFLOP/s, memory "
-        f"{rates.memory / 1e9:.3g} GB/s, links {rates.local / 1e9:.3g} GB/s to a device of "
-        f"the node and {rates.node / 1e9:.3g} GB/s into a node",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for note in plans.notes:
-        console.print(f"Plan: {note}", highlight=False, soft_wrap=True, markup=False)
-    return best
+        for note in plans.notes:
+            console.print(f"Plan: {note}", highlight=False, soft_wrap=True, markup=False)
+    name = of_first("plan", chosen, _MEETING_SECONDS)
+    candidates = enumerate_candidates(cluster, ("",), (1,), quantized)
+    return next(each.config for each in candidates if each.name == name)

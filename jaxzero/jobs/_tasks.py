@@ -37,13 +37,13 @@ from ._retrieval import (
     LossFn,
     Params,
     Retrieval,
-    embed_in_batches,
+    in_batches,
     make_embed,
     make_loss,
     retrieval_scores,
 )
 from ._settings import Data, Optimization
-from ._text import TextScores, load_rows, make_row_losses, make_text_loss, mean_over_rows
+from ._text import TextScores, load_rows, make_row_losses, make_text_loss
 
 TOLERANCE = 1e-4  # largest difference of any component of two unit vectors
 Scores = Retrieval | TextScores
@@ -139,7 +139,7 @@ class FindCode(Task):
 
         def scores(params: Params, pairs: Any) -> Retrieval:
             num_rows = _EVALUATED_ROWS * zero.num_devices
-            return retrieval_scores(embed_in_batches(lambda x: embed(params, x), pairs, num_rows))
+            return retrieval_scores(in_batches(lambda x: embed(params, x), pairs, num_rows))
 
         return scores
 
@@ -185,7 +185,8 @@ class ContinueText(Task):
 
         def scores(params: Params, ids: Any) -> TextScores:
             num_rows = _EVALUATED_ROWS * zero.num_devices
-            return mean_over_rows(lambda x: row_losses(params, x), ids, num_rows)
+            losses = in_batches(lambda x: row_losses(params, x), ids, num_rows)
+            return TextScores(loss=float(losses.mean()))
 
         return scores
 

@@ -7,7 +7,7 @@ Dimensions: b rows of this device, t tokens.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,20 +127,3 @@ def make_row_losses(graph: Any) -> Callable[[Params, Int[Array, "b t"]], Float[A
         return model.cross_entropy(model.hidden(ids)[:, :-1], ids[:, 1:]).mean(axis=1)
 
     return row_losses
-
-
-def mean_over_rows(
-    row_losses: Callable[[Any], Any], ids: Int[np.ndarray, "rows tokens"], batch_size: int
-) -> TextScores:
-    """The mean of the losses of all rows, by a function of a fixed batch size."""
-    losses = np.concatenate(list(_in_batches(row_losses, ids, batch_size)))
-    return TextScores(loss=float(losses.mean()))
-
-
-def _in_batches(
-    row_losses: Callable[[Any], Any], ids: Int[np.ndarray, "rows tokens"], batch_size: int
-) -> Iterator[np.ndarray]:
-    for start in range(0, len(ids), batch_size):
-        batch = ids[start : start + batch_size]
-        full = np.pad(batch, ((0, batch_size - len(batch)), (0, 0)))  # their losses are dropped
-        yield np.asarray(row_losses(full))[: len(batch)]

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,25 +17,19 @@ from .._sharding import ZeroConfig
 from ..distributed import Watchdog, check_same, initialize, time_limit
 from ._journal import Journal, plot_run
 from ._loop import run_steps
-from ._printed import NodeBytes, node_bytes, print_overview, print_summary
+from ._printed import (
+    NodeBytes,
+    Outcome,
+    node_bytes,
+    print_overview,
+    print_summary,
+    print_verified,
+)
 from ._session import Session, begin, latest_step, open_session, restore
 from ._settings import Train
 from ._tasks import Scores, Task
-from ._verified import print_verified
 
 _MEETING_SECONDS = 60.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Scores before and after a run, on files that are not in the training data, and its costs."""
-
-    before: Scores
-    after: Scores
-    directory: Path
-    node_bytes: NodeBytes | None  # of one step; None if nothing was trained, or on one node
-    torch_difference: float | None  # None if PyTorch is not installed, or the model is too large
-    seconds: float
 
 
 def train(settings: Train, console: Console) -> Outcome:
@@ -74,16 +67,7 @@ def train(settings: Train, console: Console) -> Outcome:
         torch_difference=difference,
         seconds=time.perf_counter() - began,
     )
-    print_summary(
-        console,
-        session.setup.task,
-        scores={"before": dataclasses.asdict(before), "after": dataclasses.asdict(after)},
-        rows=session.journal.rows("step"),
-        node_bytes=entered,
-        directory=directory,
-        torch_difference=difference,
-        seconds=outcome.seconds,
-    )
+    print_summary(session, outcome)
     return outcome
 
 

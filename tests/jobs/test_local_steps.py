@@ -58,7 +58,7 @@ def resumed(settings: jobs.Train, **changes: Any) -> jobs.Train:
 def loss_of_nodes(session: Session, nodes: int) -> float:
     """The loss of the first step, where each pair has those of its node as negatives."""
     params = session.setup.zero.unshard(session.setup.params)
-    embed = jax.jit(make_embed(session.setup.graph))
+    embed = jax.jit(make_embed(session.setup.task.loaded.graph))
     embeddings = np.asarray(embed(params, next(session.batches)))
     by_node = np.split(embeddings, nodes)
     return float(np.mean([loss_by_hand(x, OPTIMIZATION.temperature) for x in by_node]))

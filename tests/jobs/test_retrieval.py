@@ -17,7 +17,7 @@ from jaxzero import jobs
 from jaxzero.jobs._data import Pair, PairTokenizer, PairTokens, training_batches
 from jaxzero.jobs._retrieval import (
     contrastive_loss,
-    embed_in_batches,
+    in_batches,
     ranks_of_partners,
     retrieval_scores,
 )
@@ -159,5 +159,5 @@ def test_batches_are_filled_up(num_pairs: int):
         seen.append(len(batch))
         return (batch.ids * batch.mask).astype(np.float32)
 
-    np.testing.assert_array_equal(embed_in_batches(embed, tokens, 4), ids.astype(np.float32))
+    np.testing.assert_array_equal(in_batches(embed, tokens, 4), ids.astype(np.float32))
     assert set(seen) == {4}

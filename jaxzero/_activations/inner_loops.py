@@ -1,0 +1,105 @@
+"""Loops inside of layers, such as those over experts, blocks of tokens or steps in time.
+
+What such a loop stacks up for backward leaves the layer's loop as a stack of stacks. A trip of the
+layer's forward loop and the trip of the backward loop that reads it are joined into one block, in
+which the loops inside are loops of forward and backward like any others. Once these do as chosen,
+the block is divided again: what backward reads of forward are the stacks of the layer's loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .._program import Atom, Block, Loop, Operation, Value, like, without_dead_code
+from .loops import Pair, stacked_values
+
+
+class Trip(NamedTuple):
+    """A trip of a pair's two loops.
+
+    Attributes:
+        block: the operations of both bodies; of its inputs those of the forward loop come first, of
+            its outputs likewise, without what the forward loop stacks up.
+        end: how many of the operations are forward.
+        own: the inputs of the backward loop that are not of the forward loop, by index.
+    """
+
+    block: Block
+    end: int
+    own: tuple[int, ...]
+
+
+def joined(pair: Pair) -> Trip:
+    """A trip of both loops of a pair that one loop reads."""
+    forward, (backward,) = pair.forward, pair.readers
+    first, num = forward.first_stack, forward.num_constants
+    constants = dict(zip(forward.inputs[:num], forward.body.inputs, strict=False))
+    stacks = dict(zip(forward.inputs[first:], forward.body.inputs[first:], strict=True))
+    stacks |= {forward.outputs[i]: forward.body.outputs[i] for i in pair.saved}
+    given: dict[Atom, Atom] = {}
+    own = []
+    for i, (outside, inside) in enumerate(zip(backward.inputs, backward.body.inputs, strict=True)):
+        is_carry = backward.num_constants <= i < backward.first_stack
+        made = stacks if i >= backward.first_stack else {} if is_carry else constants
+        if outside in made:
+            given[inside] = made[outside]
+        else:
+            own.append(i)
+    inputs = (*forward.body.inputs, *(backward.body.inputs[i] for i in own))
+    results = (x for i, x in enumerate(forward.body.outputs) if i not in pair.saved)
+    outputs = (*results, *(given.get(x, x) for x in backward.body.outputs))
+    operations = (
+        *forward.body.operations,
+        *(x.reading(given) for x in backward.body.operations),
+    )
+    return Trip(Block(inputs, outputs, operations), len(forward.body.operations), tuple(own))
+
+
+def divided(pair: Pair, trip: Trip) -> Pair:
+    """The loops of a pair whose trips are a given one, of as many operations in each part."""
+    forward, (backward,) = pair.forward, pair.readers
+    before, after = trip.block.operations[: trip.end], trip.block.operations[trip.end :]
+    results = trip.block.outputs[-len(backward.outputs) :]
+    after = without_dead_code(Block((), results, after)).operations  # nor stacks that it reads
+    of_forward = {*forward.body.inputs, *(x for operation in before for x in operation.outputs)}
+    read = [*(x for operation in after for x in operation.values), *results]
+    crossing = [x for x in dict.fromkeys(read) if x in of_forward]
+    forward, outside = _stacking(forward, before, crossing)
+    inside: dict[Any, Value] = {x: like(x) for x in crossing}
+    constants = [x for x in crossing if x in forward.body.inputs[: forward.num_constants]]
+    stacked = [x for x in crossing if x not in constants]
+    num_own = sum(i < backward.num_constants for i in trip.own)
+
+    def entering(given: Sequence[Atom], new: Mapping[Any, Atom]) -> tuple:
+        own = [given[i] for i in trip.own]
+        own[num_own:num_own] = [new[x] for x in constants]
+        return (*own, *(new[x] for x in stacked))
+
+    body = Block(
+        entering(backward.body.inputs, inside),
+        tuple(inside.get(x, x) for x in results),
+        tuple(x.reading(inside) for x in after),
+    )
+    inputs = entering(backward.inputs, outside)
+    num_constants = num_own + len(constants)
+    changed = dataclasses.replace(backward, inputs=inputs, body=body, num_constants=num_constants)
+    returned = {x for i, x in enumerate(pair.forward.outputs) if i not in pair.saved}
+    saved = (i for i, x in enumerate(forward.outputs) if x in inputs and x not in returned)
+    return Pair(forward, tuple(saved), (changed,))
+
+
+def _stacking(
+    loop: Loop, operations: Sequence[Operation], values: Sequence[Value]
+) -> tuple[Loop, dict[Value, Atom]]:
+    """A loop of other operations that stacks up values, and where each is outside of it."""
+    first = loop.first_stack
+    outside = dict(zip(loop.body.inputs, loop.inputs, strict=True))
+    for x in loop.body.inputs[loop.num_constants : first]:
+        del outside[x]
+    outside |= {x: stack for x, stack in stacked_values(loop) if x not in outside}
+    new = {x: like(x, (loop.length, *x.shape)) for x in values if x not in outside}
+    body = Block(loop.body.inputs, (*loop.body.outputs, *new), tuple(operations))
+    changed = dataclasses.replace(loop, outputs=(*loop.outputs, *new.values()), body=body)
+    return changed, outside | new
