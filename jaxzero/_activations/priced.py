@@ -114,7 +114,7 @@ class PricedProgram:
         self.outside |= {x: Cost(0, bytes_of(x) / RATES.local) for x in self.weights}
 
     def at(self, price: float, link: float = 0.0, keep: Collection[Value] = ()) -> Chosen:
-        """What is cheapest if a byte that is kept costs `price` seconds.
+        """The cheapest choice if a byte that is kept costs `price` seconds.
 
         Args:
             price: the price of a byte, in seconds.

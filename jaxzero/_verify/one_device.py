@@ -171,7 +171,7 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
 
     Args:
         problem: the call.
-        mesh: of the step.
+        mesh: the mesh of the step.
         reference: a device, the name of a platform such as "cpu", or None: a device of the mesh if
             it has the room, otherwise the host's CPU.
 
