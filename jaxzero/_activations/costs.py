@@ -36,7 +36,7 @@ def is_view(operation: Operation) -> bool:
 
 
 def is_pointwise(operation: Operation) -> bool:
-    """Whether XLA can compute an element of the result where it is read, of few of the operands."""
+    """Whether XLA can compute an element of the result where it is read, from few elements."""
     return is_elementwise(operation) or operation.name in _PLACED
 
 

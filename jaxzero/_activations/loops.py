@@ -174,7 +174,7 @@ def _made_inside(block: Block, loop: Loop) -> list[Operation]:
 
 
 def _made_of_small(block: Block, value: Atom, most: int) -> list[Operation]:
-    """The operations that make a value of values of at most so many bytes; none if others do.
+    """The operations that make a value from values of at most `most` bytes; else none.
 
     In program order. Each is a view, or one of each element, which XLA fuses with what reads it.
     """
