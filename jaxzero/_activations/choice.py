@@ -82,7 +82,7 @@ def _frontier(program: PricedProgram) -> tuple[Point, ...]:
 
 
 def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
-    """What takes least under a budget; `link` is as for `PricedProgram.at`."""
+    """The choice that takes the least time under a budget; `link`: see `PricedProgram.at`."""
     low, high = _PRICES
     most = program.at(low)
     if most.num_bytes <= budget:
@@ -121,7 +121,7 @@ def _search(
     fits: Chosen,
     budget: int,
 ) -> tuple[Chosen, float, Chosen]:
-    """What just fits, where it is chosen, and what just does not."""
+    """Bisect prices: the costliest choice that fits, its price, and the cheapest that does not."""
     for _ in range(_STEPS):
         if budget * _NEAR <= fits.num_bytes:
             break

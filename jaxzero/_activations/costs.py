@@ -36,7 +36,7 @@ def is_view(operation: Operation) -> bool:
 
 
 def is_pointwise(operation: Operation) -> bool:
-    """Whether XLA can compute an element of the result where it is read, of few of the operands."""
+    """Whether XLA can compute an element of the result where it is read, from few elements."""
     return is_elementwise(operation) or operation.name in _PLACED
 
 
@@ -49,7 +49,7 @@ def is_fused(operation: Operation) -> bool:
 
 
 def flops_of(operation: Operation) -> int:
-    """Of the matrix products and convolutions in an operation, two for each multiplication."""
+    """Floating-point operations of products and convolutions: two for each multiplication."""
     estimate = operation.equation.params.get("cost_estimate")
     return estimate.flops if estimate is not None else 2 * operation.products
 

@@ -174,7 +174,7 @@ def _made_inside(block: Block, loop: Loop) -> list[Operation]:
 
 
 def _made_of_small(block: Block, value: Atom, most: int) -> list[Operation]:
-    """The operations that make a value of values of at most so many bytes; none if others do.
+    """The operations that make a value from values of at most `most` bytes; else none.
 
     In program order. Each is a view, or one of each element, which XLA fuses with what reads it.
     """
@@ -214,7 +214,7 @@ def stacked_values(loop: Loop) -> list[tuple[Value, Value]]:
 def _before_readers(
     made_inside: Sequence[Operation], repeated: Sequence[Operation]
 ) -> list[Operation]:
-    """Both, each operation that makes a constant in front of the first to read it.
+    """Merge both lists: what makes a constant comes right before the first operation to read it.
 
     Where masks of all scores are made counts: the plan takes them for arrays that a layer holds.
     """

@@ -32,7 +32,7 @@ _SOURCE, _SINK = 0, 1
 
 
 class Cost(NamedTuple):
-    """Of a value that enters a part: the bytes that live longer, and seconds to have it again."""
+    """What it costs that a part reads a value: bytes that live longer, seconds to make it again."""
 
     bytes: int = 0
     seconds: float = 0.0

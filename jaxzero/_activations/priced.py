@@ -30,7 +30,7 @@ _MIN_HOST = 2**20  # bytes of a layer below which a value is not worth a copy
 
 
 class Point(NamedTuple):
-    """What can be had for a budget.
+    """One choice: the bytes that it keeps, and the time that backward takes for the rest.
 
     Attributes:
         num_bytes: kept by a device from forward to backward, of one micro-batch.
@@ -114,10 +114,10 @@ class PricedProgram:
         self.outside |= {x: Cost(0, bytes_of(x) / RATES.local) for x in self.weights}
 
     def at(self, price: float, link: float = 0.0, keep: Collection[Value] = ()) -> Chosen:
-        """What is cheapest if a byte that is kept costs `price` seconds.
+        """The cheapest choice if a byte that is kept costs `price` seconds.
 
         Args:
-            price: of a byte, in seconds.
+            price: the price of a byte, in seconds.
             link: the share of the time of forward that may be spent on copies to host memory.
             keep: values that are kept at no price.
         """
@@ -292,7 +292,7 @@ def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
 
 
 def _is_bound(operation: Operation) -> bool:
-    """Whether an operation is never repeated: for what it does beside, or as its cost is unknown.
+    """Whether an operation is never repeated, for its side effects or its unknown cost.
 
     It has an effect, calls Python, is a collective, copies to host memory, makes no data, or runs
     for a time that cannot be told.

@@ -19,13 +19,13 @@ class Residual:
     """A value that forward makes, and that backward reads or computes again.
 
     Attributes:
-        shape: of the value; in a loop that of one layer.
-        dtype: of the value.
+        shape: the shape of the value; in a loop that of one layer.
+        dtype: the dtype of the value.
         layers: how many of them there are; 1 outside of loops.
-        num_bytes: of all layers, on one device.
+        num_bytes: the bytes of all layers, on one device.
         where: file, line and function that made it.
         action: what becomes of it.
-        flops: of the matrix products of the operation that recomputes it, in all layers.
+        flops: operations of the matrix products that recompute it, in all layers.
     """
 
     shape: tuple[int, ...]

@@ -36,12 +36,12 @@ def alike_once() -> Iterator[None]:
 
 
 def for_alike(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`; it is copied if `args` are like those of a call before.
+    """Return `function(*args)`, which is traced once for all calls whose `args` are alike.
 
     Args:
-        function: a function of trees of arrays and of other, hashable values. It reads nothing
-            that changes in a program, and leaves nothing but records in the ledger.
-        args: its arguments. They are alike if they differ in the values of arrays alone, and in
+        function: takes trees of arrays, and other, hashable values. It must be pure, except that
+            it may record transfers in the ledger.
+        args: its arguments. They are alike if they differ only in the values of arrays and in
             the names of leaves.
     """
     recordings = _known.get()

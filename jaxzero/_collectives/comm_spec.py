@@ -71,9 +71,10 @@ class MessageForm:
         above a size that is cheaper than the collective that a joined message saves.
 
         Args:
-            shape: of the leaf; its shards along `dim` are contiguous if all dims before it are 1.
+            shape: the leaf's shape; its shards along `dim` are contiguous if all dims before it are
+                1.
             dim: the split dim.
-            num_bytes: of the leaf on the larger side of the collective.
+            num_bytes: its bytes on the larger side of the collective.
         """
         limit = self.copy_below_bytes
         return limit is None or num_bytes < limit or math.prod(shape[:dim]) != 1
@@ -289,7 +290,7 @@ class ReduceSpec:
 
     @functools.cached_property
     def without_name(self) -> ReduceSpec:
-        """The same reduction of any leaf."""
+        """This reduction without the leaf's name: equal for leaves that are reduced alike."""
         return dataclasses.replace(self, name="")
 
     def scatters(self, axis: str, comm: CommSpec) -> bool:
@@ -326,9 +327,9 @@ class ReduceSpec:
     def is_joined(self, axis: str, comm: CommSpec) -> bool:
         """Whether the gradient is sent over `axis` in one message with others (`MessageForm`).
 
-        After the first axis a quarter of the bytes is enough to be sent alone. The sum over the
-        axis before is computed where the message is written, so that of gradients which arrived one
-        by one all would be held until the last has arrived (0.25 GiB in a layer of Llama-7B).
+        After the first axis a gradient of a quarter of the bytes is already sent alone. A joined
+        message is written once, and the sums over the previous axis are computed there: gradients
+        that arrive one by one would all be held until the last (0.25 GiB in a layer of Llama-7B).
         Gradients in few bits are joined: they are encoded, not copied, into the message.
         """
         codec = self.codec(axis, comm)

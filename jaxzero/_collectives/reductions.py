@@ -107,7 +107,7 @@ def reduce_next_axis(
     Args:
         bucket: what `start_reduction`, or the axis before, has returned.
         specs: the gradients in the bucket.
-        number: of the axis.
+        number: the index of the axis.
         comm: codecs and sizes of the axes.
         divisor: what sums are divided by after the last axis.
 

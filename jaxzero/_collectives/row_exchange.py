@@ -40,8 +40,8 @@ class RowExchange:
     """The exchange of rows of one table. Legend: n rows are sums of the table's rows at k ids each.
 
     Attributes:
-        shape: of the full table, without padding; its first dim counts rows.
-        dtype: of its shards.
+        shape: the shape of the full table, without padding; its first dim counts rows.
+        dtype: the dtype of its shards.
         layout: the split dim, and its padding.
         comm: mesh axes and their sizes.
     """
@@ -74,7 +74,7 @@ class RowExchange:
             n: rows of one device.
             k: ids of each.
             dtype: that rows are sent in.
-            back: of cotangents, which all devices get; of rows that are read otherwise.
+            back: whether to count cotangents, which all devices get; if not, rows that are read.
         """
         num_bytes: dict[str, int] = dict.fromkeys(AXES, 0)
         axes = self.axes(back)
@@ -115,10 +115,10 @@ class RowExchange:
         Args:
             shard: this device's shard.
             ids_of_all: from `gather_ids`.
-            ids: of this device, of any integer dtype.
+            ids: this device's ids, of any integer dtype.
             dtypes: rows are cast to them in turn; they are summed up and sent in the last one.
-            fill: read at ids out of bounds; None: the nearest row is.
-            wait: passes ids through a barrier, so that rows are read only then.
+            fill: the value that is read at ids out of bounds; None reads the nearest row there.
+            wait: a function that passes ids through a barrier, which rows then wait for.
 
         Returns:
             The rows, and an element of what is known once the first axis has been sent over: the
@@ -162,10 +162,11 @@ class RowExchange:
         Args:
             total: a shard of the table's shape, in `sum_dtype`.
             ids_of_all: from `gather_ids`.
-            cotangents: of this device, sent in their dtype.
+            cotangents: this device's cotangents, sent in their dtype.
             clips: whether ids out of bounds stand for the nearest row; otherwise for none.
-            divisor: of the cotangents.
-            waits: for each axis, in the order in which they are sent over, see `read`.
+            divisor: what the cotangents are divided by.
+            waits: for each axis that cotangents are sent over, in order, a function as `wait` of
+                `read`.
         """
         axes = self.axes(back=True)
         rows = cotangents if self.layout.dim == 0 else pad(cotangents, self.layout)
@@ -220,5 +221,5 @@ def _cast(x: Any, dtypes: Sequence[Any]) -> Any:
 
 
 def _like(mask: Shaped[Array, ...], rows: Shaped[Array, ...]) -> Shaped[Array, ...]:
-    """A value for each row, with dims of size 1 for those of a row."""
+    """Reshape a value for each row, so that it broadcasts over the elements of the row."""
     return mask.reshape(*mask.shape, *[1] * (rows.ndim - mask.ndim))

@@ -104,7 +104,7 @@ def _reduce_row(row: Shaped[Array, "1 m"], axis: str, num: int) -> Shaped[Array,
 
 @functools.cache
 def _prime_factors(num: int) -> tuple[int, ...]:
-    """In ascending order; none of 1."""
+    """The prime factors of `num`, in ascending order; empty for 1."""
     factors, factor = [], 2
     while num > 1:
         while num % factor == 0:

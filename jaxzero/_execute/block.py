@@ -64,7 +64,7 @@ def run_block(
         comm: axes and codecs of the collectives.
         inputs: an array for each input of the block; those for views of weights are ignored.
         sources: for each weight that the block uses, the shard or node slice to gather it from.
-        updates: of the leaves that the loops of the block may update, by index of the leaf.
+        updates: by index of the leaf, the updates that the loops of the block may make.
 
     Returns:
         The block's outputs; the gather sources after the run, in which node slices that the

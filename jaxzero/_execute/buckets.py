@@ -290,7 +290,7 @@ class GradientBuckets:
         """Run an operation that the plan moved after a reduction, on the reduced shards.
 
         Args:
-            index: of the operation.
+            index: the index of the operation.
             arrays: what it reads: its source, or the terms of an addition.
         """
         operation = self.plan.block.operations[index]

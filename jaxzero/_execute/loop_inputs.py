@@ -27,7 +27,7 @@ class LoopState:
     """What there is between two ticks.
 
     Attributes:
-        by_lag: of the iterations that are under way.
+        by_lag: what there is of the iterations under way, by lag.
         stacks: carried arrays with one element for each iteration, by kind and number: node slices,
             outputs, and lists of the stacks of a leaf that is updated.
         slices: for each weight whose node slices are kept, one of them, for its codec and layout.

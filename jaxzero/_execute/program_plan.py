@@ -118,7 +118,7 @@ def plan_program(
     Args:
         block: the traced program. Its inputs are the index of the micro-batch, if there are
             several, the full parameters, and the other inputs.
-        shapes: of the program's outputs: loss, weight, gradients and others.
+        shapes: the shapes of the program's outputs: loss, weight, gradients and others.
         parameters: the leaves of all sharded arguments.
         wire_state: tells which weights are sent as differences, and which gradients with residuals.
         microbatches: the number of micro-batches.

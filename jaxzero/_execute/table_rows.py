@@ -57,7 +57,7 @@ def with_rows(
 
     Args:
         block: the traced program.
-        shapes: of its outputs, as in `plan_program`.
+        shapes: the shapes of its outputs, as in `plan_program`.
         parameters: the leaves.
         microbatches: how many there are; with several their index is the first input.
         comm: mesh axes, codecs and schedule.

@@ -40,11 +40,11 @@ class Tick:
     Args:
         loop: the loop.
         state: before the tick; after `run` that of the next one.
-        number: of the tick.
-        ticks: of the loop that runs it.
-        carry: of the program's loop.
+        number: in tick `t` the operations of iteration `t` run.
+        ticks: the ticks that run as one loop, this one among them.
+        carry: the carry of the program's loop, before the tick.
         rows: an iteration's elements of the stacks that the program scans.
-        before_loop: before the loop, the barrier for copies and messages.
+        before_loop: the barrier that copies and messages pass if the tick comes before the loop.
 
     Attributes:
         carry: after `run`, that of the next iteration.

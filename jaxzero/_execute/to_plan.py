@@ -36,8 +36,9 @@ def to_plan(
 ) -> tuple[Chosen, Parameters]:
     """Rewrite a traced program into the one that is planned.
 
-    Rows of tables are sent where that is less than tables, `cond`s become branches, loops scan
-    stacks, weights are computed where they are used, and what is kept for backward is chosen.
+    Rows of tables are sent where they are fewer bytes than the table. `cond`s become branches,
+    loops scan the stacks that they index, values of weights are computed where they are used, and
+    what is kept for backward is chosen.
 
     `is_plain` says whether neither the loss nor the gradients are multiplied by a share.
 

@@ -87,9 +87,9 @@ def decoded_parts(
 
     Args:
         buckets: gathered over `node` and `local`.
-        dtypes: of each weight; None: its own.
-        layouts: of each weight; without the padding.
-        dims: of each weight, the dim that is split over `tokens` (`part_dim`).
+        dtypes: the dtype to decode each weight to; None: its own.
+        layouts: the layout of each weight; the results have no padding.
+        dims: for each weight, the dim that is split over `tokens` (`part_dim`).
     """
     if num_token_parts() == 1:
         pairs = zip(arrays(buckets, dtypes), layouts, strict=True)
@@ -165,7 +165,7 @@ def part_dim(shards: EncodedShards, shape: Sequence[int], dim: int) -> int | Non
     Args:
         shards: what the weight is gathered from: shards, or a node slice. If they are encoded
             already, each message holds all parts.
-        shape: of the full weight as it is gathered, or of a shard.
+        shape: the shape of the full weight as it is gathered, or of a shard.
         dim: the dim that `node` and `local` split.
     """
     if shards.codec is not None:

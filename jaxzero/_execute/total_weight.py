@@ -75,7 +75,7 @@ def total_weight(
 
 
 def _needed(block: Block) -> Block:
-    """The block without effects (prints), which `trace` keeps, and what only they read."""
+    """Drop the effects (prints) that `trace` keeps, and what only they read, from a block."""
     live, kept = {*block.outputs}, []
     for operation in reversed(block.operations):
         if not live.isdisjoint(operation.outputs):

@@ -64,7 +64,7 @@ class Collective:
         results: what it leaves on one device.
         groups: the devices that take part together; of a permutation, who sends to whom.
         trips: how often one execution of the program runs it.
-        line: of the HLO.
+        line: the line of the HLO.
     """
 
     op: str
@@ -79,7 +79,7 @@ class Collective:
         return self.from_parts(len(self.groups[0]))
 
     def node_bytes(self, num_local: int) -> int:
-        """Those of them that come from other nodes, of `num_local` devices each."""
+        """The part of `entering_bytes` that comes from other nodes, of `num_local` devices each."""
         return self.from_parts(len({device // num_local for device in self.groups[0]}))
 
     def crosses(self, num_local: int) -> bool:

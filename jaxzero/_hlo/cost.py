@@ -32,7 +32,7 @@ _WINDOW = re.compile(r'"sliding_window_length": ?"?(\d+)')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one device, its links, and a node's link to others; per second.
+    """Rates per second of one device, of its links, and of a node's link to other nodes.
 
     Attributes:
         flops: usable in matrix products, 16-bit.
@@ -115,7 +115,7 @@ def collective_seconds(collective: Collective, rates: Rates) -> float:
 
 
 def flops(instruction: Instruction, within: Computation, program: Program) -> float:
-    """Of the matrix products, convolutions and fused attention in an instruction or fusion.
+    """Floating-point operations of products, convolutions and fused attention in an instruction.
 
     Not of a computation that it calls.
     """
@@ -128,7 +128,7 @@ def flops(instruction: Instruction, within: Computation, program: Program) -> fl
 
 
 def _flops(instruction: Instruction, within: Computation) -> float:
-    """Two for each element of a product, and of the contracted dims; of a convolution likewise."""
+    """Operations of a product: two for each element of it and index of the contracted dims."""
     if labels := _KERNEL.search(instruction.text):
         return _convolution_flops(instruction, within, labels[1])
     if fused := _FUSED_ATTENTION.search(instruction.text):
@@ -143,7 +143,7 @@ def _flops(instruction: Instruction, within: Computation) -> float:
 
 
 def _convolution_flops(instruction: Instruction, within: Computation, labels: str) -> float:
-    """Two for each element of the output, and of the kernel of one output channel."""
+    """Two operations for each element of the output and of one output channel's kernel."""
     called = (
         places for name, places in _CONVOLUTIONS.items() if f"$conv{name}" in instruction.text
     )
@@ -155,7 +155,7 @@ def _convolution_flops(instruction: Instruction, within: Computation, labels: st
 
 
 def _attention_flops(instruction: Instruction, within: Computation, *, is_backward: bool) -> float:
-    """Of cuDNN's attention: the products of queries with keys and of probabilities with values.
+    """Operations of cuDNN's attention: queries times keys, and probabilities times values.
 
     A product takes 2 FLOPs for each feature, and for each pair of a query and a key that it sees.
     Backward has five products: it computes the logits again, and the gradients of probabilities,

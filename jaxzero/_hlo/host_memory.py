@@ -27,7 +27,7 @@ def on_abstract_mesh(tree: Any, memory_kinds: Any = None) -> Any:
     """The same structs with shardings on the abstract mesh, in the memory kinds that are asked for.
 
     Args:
-        tree: of `jax.ShapeDtypeStruct`s with `NamedSharding`s.
+        tree: a tree of `jax.ShapeDtypeStruct`s with `NamedSharding`s.
         memory_kinds: a tree prefix of `"pinned_host"`, `"device"` or None, which keeps the
             kind of the sharding. A sharding on devices of a topology has none, whatever it was
             made with.
@@ -84,8 +84,8 @@ def compile_with_host_memory(
     Args:
         function: the result of `jax.jit`, without `in_shardings` and `out_shardings`.
         arguments: trees of structs, those in host memory from `on_abstract_mesh`.
-        mesh: of a topology's devices.
-        options: of the compiler.
+        mesh: the mesh of a topology's devices.
+        options: the options of the compiler.
         keywords: arguments that are given by name, likewise.
 
     Raises:

@@ -63,7 +63,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who reads each instruction."""
+        """The instructions that read each instruction's result."""
         users: dict[str, list[Instruction]] = {}
         for x in self.instructions:
             for operand in x.operands:

@@ -60,18 +60,18 @@ class Timeline:
 
     @property
     def asynchronous_share(self) -> float:
-        """Of the bytes received, in collectives with compute between start and end."""
+        """The share of bytes received in collectives with compute between start and end."""
         return self.asynchronous_bytes / self.received_bytes if self.received_bytes else 1.0
 
     @property
     def hidden_share(self) -> float:
-        """Of the time that collectives take, during which the device computes."""
+        """The share of the collectives' time during which the device computes."""
         total = self.communication_seconds
         return 1 - self.exposed_seconds / total if total else 1.0
 
     @property
     def host_hidden_share(self) -> float:
-        """Of the time that copies from and to the host take, without that spent waiting."""
+        """The share of the time of copies from and to the host that the device does not wait."""
         return 1 - self.host_exposed_seconds / self.host_seconds if self.host_seconds else 1.0
 
     def add(self, other: Timeline, times: int) -> None:
@@ -98,7 +98,7 @@ def timeline(module: str | Program, rates: Rates) -> Timeline:
 
     Args:
         module: its scheduled HLO, or what `parse` has read of it.
-        rates: of the machine.
+        rates: the rates of the machine.
 
     Raises:
         ValueError: the text cannot be read, or a loop's trip count is not known.
@@ -112,7 +112,7 @@ class Walk:
 
     Attributes:
         program: the parsed module.
-        rates: of the machine.
+        rates: the rates of the machine.
         known: the computations simulated so far, by name.
     """
 
@@ -222,7 +222,7 @@ def durations(module: str | Program, rates: Rates) -> str:
 
     Args:
         module: its scheduled HLO, or what `parse` has read of it.
-        rates: of the machine.
+        rates: the rates of the machine.
 
     Raises:
         ValueError: the text cannot be read, or a loop's trip count is not known.

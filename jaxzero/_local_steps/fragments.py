@@ -30,7 +30,7 @@ class Cut:
     its own, which belongs to the first fragment.
 
     Attributes:
-        shape: of the shard.
+        shape: the shape of the shard.
         dim: the cut dim.
         num: the number of parts.
     """
@@ -96,12 +96,12 @@ class Part:
     """One leaf's part in the message.
 
     Attributes:
-        shape: of the part of this device's shard.
-        dtype: of the pseudo-gradient: float32, or float64 for parameters of float64.
+        shape: the shape of the part of this device's shard.
+        dtype: the dtype of the pseudo-gradient: float32, or float64 for parameters of float64.
         codec: None sends it as it is.
         is_split: whether the devices of a node have different shards. Otherwise they encode the
             same numbers, and must round them alike.
-        in_floats: of this dtype the message is, which then has tangents; None: it is of bytes.
+        in_floats: the dtype of the message, which then has tangents; None: it is of bytes.
     """
 
     shape: tuple[int, ...]

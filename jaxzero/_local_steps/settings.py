@@ -132,7 +132,7 @@ def dasgd(*, every: int, delay: int, codec: Codec | None = None) -> LocalSteps:
     """Average parameters every `every` steps; the mean is used `delay` steps after it was sent.
 
     A node keeps the progress of these steps: it adds the difference between the mean and what it
-    had sent (LOSCAR-SGD), in place of a weighted sum of the mean and its own parameters. The outer
+    had sent (LOSCAR-SGD). It takes no weighted sum of the mean and its own parameters. The outer
     optimizer is SGD of rate 1, so that the outer parameters are the mean.
 
     References:

@@ -26,9 +26,9 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
     """Put equations into the trace under way, in their order.
 
     Args:
-        equations: each with names of its inputs and outputs: hashable, and another one for each
-            value. An input that no equation before has made is read.
-        read: the array of a name, or a number. It has the type of the variable that it is read for.
+        equations: each with the names of its inputs and of its outputs. A name is hashable, and
+            each value has its own. An input that no earlier equation makes is read.
+        read: returns the array or number of a name, of the type of the equation's input.
 
     Returns:
         The outputs of all equations, by name.
@@ -85,7 +85,11 @@ class Recording:
         self.is_closed = not any(map(is_traced, self._constants))
 
     def put(self, arrays: Sequence[Any]) -> Any:
-        """What the function returns for other arrays of the same types."""
+        """Put the equations into the trace under way, for other arrays of the same types.
+
+        Returns:
+            What the function returns for `arrays`.
+        """
         outputs = _call(self._jaxpr, [*self._constants, *arrays])
         return jax.tree.unflatten(self._treedef, outputs)
 
@@ -102,7 +106,7 @@ def _call(jaxpr: Any, values: list[Any]) -> Any:
 
 @functools.cache
 def _a_call() -> tuple[Any, Any]:
-    """An equation that calls a `jit` of one argument and one result; and what inlines it."""
+    """A call of a `jit`, as an equation to copy; and the value of `inline` that inlines it."""
     traced = jax.make_jaxpr(jax.jit(lambda x: x))(jax.ShapeDtypeStruct((), "float32"))
     kinds: Any = getattr(jax, "Inline", None)  # from JAX 0.12 on
     inline = True if kinds is None else kinds.JAX_EARLY

@@ -9,7 +9,7 @@ XLA does so once `jax.distributed` runs, also between devices of one process.
 - Two hosts that exchange a large message do so in turn, first one way and then the other. A host
   says that it is ready to receive on the connection that it sends by, behind what it sends already,
   and the other host waits for that. A link is then used at 50 to 70% of its rate. Here all-gathers
-  and all-to-alls between nodes take place in pieces: while one is on its way, so is the word that
+  and all-to-alls between nodes take place in pieces: while one is on its way, so is the signal that
   the next may come, and both directions are busy. So do permutations in which two devices send to
   each other; where no two do, large messages come nearest to the rate of the link.
 - Gloo connects a group of devices in the group's first collective, and that collective fails if the
@@ -114,7 +114,8 @@ def permute(
 ) -> Shaped[Array, ...]:
     """`lax.ppermute`, in pieces if two devices of different nodes may send to each other.
 
-    Where no two do, messages may be large: the word that one may come is never behind data.
+    Where no two do, messages may be large: a receiver's signal that it is ready never waits
+    behind data that it sends itself.
     """
     if not is_mutual(pairs) or not _is_in_pieces(axes):
         return lax.ppermute(x, axes, pairs)
@@ -200,7 +201,7 @@ def connect_groups(mesh: Mesh) -> None:
 
 
 def _groups(mesh: Mesh) -> Iterator[tuple[str, ...]]:
-    """The axes over which devices of the mesh form groups of several; an order is a group."""
+    """Yield the axes of each group that Gloo connects: axes in another order are another one."""
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
     for num in range(1, len(axes) + 1):
         yield from itertools.permutations(axes, num)

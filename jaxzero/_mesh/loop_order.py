@@ -71,7 +71,7 @@ def in_turn(program: Callable, *args: Any) -> Any:
 
 
 def last_tokens() -> list[Token]:
-    """The token of the last program with collectives in this trace; none if there is no such."""
+    """The token of the last program with collectives in this trace; `[]` if there is none."""
     state = jex.get_opaque_trace_state(convention="jaxzero")
     found = [token() for other, token in _last_tokens.get() if other == state]
     return [token for token in found if token is not None]
@@ -85,7 +85,7 @@ def remember(tokens: Sequence[Token]) -> None:
 
 
 def in_order(program: Any, tokens: list[Token]) -> Any:
-    """Make of a program that runs on each device one for `in_turn`.
+    """Rewrite a per-device program so that it takes and returns tokens, for `in_turn`.
 
     Args:
         program: a closed jaxpr.

@@ -164,7 +164,7 @@ def _own_choices(
 ) -> tuple[Int[Array, "n m"], Float[Array, "n m"]]:
     """This device's choices of all tokens, `num_local` for those of other devices, and weights.
 
-    There are no more for a token than experts here.
+    A token has at most `num_local` choices among them, so `m = min(k, num_local)`.
     """
     if num_local > choices_nk.shape[1]:
         is_here = (choices_nk >= 0) & (choices_nk < num_local)
@@ -182,7 +182,7 @@ def _grouped(
     weights_nk: Float[Array, "n k"],
     num_local: int,
 ) -> Shaped[Array, "n d"]:
-    """What the experts of this device make of tokens; the choice `num_local` adds 0."""
+    """Sum, for each token, the results of its experts on this device; `num_local` adds 0."""
     num, k = choices_nk.shape
     choices_m = choices_nk.reshape(-1)
     with jax.named_scope(ROWS_APART):
@@ -329,7 +329,7 @@ def _gathered(x: Shaped[Array, "t d"]) -> Shaped[Array, "n d"]:
 
 @jax.custom_vjp
 def _summed(x: Shaped[Array, "n d"]) -> Shaped[Array, "t d"]:
-    """The sum over the devices of the node, of which a device has the rows of its own tokens."""
+    """Reduce-scatter over the devices of the node: the sums for this device's own tokens."""
     return _sum_over_devices(x)
 
 

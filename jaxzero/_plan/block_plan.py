@@ -86,7 +86,7 @@ class LoopPlan:
         return bool(self.updates and self.num_last)
 
     def leads(self, layer: ShardedParam) -> range:
-        """How many iterations before its use a layer is needed on the device: first, last, between.
+        """How many iterations before its use a layer is on the device: from the least to the most.
 
         A layer is encoded `num_hops` iterations ahead if it is prefetched, and otherwise in the
         iteration that uses it.

@@ -56,10 +56,10 @@ def split_into_groups(
             shape and dtype.
         num_bytes: size of a value.
         bucket_bytes: most bytes of a group of several values; 0: each value by itself.
-        num_layers: of the body of a loop that all values belong to; 0: they belong to none. Of
+        num_layers: layers in the body of the loop that all values belong to; 0: no loop. Of
             one layer nothing is cut apart.
-        region: of a value; no group is joined with one of another region, such as behind a loop,
-            where one would wait for the other.
+        region: the region of a value, such as behind a loop. Groups of two regions are not
+            joined: one would wait for the other.
     """
     if not bucket_bytes:
         return [[value] for value in values]
@@ -98,9 +98,9 @@ def find_repetition(
     """Find the longest part of a sequence that consists of repetitions.
 
     Args:
-        signatures: of the values of the sequence.
-        sizes: of the values; None: 0.
-        least: of a repetition.
+        signatures: the signatures of the values of the sequence.
+        sizes: the sizes of the values; None: all are 0.
+        least: the least size of a repetition.
 
     Returns:
         `(start, period, times)`, with `times >= 2`; among parts of equal length the one with the
@@ -150,7 +150,7 @@ def _fill(
 ) -> list[list[T]]:
     """Join neighbours into groups of at most `limit` bytes; a larger value stays by itself.
 
-    With `worth`, groups of as many bytes are filled up to `_FULL` only.
+    With `worth`, a group that has this many bytes already is filled up to `_FULL` only.
     """
     groups: list[list[T]] = []
     filled = 0

@@ -48,7 +48,7 @@ def instructions_of(plan: BlockPlan, *, in_pipeline: bool = False) -> tuple[Inst
     """The instructions of a block, in order.
 
     Args:
-        plan: of the block.
+        plan: the plan of the block.
         in_pipeline: whether it is the body of a pipelined loop. What the loop adds for each
             iteration (`pipeline`) is not in the list.
     """

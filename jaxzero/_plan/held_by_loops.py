@@ -27,7 +27,7 @@ def is_better_inside(loop: Loop, held_bytes: int, at_once: int, limit: int | Non
 
     Args:
         loop: the loop, or a branch.
-        held_bytes: of all weights that it would hold in full otherwise, or of all sums; for a
+        held_bytes: bytes of all weights that it would hold in full otherwise, or of all sums; for a
             branch, of the weights of all branches.
         at_once: the most of these bytes that one operation of the body needs. If this is half of
             `held_bytes` or more, they are held: with one array in use and the next one in flight,

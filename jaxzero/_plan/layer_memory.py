@@ -62,7 +62,7 @@ class LayerMemory:
 
     Args:
         block: the body of a loop, or a program.
-        uses: of weights in it.
+        uses: the uses of weights in it.
         gradients: values that are reduced, which nothing else may wait for.
     """
 
@@ -192,8 +192,8 @@ def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) ->
     gradients that are reduced, and what is computed on shards or from weights alone.
 
     Args:
-        plan: of the body.
-        share: of its work.
+        plan: the plan of the body.
+        share: the share of its work.
         in_any_order: whether that much is done in whatever order XLA schedules the body: only the
             work counts that the product depends on, and its own. Otherwise it is done in the
             program's order.

@@ -50,8 +50,8 @@ def latest_issues(
     """Find when groups must be sent over each axis so that they arrive as early as they can.
 
     Args:
-        groups: of weights.
-        reduces: of gradients.
+        groups: the groups of weights.
+        reduces: the reductions of gradients.
         starts: the operations where groups are first used, or where loops begin, in order.
         work: for each operation, the multiplications up to its end.
         boundary: the last operation of forward, in which nothing is sent for backward.
@@ -114,7 +114,7 @@ def issued_early(
     """Send groups as early as wanted, as far as there is room; in backward not before it begins.
 
     Args:
-        groups: of weights.
+        groups: the groups of weights.
         issues: for each group and axis, the operation before which it is sent at the latest.
         wanted: from `latest_issues`.
         starts: the operations where groups are first used, or where loops begin, in order.
@@ -176,9 +176,9 @@ class Room:
 
     Args:
         block: the program.
-        memory: of it.
+        memory: what its layers hold while they run.
         live: the weights that are in use or on their way.
-        gradients: of the program.
+        gradients: the gradients of the program.
     """
 
     def __init__(self, block: Block, memory: LayerMemory, live: Live, gradients: BlockGradients):

@@ -88,9 +88,9 @@ class Pipeline:
     """The schedule of one loop.
 
     Attributes:
-        plan: of the loop.
+        plan: the plan of the loop.
         length: the number of its iterations.
-        instructions: of one tick, in order.
+        instructions: the instructions of one tick, in order.
         cuts: the ticks between which one loop runs; the first is 0, the last `length`.
         goes_on: whether another loop continues with the gathers that are in flight at the end.
         kept: the weights whose node slices the loop keeps and which are gathered ahead (hpZ).

@@ -25,7 +25,7 @@ class HeldWhole:
     """An array that a device holds whole for longer than one layer, and why.
 
     Attributes:
-        name: of the leaf; "" for a value that is made of weights.
+        name: the name of the leaf; "" for a value that is made of weights.
         shape, dtype: of the full array.
         why: which operation needs it, and where that is in the user's program.
     """
@@ -51,7 +51,7 @@ class MovedRows:
     """A table of which rows are sent in place of the table.
 
     Attributes:
-        name: of the leaf.
+        name: the name of the leaf.
         shape, dtype: of the full table.
         num: rows that a device reads in a micro-batch.
         rows: bytes that enter a device over each axis in a micro-batch, ids included.

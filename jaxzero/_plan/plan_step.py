@@ -78,7 +78,7 @@ class PlanStep:
         ahead: for a fetch in a loop, how many layers before it is sent a layer is copied.
         held: for a fetch in a loop, how many layers of the leaf are on the device at once.
         windowed: whether a copy is of one layer; otherwise of the full leaf, all layers at once.
-        hops: of the bucket of a gather or a reduction, in the order in which it is sent.
+        hops: the hops of a gathered or reduced bucket, in the order in which it is sent.
     """
 
     region: str
@@ -128,7 +128,7 @@ def steps_of(plan: BlockPlan, transfers: Sequence[HostTransfer]) -> Iterator[Pla
     """The steps of a program, in order.
 
     Args:
-        plan: of the program.
+        plan: the plan of the program.
         transfers: its copies from and to host memory.
     """
     copies = _Copies(transfers)
@@ -157,7 +157,7 @@ class _BlockSteps:
     """Makes the steps of a block, and of the loops in it.
 
     Attributes:
-        plan: of the block.
+        plan: the plan of the block.
         listed: its instructions.
         copies: the copies from and to host memory.
         path: the loops that the block is in.

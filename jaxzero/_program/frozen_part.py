@@ -107,7 +107,7 @@ def _run(
 
 
 def located(equation: Any, caller: Any) -> contextlib.AbstractContextManager:
-    """What is bound here has the user's line, that of `caller`, for error messages and plans."""
+    """Give what is bound in this context the user's line, that of `caller`, for messages."""
     scope = source_info_util.current_name_stack() + equation.source_info.name_stack
     return source_info_util.user_context(caller.source_info.traceback, name_stack=scope)
 
@@ -253,7 +253,7 @@ def known_part(
 
     Args:
         function: `function(active, frozen, batch)`, trees of arrays.
-        active: of this tree only shapes and dtypes are used.
+        active: the active parameters, of which only shapes and dtypes are used.
         frozen: the frozen parameters.
         batch: the other arguments.
 

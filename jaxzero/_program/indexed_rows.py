@@ -56,7 +56,7 @@ def row_read(operation: Operation, shape: Sequence[int], known: Known, num: int)
 
     Args:
         operation: its first input is the stack.
-        shape: of the stack.
+        shape: the shape of the stack.
         known: known integers of the body, in all iterations.
         num: the number of iterations.
     """

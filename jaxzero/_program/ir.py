@@ -113,7 +113,7 @@ class Operation:
             return bind(equation, inputs)
 
     def reading(self, others: Mapping[Any, Atom]) -> Operation:
-        """This operation with other inputs in place of some."""
+        """This operation, which reads `others[x]` wherever it has read a value `x` among them."""
         if others.keys().isdisjoint(self.inputs):
             return self
         return dataclasses.replace(self, inputs=tuple(others.get(x, x) for x in self.inputs))

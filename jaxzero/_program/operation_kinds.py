@@ -263,7 +263,7 @@ def _along(operation: Operation, name: str) -> LayerForm | None:
 
 
 def _product(operation: Operation) -> LayerForm | None:
-    """A matrix product with the layer as first batch dim, or of each layer with one matrix."""
+    """The form of a product whose first batch dim is the layer, or of all layers with a matrix."""
     (left, right), (left_batch, right_batch) = operation.equation.params["dimension_numbers"]
     left, left_batch = _less_one(left), _less_one(left_batch)
     if left_batch and left_batch[0] == -1 and right_batch[0] == 0:

@@ -100,7 +100,7 @@ def reshape(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def cut(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `slice` and `split`: whole rows, or some of what lies before them in their dim."""
+    """Rule of `slice` and `split`, which keep a range of indices in each dim."""
     params, shape = operation.equation.params, shape_of(operation.inputs[0])
     if operation.name == "split":
         starts = [0]

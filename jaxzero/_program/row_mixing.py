@@ -99,7 +99,8 @@ def find_mixings(
         outputs: the positions of the outputs.
 
     Returns:
-        For each of `outputs`, what it is made of that one device would compute of more rows.
+        For each of `outputs`, the mixings that it depends on: what one device would compute from
+        more rows.
     """
     sizes = [x.num_rows for x in inputs.values() if x.dim is not None]
     if not sizes or not all(sizes):
@@ -113,7 +114,7 @@ def find_mixings(
 
 
 def _of_output(state: State) -> frozenset[Mixing]:
-    """Those of an output; one with a value for each row must not be made of sums over rows."""
+    """The mixings of an output. One with a value for each row may not depend on sums over rows."""
     sums = state.sums if state.rows else ()
     return state.mixings.union(
         Mixing("statistic", x.operation, x.operation, x.is_mean) for x in sums
@@ -176,7 +177,7 @@ class _Walk:
         return [unknown(*given)] * len(operation.outputs)
 
     def inside(self, operation: Operation, read: Any) -> Any:
-        """The blocks inside an operation, which `read` makes once."""
+        """The blocks inside an operation, from `read(operation)`, which is called once for each."""
         if id(operation) not in self.blocks:
             self.blocks[id(operation)] = read(operation)
         return self.blocks[id(operation)]
@@ -232,7 +233,7 @@ def _has_blocks(operation: Operation) -> bool:
 
 
 def _layer(state: State, level: int) -> State:
-    """What the body of a loop sees of a stack, of which it scans dim 0."""
+    """The state of one layer of a stack, as the body of the loop that scans dim 0 reads it."""
     if state is CONSTANT:
         return state
     places = {dim: dim - 1 for dim in range(1, 64)}
@@ -243,7 +244,7 @@ def _layer(state: State, level: int) -> State:
 
 
 def _stacked(state: State, level: int) -> State:
-    """What the outputs of the iterations of a loop are as a stack."""
+    """The state of a stack of outputs, one of each iteration of a loop."""
     if state is CONSTANT:
         return state
     rows = {dim if dim < 0 else dim + 1: parts for dim, parts in state.rows}
@@ -254,7 +255,7 @@ def _stacked(state: State, level: int) -> State:
 
 
 def _added(state: State, loop: Loop, level: int, rows: Rows) -> State:
-    """What a loop carries on of an iteration on some of the rows: a sum over rows, in the end."""
+    """The state of a carry to which a loop over rows adds: in the end a sum over them."""
     if state.parts(level) is None:
         return state
     rest = tuple(x for x in state.rows if x[0] != level)

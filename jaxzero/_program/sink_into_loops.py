@@ -363,7 +363,7 @@ def _passes_reductions(operation: Operation) -> bool:
 
 
 def _with(block: Block, changes: Mapping[int, Sequence[Operation]]) -> Block:
-    """The block with other operations in place of some, by index."""
+    """The block in which `changes` replace operations, each given by its index."""
     operations = []
     for index, operation in enumerate(block.operations):
         operations += changes.get(index, [operation])
@@ -371,7 +371,7 @@ def _with(block: Block, changes: Mapping[int, Sequence[Operation]]) -> Block:
 
 
 def _substituted(block: Block, moved: Mapping[Atom, Value]) -> Block:
-    """The block with other values in place of some."""
+    """The block in which operations and outputs read other values, as `moved` says."""
     outputs = tuple(moved.get(x, x) for x in block.outputs)
     return Block(block.inputs, outputs, tuple(x.reading(moved) for x in block.operations))
 

@@ -315,7 +315,7 @@ def _branch(
 
     Args:
         cond: the `cond`.
-        number: of the branch.
+        number: the index of the branch.
         results: which of the results that are read it makes.
         is_sum: for all of these, whether they are sums over the branches.
         carry: for each of `results`, what there is before; and whether the branch runs.

@@ -71,7 +71,7 @@ class Tools:
         tables: by number, some of the tables that `find_tables` has found.
         ids_of_all: from mesh axes, the ids `[n, k]` of several lookups, and the numbers of their
             tables: the ids of all devices, each `[*sizes of the axes, n, k]`.
-        sizes: of the mesh axes.
+        sizes: the sizes of the mesh axes.
     """
 
     tables: Mapping[int, TableOperations]

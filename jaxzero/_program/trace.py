@@ -200,7 +200,7 @@ def rewritten(
 
     Args:
         operation: gives the line and the scopes.
-        function: of an array for each of `inputs`; returns an array or a list of arrays.
+        function: a function of an array for each of `inputs`; returns an array or a list of arrays.
         inputs: what the new operations read.
 
     Returns:

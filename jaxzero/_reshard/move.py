@@ -66,7 +66,7 @@ class Move:
     Attributes:
         leaf: how it is stored: true shape, padding, dtype, the codec of its messages.
         block: shape of a device's shard of the stored array.
-        shape: of what the collectives move: the padded array, or a window, its rows first.
+        shape: the shape of what is moved: the padded array, or a window, its rows first.
         route: the collectives.
         target_block: shape of what a device has in the end, without padding.
         dtype: the type that numbers are sent in, and arrive in.
@@ -172,7 +172,7 @@ class Move:
         return x.reshape([math.prod(sizes) for sizes in self._cut(grid)])
 
     def _cut(self, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """For each dim of a device's part, its factors and the rest."""
+        """Cut each dim of a device's part into the sizes of its factors and of what is left."""
         remaining = iter(grid)
         pairs = zip(self.route.factors, self.inner, strict=True)
         return [(*itertools.islice(remaining, len(factors)), rest) for factors, rest in pairs]
@@ -218,7 +218,7 @@ def _permute(x: Shaped[Array, "*f m"], step: MoveStep, mesh: Mesh) -> Shaped[Arr
 
 
 def pairs(step: MoveStep, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom in a permutation, by their index over its digits."""
+    """The `(sender, receiver)` pairs of a permutation, by index over its digits."""
     sizes = [mesh.shape[digit] for digit in step.digits]
     source_of = [step.after.index(factor) for factor in step.before]
     found = []

@@ -265,7 +265,7 @@ def least_elements(
     """Elements that must enter each device from others, and each node from other nodes.
 
     Args:
-        shape: of the array.
+        shape: the shape of the array.
         before: the part of the array that each device has; what is beyond `shape` is padding.
         after: the part that each device is to have.
         nodes: the node of each device.

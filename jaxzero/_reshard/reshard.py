@@ -247,9 +247,15 @@ def _check_spec(leaf: LeafSpec, spec: PartitionSpec, mesh: Mesh) -> None:
             "of these, or pass another `mesh`."
         )
     if len(set(axes_of(spec))) < len(axes_of(spec)):
-        raise ValueError(f"{where}, which names an axis twice. An axis can split one dim only.")
+        raise ValueError(
+            f"{where}, which names an axis twice. An axis can split one dim only: "
+            "leave it out of the others."
+        )
     if len(spec) > len(leaf.shape):
-        raise ValueError(f"{where}, which has {len(spec)} entries for {len(leaf.shape)} dims.")
+        raise ValueError(
+            f"{where}, which has {len(spec)} entries for {len(leaf.shape)} dims. "
+            "Give one entry for each dim at most."
+        )
     for dim, parts in uneven_dims(leaf.shape, spec, mesh):
         raise ValueError(
             f"{where}: its dim {dim} of size {leaf.shape[dim]} does not divide into {parts} "

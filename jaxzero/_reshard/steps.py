@@ -43,8 +43,8 @@ class MoveStep:
     Attributes:
         kind: what it does.
         digits: the digits that it runs over.
-        before: for each digit, the factor that it splits before.
-        after: likewise, after it.
+        before: for each digit, the factor that it splits before the step, as a `Place`.
+        after: the same after the step.
     """
 
     kind: Literal["slice", "exchange", "permute", "gather"]
@@ -158,7 +158,7 @@ def _waited_for(
     goal: dict[str, Place],
     is_between_nodes: Callable[[str], bool],
 ) -> list[str]:
-    """Digits between nodes that are to be gathered, and split factors that others ask for.
+    """Digits between nodes that are to be gathered, and split factors that other digits need.
 
     Passing shards on first would send them between nodes twice.
     """

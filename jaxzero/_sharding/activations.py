@@ -18,9 +18,9 @@ class Activations:
 
     Args:
         budget_bytes: the most bytes of activations that a device keeps from forward to backward, of
-            one micro-batch. 0: as few as possible; with any budget, what is computed sooner than it
-            is read is not kept. `None`: what the program keeps. What backward computes again for
-            one layer, and works with, comes on top.
+            one micro-batch. 0: as few as possible. `None`: what the program keeps. With any budget,
+            what is faster to compute again than to read from memory is not kept. What backward
+            computes again for one layer, and works with, comes on top.
         host: whether activations of layers in a loop may also wait in pinned host memory: as many
             as can be copied there while forward computes, so that as little as possible is
             computed again. They are copied back one layer ahead.
@@ -28,7 +28,7 @@ class Activations:
             decides. False: what they say to recompute is recomputed.
 
     Raises:
-        ValueError: it is negative or no integer.
+        ValueError: `budget_bytes` is negative or no integer.
 
     References:
         Checkmate (https://arxiv.org/abs/1910.02653).

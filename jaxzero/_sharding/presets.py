@@ -80,8 +80,8 @@ def pipeline(
     gradients of what is not a layer once in each step. For links on which ZeRO waits for weights.
 
     Args:
-        microbatches: as many as a device's rows are cut into, in each step. With `S` stages a part
-            `(S - 1) / (microbatches + S - 1)` of the time is idle.
+        microbatches: how many parts a device's rows are cut into in each step. With `S` stages
+            a part `(S - 1) / (microbatches + S - 1)` of the time is idle.
         layers: where the layers are; see `Stages`.
         weights: codecs of the weight gathers inside a stage, per axis.
         gradients: codecs of the gradient reductions inside a stage, per axis.

@@ -261,7 +261,7 @@ def _split_over_stages(
     mesh: AnyMesh,
     config: ZeroConfig,
 ) -> list[PartitionSpec]:
-    """The split of each leaf over stages, with the one over the user's axes, of which none may."""
+    """The split of each leaf over stages; `ValueError` if a leaf has one over the user's axes."""
     if any(axes_of(other) for other in others):
         raise ValueError(
             "`specs` cannot be had with `stages` of the config. Leave out one of them."

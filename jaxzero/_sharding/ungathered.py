@@ -59,8 +59,8 @@ class Ungathered:
     def split(self, path: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec | None:
         """The split of a leaf over `local`; None if it has none.
 
-        Other leaves, those of nodes with one device, and those whose shape has no such split, as
-        that of statistics in an optimizer's state may have none, are laid out as usual.
+        Leaves that no pattern matches have none. Nor has any leaf if a node has one device, or if
+        its shape cannot be split so, such as statistics in an optimizer's state.
         """
         num = mesh.shape[LOCAL]
         if num == 1 or not any(fnmatch.fnmatchcase(path, x) for x in self.patterns):

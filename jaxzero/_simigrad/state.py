@@ -209,7 +209,8 @@ def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHa
     if labels is not None:
         raise ValueError(
             "`halves` must be three trees like the gradients, with a scalar for each leaf, if "
-            "`groups` are measured."
+            f"`groups` are measured; got {[type(part).__name__ for part in parts]}. Take what "
+            "`zero.value_and_grad(..., halves=True)` returns, or leave out `groups`."
         )
     return GivenHalves(share, Products(*(_scalar(part) for part in parts)), {})
 

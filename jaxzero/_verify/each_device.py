@@ -47,7 +47,7 @@ class EachDevice:
         ]
 
     def _parts(self, arrays: Sequence[Any], seed: Any = None) -> list[Any]:
-        """Of each result an array `[1, microbatches, ...]`: those of this device."""
+        """This device's part of each result, as an array `[1, microbatches, ...]`."""
         function = functools.partial(self.problem.loss_and_grads, divide=False)
         parts = []
         for k in range(self.microbatches):

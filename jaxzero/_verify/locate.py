@@ -43,7 +43,7 @@ def first_difference(
     Args:
         problem: the call.
         mesh: the devices.
-        microbatches: of a device.
+        microbatches: the number of micro-batches of a device.
         wanted: places of the results that differ, in `problem.names`.
     """
     num_forward = 1 + len(problem.aux_how)

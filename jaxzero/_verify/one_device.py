@@ -29,8 +29,8 @@ class OneDevice:
     Args:
         problem: the call.
         device: where it runs.
-        platform: of the step that the results are compared with.
-        spread: for each array by how much a codec may change its elements; None: by nothing.
+        platform: the platform of the step that the results are compared with.
+        spread: for each array, how much a codec may change its elements; None: not at all.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class OneDevice:
         """How results differ from `results` where each operation is moved by its rounding error.
 
         Args:
-            results: of `run`.
+            results: the results of `run`.
             redraw: draw other random numbers.
             encoded: also move the arrays of `spread`.
         """
@@ -171,7 +171,7 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
 
     Args:
         problem: the call.
-        mesh: of the step.
+        mesh: the mesh of the step.
         reference: a device, the name of a platform such as "cpu", or None: a device of the mesh if
             it has the room, otherwise the host's CPU.
 

@@ -23,8 +23,8 @@ class Problem:
     """One call of a user's function.
 
     Attributes:
-        function: of a list of full arrays; returns `(loss, weight, aux)` with the weight None
-            unless the loss is a sum that is to be divided by it, and `aux` a list of arrays.
+        function: takes a list of full arrays; returns `(loss, weight, aux)`, with a list of arrays
+            as `aux`. The weight is None unless the loss is a sum that is to be divided by it.
         arrays: the full arrays of all arguments, on the host.
         specs: how each is split over `node` and `local`; a parameter is not.
         leaves: the layout of each that is a parameter; None of the others.

@@ -23,7 +23,7 @@ class Check:
         size: the norm of plain JAX's result.
         difference: the norm of the difference.
         bound: what it may be, from roundings, dtypes and codecs.
-        ratio: of difference and bound, the largest of those for the norm, the largest element and
+        ratio: difference over bound, the largest of those for the norm, the largest element and
             the part along the result; above 1 the result is wrong.
     """
 
@@ -48,7 +48,7 @@ class Variation:
         name: what was changed.
         result: the result that changed most, relative to its bound.
         change: the norm of its change, relative to the norm of the result.
-        ratio: of the change and the bound of roundings.
+        ratio: the change over the bound of roundings.
     """
 
     name: str

@@ -55,7 +55,7 @@ def moved(
     """Run `function(*args)` with the result of each operation moved by its rounding error.
 
     Args:
-        function: of trees of arrays, which returns a tree of arrays.
+        function: a function of trees of arrays, which returns a tree of arrays.
         args: its arguments, traced or not.
         seed: uint32 scalar, which chooses the sample.
         redraw: bool scalar; whether random bits are also replaced by others.

@@ -161,10 +161,10 @@ class RoundRuns:
     Attributes:
         run: of the method, and whether the parameters are also returned that each node has before
             it gets those of others (`OWN`); returns the results by kind, on the host.
-        codecs: of `method`, how each parameter's pseudo-gradient is sent.
+        codecs: how `method` sends each parameter's pseudo-gradient.
         leaves: the layout of each parameter on the devices of a node, in which it is sent.
         method: as configured.
-        mesh: of all nodes.
+        mesh: the mesh of all nodes.
     """
 
     run: Callable[[LocalSteps, bool], dict[str, list[Any]]]

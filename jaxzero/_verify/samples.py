@@ -45,7 +45,7 @@ class Samples:
 
 
 def measured(x: Any, y: Any) -> Any:
-    """Of `x - y` the norm, the largest element, and the scalar product with `y`.
+    """The norm and the largest element of `x - y`, and its scalar product with `y`.
 
     Where both are the same infinity, or both NaN, they do not differ.
     """
@@ -65,8 +65,8 @@ def checked(name: str, kind: str, got: Any, want: Any, bounds: Any, num_summands
     """Compare one result with that of plain JAX.
 
     Args:
-        name: of the result.
-        kind: of the result.
+        name: the name of the result.
+        kind: the kind of the result.
         got: the step's.
         want: plain JAX's.
         bounds: what it may be off by, in the measures of `measured`.

@@ -21,9 +21,9 @@ class Update:
     """The update of the parameters by one step's gradients.
 
     Attributes:
-        names: of the parameters.
+        names: the names of the parameters.
         got: the parameters that the step made.
-        function: of lists of gradients and parameters, in full; the new parameters by optax.
+        function: takes lists of gradients and parameters, in full; returns the new parameters.
         gradients: those of the step.
         params: the parameters before.
         grad_names: the names of the gradients, in their order.

@@ -26,10 +26,11 @@ class Runs:
     """The configured step, in the forms in which it is run.
 
     Attributes:
-        step: of the full arrays of the arguments, the number of micro-batches, and whether codecs
-            are used; returns the loss, `aux` and gradients, on the host, and what `extras` takes.
-        extras: of a run of the step: the update, or None without an optimizer; and, with `halves`,
-            the inner products of the gradients of the half-batches.
+        step: takes the full arrays of the arguments, the number of micro-batches, and whether
+            codecs are used; returns the loss, `aux` and gradients, on the host, and what `extras`
+            takes.
+        extras: from a run of the step, returns the update, or None without an optimizer; and, with
+            `halves`, the inner products of the gradients of the half-batches.
         mesh: the mesh.
         config: the configuration.
         comm: how the step communicates.

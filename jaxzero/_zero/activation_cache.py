@@ -118,7 +118,7 @@ class ActivationCache:
         return rest_part(run, active, frozen, arrays, [x[0] for x in activations])
 
     def _flat(self, args: Sequence[Any]) -> tuple[Callable[[Any, Any, Any], Any], list[Any]]:
-        """The function of active, frozen and the arrays among `args`; and these arrays."""
+        """The function, of `active`, `frozen` and a list of the arrays in `args`; and that list."""
         static, arrays = _split(args)
 
         def run(active: Any, frozen: Any, arrays: list[Any]) -> Any:
@@ -136,7 +136,7 @@ class _Static(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """An array of devices, on the host: the parts of this process's devices."""
+    """A copy, in host memory, of the parts of an array that this process's devices hold."""
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding

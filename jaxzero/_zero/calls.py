@@ -146,7 +146,7 @@ def _check_is_trained(argument: Argument, plain: Sequence[str]) -> None:
 
 
 def checked_row_statistics(row_statistics: str | None) -> str | None:
-    """`row_statistics`.
+    """Check the argument `row_statistics`, and return it.
 
     Raises:
         ValueError: it is neither None nor "device".

@@ -179,7 +179,8 @@ class Freezing:
         Args:
             f: `f(params, ...)`, as for `wrap`, without dropout in the frozen layers.
             frozen: the frozen parameters, from `split`.
-            max_bytes: of host memory, in this process; batches beyond it are computed each time.
+            max_bytes: the most bytes of host memory to use, in this process; batches beyond it are
+                computed each time.
             batch_argnums: as for `value_and_grad`, where positions count `frozen` as argument 0.
         """
         if self._zero.config.stages is not None:

@@ -67,14 +67,14 @@ def freeze_schedule(num_layers: int, alpha: float = 1 / 3) -> Callable[[int], in
 
 
 class Prefix(NamedTuple):
-    """The first layers of a model: what of each of its arrays they are."""
+    """The first layers of a model: which part of each of its arrays belongs to them."""
 
     num_layers: int  # of the model
     rows: tuple[Rows, ...]
 
 
 def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: Names) -> Prefix:
-    """What of each array is in the first `prefix` layers, or in front of them.
+    """Find which part of each array is in the first `prefix` layers, or before them.
 
     Args:
         leaves: the layouts of the arrays, with their paths.

@@ -36,7 +36,7 @@ def check_offloaded(offload: Offload, layout: TreeLayout, matched: set[str]) -> 
 
     Args:
         offload: has the patterns.
-        layout: of a parameter tree.
+        layout: the layout of a parameter tree.
         matched: the patterns that matched a leaf of an earlier tree; those of this one are added.
             So adapters (LoRA) may follow the weights that the patterns are for.
 

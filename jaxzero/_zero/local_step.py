@@ -101,7 +101,7 @@ def check_kept(name: str, tree: Any, wanted: Any, nodes: int | None) -> None:
     """Raise `ValueError` unless a field of a `LocalState` has the right arrays.
 
     Args:
-        name: of the field.
+        name: the name of the field.
         tree: its value.
         wanted: the same tree with an array or struct for each of its arrays.
         nodes: how many nodes have arrays of their own in it, on a leading dim; None: they have not.

@@ -61,7 +61,7 @@ def may_move(leaf: LeafSpec) -> bool:
 
 
 def by_layer_of(leaf: LeafSpec) -> LeafSpec:
-    """A stack that is split on another dim, split by layer."""
+    """The layout by layer of a stack that is stored split on another dim."""
     assert leaf.layout is not None
     layout = DimSharding(0, leaf.shape[0], leaf.layout.num_shards)
     return dataclasses.replace(leaf, layout=layout)
@@ -247,7 +247,7 @@ class MatrixUpdate:
             env.set(x, array, moved is not False)
 
     def _leaf_of(self, x: Value) -> LeafSpec | None:
-        """The stack that moves and that a value has the shape of, if it is made of that alone."""
+        """The moved stack that a value is made of alone, and has the shape of; None without one."""
         leaves = self._leaves_of(x)
         if len(leaves) != 1 or not leaves <= self._leaves:
             return None

@@ -74,7 +74,7 @@ def warn_of_mixed_rows(
     """Warn of each line where values of different rows meet other than in a linear sum.
 
     Args:
-        result: of the step, with the program of one micro-batch as it was traced.
+        result: the result of the step, with the program of one micro-batch as it was traced.
         num_stored: the number of its parameters, which come before `inputs`.
         inputs: this device's rows of the batch, and replicated values.
         specs: the `PartitionSpec` of each input.
@@ -144,7 +144,7 @@ def _is_split_twice(spec: Any) -> bool:
 
 
 def _of_weight(mixings: frozenset[Mixing]) -> frozenset[Mixing]:
-    """Those of a weight, which may be at least 1 on each device: `jnp.maximum(num, 1)`."""
+    """The mixings of a weight, which may be clipped on each device: `jnp.maximum(num, 1)`."""
     return frozenset(x for x in mixings if (x.kind, x.at.name) != ("function", "max"))
 
 
@@ -153,7 +153,7 @@ def _others(options: Options) -> str:
 
 
 def _by_line(found: Sequence[Mixing]) -> Iterator[tuple[Mixing, tuple[str, int], str | None]]:
-    """One of each kind for each line of the user, with the line and that of a library inside."""
+    """Yield a mixing of each kind and user's line, with that line and a library's inside it."""
     lines: dict[tuple[str, int], dict[str, tuple[Mixing, str | None]]] = {}
     for mixing in sorted(found, key=_rank):
         (file, line), inside = _place(mixing)
@@ -166,7 +166,7 @@ def _by_line(found: Sequence[Mixing]) -> Iterator[tuple[Mixing, tuple[str, int],
 
 
 def _rank(mixing: Mixing) -> tuple[Any, ...]:
-    """Sorts what says more to the front: of one kind means, of those the first in their lines."""
+    """A sort key: the most telling kinds come first; within a kind, means; then by line."""
     return _ORDER.index(mixing.kind), not mixing.is_mean, mixing.source.frames, mixing.at.name
 
 

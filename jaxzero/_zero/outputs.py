@@ -314,7 +314,7 @@ def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpe
             if how == "max" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 raise ValueError(
                     f"`gradient_reduce` asks for the maximum of the leaf `{leaf.path}`, and "
-                    f"{leaf.dtype} has no order."
+                    f'{leaf.dtype} has no order. Give "mean", "sum" or "first" for it.'
                 )
             yield start + i, leaf, how
 

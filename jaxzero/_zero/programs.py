@@ -158,9 +158,9 @@ def run_with_tangents(
     Args:
         function: a function of trees of arrays.
         args: its arguments.
-        rule_of: returns, for the traced function, the arrays that what is differentiated closes
-            over, and the rule. The program keeps the rule, which should hold no arrays. Tangents
-            that are known to be zero are `SymbolicZero`s.
+        rule_of: from the traced function, returns the arrays that the function to differentiate
+            closes over, and the rule for its tangents. The program keeps the rule, which should
+            hold no arrays. Tangents that are known to be zero are `SymbolicZero`s.
     """
 
     def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:

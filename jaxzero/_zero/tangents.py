@@ -115,7 +115,7 @@ class Derivative:
         return loss, values[1], gradients, list(filter(is_varied, others))
 
     def floats(self, reductions: Sequence[str]) -> list[str]:
-        """Those of `reductions` that are of other outputs which are floats."""
+        """The entries of `reductions` for the other outputs that are floats."""
         pairs = zip(reductions, self.traced.shapes[3], strict=True)
         return [how for how, x in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -157,10 +157,10 @@ def check_tangents(
     """Raise `NotImplementedError` for a program whose tangents are not computed.
 
     Args:
-        options: of the program.
+        options: the options of the program.
         combines: whether it reduces gradients otherwise than by their mean.
-        updates: of the program.
-        tangents: of its arguments.
+        updates: the updates of the program.
+        tangents: the tangents of its arguments.
     """
     reasons = {
         "with `halves=True`. Leave it out there": options.halves,

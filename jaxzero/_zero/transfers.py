@@ -149,7 +149,7 @@ def copy_slices(
     JAX is called once for all shards: for arrays of a few MB, calls take as long as their copies.
 
     Args:
-        shape: of the global array.
+        shape: the shape of the global array.
         sharding: its sharding.
         get: returns a slice of it; it is called once for each different slice.
     """

@@ -77,7 +77,7 @@ def make_cut(
         config: gives axes, stage and the persistence threshold.
         codec: stores large float leaves of the frozen part; a stack only if each of its layers is a
             message of its own, so that a loop can decode one layer at a time.
-        config_of_frozen: of the frozen part; by default `config`.
+        config_of_frozen: the config of the frozen part; by default `config`.
 
     Raises:
         ValueError: `codec` is not a codec, or the parameters are not split.

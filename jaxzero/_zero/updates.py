@@ -150,7 +150,7 @@ class ProgramUpdates:
     """The updates of the leaves that can be updated layer by layer.
 
     Args:
-        update: of all leaves, traced together with the program; None: nothing is updated.
+        update: the update of all leaves, traced with the program; None: nothing is updated.
         positions: for each leaf of `update`, the index of its gradient among those of the program.
 
     Raises:

@@ -51,7 +51,7 @@ _REMEDY = (
 def explaining_values(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> Iterator[None]:
-    """Say of such errors which arguments the value depends on, in which line, and the remedy.
+    """Add to such errors the arguments that the value depends on, the line and the remedy.
 
     Args:
         function: the user's function, which is called inside.
@@ -162,7 +162,7 @@ def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
     if not isinstance(output, (tuple, list)) or len(output) != 2:
         raise ValueError(
             "With `has_aux=True` the function must return `(loss, aux)`; got "
-            f"{type(output).__name__}."
+            f"{type(output).__name__}. Return both, or leave out `has_aux`."
         )
     return output[0], output[1]
 

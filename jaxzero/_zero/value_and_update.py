@@ -56,10 +56,10 @@ class ValueAndUpdate:
     """Value and update of one call, for the arguments of `transform`.
 
     Args:
-        transform: of the loss; its first argument has the parameters.
+        transform: the transform of the loss; its first argument has the parameters.
         tx: the optimizer.
         opt_state: its state.
-        layouts: of gradients, state and parameters.
+        layouts: the layouts of gradients, state and parameters.
         programs: those compiled before.
     """
 
@@ -83,7 +83,7 @@ class ValueAndUpdate:
         """The result of the step.
 
         Args:
-            arrays: of each argument of the loss.
+            arrays: the arrays of each argument of the loss.
             opt_state: the optimizer state.
         """
         value, *outputs = self._programs.run(self._traced, arrays, arrays_of(opt_state))
@@ -159,7 +159,7 @@ def _fit_at_once(update: TracedUpdate, updates: ProgramUpdates, are_done: Sequen
     layers needs there, which holds a layer that is fetched and one that is written.
 
     Args:
-        update: of all leaves.
+        update: the update of all leaves.
         updates: those that the program could run.
         are_done: which leaves it has updated.
     """

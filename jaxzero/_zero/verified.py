@@ -53,7 +53,7 @@ class VerifiedTrees(ShardedTrees):
 
         - *Roundings.* Plain JAX's program is run with the result of each operation moved by its
           rounding error, for a sum of n terms `sqrt(n) eps/2 sum |a_i b_i|` in any order, up or
-          down by chance, 8 times. The bound is the spread times Student's quantile for 1e-6.
+          down at random, 8 times. The bound is the spread times Student's quantile for 1e-6.
         - *Codecs.* The step is run without codecs, under the bound of roundings, and with them,
           where gradients may be off by `Codec.error_bound` at each hop, and weights are moved by
           it in the 8 runs. So an error of a codec is told from one of the step.
@@ -75,7 +75,7 @@ class VerifiedTrees(ShardedTrees):
         It costs 3 steps (one more with codecs), and 9 runs of plain JAX, with codecs or random
         numbers 8 more of each; every program is compiled once. One device holds all parameters,
         gradients and activations of all rows; where a result fails, numbers are random, or there
-        are codecs, each device holds them all for its own rows. If a device has not the room, plain
+        are codecs, each device holds them all for its own rows. If a device lacks the memory, plain
         JAX runs on the host's CPU. Call it on all processes: each computes the reference by itself.
 
         Args:
@@ -106,8 +106,8 @@ class VerifiedTrees(ShardedTrees):
             NotImplementedError: with `local_steps` there is another sharded tree than the
                 parameters; or, with these or `halves`, state that gradients overwrite.
             ValueError: `f` is a round; `local_steps` has several fragments, or sends nothing in
-                its first round; no device has the room, or `reference` is none; `float64` is set
-                and `f` does not run in float64; or as `value_and_grad`.
+                its first round; no device has the memory; `reference` is no device; `float64` is
+                set and `f` does not run in float64; or as `value_and_grad`.
         """
         more = bool(halves or shares)
         _check(f, tx, argnums, in_one_program, more)

@@ -37,7 +37,7 @@ class VerifiedCall:
         f: the loss.
         args: its arguments.
         kwargs: its keyword arguments.
-        transform: of the call.
+        transform: the transform of the call.
         arrays: the stored arrays of each argument.
         tx: the optimizer, or None.
     """

@@ -42,7 +42,7 @@ def make_cache(config: DecoderConfig, batch_size: int, num_columns: int) -> Cach
     """Make an empty cache, in `compute_dtype`.
 
     Args:
-        config: of the decoder.
+        config: the config of the decoder.
         batch_size: number of rows.
         num_columns: tokens of a row that the cache has room for, padding included.
 
@@ -77,7 +77,8 @@ def make_cache(config: DecoderConfig, batch_size: int, num_columns: int) -> Cach
 def _check_positions(config: DecoderConfig, num_columns: int) -> None:
     if config.rope is None and num_columns > config.max_length:
         raise ValueError(
-            f"`num_columns` is {num_columns}, the model has positions for {config.max_length}. "
+            f"`num_columns` is {num_columns}, but the model has positions for `max_length`, "
+            f"{config.max_length}. "
             "Make a smaller cache."
         )
     for rope in (config.rope, config.sliding_rope):

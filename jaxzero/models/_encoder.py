@@ -97,7 +97,7 @@ class EncoderConfig(EncoderBase):
 
 
 def _positions_after_padding(keys: JsonKeys, fields: Fields) -> dict[str, Any]:
-    """RoBERTa's first positions, up to that of its padding token, are those of no token."""
+    """Leave out RoBERTa's first positions, up to its padding token's: no token has them."""
     keys.require("pad_token_id")
     padding_id = keys["pad_token_id"]
     max_length = fields["max_length"] - padding_id - 1

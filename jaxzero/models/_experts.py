@@ -113,8 +113,8 @@ class Routers:
     """The balance of the router of each layer, written while the layers are traced.
 
     Attributes:
-        balance: of all layers so far; 0 for those without experts.
-        index: of the layer that is traced.
+        balance: the balance of all layers so far; 0 for those without experts.
+        index: the index of the layer that is traced.
         mask: False for padding.
     """
 

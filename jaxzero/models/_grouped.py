@@ -46,9 +46,9 @@ def apply_by_group(
     arithmetic for experts that a row did not choose.
 
     Args:
-        function: of the parameters of one expert and rows `[r, d]`, each of which it computes by
-            itself; returns `[r, o]`. It is differentiated with respect to both, and must not close
-            over traced arrays.
+        function: takes the parameters of one expert and rows `[r, d]`, each of which it computes
+            by itself; returns `[r, o]`. It is differentiated with respect to both, and must not
+            close over traced arrays.
         params: a tree of arrays `[g, ...]`.
         rows: `[m, d]`, sorted by group.
         group_sizes: `[g]`, the number of rows of each group, int32.
@@ -185,6 +185,6 @@ def _written(
     start: Array,
     is_own: Bool[Array, "r ..."],
 ) -> Shaped[Array, "m ..."]:
-    """`x` with rows of a block, those that are its own."""
+    """`x` with those rows of a block written into it that belong to the block's expert."""
     new = jnp.where(is_own, new, _cut(x, start, len(new)))
     return lax.dynamic_update_slice_in_dim(x, new, start, 0)

@@ -73,7 +73,7 @@ class ClampedGate:
 
     Args:
         limit: gates are at most this; the other projection is between its negative and this.
-        slope: of the sigmoid.
+        slope: the slope of the sigmoid.
     """
 
     limit: float = 7.0
@@ -139,7 +139,7 @@ class LatentConfig:
         key_value_rank: size of the vector that keys and values come from.
         plain_size: numbers of a query and of a key that are not rotated.
         value_size: numbers of a value of one head.
-        norm_epsilon: of the norms of the short vectors.
+        norm_epsilon: the epsilon of the norms of the short vectors.
     """
 
     query_rank: int | None = None

@@ -39,7 +39,7 @@ def split_key(key: Key[Array, ""] | None, num: int) -> list[Key[Array, ""] | Non
 def as_indices(
     ids: Int[Array, "b t"], mask: Bool[Array, "b t"] | None, vocabulary_size: int
 ) -> Int[Array, "b t"]:
-    """Replace negative ids, so that tokens with one get vectors of NaN, and padding ordinary ones.
+    """Replace negative ids: tokens with one get a vector of NaN, padding gets an ordinary one.
 
     A token's id becomes `vocabulary_size`, an index behind the table; that of padding becomes 0.
 
@@ -75,7 +75,7 @@ class ScaledLayerNorm(nnx.Module):
     """LayerNorm without a bias, of the last dimension of vectors or of heads.
 
     Args:
-        shape: of the scale: `(size,)`, or `(heads, size)` if each head has a scale of its own.
+        shape: the scale's shape: `(size,)`, or `(heads, size)` if each head has its own scale.
         epsilon: added under the square root.
     """
 

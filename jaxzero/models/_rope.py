@@ -47,7 +47,7 @@ class Scaling(abc.ABC):
 
         Args:
             rotary_size: numbers of a head that are rotated, twice the number of pairs.
-            base: of the frequencies without scaling.
+            base: the base of the frequencies without scaling.
             num_tokens: the largest position of the batch plus 1.
         """
 

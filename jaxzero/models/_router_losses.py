@@ -87,8 +87,8 @@ def next_correction(
     exclude it from weight decay.
 
     Args:
-        correction: of the step.
-        loads: of the step, from `router_balance`.
+        correction: the router's correction in this step.
+        loads: the loads in this step, from `router_balance`.
         rate: by how much it changes.
     """
     difference = loads.mean(axis=-1, keepdims=True) - loads
