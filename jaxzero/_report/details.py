@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from .._activations import kept_bytes
 from .._collectives import readable_bytes
-from .._mesh import AXES
 from .._plan import ACTIONS, Plan
 from .data import ReportData, Row, Traffic
 from .text_table import TextTable, merge_layers, ranges, summarized
@@ -180,13 +179,13 @@ def _parts(report: ReportData) -> TextTable:
     traffic = _sent(report)
     rows = []
     for group in traffic.groups:
-        amounts = [traffic.of_group(group, axis) for axis in AXES]
+        amounts = [traffic.of_group(group, axis) for axis in traffic.axes]
         sizes = (readable_bytes(amount.device_bytes) for amount in amounts)
         rows.append(((group,), (*sizes, str(sum(amount.collectives for amount in amounts)))))
     merged = merge_layers(rows)
     return TextTable(
         title="Bytes that one device receives in one step, for each part of the model.",
-        headings=("part", *(f"over {axis}" for axis in AXES), "times", "num"),
+        headings=("part", *(f"over {axis}" for axis in traffic.axes), "times", "num"),
         rows=[(*row.names, *row.cells, str(len(row.members))) for row in merged],
     )
 

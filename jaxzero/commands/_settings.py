@@ -77,8 +77,8 @@ class Plan:
     host_memory: float = 0.0
     """Gigabytes of host memory for each device; 0: nothing is offloaded."""
 
-    rows: int = 2
-    """Sequences of a step on each device (`model` only)."""
+    rows: float = 2
+    """Sequences of a step for each device (`model` only); with 0.125, 8 devices share one."""
 
     tokens: int = 2048
     """Tokens of a sequence (`model` only)."""
@@ -122,6 +122,17 @@ class Plan:
             )
         if self.function is not None:
             _check_name(self.function)
+        if self.rows * self.nodes * self.local != self.num_rows:
+            raise ValueError(
+                f"`rows` for each of {self.nodes * self.local} devices must be a whole number for "
+                f"all of them; got {self.rows!r}. Give {max(1, self.num_rows)} / "
+                f"{self.nodes * self.local}."
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences of a step, of all devices."""
+        return round(self.rows * self.nodes * self.local)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
