@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
+from jaxzero._hlo.collectives import collectives
 
 WIDTH, TOKENS, LAYERS, WORDS = 256, 16, 2, 40
 
@@ -199,6 +200,26 @@ def test_a_device_computes_and_holds_its_part_of_the_tokens():
     text = split.as_text() or ""
     assert f"f64[1,{TOKENS // 4},{3 * WIDTH}]" in text
     assert f"f64[1,{TOKENS},{3 * WIDTH}]" not in text
+
+
+def test_the_report_counts_what_the_program_sends():
+    """Weights and gradients; what attention exchanges is sent by all-to-all, and not counted."""
+    zero = make_zero(2)
+    params, batch = zero.init(init, jax.random.key(0)), make_batch()
+    traffic = zero.report(params, plan=zero.plan(mean, params, batch)).traffic
+    text = jax.jit(zero.value_and_grad(mean)).lower(params, batch).compile().as_text()
+    assert traffic is not None
+    sent = collectives(text)
+    over_tokens = [x for x in sent if set(x.groups[0]) == {0, 1}]
+    for op, purpose in (("all-gather", "weights"), ("all-reduce", "gradients")):
+        counted = sum(x.entering_bytes * x.trips for x in over_tokens if x.op == op)
+        found = traffic.amount(lambda x, y=purpose: x.axis == "tokens" and x.purpose == y)
+        assert 0 <= counted - found.device_bytes <= 8  # the loss
+    # All devices of a node receive parts of their own.
+    assert sum(4 * x.node_bytes(4) * x.trips for x in sent) == traffic.node_bytes
+    of_groups = sum(traffic.of_group(x, "tokens").device_bytes for x in traffic.groups)
+    assert of_groups == traffic.amount(lambda x: x.axis == "tokens").device_bytes
+    assert {x["axis"] for x in traffic.as_dict()["groups"]} == {"node", "local", "tokens"}
 
 
 @pytest.mark.standard_promotion  # optax
