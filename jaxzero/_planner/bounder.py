@@ -177,4 +177,4 @@ class Bounder:
     def _mesh(self, cluster: Cluster, **axes: int) -> Mesh | SimulatedMesh:
         if self.is_absent:
             return absent_mesh(cluster, **axes)
-        return make_mesh(cluster.nodes, simulate=cluster.num_devices, **axes)
+        return make_mesh(cluster.nodes, simulate=cluster.num_devices, stages=axes.get("stages"))

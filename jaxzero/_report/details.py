@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .._activations import kept_bytes
 from .._collectives import readable_bytes
+from .._mesh import TOKENS
 from .._plan import ACTIONS, Plan
 from .data import ReportData, Row, Traffic
 from .text_table import TextTable, merge_layers, ranges, summarized
@@ -164,6 +165,8 @@ def _traffic(report: ReportData) -> TextTable:
     footer = [f"{readable_bytes(traffic.node_bytes)} enter a node in one step."]
     if has_microbatches:
         footer.append("micro-batch: the part that is sent for every micro-batch anew.")
+    if TOKENS in traffic.axes:
+        footer.append(f"{TOKENS}: weights and gradients; keys and values are not counted.")
     if traffic.slice_bytes:
         footer.append(f"A device keeps {readable_bytes(traffic.slice_bytes)} of slices (hpZ).")
     table = TextTable(

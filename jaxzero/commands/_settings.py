@@ -44,12 +44,14 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Choose config, pipeline stages, micro-batches, a budget of activations and offload for a
-    cluster that is not here.
+    """Choose config, mesh, micro-batches, a budget of activations and offload for a cluster that
+    is not here.
 
-    Nothing is run. With the extra `aot` programs are compiled for the cluster's GPUs, and their
-    memory and time read off; without it plans are ranked by lower bounds alone. Needs no extra
-    with `function`, and torch with `model`.
+    The mesh may have pipeline stages, and devices that share the tokens of each row, if the loss
+    splits them (`jz.split_tokens`), as that of a decoder does. Nothing is run. With the extra `aot`
+    programs are compiled for the cluster's GPUs, and their memory and time read off; without it
+    plans are ranked by lower bounds alone, and rows are not shared. Needs no extra with `function`,
+    and torch with `model`.
     """
 
     model: Annotated[Path | None, arg(metavar="DIR")] = None
