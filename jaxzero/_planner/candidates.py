@@ -189,7 +189,7 @@ def enumerate_candidates(
     for num, shared in (tokens or {}).items():
         for candidate in enumerate_candidates(cluster, losses, shared, quantized):
             config = candidate.config
-            if config.stage == 3 and not config.needs_wire_state and not candidate.offload:
+            if config.stage == 3 and not config.needs_wire_state:
                 yield dataclasses.replace(candidate, tokens=num)
 
 

@@ -130,7 +130,7 @@ def test_what_is_enumerated():
     shared = [x for x in plans if x.tokens > 1]
     assert {(x.tokens, x.microbatches) for x in shared} == {(2, 2), (4, 4)}
     assert {x.preset for x in shared} == {"zero3", "hsdp", "zeropp"}
-    assert {x.offload for x in shared} == {""}
+    assert {x.offload for x in shared} == {"", "optimizer", "all"}
     assert "zero3, prefetch 1, 2 micro-batches, tokens over 2" in {x.name for x in shared}
     assert len({x.program for x in plans}) > len({x.program for x in shared})
     assert [*enumerate_candidates(cluster, ("",), (), False, layers="layers", tokens={4: [1]})]
