@@ -25,6 +25,7 @@ from .ledger import HostTransfer as HostTransfer
 from .ledger import Ledger as Ledger
 from .ledger import Transfer as Transfer
 from .ledger import labelled as labelled
+from .ledger import note as note
 from .ledger import picked as picked
 from .ledger import readable_bytes as readable_bytes
 from .ledger import recording as recording

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._mesh import LOCAL
+from .._mesh import LOCAL, TOKENS
 
 Axes = str | tuple[str, ...]
 _AnyTransfer = TypeVar("_AnyTransfer", "Transfer", "HostTransfer")
@@ -151,7 +151,7 @@ class Ledger:
             return
         sent = 2 * num_bytes if collective == "all-reduce" else num_bytes
         num = math.prod(self.sizes[name] for name in axes)
-        nodes = math.prod(self.sizes[name] for name in axes if name != LOCAL)
+        nodes = math.prod(self.sizes[name] for name in axes if name not in (LOCAL, TOKENS))
         is_permute = collective == "permute"
         purpose, names = _label.get()
         parts: tuple[tuple[str, int], ...] = ()

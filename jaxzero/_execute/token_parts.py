@@ -26,11 +26,14 @@ from .._collectives import (
     ReduceSpec,
     arrays,
     gather_hop,
+    note,
+    picked,
     reduce_next_axis,
     start_gather,
     start_reduction,
 )
 from .._mesh import (
+    TOKENS,
     num_token_parts,
     on_token_parts,
     split_weight_gradient,
@@ -100,7 +103,11 @@ def decoded_parts(
         return [unpad(x, layout) for x, layout in zip(made, layouts, strict=True)]
 
     data = [x.data for x in buckets]
-    return [whole_weight(x) for x in on_token_parts(run, (_IN_FLIGHT,), [*dims])(data)]
+    fulls = [whole_weight(x) for x in on_token_parts(run, (_IN_FLIGHT,), [*dims])(data)]
+    _note(
+        "all-gather", [x if dim is not None else None for x, dim in zip(fulls, dims, strict=True)]
+    )
+    return fulls
 
 
 def start_reduction_of_parts(
@@ -111,6 +118,7 @@ def start_reduction_of_parts(
         return start_reduction(fulls, specs, comm)
     pairs = zip(fulls, specs, strict=True)
     fulls = [split_weight_gradient(x, spec.layout.dim) for x, spec in pairs]
+    _note("all-reduce", fulls)
     local_specs = _of_parts(specs)
 
     def run(fulls: list[Array]) -> ReduceBucket:
@@ -146,6 +154,14 @@ def joined_gradient(x: Any, spec: ReduceSpec) -> Any:
         return x
     dim = weight_dim_of_tokens(spec.shape, spec.layout.dim, num_token_parts())
     return on_token_parts(lambda x: jax.tree.map(lambda x: x[0], x), (_IN_FLIGHT,), dim)(x)
+
+
+def _note(collective: str, fulls: Sequence[Array | None]) -> None:
+    """Record the collective that the compiler adds for each of these arrays of a bucket."""
+    for i, x in enumerate(fulls):
+        if x is not None:
+            with picked([i]):
+                note(collective, TOKENS, x)
 
 
 def _of_parts(specs: Sequence[ReduceSpec]) -> list[ReduceSpec]:

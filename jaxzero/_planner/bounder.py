@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 from .._activations import Point
 from .._hlo import Rates
-from .._mesh import SimulatedMesh, make_mesh
+from .._mesh import TOKENS, SimulatedMesh, make_mesh
 from .._plan import Plan
+from .._program import asks_to_split_over
 from .bounds import Bounds, Work
 from .candidates import Candidate, with_budgets
 from .cluster import Cluster
@@ -21,6 +22,10 @@ from .rounds import RoundBounds, RoundCost, check_rounds, round_cost
 from .target import absent_mesh
 
 FAILURES = (NotImplementedError, ValueError)  # of a candidate that cannot be traced
+
+
+class UnsplitTokens(NotImplementedError):
+    """A form of the loss that splits no tokens, so that devices cannot share its rows."""
 
 
 def left_out(untraced: Sequence[tuple[str, str]]) -> list[str]:
@@ -45,7 +50,8 @@ def _traced_alike(candidate: Candidate) -> Any:
     """Equal for candidates whose layers keep the same for backward."""
     stage = candidate.config.stage
     is_of_node = candidate.local_steps is not None
-    return candidate.loss, candidate.microbatches, candidate.stages, stage, is_of_node
+    split = candidate.stages, candidate.tokens
+    return candidate.loss, candidate.microbatches, split, stage, is_of_node
 
 
 def _runs(candidate: Candidate) -> float:
@@ -79,8 +85,8 @@ class Bounder:
         Raises:
             NotImplementedError, ValueError: it cannot be traced.
         """
-        if candidate.stages > 1:
-            return self._of_stages(candidate)
+        if candidate.axes:
+            return self._with_axes(candidate)
         if candidate.local_steps is None:
             return self._of_step(candidate)[0]
         self._check_rounds(candidate)
@@ -110,15 +116,19 @@ class Bounder:
             else:
                 yield budgeted, dataclasses.replace(bounds, activations=of_step)
 
-    def _of_stages(self, candidate: Candidate) -> Bounds:
-        """The bounds of a candidate with stages; a form of the loss is refused once for all."""
-        key = "stages", candidate.loss
+    def _with_axes(self, candidate: Candidate) -> Bounds:
+        """The bounds of a candidate with stages, or with tokens split over devices.
+
+        A form of the loss that goes with neither is refused once for all.
+        """
+        key = (*candidate.axes, candidate.loss)
         if (error := self._refused.get(key)) is not None:
             raise error
         try:
             return self._of_step(candidate)[0]
         except NotImplementedError as error:
-            self._refused[key] = error
+            if candidate.stages > 1 or isinstance(error, UnsplitTokens):
+                self._refused[key] = error
             raise
 
     def _of_step(self, candidate: Candidate) -> tuple[Bounds, int]:
@@ -129,8 +139,14 @@ class Bounder:
     def work(self, candidate: Candidate) -> tuple[Work, int]:
         """The work of a candidate's program, and the bytes of its gradients."""
         job, cluster = placed(self.job, self.cluster, candidate)
-        shapes = Shapes.of(job, candidate, self._mesh(cluster, candidate.stages))
+        shapes = Shapes.of(job, candidate, self._mesh(cluster, **candidate.axes))
         report, plan = shapes.report(job, candidate)
+        if candidate.tokens > 1 and not asks_to_split_over(plan.top.block, TOKENS):
+            raise UnsplitTokens(
+                f"Plans with the mesh axis `{TOKENS}` need a loss that splits its tokens over it, "
+                "by `jz.split_tokens` in each layer. Without it give a `batch` and `microbatches` "
+                f"that divide into whole rows of {cluster.num_devices} devices."
+            )
         if (key := _traced_alike(candidate)) not in self._frontiers:
             self._plans.setdefault(key, plan)
         # A stage computes in each tick, also where it has no micro-batch.
@@ -158,8 +174,7 @@ class Bounder:
         if error is not None:
             raise error
 
-    def _mesh(self, cluster: Cluster, stages: int = 1) -> Mesh | SimulatedMesh:
+    def _mesh(self, cluster: Cluster, **axes: int) -> Mesh | SimulatedMesh:
         if self.is_absent:
-            return absent_mesh(cluster, stages)
-        num = stages if stages > 1 else None
-        return make_mesh(cluster.nodes, simulate=cluster.num_devices, stages=num)
+            return absent_mesh(cluster, **axes)
+        return make_mesh(cluster.nodes, simulate=cluster.num_devices, stages=axes.get("stages"))

@@ -1,13 +1,14 @@
 """The plans that are compared.
 
-Presets, stages, micro-batches, offload, forms of the loss, and budgets of activations.
+Presets, stages, tokens split over devices, micro-batches, offload, forms of the loss, and budgets
+of activations.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from .._activations import Point
 from .._local_steps import LocalSteps
@@ -56,6 +57,7 @@ class Candidate:
         local_steps: how nodes that train by themselves exchange parameters; `config` is then that
             of each node. None: all nodes take each step together.
         stages: pipeline stages, for `make_mesh`; 1: none.
+        tokens: devices that share the tokens of each row, for `make_mesh`; 1: rows are not split.
     """
 
     preset: str
@@ -65,11 +67,18 @@ class Candidate:
     offload: str
     local_steps: LocalSteps | None = None
     stages: int = 1
+    tokens: int = 1
 
     @property
-    def family(self) -> tuple[str, str, LocalSteps | None, int | None]:
+    def family(self) -> tuple[str, str, LocalSteps | None, int | None, int]:
         """What it shares with the plans that only save memory, compared with it."""
-        return self.preset, self.loss, self.local_steps, self.activation_budget
+        return self.preset, self.loss, self.local_steps, self.activation_budget, self.tokens
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the axes beside `node` and `local`, for `make_mesh`; those of 1 are left out."""
+        sizes = {"stages": self.stages, "tokens": self.tokens}
+        return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def activation_budget(self) -> int | None:
@@ -110,6 +119,8 @@ class Candidate:
             words.append(f"prefetch {self.config.schedule.prefetch}")
         if self.microbatches > 1:
             words.append(f"{self.microbatches} micro-batches")
+        if self.tokens > 1:
+            words.append(f"tokens over {self.tokens}")
         if self.offload:
             words.append(f"{self.offload} in host memory")
         if (budget := self.activation_budget) is not None:
@@ -144,6 +155,7 @@ def enumerate_candidates(
     quantized: bool,
     local_steps: Sequence[LocalSteps] = (),
     layers: Layers | None = None,
+    tokens: Mapping[int, Sequence[int]] | None = None,
 ) -> Iterator[Candidate]:
     """All plans for a cluster.
 
@@ -156,6 +168,7 @@ def enumerate_candidates(
         local_steps: ways of local steps to compare too; with each of them all plans for one node,
             without offload.
         layers: the path of the stacks that pipeline stages may divide; None: no stages.
+        tokens: for each number of devices that may share a row, the numbers of micro-batches.
     """
     presets = [name for name in _PRESETS if quantized or name not in _QUANTIZED]
     if cluster.nodes == 1:
@@ -173,6 +186,37 @@ def enumerate_candidates(
                 yield dataclasses.replace(candidate, local_steps=method)
     if layers is not None:
         yield from _with_stages(cluster, losses, microbatches, quantized, layers)
+    for num, shared in (tokens or {}).items():
+        for candidate in enumerate_candidates(cluster, losses, shared, quantized):
+            config = candidate.config
+            if config.stage == 3 and not config.needs_wire_state:
+                yield dataclasses.replace(candidate, tokens=num)
+
+
+def microbatches_by_tokens(
+    num_rows: int, cluster: Cluster, microbatches: Sequence[int]
+) -> dict[int, list[int]]:
+    """For each number of devices that may share a row, the numbers of micro-batches to try.
+
+    With `t` devices to a row, rows are divided among a `t`-th of the devices, which hold as many
+    activations as before, and exchange keys and values too. So each number of micro-batches is
+    tried with the least `t` of which each group of devices has as many rows, or a multiple.
+
+    Args:
+        num_rows: of the batch of all devices.
+        cluster: the devices; those that share a row are of one node.
+        microbatches: all numbers of them to try.
+
+    Returns:
+        By number of devices, 1 included; those without a number of micro-batches are left out.
+    """
+    found: dict[int, list[int]] = {}
+    for k in microbatches:
+        for num in (n for n in range(1, cluster.local + 1) if cluster.local % n == 0):
+            if num_rows * num % (cluster.num_devices * k) == 0:
+                found.setdefault(num, []).append(k)
+                break
+    return found
 
 
 def _with_stages(
@@ -188,7 +232,7 @@ def _with_stages(
     has as many rows as one of `k` without stages. With no `k` but 1 there are none: then a loss may
     be no mean over its rows.
     """
-    if max(microbatches) == 1:
+    if max(microbatches, default=1) == 1:
         return
     for num in (n for n in range(2, cluster.nodes + 1) if cluster.nodes % n == 0):
         nodes = dataclasses.replace(cluster, nodes=cluster.nodes // num, device=cluster.kind)

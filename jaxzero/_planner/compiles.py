@@ -110,12 +110,13 @@ class Compiler:
     def _step(self, candidate: Candidate) -> Any:
         """The step that a candidate's nodes run, and its arguments."""
         job, cluster = placed(self._job, self._cluster, candidate)
-        shapes = Shapes.of(job, candidate, absent_mesh(cluster, candidate.stages))
+        shapes = Shapes.of(job, candidate, absent_mesh(cluster, **candidate.axes))
         params = on_abstract_mesh(shapes.params) if candidate.has_host_arrays else shapes.params
         return jax.jit(shapes.step), (params, job.batch), shapes.arguments
 
     def _mesh(self, candidate: Candidate) -> Mesh:
-        return absent_mesh(placed(self._job, self._cluster, candidate)[1], candidate.stages)
+        cluster = placed(self._job, self._cluster, candidate)[1]
+        return absent_mesh(cluster, **candidate.axes)
 
     def _lowered(self, candidate: Candidate) -> Any:
         if candidate not in self._known:

@@ -57,6 +57,7 @@ _COMPUTE = {
     "loss": (0.0, 0.3),
     "one node": (0.0, 0.1),
     "stages": (0.0, 0.15),
+    "tokens": (0.05, 0.15),  # keys and values that are exchanged are in no bound
     "preset": (0.0, 0.03),
     "doublings": (0.04, 0.02),  # of micro-batches
     "doublings of": (0.0, 0.02),
@@ -109,6 +110,7 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
         ("loss", plan.loss): 1.0,
         ("one node",): of_one_node,
         ("stages",): plan.stages > 1,
+        ("tokens",): plan.tokens > 1,
         ("preset", plan.preset): 1.0,
         ("doublings",): doublings,
         ("doublings of", plan.preset): doublings,

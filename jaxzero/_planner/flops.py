@@ -12,8 +12,8 @@ import jax
 def matrix_flops(function: Callable, *args: Any, **kwargs: Any) -> float:
     """Operations of the matrix products of `function(*args, **kwargs)`, over all devices.
 
-    A product of two numbers and its sum are two. The body of a `shard_map`, over all axes of its
-    mesh, is what one device does.
+    A product of two numbers and its sum are two. The body of a `shard_map` is what each device does
+    along the axes that it is over, and what all devices along the others do together.
     A `while` loop, whose length is not known, counts once; of a `cond`, its largest branch.
     """
     return _flops(jax.make_jaxpr(function)(*args, **kwargs).jaxpr)
@@ -44,7 +44,8 @@ def _of_equation(equation: Any) -> float:
     if name == "scan":
         times = params["length"]
     elif name == "shard_map":
-        times = params["mesh"].size
+        mesh = params["mesh"]
+        times = math.prod(mesh.shape[axis] for axis in params["newly_manual_axes"])
     return times * sum(map(sum, inner), 0.0)
 
 

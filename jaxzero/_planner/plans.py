@@ -165,13 +165,20 @@ class Plans:
         return stages if stages > 1 else None
 
     @property
+    def tokens(self) -> int | None:
+        """How many devices share a row, for `make_mesh(nodes, tokens=)`; None: one has it all."""
+        tokens = self.best.candidate.tokens
+        return tokens if tokens > 1 else None
+
+    @property
     def code(self) -> str:
         """The best plan's mesh, config and micro-batches as Python, where `jz` is `jaxzero`.
 
         With local steps they are for the steps of each node, and `local_steps` says the rest.
         """
-        best, stages = self.best.candidate, self.stages
-        mesh = f"nodes={self.cluster.nodes}{f', stages={stages}' if stages else ''}"
+        best = self.best.candidate
+        sizes = {"nodes": self.cluster.nodes, **best.axes}
+        mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
         several = f", microbatches={best.microbatches}" if best.microbatches > 1 else ""
         return (
             f"zero = jz.Zero(jz.make_mesh({mesh}), {best.code})\n"

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from .._text import escaped
-from .bounder import Bounder, left_out
+from .bounder import Bounder, UnsplitTokens, left_out
 from .bounds import Bounds
 from .candidates import Candidate, tells_more
 from .cluster import Cluster
@@ -107,7 +107,8 @@ class Search:
                 self.add(*each)
         if untraced and not self.rows:
             raise untraced[0][1]
-        self.notes += left_out([(name, _first_line(error)) for name, error in untraced])
+        refused = [x for x in untraced if not isinstance(x[1], UnsplitTokens)]
+        self.notes += left_out([(name, _first_line(error)) for name, error in refused])
 
     def add(self, candidate: Candidate, bounds: Bounds | RoundBounds) -> None:
         """A candidate with its bounds, to be searched by `run`."""

@@ -90,10 +90,15 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 @functools.cache
-def absent_mesh(cluster: Cluster, stages: int = 1) -> Mesh:
+def absent_mesh(cluster: Cluster, stages: int | None = None, tokens: int | None = None) -> Mesh:
     """A mesh of the devices of `cluster`, each node one host, for compiling only.
 
     Without a GPU, JAX must be told to use CPUs before its first use (`JAX_PLATFORMS=cpu`).
+
+    Args:
+        cluster: the devices.
+        stages: of the mesh, as `make_mesh` takes them.
+        tokens: devices that share a row, as `make_mesh` takes them.
     """
     assert cluster.kind.target is not None
     topology = topologies.get_topology_desc(
@@ -101,7 +106,7 @@ def absent_mesh(cluster: Cluster, stages: int = 1) -> Mesh:
         topology=f"1x{cluster.nodes}x{cluster.local}",
         target_config=target_config(cluster.kind.target),
     )
-    return make_mesh(cluster.nodes, devices=topology.devices, stages=stages if stages > 1 else None)
+    return make_mesh(cluster.nodes, devices=topology.devices, stages=stages, tokens=tokens)
 
 
 def target_config(name: str) -> str:

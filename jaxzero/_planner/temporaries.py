@@ -6,6 +6,7 @@ the devices among which the preset splits their sums, both in bytes,
 
     temporaries = a s / k + b u.
 
+Devices that share rows hold their part of the activations: `s` is then those of a device, too.
 Of `S` pipeline stages each has an `S`-th of the layers, of at most `2 S - 1` micro-batches, whose
 rows are divided among an `S`-th of the devices: `k` is then `m / min(m, 2 S - 1)` for `m`
 micro-batches. What `b` is depends on the preset, on whether there are several micro-batches, whose
@@ -37,6 +38,7 @@ _OF_ACTIVATIONS = {
     "of all rows": (0.0, 0.07),  # whatever the number of micro-batches
     "preset": (0.0, 0.02),
     "one node": (0.0, 0.1),
+    "tokens": (0.0, 0.2),  # keys and values of other devices
     "stages": (0.0, 0.3),  # the head is not divided; what is saved is not all that a layer holds
     "program": (0.0, 0.015),
     "full": (0.0, 0.003),
@@ -77,6 +79,7 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
         ("of all rows",): _parts(plan),
         ("preset", plan.preset): 1.0,
         ("one node",): of_one_node,
+        ("tokens",): plan.tokens > 1,
         ("stages",): plan.stages > 1,
         ("program", *name): 1.0,
     }

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from .._local_steps import LocalSteps
-from .candidates import Candidate, Layers, enumerate_candidates
+from .candidates import Candidate, Layers, enumerate_candidates, microbatches_by_tokens
 from .cluster import Cluster
 from .compiles import Compiler
 from .job import Job
@@ -45,7 +45,9 @@ def tune(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plans:
-    """Choose a config, stages, micro-batches, a budget of activations and offload for a cluster.
+    """Choose a config, mesh, micro-batches, a budget of activations and offload for a cluster.
+
+    The mesh may have pipeline stages, or devices of a node that share the tokens of each row.
 
     Plans are enumerated, and discarded if their state alone does not fit. Of the others, up to 8
     from which most is expected are compiled for the cluster's devices as proxies, without fused
@@ -61,7 +63,8 @@ def tune(
         loss_fn: `loss_fn(params, batch)`, as for `zero.value_and_grad`; or several forms of it by
             name, such as one for each policy of `jax.checkpoint`, of which one is chosen.
         init_fn: returns the parameters; only their shapes are used.
-        batch: arrays or structs of a batch, `[rows, ...]`, for all devices together.
+        batch: arrays or structs of a batch, `[rows, ...]`, for all devices together; fewer rows
+            than devices if the loss splits its tokens.
         cluster: the devices and their links.
         tx: the optimizer; by default AdamW.
         memory: bytes of a device that a plan may take; by default 95% of what the device has.
@@ -69,7 +72,9 @@ def tune(
             "memory" looks for the plan that takes the least.
         quantized: whether weights and gradients may travel in 4 and 8 bits, which changes losses
             and gradients a little.
-        microbatches: numbers of them to try; those that do not divide a device's rows are left out.
+        microbatches: numbers of them to try. Those that do not divide the rows of a device are
+            tried with as few devices to a row as make them divide, if the loss splits its tokens
+            (`jz.split_tokens`, as the models of `jaxzero.models` do), and else left out.
             `(1,)` if the loss of a batch is no mean over its rows (a contrastive loss): then there
             are no plans with stages. Those with `S` stages have `S` times as many micro-batches,
             each of as many rows.
@@ -96,12 +101,14 @@ def tune(
     Raises:
         ValueError: an argument is out of range, the devices cannot share the rows evenly,
             `local_steps` is given for one node, or no program compiles.
+        NotImplementedError: no plan can be traced, such as those of a loss that does not split its
+            tokens, of fewer rows than devices.
 
     Example:
         >>> cluster = jz.Cluster(nodes=4, local=8, device="h100", link=50e9)
         >>> plans = jz.tune(loss_fn, init_fn, batch, cluster)
         >>> plans.print()
-        >>> mesh = jz.make_mesh(nodes=4, stages=plans.stages)
+        >>> mesh = jz.make_mesh(nodes=4, stages=plans.stages, tokens=plans.tokens)
         >>> zero = jz.Zero(mesh, plans.config)
     """
     check_arguments(cluster, objective, memory, budget, microbatches)
@@ -111,7 +118,6 @@ def tune(
     if not losses:
         raise ValueError("`loss_fn` is an empty dict. Give a function, or several by name.")
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
-    num_rows = _num_rows(structs, cluster)
     chosen = optax.adamw(1e-4) if tx is None else tx
     job = Job(losses, init_fn, structs, chosen, options)
     missing = why_no_compiler(cluster)
@@ -123,14 +129,9 @@ def tune(
     search = Search(job, cluster, limit, objective, compiler, deadline, say, budgets)
     if missing:
         search.notes.append(f"ranked by lower bounds alone: {missing}")
-    numbers = [k for k in microbatches if num_rows // cluster.num_devices % k == 0]
-    if not numbers:
-        raise ValueError(
-            f"`microbatches` must have a number that divides the {num_rows // cluster.num_devices} "
-            f"rows of a device; got {tuple(microbatches)}. Add 1."
-        )
+    numbers, shared = _divided(structs, cluster, microbatches, has_compiler=not missing)
     forms = tuple(losses)
-    candidates = enumerate_candidates(cluster, forms, numbers, quantized, methods, layers)
+    candidates = enumerate_candidates(cluster, forms, numbers, quantized, methods, layers, shared)
     search.run(_without_host_arrays(candidates, search.notes) if missing else candidates)
     tokens = [x.size for x in jax.tree.leaves(structs) if jnp.issubdtype(x.dtype, jnp.integer)]
     rows = ranked(search)
@@ -175,7 +176,14 @@ def check_arguments(
         raise ValueError(f"`microbatches` must be integers above 0; got {tuple(microbatches)!r}.")
 
 
-def _num_rows(batch: Any, cluster: Cluster) -> int:
+def _divided(
+    batch: Any, cluster: Cluster, microbatches: Sequence[int], *, has_compiler: bool
+) -> tuple[list[int], dict[int, list[int]]]:
+    """The micro-batches of devices that have whole rows, and those by devices that share a row.
+
+    Without a compiler there are none of the latter: bounds are those of simulated devices, which
+    have no axis of tokens, and do not count activations.
+    """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
     if len(sizes) != 1:
         raise ValueError(
@@ -183,12 +191,21 @@ def _num_rows(batch: Any, cluster: Cluster) -> int:
             f"{sorted(sizes) or 'no array with a dim'}."
         )
     (num_rows,) = sizes
-    if num_rows % cluster.num_devices:
+    shared = microbatches_by_tokens(num_rows, cluster, microbatches)
+    whole = shared.pop(1, [])
+    if not has_compiler:
+        shared = {}
+    if not whole and not shared and num_rows % cluster.num_devices:
         raise ValueError(
             f"`batch` has {num_rows} rows, which {cluster.num_devices} devices cannot share evenly."
             f" Give a multiple, such as {math.ceil(num_rows / cluster.num_devices)} for each."
         )
-    return num_rows
+    if not whole and not shared:
+        raise ValueError(
+            f"`microbatches` must have a number that divides the {num_rows // cluster.num_devices} "
+            f"rows of a device; got {tuple(microbatches)}. Add 1."
+        )
+    return whole, shared
 
 
 def _methods(given: LocalSteps | Sequence[LocalSteps], cluster: Cluster) -> tuple[LocalSteps, ...]:

@@ -16,10 +16,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._mesh import NODE, axes_of_dims, is_one_node, is_simulating, rewrite
+from .._mesh import NODE, axes_of_dims, equations_inside, is_one_node, is_simulating, rewrite
 from .._warnings import warn
+from .ir import Block
 
 _OURS = ("node", "local")
+_REQUEST = "sharding_constraint"
 CALLBACKS = {"debug_callback", "debug_print", "io_callback", "pure_callback"}
 _RUNS = (
     "A function given to `zero.value_and_grad` or `zero.apply` runs once on every device, inside a "
@@ -72,6 +74,14 @@ def explaining() -> Iterator[None]:
                 if remedy not in said:
                     raise ValueError(f"{remedy} JAX said: {said}") from error
         raise
+
+
+def asks_to_split_over(block: Block, axis: str) -> bool:
+    """Whether the program asks somewhere that an array be split over a mesh axis."""
+    equations = (x for op in block.operations for x in equations_inside(op.equation))
+    requests = (x.params["sharding"] for x in equations if x.primitive.name == _REQUEST)
+    specs = [x.spec for x in requests if isinstance(x, NamedSharding)]
+    return any(axis in axes for spec in specs for axes in axes_of_dims(spec))
 
 
 def without_our_axes(closed: Any) -> Any:

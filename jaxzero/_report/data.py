@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._collectives import HostTransfer, Transfer
-from .._mesh import AXES, LOCAL, AnyMesh
+from .._mesh import AXES, LOCAL, TOKENS, AnyMesh
 from .._plan import Plan
 from .timeline import spans
 
@@ -59,18 +59,22 @@ class Traffic:
 
     Attributes:
         transfers: every collective of the program, in the order it was issued.
-        num_local: devices of a node.
+        num_local: devices of a node, those along `tokens` included.
+        axes: the mesh axes over which weights and gradients travel.
         slice_bytes: bytes of the node slices that one device keeps for the step (hpZ).
     """
 
     transfers: tuple[Transfer, ...]
     num_local: int
     slice_bytes: int
+    axes: tuple[str, ...] = AXES
 
     @classmethod
     def of(cls, plan: Plan, mesh: AnyMesh) -> Traffic:
         """The traffic of a plan for `mesh`."""
-        return cls(plan.transfers, mesh.shape[LOCAL], plan.slice_bytes)
+        axes = (*AXES, TOKENS) if TOKENS in mesh.shape else AXES
+        num_local = mesh.shape[LOCAL] * mesh.shape.get(TOKENS, 1)
+        return cls(plan.transfers, num_local, plan.slice_bytes, axes)
 
     def amount(self, wanted: Callable[[Transfer], bool] = lambda _: True) -> Amount:
         """Number and bytes of the collectives for which `wanted` is true; by default of all."""
@@ -148,7 +152,7 @@ class Traffic:
             "groups": [
                 {"name": group, "axis": axis, **dataclasses.asdict(self.of_group(group, axis))}
                 for group in self.groups
-                for axis in AXES
+                for axis in self.axes
             ],
             "leaves": [
                 {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from .._activations import kept_bytes
 from .._collectives import readable_bytes
-from .._mesh import AXES
+from .._mesh import TOKENS
 from .._plan import ACTIONS, Plan
 from .data import ReportData, Row, Traffic
 from .text_table import TextTable, merge_layers, ranges, summarized
@@ -165,6 +165,8 @@ def _traffic(report: ReportData) -> TextTable:
     footer = [f"{readable_bytes(traffic.node_bytes)} enter a node in one step."]
     if has_microbatches:
         footer.append("micro-batch: the part that is sent for every micro-batch anew.")
+    if TOKENS in traffic.axes:
+        footer.append(f"{TOKENS}: weights and gradients; keys and values are not counted.")
     if traffic.slice_bytes:
         footer.append(f"A device keeps {readable_bytes(traffic.slice_bytes)} of slices (hpZ).")
     table = TextTable(
@@ -180,13 +182,13 @@ def _parts(report: ReportData) -> TextTable:
     traffic = _sent(report)
     rows = []
     for group in traffic.groups:
-        amounts = [traffic.of_group(group, axis) for axis in AXES]
+        amounts = [traffic.of_group(group, axis) for axis in traffic.axes]
         sizes = (readable_bytes(amount.device_bytes) for amount in amounts)
         rows.append(((group,), (*sizes, str(sum(amount.collectives for amount in amounts)))))
     merged = merge_layers(rows)
     return TextTable(
         title="Bytes that one device receives in one step, for each part of the model.",
-        headings=("part", *(f"over {axis}" for axis in AXES), "times", "num"),
+        headings=("part", *(f"over {axis}" for axis in traffic.axes), "times", "num"),
         rows=[(*row.names, *row.cells, str(len(row.members))) for row in merged],
     )
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from .._mesh import HOST, AnyMesh, SimulatedMesh, physical
-from .._sharding import LeafSpec, Offload, TreeLayout
+from .._mesh import HOST, TOKENS, AnyMesh, SimulatedMesh, physical
+from .._sharding import LeafSpec, Offload, TreeLayout, axes_of
 
 _GIB = 2**30
 
@@ -42,7 +42,7 @@ def check_offloaded(offload: Offload, layout: TreeLayout, matched: set[str]) -> 
 
     Raises:
         ValueError: a pattern has matched no leaf.
-        NotImplementedError: further mesh axes split a leaf.
+        NotImplementedError: `specs` splits a leaf over further mesh axes.
     """
     paths = [leaf.path for leaf in layout.leaves]
     for role in ("weights", "gradients", "optimizer"):
@@ -56,10 +56,10 @@ def check_offloaded(offload: Offload, layout: TreeLayout, matched: set[str]) -> 
                     f"this tree; its leaves are {known}. If it is for another tree, shard that one "
                     "first."
                 )
-    if any(leaf.other_axes for leaf in layout.leaves):
+    if any({*axes_of(leaf.other_axes)} - {TOKENS} for leaf in layout.leaves):
         raise NotImplementedError(
-            "`specs`, or the axis `tokens` of the mesh, splits leaves over further mesh axes, "
-            "which `offload` cannot do yet. Leave out one of the two."
+            "`specs` splits leaves over further mesh axes, which `offload` cannot do yet. Leave "
+            "out one of the two."
         )
 
 

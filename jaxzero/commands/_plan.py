@@ -29,7 +29,7 @@ def plan(settings: Plan, console: Console) -> None:
     if settings.model is not None:
         from . import decoder_job  # a function of the user may need no Flax
 
-        batch = (settings.rows * cluster.num_devices, settings.tokens)
+        batch = (settings.num_rows, settings.tokens)
         loss, init_fn = decoder_job(settings.model)
         rows = jax.ShapeDtypeStruct(batch, jnp.int32)
     else:

@@ -44,12 +44,14 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Choose config, pipeline stages, micro-batches, a budget of activations and offload for a
-    cluster that is not here.
+    """Choose config, mesh, micro-batches, a budget of activations and offload for a cluster that
+    is not here.
 
-    Nothing is run. With the extra `aot` programs are compiled for the cluster's GPUs, and their
-    memory and time read off; without it plans are ranked by lower bounds alone. Needs no extra
-    with `function`, and torch with `model`.
+    The mesh may have pipeline stages, and devices that share the tokens of each row, if the loss
+    splits them (`jz.split_tokens`), as that of a decoder does. Nothing is run. With the extra `aot`
+    programs are compiled for the cluster's GPUs, and their memory and time read off; without it
+    plans are ranked by lower bounds alone, and rows are not shared. Needs no extra with `function`,
+    and torch with `model`.
     """
 
     model: Annotated[Path | None, arg(metavar="DIR")] = None
@@ -77,8 +79,8 @@ class Plan:
     host_memory: float = 0.0
     """Gigabytes of host memory for each device; 0: nothing is offloaded."""
 
-    rows: int = 2
-    """Sequences of a step on each device (`model` only)."""
+    rows: float = 2
+    """Sequences of a step for each device (`model` only); with 0.125, 8 devices share one."""
 
     tokens: int = 2048
     """Tokens of a sequence (`model` only)."""
@@ -122,6 +124,17 @@ class Plan:
             )
         if self.function is not None:
             _check_name(self.function)
+        if self.rows * self.nodes * self.local != self.num_rows:
+            raise ValueError(
+                f"`rows` for each of {self.nodes * self.local} devices must be a whole number for "
+                f"all of them; got {self.rows!r}. Give {max(1, self.num_rows)} / "
+                f"{self.nodes * self.local}."
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences of a step, of all devices."""
+        return round(self.rows * self.nodes * self.local)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -303,11 +303,7 @@ def training_batches(rows: Any, zero: Zero, optimization: Optimization) -> Batch
             f"`batch_size` asks for {per_step} rows per step, the data has {len(rows)}. Ask for "
             "fewer, or point `data` to a larger tree."
         )
-    if per_step % num_devices:
-        raise ValueError(
-            f"`batch_size` must be a multiple of the number of devices, {num_devices}; got "
-            f"{per_step}."
-        )
+    optimization.check_rows(num_devices)
     order = grain.MapDataset.range(len(rows)).seed(optimization.seed).shuffle()
     epochs = order[: len(rows) - len(rows) % per_step].repeat()
     return Batches(

@@ -212,6 +212,14 @@ class Optimization:
         if self.adaptive_batch is not None:
             self._check_adaptive(self.adaptive_batch)
 
+    def check_rows(self, num_devices: int) -> None:
+        """Raise `ValueError` unless each device gets as many rows of a step."""
+        if self.batch_size % num_devices:
+            raise ValueError(
+                f"`batch_size` must be a multiple of the number of devices, {num_devices}; got "
+                f"{self.batch_size}."
+            )
+
     def _check_adaptive(self, target: float) -> None:
         if not 0 <= target < 1:
             raise ValueError(

@@ -110,6 +110,7 @@ def set_up(
     if sharding.plan is None:
         config = zero_config(sharding)
     else:
+        optimization.check_rows(mesh.size)  # or the planner would let devices share rows
         loss, tokens = task.make_loss(optimization), task.abstract_batch(optimization.batch_size)
         quantized = sharding.plan_quantized
         config = planned_config(mesh, shapes, optimizer, loss, tokens, console, quantized=quantized)

@@ -17,6 +17,7 @@ NAMES = (
     "first_sharded_step",
     "finetune_hugging_face",
     "zeropp_on_a_slow_network",
+    "long_rows",
     "simigrad_on_digits",
 )
 # One and three minutes: run by `make test-exhaustive`.

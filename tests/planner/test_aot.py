@@ -70,6 +70,23 @@ def test_proxies_and_the_disk(tmp_path):
     assert again.compile(candidate, is_proxy=True).seconds_to_compile == 0
 
 
+def test_one_row_for_two_devices():
+    """The program that is compiled computes half of the tokens on each."""
+
+    def shared(params, batch):
+        def layer(x, w):
+            return jnp.tanh(jz.split_tokens(x) @ w), None
+
+        return jnp.mean(jax.lax.scan(layer, batch, params["layers"])[0] ** 2)
+
+    batch = jax.ShapeDtypeStruct((1, 2048, 256), jnp.float32)
+    job = Job({"": shared}, init, batch, optax.sgd(1e-3), {})
+    candidates = enumerate_candidates(CLUSTER, ("",), (), False, tokens={2: [1]})
+    candidate = next(x for x in candidates if x.preset == "zero3")
+    text = Compiler(job, CLUSTER, None).compile(candidate, is_proxy=True).text
+    assert "f32[1024,256]" in text and "2048,256]" not in text
+
+
 def test_the_key_on_disk_has_the_device(tmp_path):
     """The program is emitted alike for both devices; what is compiled of it is not."""
     batch = jax.ShapeDtypeStruct((8, 256), jnp.float32)
