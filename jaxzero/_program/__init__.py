@@ -6,6 +6,9 @@ gather or a reduction.
 """
 
 from . import movable_ops as movable_ops
+from .alike_leaves import LeafOf as LeafOf
+from .alike_leaves import LeafStack as LeafStack
+from .alike_leaves import stack_alike_leaves as stack_alike_leaves
 from .copies import Copies as Copies
 from .copies import like as like
 from .frozen_part import SplitStack as SplitStack

@@ -11,34 +11,38 @@ never moves. All others, such as weight decay after the products, are computed a
 stored. The traced update is run with sharding constraints, so that no value changes, up to the
 order in which sums are added. Layers that the devices do not divide are split into parts of
 `ceil(layers / devices)`.
+
+Matrices that are leaves of their own, one for each layer, are made such stacks where they are first
+multiplied, by as many leaves as there are devices (`stack_alike_leaves`). What is computed of them
+element by element, as a momentum, is computed as they are stored, and so is their state.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
-from .._mesh import LOCAL, axes_of_dims, is_one_node, without_node
 from .._program import (
-    Atom,
+    Block,
     Constant,
+    LeafOf,
+    LeafStack,
     Operation,
     Value,
     full_reduction,
     is_elementwise,
     multiplies_matrices,
     operations_for,
+    stack_alike_leaves,
     trace,
 )
 from .._sharding import (
-    DimSharding,
     LeafSpec,
     TreeLayout,
     flatten,
@@ -47,24 +51,7 @@ from .._sharding import (
     rebuild,
     statics_of,
 )
-from .placement import constrain
-
-
-def may_move(leaf: LeafSpec) -> bool:
-    """Whether a parameter may be a stack of matrices, stored split along a dim of them."""
-    if leaf.layout is None or leaf.layout.num_shards == 1 or leaf.memory_kind is not None:
-        return False
-    of_layers = axes_of_dims(PartitionSpec(*leaf.other_axes, *[None] * len(leaf.shape)))[0]
-    if LOCAL in leaf.other_axes:  # an exchange of layers would gather its experts
-        return False
-    return len(leaf.shape) >= 3 and leaf.layout.dim != 0 and not of_layers
-
-
-def by_layer_of(leaf: LeafSpec) -> LeafSpec:
-    """A stack that is split on another dim, split by layer."""
-    assert leaf.layout is not None
-    layout = DimSharding(0, leaf.shape[0], leaf.layout.num_shards)
-    return dataclasses.replace(leaf, layout=layout)
+from .matrix_layouts import Forms, Layouts, by_layer_of, forms_of_stack, may_be_matrix, may_move
 
 
 class MatrixUpdate:
@@ -79,7 +66,6 @@ class MatrixUpdate:
     Attributes:
         state_by_layer: for each array of the state the parameter that it belongs to, if it is to be
             stored split by layer; otherwise None.
-        moves: whether anything is split by layer.
     """
 
     def __init__(
@@ -98,15 +84,23 @@ class MatrixUpdate:
         num_grads, num_state, num_params, _ = map(len, given)
         self._num_updates = num_grads
         self._state = self._block.inputs[num_grads : num_grads + num_state]
+        has_params = num_params == num_grads
+        numbers = range(len(self._params))
+        self._by_path = {leaf.path: i for i, leaf in enumerate(self._params)}
+        roles = [
+            *(LeafOf(i, "gradient") for i in numbers),
+            *(self._role(path) for path, _ in given[1]),
+            *(LeafOf(i, "parameter") for i in numbers if has_params),
+        ]
+        self._roles = dict(zip(self._block.inputs, roles, strict=False))
         stacks = [i if may_move(leaf) else None for i, leaf in enumerate(self._params)]
-        of_state = [self._owner(path, x) for path, x in given[1]]
-        self._owners = [*stacks, *of_state, *(stacks if num_params == num_grads else [])]
+        of_state = [self._owner(x) for x in self._state]
+        self._owners = [*stacks, *of_state, *(stacks if has_params else [])]
         self._of_leaf: dict[Value, int] = {}  # computed element by element
         self._mixed: dict[Value, frozenset[int]] = {}  # other values of leaves
         mixing = self._follow()
         self._leaves = mixing.keys()
         self._by_layer = self._needed(mixing)
-        self.moves = bool(self._by_layer)
         pairs = zip(self._state, of_state, strict=True)
         self.state_by_layer = [i if x in self._by_layer else None for x, i in pairs]
 
@@ -123,14 +117,42 @@ class MatrixUpdate:
         self._outputs.update(treedef=treedef, statics=statics_of(leaves))
         return [x for x in leaves if is_array(x)]
 
-    def _owner(self, path: tuple[Any, ...], x: Any) -> int | None:
-        """The stack whose path ends that of an array of the state, if both have its layers."""
-        by_path = {leaf.path: i for i, leaf in enumerate(self._params) if may_move(leaf)}
-        for name in path_endings(path):
-            owner = by_path.get(name)
-            if owner is not None and len(x.shape) > 1:
-                return owner if x.shape[0] == self._params[owner].shape[0] else None
+    def _role(self, path: tuple[Any, ...]) -> LeafOf | None:
+        """The parameter whose path ends that of an array of the state, and the array's role."""
+        for i, name in enumerate(path_endings(path)):
+            if name in self._by_path:
+                return LeafOf(self._by_path[name], ("state", *map(str, path[:i])))
         return None
+
+    def _owner(self, x: Value) -> int | None:
+        """The stack that an array of the state belongs to, if it has its layers."""
+        role = self._roles[x]
+        if role is None or len(x.shape) < 2 or not may_move(leaf := self._params[role.leaf]):
+            return None
+        return role.leaf if x.shape[0] == leaf.shape[0] else None
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is split by layer."""
+        return bool(self._by_layer or self._stacked[1])
+
+    @functools.cached_property
+    def _stacked(self) -> tuple[Block, list[LeafStack]]:
+        """The program with products of alike leaves on stacks of these, and the stacks."""
+        leaf_of = {}
+        for x, role in self._roles.items():
+            if role is not None and role.leaf not in self._leaves:
+                leaf = self._params[role.leaf]
+                if may_be_matrix(leaf):  # alike are those that are stored alike
+                    whole = role.role, leaf.layout, leaf.other_axes
+                    leaf_of[x] = LeafOf(role.leaf, whole)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return stack_alike_leaves(self._block, leaf_of, self._num_shards)
+
+    def _num_shards(self, leaf: int) -> int:
+        layout = self._params[leaf].layout
+        assert layout is not None
+        return layout.num_shards
 
     def _follow(self) -> dict[int, list[Operation]]:
         """For each stack whose matrices are multiplied, what mixes its elements."""
@@ -200,22 +222,25 @@ class MatrixUpdate:
             mesh: the mesh of the layouts.
             axes: the axes that split the state.
         """
-        env = _Layouts(self._leaf_of, mesh, axes)
-        for i, (x, array) in enumerate(zip(self._block.inputs, arrays, strict=True)):
+        block, stacks = self._stacked
+        of_stacks = self._forms_of_stacks(stacks, state)
+        env = Layouts(lambda x: of_stacks.get(x) or self._forms(x), mesh, axes)
+        places = _places(stacks)
+        for i, (x, array) in enumerate(zip(block.inputs, arrays, strict=True)):
             j = i - self._num_updates
-            env.set(x, array, 0 <= j < len(state) and _is_by_layer(state[j], self._leaf_of(x)))
+            env.set(x, array, 0 <= j < len(state) and _is_by_layer(state[j], self._forms(x)))
         results: dict[int, Any] = {}
         before: int | None = None
         for group in self._groups():
-            wanted = [self._block.outputs[i] for i in group]
-            for operation in operations_for(self._block, wanted, env.arrays):
-                self._apply(operation, env)
+            wanted = [block.outputs[i] for i in group]
+            for operation in operations_for(block, wanted, env.arrays):
+                self._apply(operation, env, places)
             for i in group:
-                j, x = i - self._num_updates, self._block.outputs[i]
-                leaf = None if isinstance(x, Constant) else self._leaf_of(x)
+                j, x = i - self._num_updates, block.outputs[i]
+                forms = None if isinstance(x, Constant) else self._forms(x)
                 of_state = state[j] if 0 <= j < len(state) else None
-                results[i] = env.get(x, of_state is not None and _is_by_layer(of_state, leaf))
-                if leaf is None and of_state is not None and self.state_by_layer[j] is not None:
+                results[i] = env.get(x, of_state is not None and _is_by_layer(of_state, forms))
+                if forms is None and of_state is not None and self.state_by_layer[j] is not None:
                     results[i] = env.constrained(results[i], of_state)
             if before is not None:
                 results[before] = env.finished
@@ -223,90 +248,77 @@ class MatrixUpdate:
         outputs = [results[i] for i in range(len(results))]
         return rebuild(self._outputs["treedef"], self._outputs["statics"], outputs)
 
+    def _forms_of_stacks(
+        self, stacks: Sequence[LeafStack], state: Sequence[LeafSpec]
+    ) -> dict[Value, Forms]:
+        """The layouts of what stacks are made of, and of what is made of them."""
+        forms = {}
+        for stack in stacks:
+            first = stack.leaves[0]
+            leaf, pairs = self._params[first], zip(self._state, state, strict=True)
+            mine = [x for value, x in pairs if (y := self._roles[value]) and y.leaf == first]
+            by_shape = {x.shape: x for x in (*mine, leaf)}
+            for x in (*stack.stacked, *stack.made):
+                whole = LeafSpec(leaf.path, x.shape[1:], x.dtype, None)
+                known = by_shape.get(whole.shape, whole)
+                num_shards = self._num_shards(first)
+                forms[x] = forms_of_stack(known, len(stack.leaves), num_shards)
+        return forms
+
     def _groups(self) -> list[list[int]]:
         """The outputs of each stack that moves, and then the others.
 
         Stacks are updated one after the other: only one of them is held a second time.
         """
-        groups: dict[int | None, list[int]] = {leaf: [] for leaf in (*sorted(self._leaves), None)}
-        for i, x in enumerate(self._block.outputs):
-            leaves = frozenset() if isinstance(x, Constant) else self._leaves_of(x) & self._leaves
+        block, stacks = self._stacked
+        first = len(self._params)  # stacks of leaves are numbered from here on
+        groups: dict[int | None, list[int]] = {leaf: [] for leaf in sorted(self._leaves)}
+        groups |= {first + i: [] for i in range(len(stacks))} | {None: []}
+        of_stack = {x: i for i, stack in enumerate(stacks, first) for x in stack.made}
+        made_of: dict[Value, set[int]] = {x: {i} for x, i in of_stack.items()}
+        for operation in block.operations:
+            if full_reduction(operation) is None and made_of.keys().isdisjoint(operation.outputs):
+                read = set().union(*(made_of.get(x, ()) for x in operation.values))
+                made_of.update(dict.fromkeys(operation.outputs, read))
+        for i, x in enumerate(block.outputs):
+            is_constant = isinstance(x, Constant)
+            leaves = set() if is_constant else made_of.get(x, set()) | self._leaves_of(x)
+            leaves &= groups.keys()
             groups[next(iter(leaves)) if len(leaves) == 1 else None].append(i)
         return [group for group in groups.values() if group]
 
-    def _apply(self, operation: Operation, env: _Layouts) -> None:
-        values = [x for x in operation.values if self._leaf_of(x) is not None]
-        if full_reduction(operation) is not None:
-            moved = None
+    def _apply(self, operation: Operation, env: Layouts, places: Mapping[Operation, Any]) -> None:
+        values = [x for x in operation.values if self._forms(x) is not None]
+        if operation in places:
+            given, made = places[operation]
+        elif full_reduction(operation) is not None:
+            given, made = None, True
         elif is_elementwise(operation) and self._by_layer.isdisjoint(operation.outputs):
-            moved = all(map(env.is_by_layer, values))
+            given = made = all(map(env.is_by_layer, values))
         else:
-            moved = True
-        inputs = [env.get(x, moved) for x in operation.inputs]
+            given = made = True
+        inputs = [env.get(x, given) for x in operation.inputs]
         for x, array in zip(operation.outputs, operation.bind(inputs), strict=True):
-            env.set(x, array, moved is not False)
+            env.set(x, array, made)
 
-    def _leaf_of(self, x: Value) -> LeafSpec | None:
-        """The stack that moves and that a value has the shape of, if it is made of that alone."""
+    def _forms(self, x: Value) -> Forms | None:
+        """The layouts of a value of a stack that moves, if it has its shape and is made of it."""
         leaves = self._leaves_of(x)
         if len(leaves) != 1 or not leaves <= self._leaves:
             return None
         leaf = self._params[next(iter(leaves))]
-        return leaf if x.shape == leaf.shape else None
+        return Forms(leaf, by_layer_of(leaf)) if x.shape == leaf.shape else None
 
 
-def _is_by_layer(leaf: LeafSpec, parameter: LeafSpec | None) -> bool:
-    return parameter is not None and leaf.layout is not None and leaf.layout.dim == 0
+def _places(stacks: Sequence[LeafStack]) -> dict[Operation, tuple[bool | None, bool]]:
+    """For what runs on stacks of leaves, whether it reads and makes arrays split by layer."""
+    places: dict[Operation, tuple[bool | None, bool]] = {}
+    for stack in stacks:
+        places.update(dict.fromkeys(stack.stacking, (None, False)))
+        places.update(dict.fromkeys(stack.products, (True, True)))
+        places.update(dict.fromkeys(stack.rows, (False, False)))
+    return places
 
 
-class _Layouts:
-    """Arrays of values in one or both layouts, converted where they are first needed.
-
-    Args:
-        leaf_of: the stack whose layouts a value has; None: it is left to the compiler.
-        mesh: the mesh of the layouts.
-        axes: the axes that split them.
-
-    Attributes:
-        arrays: for each value its arrays, by whether they are split by layer.
-        finished: an array that must be known before another is split by layer; None: none.
-    """
-
-    def __init__(self, leaf_of: Callable, mesh: Mesh, axes: tuple[str, ...]):
-        self._leaf_of, self._mesh, self._axes = leaf_of, mesh, axes
-        self.arrays: dict[Value, dict[bool, Any]] = {}
-        self.finished: Any = None
-
-    def set(self, x: Value, array: Any, by_layer: bool) -> None:
-        self.arrays[x] = {by_layer: array}
-
-    def is_by_layer(self, x: Value) -> bool:
-        return True in self.arrays[x]
-
-    def get(self, x: Atom, by_layer: bool | None) -> Any:
-        """The array, by layer or as its leaf is stored; None: in any layout."""
-        if isinstance(x, Constant):
-            return x.value
-        by_form = self.arrays[x]
-        leaf = self._leaf_of(x)
-        if leaf is None or by_layer is None:
-            return next(iter(by_form.values()))
-        if by_layer not in by_form:
-            # Both layouts are given, so that the compiler converts here and not around it.
-            source = by_form[not by_layer]
-            if by_layer and self.finished is not None:
-                # XLA drops a barrier of which a result is not used.
-                source, self.finished = jax.lax.optimization_barrier((source, self.finished))
-            moved = by_layer_of(leaf)
-            source_form, form = (leaf, moved) if by_layer else (moved, leaf)
-            by_form[by_layer] = self.constrained(self.constrained(source, source_form), form)
-        return by_form[by_layer]
-
-    def constrained(self, x: Any, leaf: LeafSpec) -> Any:
-        """An array of true shape, in the layout of `leaf`."""
-        spec, mesh = leaf.spec(self._axes), self._mesh
-        if AxisType.Explicit not in mesh.axis_types:
-            return constrain(x, mesh, spec)
-        context = jax.sharding.get_abstract_mesh()  # with automatic axes
-        spec = without_node(spec) if is_one_node() else spec
-        return jax.lax.with_sharding_constraint(x, NamedSharding(context, spec))
+def _is_by_layer(leaf: LeafSpec, forms: Forms | None) -> bool:
+    return forms is not None and leaf.layout is not None and leaf.layout.dim == 0

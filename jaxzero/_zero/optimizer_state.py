@@ -48,7 +48,8 @@ from .._sharding import (
     trained_leaves,
 )
 from .host_memory import check_room
-from .matrix_updates import MatrixUpdate, by_layer_of, may_move
+from .matrix_layouts import by_layer_of, may_be_matrix, may_move
+from .matrix_updates import MatrixUpdate
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
 from .programs import Initializer, Programs
 
@@ -285,7 +286,7 @@ def true_shapes(
                 raise
             layout = TreeLayout(None, (), ())
         # Functions among extra arguments may run programs of their own, which are not traced here.
-        matrices = len(arrays) == len(extras) and any(map(may_move, layout.leaves))
+        matrices = len(arrays) == len(extras) and any(map(may_be_matrix, layout.leaves))
 
         def run(updates, state, params, arrays):
             remaining = iter(arrays)
