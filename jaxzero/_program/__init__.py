@@ -7,8 +7,10 @@ gather or a reduction.
 
 from . import movable_ops as movable_ops
 from .alike_leaves import LeafOf as LeafOf
-from .alike_leaves import LeafStack as LeafStack
+from .alike_leaves import LeafValues as LeafValues
+from .alike_leaves import MatrixStack as MatrixStack
 from .alike_leaves import stack_alike_leaves as stack_alike_leaves
+from .alike_leaves import stack_of_leaf as stack_of_leaf
 from .copies import Copies as Copies
 from .copies import like as like
 from .frozen_part import SplitStack as SplitStack

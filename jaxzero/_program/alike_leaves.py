@@ -1,4 +1,4 @@
-"""Multiply matrices of alike leaves at once, on a stack of them.
+"""Find what multiplies the matrices of leaves, and multiply those of alike leaves at once.
 
 An update computes the same of each layer's matrix if these are leaves of their own:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import graphlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,61 +36,61 @@ class LeafOf:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LeafStack:
-    """Leaves whose matrices are multiplied at once.
+class MatrixStack:
+    """Matrices that are multiplied at once: those of a leaf that is a stack, or of several leaves.
 
     Attributes:
-        leaves: their numbers, in the order of the rows.
-        stacked: stacks that are made of values of the leaves, `[len(leaves), ...]`.
-        made: stacks of results, of which rows are read.
-        stacking: the operations that make `stacked`.
-        products: those of stacks, from `stacked` to `made`.
-        rows: those that take rows of `made`.
+        leaves: the numbers of the leaves, in the order of the rows.
+        given: the stacks that products read.
+        made: the results of products that others read.
+        products: the operations from `given` to `made`.
+        stacking: those that stack values of several leaves.
+        rows: those that take the rows of `made` for them.
     """
 
     leaves: Sequence[int]
-    stacked: list[Value] = dataclasses.field(default_factory=list)
+    given: list[Value] = dataclasses.field(default_factory=list)
     made: list[Value] = dataclasses.field(default_factory=list)
-    stacking: list[Operation] = dataclasses.field(default_factory=list)
     products: list[Operation] = dataclasses.field(default_factory=list)
+    stacking: list[Operation] = dataclasses.field(default_factory=list)
     rows: list[Operation] = dataclasses.field(default_factory=list)
 
-    @property
-    def operations(self) -> list[Operation]:
-        return [*self.stacking, *self.products, *self.rows]
+
+def stack_of_leaf(values: LeafValues, leaf: int) -> MatrixStack:
+    """The products of a leaf, as they are."""
+    products = values.products_of(leaf)
+    given, made = values.given(products), values.read_by_others(products)
+    return MatrixStack([leaf], given, made, list(products))
 
 
 def stack_alike_leaves(
-    block: Block, leaf_of: Mapping[Value, LeafOf], size_of: Callable[[int], int]
-) -> tuple[Block, list[LeafStack]]:
+    values: LeafValues, leaves: Iterable[int], size_of: Callable[[int], int]
+) -> tuple[Block, list[MatrixStack]]:
     """The program with products of matrices of alike leaves on stacks of these.
 
     Args:
-        block: the program.
-        leaf_of: for its inputs the leaf; other inputs belong to none.
+        values: those of the program.
+        leaves: which leaves may be in a stack.
         size_of: the most leaves of a stack, by leaf.
 
     Returns:
-        The new program, in which values that are not replaced are the same, and its stacks, of at
-        least two leaves each.
+        The new program, which has the values of the old one and those of stacks, and its stacks.
     """
-    values = _Values(block, leaf_of)
     alike: dict[Any, list[int]] = collections.defaultdict(list)
-    by_leaf = {leaf: values.products_of(leaf) for leaf in {x.leaf for x in leaf_of.values()}}
-    for leaf, operations in by_leaf.items():
-        if operations:
+    for leaf in leaves:
+        if operations := values.products_of(leaf):
             keys = frozenset(values.key[x] for each in operations for x in each.outputs)
             alike[keys].append(leaf)
-    stacks: list[LeafStack] = []
-    replaced: set[Operation] = set()
-    for leaves in alike.values():
-        for some in _even_parts(leaves, size_of(leaves[0])):
-            if len(leaves) > 1:
-                mine = {leaf: by_leaf[leaf] for leaf in some}
-                stacks.append(_stack(values, mine))
-                replaced.update(x for each in mine.values() for x in each)
-    operations = [x for x in block.operations if x not in replaced]
-    operations += [x for stack in stacks for x in stack.operations]
+    stacks = [
+        _stack(values, some)
+        for alike_leaves in alike.values()
+        if len(alike_leaves) > 1
+        for some in _even_parts(alike_leaves, size_of(alike_leaves[0]))
+    ]
+    replaced = {x for stack in stacks for leaf in stack.leaves for x in values.products_of(leaf)}
+    operations = [x for x in values.block.operations if x not in replaced]
+    operations += [x for y in stacks for x in (*y.stacking, *y.products, *y.rows)]
+    block = values.block
     return _sorted(Block(block.inputs, block.outputs, tuple(operations))), stacks
 
 
@@ -109,7 +109,7 @@ def _sorted(block: Block) -> Block:
     return Block(block.inputs, block.outputs, operations)
 
 
-class _Values:
+class LeafValues:
     """The values of a program, by the leaf that they are made of.
 
     Attributes:
@@ -129,6 +129,12 @@ class _Values:
             x: self._number(("input", leaf_of[x].role if x in leaf_of else x)) for x in block.inputs
         }
         self._of_leaf: dict[int, list[Operation]] = collections.defaultdict(list)
+        self._products: dict[int, list[Operation]] = {}
+        self._returned = {x for x in block.outputs if isinstance(x, Value)}
+        self._readers: dict[Value, set[Operation]] = collections.defaultdict(set)
+        for operation in block.operations:
+            for x in operation.values:
+                self._readers[x].add(operation)
         kinds = Kinds()
         for operation in block.operations:
             leaves = {self.leaf[x] for x in operation.values if x in self.leaf}
@@ -153,13 +159,17 @@ class _Values:
         self._constants.append(atom)
         return self._number(("constant", len(self._constants) - 1))
 
-    def products_of(self, leaf: int) -> list[Operation]:
+    def products_of(self, leaf: int) -> Sequence[Operation]:
         """What multiplies the matrix of a leaf, and what mixes its elements before and after.
 
         Elementwise operations are included only between them, so that the others are computed as
         the leaf is stored.
         """
-        operations = self._of_leaf[leaf]
+        if leaf not in self._products:
+            self._products[leaf] = self._find_products(self._of_leaf[leaf])
+        return self._products[leaf]
+
+    def _find_products(self, operations: Sequence[Operation]) -> list[Operation]:
         mixed: set[Value] = set()
         multiplied: set[Value] = set()
         mixing: list[Operation] = []
@@ -179,32 +189,55 @@ class _Values:
             if not wanted.isdisjoint(operation.outputs) and not mixed.isdisjoint(operation.outputs):
                 needed.add(operation)
                 wanted.update(operation.values)
+        self._take_in(operations, needed)
         return [x for x in operations if x in needed]
 
-    def read_by_others(self, operations: Iterable[Operation]) -> list[Value]:
-        """The results of operations that others, or nobody but the caller, read."""
+    def _take_in(self, operations: Sequence[Operation], products: set[Operation]) -> None:
+        """Add elementwise operations that only products read, if these then read no more bytes.
+
+        As a square of a matrix, for its norm: the matrix is read anyway.
+        """
+        for operation in reversed(operations):
+            out = operation.outputs[0]
+            readers = self._readers[out]
+            if operation in products or not is_elementwise(operation) or out in self._returned:
+                continue
+            if readers and readers <= products:
+                more = {*products, operation}
+                if self._bytes_read(operations, more) <= self._bytes_read(operations, products):
+                    products.add(operation)
+
+    def _bytes_read(self, operations: Sequence[Operation], products: Collection[Operation]) -> int:
+        return sum(x.num_bytes for x in self.given([x for x in operations if x in products]))
+
+    def given(self, operations: Sequence[Operation]) -> list[Value]:
+        """What operations of a leaf read that is made of it, and not by them."""
+        made = {x for each in operations for x in each.outputs}
+        read = dict.fromkeys(x for each in operations for x in each.values)
+        return [x for x in read if x in self.leaf and x not in made]
+
+    def read_by_others(self, operations: Sequence[Operation]) -> list[Value]:
+        """The results of operations that others read, or that the program returns."""
         own = set(operations)
-        others = {x for each in self.block.operations if each not in own for x in each.values}
-        others.update(x for x in self.block.outputs if isinstance(x, Value))
-        return [x for each in operations for x in each.outputs if x in others]
+        made = (x for each in operations for x in each.outputs)
+        return [x for x in made if x in self._returned or not self._readers[x] <= own]
 
 
-def _stack(values: _Values, by_leaf: Mapping[int, Sequence[Operation]]) -> LeafStack:
-    """A stack of leaves with these products."""
-    stack = LeafStack(list(by_leaf))
-    made = {x for operations in by_leaf.values() for each in operations for x in each.outputs}
-    given: dict[int, dict[int, Value]] = collections.defaultdict(dict)  # by key, by leaf
-    for leaf, operations in by_leaf.items():
-        for x in (x for each in operations for x in each.values):
-            if x in values.leaf and x not in made:
-                given[values.key[x]].setdefault(leaf, x)
-    operations = by_leaf[stack.leaves[0]]
+def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
+    """A stack of alike leaves."""
+    stack = MatrixStack(leaves)
+    by_leaf = {leaf: values.products_of(leaf) for leaf in leaves}
+    operations = by_leaf[leaves[0]]
     known: dict[int, Any] = {}  # the stacks, by key
+    given: dict[int, dict[int, Value]] = collections.defaultdict(dict)  # by key and leaf
+    for leaf in leaves:
+        for x in values.given(by_leaf[leaf]):
+            given[values.key[x]][leaf] = x
     for key, of_leaves in given.items():
-        rows = [of_leaves[leaf] for leaf in stack.leaves]
+        rows = [of_leaves[leaf] for leaf in leaves]
         stacking, (known[key],) = rewritten(operations[0], lambda *xs: jnp.stack(xs), rows)
         stack.stacking.extend(stacking)
-        stack.stacked.append(known[key])
+        stack.given.append(known[key])
     for operation in operations:
         keys = [values.key[x] for x in operation.outputs]
         if known.keys().isdisjoint(keys):
@@ -212,7 +245,7 @@ def _stack(values: _Values, by_leaf: Mapping[int, Sequence[Operation]]) -> LeafS
             stack.products.extend(products)
             known.update(zip(keys, outputs, strict=True))
     results: dict[int, None] = {}
-    for i, leaf in enumerate(stack.leaves):
+    for i, leaf in enumerate(leaves):
         for x in values.read_by_others(by_leaf[leaf]):
             results[values.key[x]] = None
             stack.rows.extend(_row(by_leaf[leaf][0], known[values.key[x]], i, x))
@@ -221,7 +254,7 @@ def _stack(values: _Values, by_leaf: Mapping[int, Sequence[Operation]]) -> LeafS
 
 
 def _on_stacks(
-    operation: Operation, values: _Values, known: Mapping[int, Atom]
+    operation: Operation, values: LeafValues, known: Mapping[int, Atom]
 ) -> tuple[list[Operation], list[Atom]]:
     """An operation of each row of stacks; other inputs are the same for all rows."""
     is_stack = [isinstance(x, Value) and x in values.leaf for x in operation.inputs]
@@ -241,7 +274,7 @@ def _on_stacks(
     return rewritten(operation, of_rows, inputs)
 
 
-def _row(operation: Operation, stack: Atom, number: int, row: Value) -> list[Operation]:
+def _row(operation: Operation, stack: Value, number: int, row: Value) -> list[Operation]:
     """Operations that take `row` from a stack, at the line of `operation`."""
 
     def index(x: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,13 +40,8 @@ def _is_split(leaf: LeafSpec) -> bool:
     return LOCAL not in leaf.other_axes  # an exchange would gather its experts
 
 
-def by_layer_of(leaf: LeafSpec) -> LeafSpec:
-    """A stack that is split on another dim, split by layer."""
-    assert leaf.layout is not None
-    return _by_layer(leaf, leaf.layout.num_shards)
-
-
-def _by_layer(stack: LeafSpec, num_shards: int) -> LeafSpec:
+def by_layer_of(stack: LeafSpec, num_shards: int) -> LeafSpec:
+    """A stack, split by layer into so many shards."""
     return dataclasses.replace(stack, layout=DimSharding(0, stack.shape[0], num_shards))
 
 
@@ -62,14 +57,14 @@ def forms_of_stack(leaf: LeafSpec, num: int, num_shards: int) -> Forms:
     other_axes = PartitionSpec(None, *leaf.other_axes)
     shape = (num, *leaf.shape)
     stack = dataclasses.replace(leaf, shape=shape, layout=layout, other_axes=other_axes)
-    return Forms(stack, _by_layer(stack, num_shards))
+    return Forms(stack, by_layer_of(stack, num_shards))
 
 
 class Layouts:
     """Arrays of values in one or both layouts, converted where they are first needed.
 
     Args:
-        forms_of: the layouts that a value has; None: it is left to the compiler.
+        forms: the layouts of values; those of others are left to the compiler.
         mesh: the mesh of the layouts.
         axes: the axes that split them.
 
@@ -78,25 +73,20 @@ class Layouts:
         finished: an array that must be known before another is split by layer; None: none.
     """
 
-    def __init__(
-        self, forms_of: Callable[[Value], Forms | None], mesh: Mesh, axes: tuple[str, ...]
-    ):
-        self._forms_of, self._mesh, self._axes = forms_of, mesh, axes
+    def __init__(self, forms: Mapping[Value, Forms], mesh: Mesh, axes: tuple[str, ...]):
+        self._forms, self._mesh, self._axes = forms, mesh, axes
         self.arrays: dict[Value, dict[bool, Any]] = {}
         self.finished: Any = None
 
     def set(self, x: Value, array: Any, by_layer: bool) -> None:
         self.arrays[x] = {by_layer: array}
 
-    def is_by_layer(self, x: Value) -> bool:
-        return True in self.arrays[x]
-
     def get(self, x: Atom, by_layer: bool | None) -> Any:
         """The array, by layer or as its leaf is stored; None: in any layout."""
         if isinstance(x, Constant):
             return x.value
         by_form = self.arrays[x]
-        forms = self._forms_of(x)
+        forms = self._forms.get(x)
         if forms is None or by_layer is None:
             return next(iter(by_form.values()))
         if by_layer not in by_form:

@@ -5,21 +5,18 @@ multiplies these would gather all of them on every device. Here each device gets
 
     stored, split along rows --all-to-all--> split along layers: update --all-to-all--> stored
 
-A value *of a leaf* is computed, element by element, from the leaf's gradient, parameter and state.
-Those that a mixing operation needs are split by layer, the state among them, which is stored so and
-never moves. All others, such as weight decay after the products, are computed as the leaf is
-stored. The traced update is run with sharding constraints, so that no value changes, up to the
-order in which sums are added. Layers that the devices do not divide are split into parts of
-`ceil(layers / devices)`.
+Only what products read is sent, in its dtype, and what others read of their results. All else, such
+as a momentum before the products and weight decay after them, is computed as its leaf is stored.
+State that products read, as the statistics of Shampoo, is stored by layer and never moves.
 
 Matrices that are leaves of their own, one for each layer, are made such stacks where they are first
-multiplied, by as many leaves as there are devices (`stack_alike_leaves`). What is computed of them
-element by element, as a momentum, is computed as they are stored, and so is their state.
+multiplied, of as many leaves as there are devices (`stack_alike_leaves`). The traced update is run
+with sharding constraints, so that no value changes, up to the order in which sums are added. Layers
+that the devices do not divide are split into parts of `ceil(layers / devices)`.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,17 +26,19 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from .._program import (
+    Atom,
     Block,
     Constant,
     LeafOf,
-    LeafStack,
+    LeafValues,
+    MatrixStack,
     Operation,
     Value,
     full_reduction,
-    is_elementwise,
     multiplies_matrices,
     operations_for,
     stack_alike_leaves,
+    stack_of_leaf,
     trace,
 )
 from .._sharding import (
@@ -55,7 +54,7 @@ from .matrix_layouts import Forms, Layouts, by_layer_of, forms_of_stack, may_be_
 
 
 class MatrixUpdate:
-    """`tx.update`, traced on arrays of true shapes, and its values that are split by layer.
+    """`tx.update`, traced on arrays of true shapes, and the stacks of matrices that it multiplies.
 
     Args:
         tx: the optimizer.
@@ -84,25 +83,18 @@ class MatrixUpdate:
         num_grads, num_state, num_params, _ = map(len, given)
         self._num_updates = num_grads
         self._state = self._block.inputs[num_grads : num_grads + num_state]
-        has_params = num_params == num_grads
+        self._new_state = self._block.outputs[num_grads:]
         numbers = range(len(self._params))
-        self._by_path = {leaf.path: i for i, leaf in enumerate(self._params)}
         roles = [
             *(LeafOf(i, "gradient") for i in numbers),
             *(self._role(path) for path, _ in given[1]),
-            *(LeafOf(i, "parameter") for i in numbers if has_params),
+            *(LeafOf(i, "parameter") for i in numbers if num_params == num_grads),
         ]
-        self._roles = dict(zip(self._block.inputs, roles, strict=False))
-        stacks = [i if may_move(leaf) else None for i, leaf in enumerate(self._params)]
-        of_state = [self._owner(x) for x in self._state]
-        self._owners = [*stacks, *of_state, *(stacks if has_params else [])]
-        self._of_leaf: dict[Value, int] = {}  # computed element by element
-        self._mixed: dict[Value, frozenset[int]] = {}  # other values of leaves
-        mixing = self._follow()
-        self._leaves = mixing.keys()
-        self._by_layer = self._needed(mixing)
-        pairs = zip(self._state, of_state, strict=True)
-        self.state_by_layer = [i if x in self._by_layer else None for x, i in pairs]
+        pairs = zip(self._block.inputs, roles, strict=False)
+        self._roles = {x: role for x, role in pairs if role is not None}
+        self._values = LeafValues(self._block, self._roles)
+        self._layers = {i: stack_of_leaf(self._values, i) for i in numbers if self._has_layers(i)}
+        self.state_by_layer = list(map(self._replaced_by_layer, self._state, self._new_state))
 
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
@@ -120,96 +112,59 @@ class MatrixUpdate:
     def _role(self, path: tuple[Any, ...]) -> LeafOf | None:
         """The parameter whose path ends that of an array of the state, and the array's role."""
         for i, name in enumerate(path_endings(path)):
-            if name in self._by_path:
+            if name in self._by_path and may_be_matrix(self._params[self._by_path[name]]):
                 return LeafOf(self._by_path[name], ("state", *map(str, path[:i])))
         return None
 
-    def _owner(self, x: Value) -> int | None:
-        """The stack that an array of the state belongs to, if it has its layers."""
-        role = self._roles[x]
-        if role is None or len(x.shape) < 2 or not may_move(leaf := self._params[role.leaf]):
+    @functools.cached_property
+    def _by_path(self) -> dict[str, int]:
+        return {leaf.path: i for i, leaf in enumerate(self._params)}
+
+    def _has_layers(self, leaf: int) -> bool:
+        """Whether a leaf is multiplied, and only as a stack of its layers."""
+        if not may_move(self._params[leaf]):
+            return False
+        products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]
+        num_layers = self._params[leaf].shape[0]
+        read = [x.shape for each in products for x in each.values if x in self._values.leaf]
+        return bool(products) and all(
+            len(x) > 2 and x[0] % num_layers == 0 for x in read if len(x) > 1
+        )
+
+    def _replaced_by_layer(self, x: Value, new: Atom) -> int | None:
+        """The stack whose products read an array of the state, and make the new one."""
+        leaf = self._values.leaf.get(x)
+        stack = None if leaf is None else self._layers.get(leaf)
+        if stack is None or x not in stack.given or not self._is_stack(x):
             return None
-        return role.leaf if x.shape[0] == leaf.shape[0] else None
+        return leaf if new is x or new in stack.made else None
+
+    def _is_stack(self, x: Value) -> bool:
+        """Whether a value of a stack has its layers."""
+        layers = self._params[self._values.leaf[x]].shape[0]
+        return len(x.shape) > 1 and x.shape[0] == layers
 
     @property
     def moves(self) -> bool:
         """Whether anything is split by layer."""
-        return bool(self._by_layer or self._stacked[1])
+        return bool(self._stacked[1])
 
     @functools.cached_property
-    def _stacked(self) -> tuple[Block, list[LeafStack]]:
-        """The program with products of alike leaves on stacks of these, and the stacks."""
-        leaf_of = {}
-        for x, role in self._roles.items():
-            if role is not None and role.leaf not in self._leaves:
-                leaf = self._params[role.leaf]
-                if may_be_matrix(leaf):  # alike are those that are stored alike
-                    whole = role.role, leaf.layout, leaf.other_axes
-                    leaf_of[x] = LeafOf(role.leaf, whole)
+    def _stacked(self) -> tuple[Block, list[MatrixStack]]:
+        """The program with products of alike leaves on stacks of these, and all stacks."""
+        leaves = [
+            i
+            for i, leaf in enumerate(self._params)
+            if i not in self._layers and may_be_matrix(leaf)
+        ]
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return stack_alike_leaves(self._block, leaf_of, self._num_shards)
+            block, stacks = stack_alike_leaves(self._values, leaves, self._num_shards)
+        return block, [*self._layers.values(), *stacks]
 
     def _num_shards(self, leaf: int) -> int:
         layout = self._params[leaf].layout
         assert layout is not None
         return layout.num_shards
-
-    def _follow(self) -> dict[int, list[Operation]]:
-        """For each stack whose matrices are multiplied, what mixes its elements."""
-        mixing: dict[int, list[Operation]] = collections.defaultdict(list)
-        has_layers: dict[int, bool] = {}
-        for x, owner in zip(self._block.inputs, self._owners, strict=False):
-            if owner is not None and x.shape == self._params[owner].shape:
-                self._of_leaf[x] = owner
-            elif owner is not None:
-                self._mixed[x] = frozenset([owner])
-        for operation in self._block.operations:
-            leaves = frozenset().union(*map(self._leaves_of, operation.values))
-            if not leaves or full_reduction(operation) is not None:
-                continue
-            is_mixed = any(x in self._mixed for x in operation.values)
-            if len(leaves) == 1 and not is_mixed and is_elementwise(operation):
-                self._of_leaf.update(dict.fromkeys(operation.outputs, *leaves))
-                continue
-            self._mixed.update(dict.fromkeys(operation.outputs, leaves))
-            if is_elementwise(operation):
-                continue
-            multiplies = multiplies_matrices(operation)
-            for leaf in leaves:
-                mixing[leaf].append(operation)
-                if multiplies:
-                    kept = self._keeps_layers(operation, leaf)
-                    has_layers[leaf] = has_layers.get(leaf, True) and kept
-        return {leaf: mixing[leaf] for leaf, is_stack in has_layers.items() if is_stack}
-
-    def _leaves_of(self, x: Value) -> frozenset[int]:
-        return self._mixed.get(x, frozenset([self._of_leaf[x]] if x in self._of_leaf else []))
-
-    def _keeps_layers(self, operation: Operation, leaf: int) -> bool:
-        """Whether all matrices of a leaf that an operation reads are in stacks of its layers."""
-        read = [x.shape for x in operation.values if leaf in self._leaves_of(x)]
-        num_layers = self._params[leaf].shape[0]
-        return all(len(x) > 2 and x[0] % num_layers == 0 for x in read if len(x) > 1)
-
-    def _needed(self, mixing: Mapping[int, list[Operation]]) -> set[Value]:
-        """The values of stacks that mixing operations need, and what these keep as state."""
-        needed = {x for x in self._state if self._mixed.get(x, frozenset()) & mixing.keys()}
-        left = [
-            x
-            for leaf, operations in mixing.items()
-            for operation in operations
-            for x in operation.values
-            if self._of_leaf.get(x) == leaf
-        ]
-        while left:
-            x = left.pop()
-            if x in needed:
-                continue
-            needed.add(x)
-            maker = self._block.makers.get(x)
-            if maker is not None:
-                left += [y for y in maker.values if y in self._of_leaf]
-        return needed
 
     def run(
         self, arrays: Sequence[Any], state: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]
@@ -223,46 +178,50 @@ class MatrixUpdate:
             axes: the axes that split the state.
         """
         block, stacks = self._stacked
-        of_stacks = self._forms_of_stacks(stacks, state)
-        env = Layouts(lambda x: of_stacks.get(x) or self._forms(x), mesh, axes)
+        forms = {x: y for stack in stacks for x, y in self._forms(stack, state).items()}
         places = _places(stacks)
-        for i, (x, array) in enumerate(zip(block.inputs, arrays, strict=True)):
-            j = i - self._num_updates
-            env.set(x, array, 0 <= j < len(state) and _is_by_layer(state[j], self._forms(x)))
+        by_layer = {
+            x
+            for x, leaf, i in zip(self._state, state, self.state_by_layer, strict=True)
+            if i is not None and leaf.layout is not None and leaf.layout.dim == 0
+        }
+        env = Layouts(forms, mesh, axes)
+        for x, array in zip(block.inputs, arrays, strict=True):
+            env.set(x, array, x in by_layer)
         results: dict[int, Any] = {}
         before: int | None = None
         for group in self._groups():
             wanted = [block.outputs[i] for i in group]
             for operation in operations_for(block, wanted, env.arrays):
-                self._apply(operation, env, places)
+                _apply(operation, env, places)
             for i in group:
-                j, x = i - self._num_updates, block.outputs[i]
-                forms = None if isinstance(x, Constant) else self._forms(x)
-                of_state = state[j] if 0 <= j < len(state) else None
-                results[i] = env.get(x, of_state is not None and _is_by_layer(of_state, forms))
-                if forms is None and of_state is not None and self.state_by_layer[j] is not None:
-                    results[i] = env.constrained(results[i], of_state)
+                j = i - self._num_updates
+                is_by_layer = 0 <= j < len(state) and self._state[j] in by_layer
+                results[i] = env.get(block.outputs[i], is_by_layer)
+                if is_by_layer:
+                    results[i] = env.constrained(results[i], state[j])
             if before is not None:
                 results[before] = env.finished
             before, env.finished = group[0], results[group[0]]
         outputs = [results[i] for i in range(len(results))]
         return rebuild(self._outputs["treedef"], self._outputs["statics"], outputs)
 
-    def _forms_of_stacks(
-        self, stacks: Sequence[LeafStack], state: Sequence[LeafSpec]
-    ) -> dict[Value, Forms]:
-        """The layouts of what stacks are made of, and of what is made of them."""
+    def _forms(self, stack: MatrixStack, state: Sequence[LeafSpec]) -> dict[Value, Forms]:
+        """The layouts of what products of a stack read, and of what they make."""
+        first = stack.leaves[0]
+        leaf, num_shards = self._params[first], self._num_shards(first)
+        pairs = zip(self._state, state, strict=True)
+        mine = [x for value, x in pairs if (y := self._roles.get(value)) and y.leaf == first]
+        by_shape = {x.shape: x for x in (*mine, leaf)}
         forms = {}
-        for stack in stacks:
-            first = stack.leaves[0]
-            leaf, pairs = self._params[first], zip(self._state, state, strict=True)
-            mine = [x for value, x in pairs if (y := self._roles[value]) and y.leaf == first]
-            by_shape = {x.shape: x for x in (*mine, leaf)}
-            for x in (*stack.stacked, *stack.made):
+        for x in (*stack.given, *stack.made):
+            if first not in self._layers:
                 whole = LeafSpec(leaf.path, x.shape[1:], x.dtype, None)
-                known = by_shape.get(whole.shape, whole)
-                num_shards = self._num_shards(first)
-                forms[x] = forms_of_stack(known, len(stack.leaves), num_shards)
+                whole = by_shape.get(whole.shape, whole)
+                forms[x] = forms_of_stack(whole, len(stack.leaves), num_shards)
+            elif x.shape in by_shape and self._is_stack(x):
+                stored = by_shape[x.shape]
+                forms[x] = Forms(stored, by_layer_of(stored, num_shards))
         return forms
 
     def _groups(self) -> list[list[int]]:
@@ -271,54 +230,27 @@ class MatrixUpdate:
         Stacks are updated one after the other: only one of them is held a second time.
         """
         block, stacks = self._stacked
-        first = len(self._params)  # stacks of leaves are numbered from here on
-        groups: dict[int | None, list[int]] = {leaf: [] for leaf in sorted(self._leaves)}
-        groups |= {first + i: [] for i in range(len(stacks))} | {None: []}
-        of_stack = {x: i for i, stack in enumerate(stacks, first) for x in stack.made}
-        made_of: dict[Value, set[int]] = {x: {i} for x, i in of_stack.items()}
-        for operation in block.operations:
-            if full_reduction(operation) is None and made_of.keys().isdisjoint(operation.outputs):
-                read = set().union(*(made_of.get(x, ()) for x in operation.values))
-                made_of.update(dict.fromkeys(operation.outputs, read))
+        number = {leaf: i for i, stack in enumerate(stacks) for leaf in stack.leaves}
+        groups: dict[int | None, list[int]] = {i: [] for i in (*range(len(stacks)), None)}
         for i, x in enumerate(block.outputs):
-            is_constant = isinstance(x, Constant)
-            leaves = set() if is_constant else made_of.get(x, set()) | self._leaves_of(x)
-            leaves &= groups.keys()
-            groups[next(iter(leaves)) if len(leaves) == 1 else None].append(i)
+            leaf = None if isinstance(x, Constant) else self._values.leaf.get(x)
+            groups[None if leaf is None else number.get(leaf)].append(i)
         return [group for group in groups.values() if group]
 
-    def _apply(self, operation: Operation, env: Layouts, places: Mapping[Operation, Any]) -> None:
-        values = [x for x in operation.values if self._forms(x) is not None]
-        if operation in places:
-            given, made = places[operation]
-        elif full_reduction(operation) is not None:
-            given, made = None, True
-        elif is_elementwise(operation) and self._by_layer.isdisjoint(operation.outputs):
-            given = made = all(map(env.is_by_layer, values))
-        else:
-            given = made = True
-        inputs = [env.get(x, given) for x in operation.inputs]
-        for x, array in zip(operation.outputs, operation.bind(inputs), strict=True):
-            env.set(x, array, made)
 
-    def _forms(self, x: Value) -> Forms | None:
-        """The layouts of a value of a stack that moves, if it has its shape and is made of it."""
-        leaves = self._leaves_of(x)
-        if len(leaves) != 1 or not leaves <= self._leaves:
-            return None
-        leaf = self._params[next(iter(leaves))]
-        return Forms(leaf, by_layer_of(leaf)) if x.shape == leaf.shape else None
+def _apply(operation: Operation, env: Layouts, places: Mapping[Operation, Any]) -> None:
+    is_whole = full_reduction(operation) is not None
+    given, made = places.get(operation, (None if is_whole else False, False))
+    inputs = [env.get(x, given) for x in operation.inputs]
+    for x, array in zip(operation.outputs, operation.bind(inputs), strict=True):
+        env.set(x, array, made)
 
 
-def _places(stacks: Sequence[LeafStack]) -> dict[Operation, tuple[bool | None, bool]]:
-    """For what runs on stacks of leaves, whether it reads and makes arrays split by layer."""
+def _places(stacks: Sequence[MatrixStack]) -> dict[Operation, tuple[bool | None, bool]]:
+    """For what runs on stacks, whether it reads and makes arrays that are split by layer."""
     places: dict[Operation, tuple[bool | None, bool]] = {}
     for stack in stacks:
         places.update(dict.fromkeys(stack.stacking, (None, False)))
         places.update(dict.fromkeys(stack.products, (True, True)))
         places.update(dict.fromkeys(stack.rows, (False, False)))
     return places
-
-
-def _is_by_layer(leaf: LeafSpec, forms: Forms | None) -> bool:
-    return forms is not None and leaf.layout is not None and leaf.layout.dim == 0

@@ -157,7 +157,8 @@ def _by_layer(
     laid_out = []
     for leaf, owner in zip(leaves, owners, strict=True):
         if owner is not None and leaf.memory_kind is None:
-            layout = by_layer_of(params.leaves[owner]).layout
+            num_shards = params.leaves[owner].layout.num_shards
+            layout = by_layer_of(leaf, num_shards).layout
             # With few layers, padding would take more memory than moving it takes time.
             if layout is not None and layout.padded <= 2 * layout.size:
                 leaf = dataclasses.replace(leaf, layout=layout)
