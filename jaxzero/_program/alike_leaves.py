@@ -254,8 +254,8 @@ def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
 
 
 def _on_stacks(
-    operation: Operation, values: LeafValues, known: Mapping[int, Atom]
-) -> tuple[list[Operation], list[Atom]]:
+    operation: Operation, values: LeafValues, known: Mapping[int, Any]
+) -> tuple[list[Operation], list[Any]]:
     """An operation of each row of stacks; other inputs are the same for all rows."""
     is_stack = [isinstance(x, Value) and x in values.leaf for x in operation.inputs]
     inputs = [

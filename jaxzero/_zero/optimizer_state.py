@@ -156,12 +156,12 @@ def _by_layer(
         return leaves
     laid_out = []
     for leaf, owner in zip(leaves, owners, strict=True):
-        if owner is not None and leaf.memory_kind is None:
-            num_shards = params.leaves[owner].layout.num_shards
-            layout = by_layer_of(leaf, num_shards).layout
+        of_owner = None if owner is None else params.leaves[owner].layout
+        if of_owner is not None and leaf.memory_kind is None:
+            by_layer = by_layer_of(leaf, of_owner.num_shards)
             # With few layers, padding would take more memory than moving it takes time.
-            if layout is not None and layout.padded <= 2 * layout.size:
-                leaf = dataclasses.replace(leaf, layout=layout)
+            if by_layer.padded_shape[0] <= 2 * leaf.shape[0]:
+                leaf = by_layer
         laid_out.append(leaf)
     return laid_out
 
