@@ -61,6 +61,7 @@ from .table_uses import find_tables as find_tables
 from .trace import OF_MUTABLE as OF_MUTABLE
 from .trace import OpenProgram as OpenProgram
 from .trace import at_line_of as at_line_of
+from .trace import branch_blocks as branch_blocks
 from .trace import calls_python as calls_python
 from .trace import open_program as open_program
 from .trace import operations_for as operations_for

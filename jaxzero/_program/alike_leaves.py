@@ -159,6 +159,12 @@ class LeafValues:
         self._constants.append(atom)
         return self._number(("constant", len(self._constants) - 1))
 
+    def role(self, x: Atom) -> LeafOf | None:
+        """The leaf that a value is made of, and how; None for no or several leaves."""
+        if isinstance(x, Constant) or x not in self.leaf:
+            return None
+        return LeafOf(self.leaf[x], self.key[x])
+
     def products_of(self, leaf: int) -> Sequence[Operation]:
         """What multiplies the matrix of a leaf, and what mixes its elements before and after.
 
@@ -257,20 +263,22 @@ def _on_stacks(
     operation: Operation, values: LeafValues, known: Mapping[int, Any]
 ) -> tuple[list[Operation], list[Any]]:
     """An operation of each row of stacks; other inputs are the same for all rows."""
-    is_stack = [isinstance(x, Value) and x in values.leaf for x in operation.inputs]
-    inputs = [
-        known[values.key[x]] if is_row else x
-        for x, is_row in zip(operation.inputs, is_stack, strict=True)
-    ]
+    stacks = {
+        i: known[values.key[x]]
+        for i, x in enumerate(operation.inputs)
+        if isinstance(x, Value) and x in values.leaf
+    }
 
     def of_rows(*arrays: Any) -> list[Any]:
         def of_row(*rows: Any) -> list[Any]:
-            left = iter(rows)
-            pairs = zip(arrays, is_stack, strict=True)
-            return list(operation.bind([next(left) if is_row else x for x, is_row in pairs]))
+            inputs = list(arrays)
+            for i, row in zip(stacks, rows, strict=True):
+                inputs[i] = row
+            return list(operation.bind(inputs))
 
-        return jax.vmap(of_row)(*(x for x, is_row in zip(arrays, is_stack, strict=True) if is_row))
+        return jax.vmap(of_row)(*(arrays[i] for i in stacks))
 
+    inputs = [stacks.get(i, x) for i, x in enumerate(operation.inputs)]
     return rewritten(operation, of_rows, inputs)
 
 

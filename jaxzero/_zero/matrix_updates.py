@@ -18,10 +18,11 @@ that the devices do not divide are split into parts of `ceil(layers / devices)`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -34,6 +35,7 @@ from .._program import (
     MatrixStack,
     Operation,
     Value,
+    branch_blocks,
     full_reduction,
     multiplies_matrices,
     operations_for,
@@ -54,17 +56,13 @@ from .matrix_layouts import Forms, Layouts, by_layer_of, forms_of_stack, may_be_
 
 
 class MatrixUpdate:
-    """`tx.update`, traced on arrays of true shapes, and the stacks of matrices that it multiplies.
+    """`tx.update`, traced on arrays of true shapes, with stacks of the matrices it multiplies.
 
     Args:
         tx: the optimizer.
         trees: gradients, state, parameters (or None) and extra arguments, with arrays or structs of
             true shapes.
         params: the layouts of the parameters.
-
-    Attributes:
-        state_by_layer: for each array of the state the parameter that it belongs to, if it is to be
-            stored split by layer; otherwise None.
     """
 
     def __init__(
@@ -73,28 +71,37 @@ class MatrixUpdate:
         trees: tuple[Any, Any, Any, Any],
         params: TreeLayout,
     ):
-        self._params = params.leaves
         flat = [flatten(tree) for tree in trees]
         given = [[(p, x) for p, x in zip(*tree[:2], strict=True) if is_array(x)] for tree in flat]
         self._outputs: dict[str, Any] = {}  # structure, and leaves that are no arrays
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # not one that the user has set
             arrays = (x for pairs in given for _, x in pairs)
-            self._block = trace(functools.partial(self._update, tx, flat), *arrays)[0]
+            block = trace(functools.partial(self._update, tx, flat), *arrays)[0]
         num_grads, num_state, num_params, _ = map(len, given)
         self._num_updates = num_grads
-        self._state = self._block.inputs[num_grads : num_grads + num_state]
-        self._new_state = self._block.outputs[num_grads:]
-        numbers = range(len(self._params))
+        self._state = block.inputs[num_grads : num_grads + num_state]
+        numbers = range(len(params.leaves))
+        by_path = {leaf.path: i for i, leaf in enumerate(params.leaves)}
         roles = [
             *(LeafOf(i, "gradient") for i in numbers),
-            *(self._role(path) for path, _ in given[1]),
+            *(_role(path, by_path) for path, _ in given[1]),
             *(LeafOf(i, "parameter") for i in numbers if num_params == num_grads),
         ]
-        pairs = zip(self._block.inputs, roles, strict=False)
-        self._roles = {x: role for x, role in pairs if role is not None}
-        self._values = LeafValues(self._block, self._roles)
-        self._layers = {i: stack_of_leaf(self._values, i) for i in numbers if self._has_layers(i)}
-        self.state_by_layer = list(map(self._replaced_by_layer, self._state, self._new_state))
+        self._program = _Program(block, roles, params.leaves)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is split by layer."""
+        return self._program.moves
+
+    @property
+    def state_by_layer(self) -> list[int | None]:
+        """For each array of the state the stack to be split by layer with, or None.
+
+        These are arrays that the products of a stack read, and make anew.
+        """
+        new = self._program.block.outputs[self._num_updates :]
+        return list(map(self._program.replaced_by_products, self._state, new))
 
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
@@ -109,63 +116,6 @@ class MatrixUpdate:
         self._outputs.update(treedef=treedef, statics=statics_of(leaves))
         return [x for x in leaves if is_array(x)]
 
-    def _role(self, path: tuple[Any, ...]) -> LeafOf | None:
-        """The parameter whose path ends that of an array of the state, and the array's role."""
-        for i, name in enumerate(path_endings(path)):
-            if name in self._by_path and may_be_matrix(self._params[self._by_path[name]]):
-                return LeafOf(self._by_path[name], ("state", *map(str, path[:i])))
-        return None
-
-    @functools.cached_property
-    def _by_path(self) -> dict[str, int]:
-        return {leaf.path: i for i, leaf in enumerate(self._params)}
-
-    def _has_layers(self, leaf: int) -> bool:
-        """Whether a leaf is multiplied, and only as a stack of its layers."""
-        if not may_move(self._params[leaf]):
-            return False
-        products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]
-        num_layers = self._params[leaf].shape[0]
-        read = [x.shape for each in products for x in each.values if x in self._values.leaf]
-        return bool(products) and all(
-            len(x) > 2 and x[0] % num_layers == 0 for x in read if len(x) > 1
-        )
-
-    def _replaced_by_layer(self, x: Value, new: Atom) -> int | None:
-        """The stack whose products read an array of the state, and make the new one."""
-        leaf = self._values.leaf.get(x)
-        stack = None if leaf is None else self._layers.get(leaf)
-        if stack is None or x not in stack.given or not self._is_stack(x):
-            return None
-        return leaf if new is x or new in stack.made else None
-
-    def _is_stack(self, x: Value) -> bool:
-        """Whether a value of a stack has its layers."""
-        layers = self._params[self._values.leaf[x]].shape[0]
-        return len(x.shape) > 1 and x.shape[0] == layers
-
-    @property
-    def moves(self) -> bool:
-        """Whether anything is split by layer."""
-        return bool(self._stacked[1])
-
-    @functools.cached_property
-    def _stacked(self) -> tuple[Block, list[MatrixStack]]:
-        """The program with products of alike leaves on stacks of these, and all stacks."""
-        leaves = [
-            i
-            for i, leaf in enumerate(self._params)
-            if i not in self._layers and may_be_matrix(leaf)
-        ]
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            block, stacks = stack_alike_leaves(self._values, leaves, self._num_shards)
-        return block, [*self._layers.values(), *stacks]
-
-    def _num_shards(self, leaf: int) -> int:
-        layout = self._params[leaf].layout
-        assert layout is not None
-        return layout.num_shards
-
     def run(
         self, arrays: Sequence[Any], state: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]
     ) -> Any:
@@ -177,42 +127,192 @@ class MatrixUpdate:
             mesh: the mesh of the layouts.
             axes: the axes that split the state.
         """
-        block, stacks = self._stacked
-        forms = {x: y for stack in stacks for x, y in self._forms(stack, state).items()}
-        places = _places(stacks)
+        program = self._program
         by_layer = {
-            x
-            for x, leaf, i in zip(self._state, state, self.state_by_layer, strict=True)
-            if i is not None and leaf.layout is not None and leaf.layout.dim == 0
+            i: (x, leaf)
+            for i, (x, leaf, owner) in enumerate(
+                zip(self._state, state, self.state_by_layer, strict=True), self._num_updates
+            )
+            if owner is not None and leaf.layout is not None and leaf.layout.dim == 0
         }
-        env = Layouts(forms, mesh, axes)
+        layouts: list[dict[tuple[int, ...], LeafSpec]] = [{} for _ in program.params]
+        for x, leaf in zip(self._state, state, strict=True):
+            if x in program.roles:
+                layouts[program.roles[x].leaf][leaf.shape] = leaf
+        for leaf, by_shape in zip(program.params, layouts, strict=True):
+            by_shape[leaf.shape] = leaf
+        run = _Run(layouts, mesh, axes)
+        outputs = program.run(arrays, run, {x for x, _ in by_layer.values()}, by_layer.keys())
+        constrained = Layouts({}, mesh, axes).constrained
+        for i, (_, leaf) in by_layer.items():
+            outputs[i] = constrained(outputs[i], leaf)
+        return rebuild(self._outputs["treedef"], self._outputs["statics"], outputs)
+
+
+def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
+    """The parameter whose path ends that of an array of the state, and the array's role."""
+    for i, name in enumerate(path_endings(path)):
+        if name in by_path:
+            return LeafOf(by_path[name], ("state", *map(str, path[:i])))
+    return None
+
+
+class _Run(NamedTuple):
+    """What a run needs to know.
+
+    Attributes:
+        layouts: for each parameter the layouts of it and of its state, by shape.
+        mesh: the mesh of the layouts.
+        axes: the axes that split them.
+    """
+
+    layouts: Sequence[Mapping[tuple[int, ...], LeafSpec]]
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+
+class _Program:
+    """A program, an update or a branch of it, and its stacks of matrices.
+
+    Args:
+        block: the program.
+        roles: for its first inputs the parameters that they belong to, or None.
+        params: the layouts of the parameters.
+
+    Attributes:
+        block: the program.
+        roles: for its inputs the parameters that they belong to; only of parameters that may move.
+        params: the layouts of the parameters.
+    """
+
+    def __init__(self, block: Block, roles: Sequence[LeafOf | None], params: Sequence[LeafSpec]):
+        self.block, self.params = block, params
+        self.roles = {
+            x: LeafOf(
+                role.leaf, (role.role, params[role.leaf].layout, params[role.leaf].other_axes)
+            )
+            for x, role in zip(block.inputs, roles, strict=False)
+            if role is not None and may_be_matrix(params[role.leaf])
+        }
+        self._values = LeafValues(block, self.roles)
+        self._layers = {
+            i: stack_of_leaf(self._values, i)
+            for i in dict.fromkeys(role.leaf for role in self.roles.values())
+            if self._has_layers(i)
+        }
+
+    def _has_layers(self, leaf: int) -> bool:
+        """Whether a leaf is multiplied, and only as a stack of its layers."""
+        if not may_move(self.params[leaf]):
+            return False
+        products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]
+        num_layers = self.params[leaf].shape[0]
+        read = [x.shape for each in products for x in each.values if x in self._values.leaf]
+        return bool(products) and all(
+            len(x) > 2 and x[0] % num_layers == 0 for x in read if len(x) > 1
+        )
+
+    def _is_stack(self, x: Value) -> bool:
+        """Whether a value of a stack has its layers."""
+        layers = self.params[self._values.leaf[x]].shape[0]
+        return len(x.shape) > 1 and x.shape[0] == layers
+
+    def replaced_by_products(self, x: Value, new: Atom) -> int | None:
+        """The stack whose products read an input and make what it is replaced by, or None."""
+        leaf = self._values.leaf.get(x)
+        stack = None if leaf is None else self._layers.get(leaf)
+        if stack is None or x not in stack.given or not self._is_stack(x):
+            return None
+        return leaf if new is x or new in stack.made else None
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is split by layer."""
+        return bool(self._stacked[1] or self._branches)
+
+    @functools.cached_property
+    def _stacked(self) -> tuple[Block, list[MatrixStack]]:
+        """The program with products of alike leaves on stacks of these, and all stacks."""
+        leaves = {role.leaf: None for role in self.roles.values() if role.leaf not in self._layers}
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            block, stacks = stack_alike_leaves(self._values, leaves, self._num_shards)
+        return block, [*self._layers.values(), *stacks]
+
+    @functools.cached_property
+    def _branches(self) -> dict[Operation, list[_Program]]:
+        """The branches of each `cond` on values of several leaves, if matrices move in one."""
+        found = {}
+        for operation in self.block.operations:
+            if operation.name != "cond" or operation.has_effects:
+                continue
+            if not self._values.leaf.keys().isdisjoint(operation.outputs):
+                continue  # of one leaf: it is among its products
+            roles = [self._values.role(x) for x in operation.inputs[1:]]
+            branches = [_Program(x, roles, self.params) for x in branch_blocks(operation)]
+            if any(branch.moves for branch in branches):
+                found[operation] = branches
+        return found
+
+    def _num_shards(self, leaf: int) -> int:
+        layout = self.params[leaf].layout
+        assert layout is not None
+        return layout.num_shards
+
+    def run(
+        self,
+        arrays: Sequence[Any],
+        run: _Run,
+        inputs_by_layer: Collection[Value] = (),
+        outputs_by_layer: Collection[int] = (),
+    ) -> list[Any]:
+        """The outputs of the program.
+
+        Args:
+            arrays: its inputs.
+            run: what is known of this run.
+            inputs_by_layer: the inputs that are split by layer.
+            outputs_by_layer: which outputs shall be.
+        """
+        block, stacks = self._stacked
+        forms = {x: y for stack in stacks for x, y in self._forms(stack, run).items()}
+        env = Layouts(forms, run.mesh, run.axes)
+        places = _places(stacks)
         for x, array in zip(block.inputs, arrays, strict=True):
-            env.set(x, array, x in by_layer)
+            env.set(x, array, x in inputs_by_layer)
         results: dict[int, Any] = {}
         before: int | None = None
         for group in self._groups():
             wanted = [block.outputs[i] for i in group]
             for operation in operations_for(block, wanted, env.arrays):
-                _apply(operation, env, places)
+                is_whole = full_reduction(operation) is not None
+                given, made = places.get(operation, (None if is_whole else False, False))
+                inputs = [env.get(x, given) for x in operation.inputs]
+                arrays = self._bind(operation, inputs, run)
+                for x, array in zip(operation.outputs, arrays, strict=True):
+                    env.set(x, array, made)
             for i in group:
-                j = i - self._num_updates
-                is_by_layer = 0 <= j < len(state) and self._state[j] in by_layer
-                results[i] = env.get(block.outputs[i], is_by_layer)
-                if is_by_layer:
-                    results[i] = env.constrained(results[i], state[j])
+                results[i] = env.get(block.outputs[i], i in outputs_by_layer)
             if before is not None:
                 results[before] = env.finished
             before, env.finished = group[0], results[group[0]]
-        outputs = [results[i] for i in range(len(results))]
-        return rebuild(self._outputs["treedef"], self._outputs["statics"], outputs)
+        return [results[i] for i in range(len(results))]
 
-    def _forms(self, stack: MatrixStack, state: Sequence[LeafSpec]) -> dict[Value, Forms]:
+    def _bind(self, operation: Operation, inputs: Sequence[Any], run: _Run) -> Sequence[Any]:
+        if operation not in self._branches:
+            return operation.bind(inputs)
+
+        def outputs_of(branch: _Program, *operands: Any) -> list[Any]:
+            outputs = zip(operation.outputs, branch.run(operands, run), strict=True)
+            return [jnp.asarray(x, out.dtype) if out.is_array else x for out, x in outputs]
+
+        branches = [functools.partial(outputs_of, x) for x in self._branches[operation]]
+        return jax.lax.switch(inputs[0], branches, *inputs[1:])
+
+    def _forms(self, stack: MatrixStack, run: _Run) -> dict[Value, Forms]:
         """The layouts of what products of a stack read, and of what they make."""
         first = stack.leaves[0]
-        leaf, num_shards = self._params[first], self._num_shards(first)
-        pairs = zip(self._state, state, strict=True)
-        mine = [x for value, x in pairs if (y := self._roles.get(value)) and y.leaf == first]
-        by_shape = {x.shape: x for x in (*mine, leaf)}
+        leaf, num_shards = self.params[first], self._num_shards(first)
+        by_shape = run.layouts[first]
         forms = {}
         for x in (*stack.given, *stack.made):
             if first not in self._layers:
@@ -236,14 +336,6 @@ class MatrixUpdate:
             leaf = None if isinstance(x, Constant) else self._values.leaf.get(x)
             groups[None if leaf is None else number.get(leaf)].append(i)
         return [group for group in groups.values() if group]
-
-
-def _apply(operation: Operation, env: Layouts, places: Mapping[Operation, Any]) -> None:
-    is_whole = full_reduction(operation) is not None
-    given, made = places.get(operation, (None if is_whole else False, False))
-    inputs = [env.get(x, given) for x in operation.inputs]
-    for x, array in zip(operation.outputs, operation.bind(inputs), strict=True):
-        env.set(x, array, made)
 
 
 def _places(stacks: Sequence[MatrixStack]) -> dict[Operation, tuple[bool | None, bool]]:
