@@ -24,9 +24,10 @@ class Forms(NamedTuple):
 
 def may_move(leaf: LeafSpec) -> bool:
     """Whether a parameter may be a stack of matrices, stored split along a dim of them."""
+    if len(leaf.shape) < 3 or not _is_split(leaf):
+        return False
     of_layers = axes_of_dims(PartitionSpec(*leaf.other_axes, *[None] * len(leaf.shape)))[0]
-    is_stack = len(leaf.shape) >= 3 and not of_layers
-    return is_stack and _is_split(leaf) and leaf.layout is not None and leaf.layout.dim != 0
+    return leaf.layout is not None and leaf.layout.dim != 0 and not of_layers
 
 
 def may_be_matrix(leaf: LeafSpec) -> bool:

@@ -96,7 +96,7 @@ def state_layout(
 
     A leaf whose path ends with that of a parameter, and that has its shape, is sharded like the
     parameter; other leaves (row and column statistics, counters) by their own shape. If `tx` is
-    wrapped, what products of matrices need of a stack is split by layer.
+    wrapped, what products of matrices read and replace of a stack is split by layer.
 
     Args:
         tx: the optimizer.
@@ -148,7 +148,7 @@ def _by_layer(
     state: Any,
     leaves: list[LeafSpec],
 ) -> list[LeafSpec]:
-    """The leaves of the state, those split by layer that products of matrices need."""
+    """The leaves of the state, those split by layer that products of matrices replace."""
     whole = params.whole(unpadded)
     try:
         owners = MatrixUpdate(tx, (whole, state, whole, {}), params).state_by_layer
@@ -258,7 +258,7 @@ def true_shapes(
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
 
     A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
-    an uneven dim, so padding and unpadding move no data. Stacks are updated by layer
+    an uneven dim, so padding and unpadding move no data. Matrices are multiplied by layer
     (`MatrixUpdate`). Arrays among the extra arguments of `update` are unpadded too, and functions
     among them (`value_fn`) are called with unpadded parameters.
 
