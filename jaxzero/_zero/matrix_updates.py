@@ -325,9 +325,10 @@ class _Program:
         return forms
 
     def _groups(self) -> list[list[int]]:
-        """The outputs of each stack that moves, and then the others.
+        """The outputs of each stack that moves, the largest first, and then the others.
 
-        Stacks are updated one after the other: only one of them is held a second time.
+        Stacks are updated one after the other: only one of them is held a second time, and with it
+        what others have left.
         """
         block, stacks = self._stacked
         number = {leaf: i for i, stack in enumerate(stacks) for leaf in stack.leaves}
@@ -335,7 +336,9 @@ class _Program:
         for i, x in enumerate(block.outputs):
             leaf = None if isinstance(x, Constant) else self._values.leaf.get(x)
             groups[None if leaf is None else number.get(leaf)].append(i)
-        return [group for group in groups.values() if group]
+        num_bytes = [sum(x.num_bytes for x in stack.given) for stack in stacks]
+        order = sorted(range(len(stacks)), key=lambda i: -num_bytes[i])
+        return [groups[i] for i in (*order, None) if groups[i]]
 
 
 def _places(stacks: Sequence[MatrixStack]) -> dict[Operation, tuple[bool | None, bool]]:
