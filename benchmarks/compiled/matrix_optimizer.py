@@ -1,15 +1,17 @@
 """Bytes and memory of an update by Muon, compiled ahead of time for H200s.
 
     python -m benchmarks.compiled.matrix_optimizer      # q, up and down of Llama-7B, 2 x 8 H200
+    python -m benchmarks.compiled.matrix_optimizer --unrolled       # each matrix is a leaf
 
-Needs jaxzero[aot]. Only the update is compiled: gradients, state and parameters are stacks of
-float32 matrices as `jz.zero3()` lays them out. It is compiled for `optax.contrib.muon` as it is,
+Needs jaxzero[aot]. Only the update is compiled: gradients, state and parameters are float32, as
+`jz.zero3()` lays them out. It is compiled for `optax.contrib.muon` as it is,
 and in `zero.optimizer`. Nothing is run: bytes are those of the compiled program's collectives, and
 times are predicted by `timeline.py` with assumed rates.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import jax
@@ -27,7 +29,12 @@ _GIB = 2**30
 
 
 def main(
-    layers: int = 32, features: int = 4096, hidden: int = 11008, nodes: int = 2, local: int = 8
+    layers: int = 32,
+    features: int = 4096,
+    hidden: int = 11008,
+    nodes: int = 2,
+    local: int = 8,
+    unrolled: bool = False,
 ) -> None:
     """Compile, read, and append a row for each variant.
 
@@ -37,16 +44,24 @@ def main(
         hidden: the other dim of `up` and `down`.
         nodes: of the mesh.
         local: devices of a node.
+        unrolled: each matrix is a leaf, in place of stacks of them.
     """
     mesh = h200_mesh(nodes, local)
     shapes = {"query": (features, features), "up": (features, hidden), "down": (hidden, features)}
-    stacks = {name: jax.ShapeDtypeStruct((layers, *x), jnp.float32) for name, x in shapes.items()}
-    share = sum(x.size for x in stacks.values()) * 4 / (nodes * local) / _GIB
+    trees = {
+        name: [jax.ShapeDtypeStruct(x, jnp.float32)] * layers
+        if unrolled
+        else jax.ShapeDtypeStruct((layers, *x), jnp.float32)
+        for name, x in shapes.items()
+    }
+    share = sum(x.size for x in jax.tree.leaves(trees)) * 4 / (nodes * local) / _GIB
     zero = jz.Zero(mesh, jz.zero3())
-    params = zero.abstract(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stacks))
+    params = zero.abstract(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trees))
     muon = optax.contrib.muon(0.02, muon_weight_dimension_numbers=_per_layer)
     for variant, tx in {"optax": muon, "zero.optimizer": zero.optimizer(muon)}.items():
+        start = time.perf_counter()
         compiled = compiled_update(tx, zero, params)
+        seconds = time.perf_counter() - start
         found = figures(compiled, compiled.as_text() or "", local)
         received = found["received_gib_per_device"]
         append_row(
@@ -58,6 +73,8 @@ def main(
                 "hidden": hidden,
                 "nodes": nodes,
                 "local": local,
+                "unrolled": unrolled,
+                "compile_seconds": round(seconds, 1),
                 "share_gib": round(share, 3),
                 "received_over_share": round(received / share, 3),
                 **found,
@@ -66,7 +83,8 @@ def main(
 
 
 def _per_layer(params: Any) -> Any:
-    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(1, 2), params)
+    numbers = optax.contrib.MuonDimensionNumbers
+    return jax.tree.map(lambda x: numbers(len(x.shape) - 2, len(x.shape) - 1), params)
 
 
 def compiled_update(

@@ -6,6 +6,11 @@ gather or a reduction.
 """
 
 from . import movable_ops as movable_ops
+from .alike_leaves import LeafOf as LeafOf
+from .alike_leaves import LeafValues as LeafValues
+from .alike_leaves import MatrixStack as MatrixStack
+from .alike_leaves import stack_alike_leaves as stack_alike_leaves
+from .alike_leaves import stack_of_leaf as stack_of_leaf
 from .copies import Copies as Copies
 from .copies import like as like
 from .frozen_part import SplitStack as SplitStack
@@ -57,6 +62,7 @@ from .table_uses import find_tables as find_tables
 from .trace import OF_MUTABLE as OF_MUTABLE
 from .trace import OpenProgram as OpenProgram
 from .trace import at_line_of as at_line_of
+from .trace import branch_blocks as branch_blocks
 from .trace import calls_python as calls_python
 from .trace import open_program as open_program
 from .trace import operations_for as operations_for

@@ -5,40 +5,45 @@ multiplies these would gather all of them on every device. Here each device gets
 
     stored, split along rows --all-to-all--> split along layers: update --all-to-all--> stored
 
-A value *of a leaf* is computed, element by element, from the leaf's gradient, parameter and state.
-Those that a mixing operation needs are split by layer, the state among them, which is stored so and
-never moves. All others, such as weight decay after the products, are computed as the leaf is
-stored. The traced update is run with sharding constraints, so that no value changes, up to the
-order in which sums are added. Layers that the devices do not divide are split into parts of
-`ceil(layers / devices)`.
+Only what products read is sent, in its dtype, and what others read of their results. All else, such
+as a momentum before the products and weight decay after them, is computed as its leaf is stored.
+State that products read, as the statistics of Shampoo, is stored by layer and never moves.
+
+Matrices that are leaves of their own, one for each layer, are made such stacks where they are first
+multiplied, of as many leaves as there are devices (`stack_alike_leaves`). The traced update is run
+with sharding constraints, so that no value changes, up to the order in which sums are added. Layers
+that the devices do not divide are split into parts of `ceil(layers / devices)`.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
-from .._mesh import LOCAL, axes_of_dims, is_one_node, without_node
 from .._program import (
     Atom,
+    Block,
     Constant,
+    LeafOf,
+    LeafValues,
+    MatrixStack,
     Operation,
     Value,
+    branch_blocks,
     full_reduction,
-    is_elementwise,
     multiplies_matrices,
     operations_for,
+    stack_alike_leaves,
+    stack_of_leaf,
     trace,
 )
 from .._sharding import (
-    DimSharding,
     LeafSpec,
     TreeLayout,
     flatten,
@@ -47,39 +52,17 @@ from .._sharding import (
     rebuild,
     statics_of,
 )
-from .placement import constrain
-
-
-def may_move(leaf: LeafSpec) -> bool:
-    """Whether a parameter may be a stack of matrices, stored split along a dim of them."""
-    if leaf.layout is None or leaf.layout.num_shards == 1 or leaf.memory_kind is not None:
-        return False
-    of_layers = axes_of_dims(PartitionSpec(*leaf.other_axes, *[None] * len(leaf.shape)))[0]
-    if LOCAL in leaf.other_axes:  # an exchange of layers would gather its experts
-        return False
-    return len(leaf.shape) >= 3 and leaf.layout.dim != 0 and not of_layers
-
-
-def by_layer_of(leaf: LeafSpec) -> LeafSpec:
-    """The layout by layer of a stack that is stored split on another dim."""
-    assert leaf.layout is not None
-    layout = DimSharding(0, leaf.shape[0], leaf.layout.num_shards)
-    return dataclasses.replace(leaf, layout=layout)
+from .matrix_layouts import Forms, Layouts, by_layer_of, forms_of_stack, may_be_matrix, may_move
 
 
 class MatrixUpdate:
-    """`tx.update`, traced on arrays of true shapes, and its values that are split by layer.
+    """`tx.update`, traced on arrays of true shapes, with stacks of the matrices it multiplies.
 
     Args:
         tx: the optimizer.
         trees: gradients, state, parameters (or None) and extra arguments, with arrays or structs of
             true shapes.
         params: the layouts of the parameters.
-
-    Attributes:
-        state_by_layer: for each array of the state the parameter that it belongs to, if it is to be
-            stored split by layer; otherwise None.
-        moves: whether anything is split by layer.
     """
 
     def __init__(
@@ -88,27 +71,37 @@ class MatrixUpdate:
         trees: tuple[Any, Any, Any, Any],
         params: TreeLayout,
     ):
-        self._params = params.leaves
         flat = [flatten(tree) for tree in trees]
         given = [[(p, x) for p, x in zip(*tree[:2], strict=True) if is_array(x)] for tree in flat]
         self._outputs: dict[str, Any] = {}  # structure, and leaves that are no arrays
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # not one that the user has set
             arrays = (x for pairs in given for _, x in pairs)
-            self._block = trace(functools.partial(self._update, tx, flat), *arrays)[0]
+            block = trace(functools.partial(self._update, tx, flat), *arrays)[0]
         num_grads, num_state, num_params, _ = map(len, given)
         self._num_updates = num_grads
-        self._state = self._block.inputs[num_grads : num_grads + num_state]
-        stacks = [i if may_move(leaf) else None for i, leaf in enumerate(self._params)]
-        of_state = [self._owner(path, x) for path, x in given[1]]
-        self._owners = [*stacks, *of_state, *(stacks if num_params == num_grads else [])]
-        self._of_leaf: dict[Value, int] = {}  # computed element by element
-        self._mixed: dict[Value, frozenset[int]] = {}  # other values of leaves
-        mixing = self._follow()
-        self._leaves = mixing.keys()
-        self._by_layer = self._needed(mixing)
-        self.moves = bool(self._by_layer)
-        pairs = zip(self._state, of_state, strict=True)
-        self.state_by_layer = [i if x in self._by_layer else None for x, i in pairs]
+        self._state = block.inputs[num_grads : num_grads + num_state]
+        numbers = range(len(params.leaves))
+        by_path = {leaf.path: i for i, leaf in enumerate(params.leaves)}
+        roles = [
+            *(LeafOf(i, "gradient") for i in numbers),
+            *(_role(path, by_path) for path, _ in given[1]),
+            *(LeafOf(i, "parameter") for i in numbers if num_params == num_grads),
+        ]
+        self._program = _Program(block, roles, params.leaves)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is split by layer."""
+        return self._program.moves
+
+    @property
+    def state_by_layer(self) -> list[int | None]:
+        """For each array of the state the stack to be split by layer with, or None.
+
+        These are arrays that the products of a stack read, and make anew.
+        """
+        new = self._program.block.outputs[self._num_updates :]
+        return list(map(self._program.replaced_by_products, self._state, new))
 
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
@@ -123,72 +116,6 @@ class MatrixUpdate:
         self._outputs.update(treedef=treedef, statics=statics_of(leaves))
         return [x for x in leaves if is_array(x)]
 
-    def _owner(self, path: tuple[Any, ...], x: Any) -> int | None:
-        """The stack whose path ends that of an array of the state, if both have its layers."""
-        by_path = {leaf.path: i for i, leaf in enumerate(self._params) if may_move(leaf)}
-        for name in path_endings(path):
-            owner = by_path.get(name)
-            if owner is not None and len(x.shape) > 1:
-                return owner if x.shape[0] == self._params[owner].shape[0] else None
-        return None
-
-    def _follow(self) -> dict[int, list[Operation]]:
-        """For each stack whose matrices are multiplied, what mixes its elements."""
-        mixing: dict[int, list[Operation]] = collections.defaultdict(list)
-        has_layers: dict[int, bool] = {}
-        for x, owner in zip(self._block.inputs, self._owners, strict=False):
-            if owner is not None and x.shape == self._params[owner].shape:
-                self._of_leaf[x] = owner
-            elif owner is not None:
-                self._mixed[x] = frozenset([owner])
-        for operation in self._block.operations:
-            leaves = frozenset().union(*map(self._leaves_of, operation.values))
-            if not leaves or full_reduction(operation) is not None:
-                continue
-            is_mixed = any(x in self._mixed for x in operation.values)
-            if len(leaves) == 1 and not is_mixed and is_elementwise(operation):
-                self._of_leaf.update(dict.fromkeys(operation.outputs, *leaves))
-                continue
-            self._mixed.update(dict.fromkeys(operation.outputs, leaves))
-            if is_elementwise(operation):
-                continue
-            multiplies = multiplies_matrices(operation)
-            for leaf in leaves:
-                mixing[leaf].append(operation)
-                if multiplies:
-                    kept = self._keeps_layers(operation, leaf)
-                    has_layers[leaf] = has_layers.get(leaf, True) and kept
-        return {leaf: mixing[leaf] for leaf, is_stack in has_layers.items() if is_stack}
-
-    def _leaves_of(self, x: Value) -> frozenset[int]:
-        return self._mixed.get(x, frozenset([self._of_leaf[x]] if x in self._of_leaf else []))
-
-    def _keeps_layers(self, operation: Operation, leaf: int) -> bool:
-        """Whether all matrices of a leaf that an operation reads are in stacks of its layers."""
-        read = [x.shape for x in operation.values if leaf in self._leaves_of(x)]
-        num_layers = self._params[leaf].shape[0]
-        return all(len(x) > 2 and x[0] % num_layers == 0 for x in read if len(x) > 1)
-
-    def _needed(self, mixing: Mapping[int, list[Operation]]) -> set[Value]:
-        """The values of stacks that mixing operations need, and what these keep as state."""
-        needed = {x for x in self._state if self._mixed.get(x, frozenset()) & mixing.keys()}
-        left = [
-            x
-            for leaf, operations in mixing.items()
-            for operation in operations
-            for x in operation.values
-            if self._of_leaf.get(x) == leaf
-        ]
-        while left:
-            x = left.pop()
-            if x in needed:
-                continue
-            needed.add(x)
-            maker = self._block.makers.get(x)
-            if maker is not None:
-                left += [y for y in maker.values if y in self._of_leaf]
-        return needed
-
     def run(
         self, arrays: Sequence[Any], state: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]
     ) -> Any:
@@ -200,113 +127,225 @@ class MatrixUpdate:
             mesh: the mesh of the layouts.
             axes: the axes that split the state.
         """
-        env = _Layouts(self._leaf_of, mesh, axes)
-        for i, (x, array) in enumerate(zip(self._block.inputs, arrays, strict=True)):
-            j = i - self._num_updates
-            env.set(x, array, 0 <= j < len(state) and _is_by_layer(state[j], self._leaf_of(x)))
+        program = self._program
+        by_layer = {
+            i: (x, leaf)
+            for i, (x, leaf, owner) in enumerate(
+                zip(self._state, state, self.state_by_layer, strict=True), self._num_updates
+            )
+            if owner is not None and leaf.layout is not None and leaf.layout.dim == 0
+        }
+        layouts: list[dict[tuple[int, ...], LeafSpec]] = [{} for _ in program.params]
+        for x, leaf in zip(self._state, state, strict=True):
+            if x in program.roles:
+                layouts[program.roles[x].leaf][leaf.shape] = leaf
+        for leaf, by_shape in zip(program.params, layouts, strict=True):
+            by_shape[leaf.shape] = leaf
+        run = _Run(layouts, mesh, axes)
+        outputs = program.run(arrays, run, {x for x, _ in by_layer.values()}, by_layer.keys())
+        constrained = Layouts({}, mesh, axes).constrained
+        for i, (_, leaf) in by_layer.items():
+            outputs[i] = constrained(outputs[i], leaf)
+        return rebuild(self._outputs["treedef"], self._outputs["statics"], outputs)
+
+
+def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
+    """The parameter whose path ends that of an array of the state, and the array's role."""
+    for i, name in enumerate(path_endings(path)):
+        if name in by_path:
+            return LeafOf(by_path[name], ("state", *map(str, path[:i])))
+    return None
+
+
+class _Run(NamedTuple):
+    """What a run needs to know.
+
+    Attributes:
+        layouts: for each parameter the layouts of it and of its state, by shape.
+        mesh: the mesh of the layouts.
+        axes: the axes that split them.
+    """
+
+    layouts: Sequence[Mapping[tuple[int, ...], LeafSpec]]
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+
+class _Program:
+    """A program, an update or a branch of it, and its stacks of matrices.
+
+    Args:
+        block: the program.
+        roles: for its first inputs the parameters that they belong to, or None.
+        params: the layouts of the parameters.
+
+    Attributes:
+        block: the program.
+        roles: for its inputs the parameters that they belong to; only of parameters that may move.
+        params: the layouts of the parameters.
+    """
+
+    def __init__(self, block: Block, roles: Sequence[LeafOf | None], params: Sequence[LeafSpec]):
+        self.block, self.params = block, params
+        self.roles = {
+            x: LeafOf(
+                role.leaf, (role.role, params[role.leaf].layout, params[role.leaf].other_axes)
+            )
+            for x, role in zip(block.inputs, roles, strict=False)
+            if role is not None and may_be_matrix(params[role.leaf])
+        }
+        self._values = LeafValues(block, self.roles)
+        self._layers = {
+            i: stack_of_leaf(self._values, i)
+            for i in dict.fromkeys(role.leaf for role in self.roles.values())
+            if self._has_layers(i)
+        }
+
+    def _has_layers(self, leaf: int) -> bool:
+        """Whether a leaf is multiplied, and only as a stack of its layers."""
+        if not may_move(self.params[leaf]):
+            return False
+        products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]
+        num_layers = self.params[leaf].shape[0]
+        read = [x.shape for each in products for x in each.values if x in self._values.leaf]
+        return bool(products) and all(
+            len(x) > 2 and x[0] % num_layers == 0 for x in read if len(x) > 1
+        )
+
+    def _is_stack(self, x: Value) -> bool:
+        """Whether a value of a stack has its layers."""
+        layers = self.params[self._values.leaf[x]].shape[0]
+        return len(x.shape) > 1 and x.shape[0] == layers
+
+    def replaced_by_products(self, x: Value, new: Atom) -> int | None:
+        """The stack whose products read an input and make what it is replaced by, or None."""
+        leaf = self._values.leaf.get(x)
+        stack = None if leaf is None else self._layers.get(leaf)
+        if stack is None or x not in stack.given or not self._is_stack(x):
+            return None
+        return leaf if new is x or new in stack.made else None
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is split by layer."""
+        return bool(self._stacked[1] or self._branches)
+
+    @functools.cached_property
+    def _stacked(self) -> tuple[Block, list[MatrixStack]]:
+        """The program with products of alike leaves on stacks of these, and all stacks."""
+        leaves = {role.leaf: None for role in self.roles.values() if role.leaf not in self._layers}
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            block, stacks = stack_alike_leaves(self._values, leaves, self._num_shards)
+        return block, [*self._layers.values(), *stacks]
+
+    @functools.cached_property
+    def _branches(self) -> dict[Operation, list[_Program]]:
+        """The branches of each `cond` on values of several leaves, if matrices move in one."""
+        found = {}
+        for operation in self.block.operations:
+            if operation.name != "cond" or operation.has_effects:
+                continue
+            if not self._values.leaf.keys().isdisjoint(operation.outputs):
+                continue  # of one leaf: it is among its products
+            roles = [self._values.role(x) for x in operation.inputs[1:]]
+            branches = [_Program(x, roles, self.params) for x in branch_blocks(operation)]
+            if any(branch.moves for branch in branches):
+                found[operation] = branches
+        return found
+
+    def _num_shards(self, leaf: int) -> int:
+        layout = self.params[leaf].layout
+        assert layout is not None
+        return layout.num_shards
+
+    def run(
+        self,
+        arrays: Sequence[Any],
+        run: _Run,
+        inputs_by_layer: Collection[Value] = (),
+        outputs_by_layer: Collection[int] = (),
+    ) -> list[Any]:
+        """The outputs of the program.
+
+        Args:
+            arrays: its inputs.
+            run: what is known of this run.
+            inputs_by_layer: the inputs that are split by layer.
+            outputs_by_layer: which outputs shall be.
+        """
+        block, stacks = self._stacked
+        forms = {x: y for stack in stacks for x, y in self._forms(stack, run).items()}
+        env = Layouts(forms, run.mesh, run.axes)
+        places = _places(stacks)
+        for x, array in zip(block.inputs, arrays, strict=True):
+            env.set(x, array, x in inputs_by_layer)
         results: dict[int, Any] = {}
         before: int | None = None
         for group in self._groups():
-            wanted = [self._block.outputs[i] for i in group]
-            for operation in operations_for(self._block, wanted, env.arrays):
-                self._apply(operation, env)
+            wanted = [block.outputs[i] for i in group]
+            for operation in operations_for(block, wanted, env.arrays):
+                is_whole = full_reduction(operation) is not None
+                given, made = places.get(operation, (None if is_whole else False, False))
+                inputs = [env.get(x, given) for x in operation.inputs]
+                arrays = self._bind(operation, inputs, run)
+                for x, array in zip(operation.outputs, arrays, strict=True):
+                    env.set(x, array, made)
             for i in group:
-                j, x = i - self._num_updates, self._block.outputs[i]
-                leaf = None if isinstance(x, Constant) else self._leaf_of(x)
-                of_state = state[j] if 0 <= j < len(state) else None
-                results[i] = env.get(x, of_state is not None and _is_by_layer(of_state, leaf))
-                if leaf is None and of_state is not None and self.state_by_layer[j] is not None:
-                    results[i] = env.constrained(results[i], of_state)
+                results[i] = env.get(block.outputs[i], i in outputs_by_layer)
             if before is not None:
                 results[before] = env.finished
             before, env.finished = group[0], results[group[0]]
-        outputs = [results[i] for i in range(len(results))]
-        return rebuild(self._outputs["treedef"], self._outputs["statics"], outputs)
+        return [results[i] for i in range(len(results))]
+
+    def _bind(self, operation: Operation, inputs: Sequence[Any], run: _Run) -> Sequence[Any]:
+        if operation not in self._branches:
+            return operation.bind(inputs)
+
+        def outputs_of(branch: _Program, *operands: Any) -> list[Any]:
+            outputs = zip(operation.outputs, branch.run(operands, run), strict=True)
+            return [jnp.asarray(x, out.dtype) if out.is_array else x for out, x in outputs]
+
+        branches = [functools.partial(outputs_of, x) for x in self._branches[operation]]
+        return jax.lax.switch(inputs[0], branches, *inputs[1:])
+
+    def _forms(self, stack: MatrixStack, run: _Run) -> dict[Value, Forms]:
+        """The layouts of what products of a stack read, and of what they make."""
+        first = stack.leaves[0]
+        leaf, num_shards = self.params[first], self._num_shards(first)
+        by_shape = run.layouts[first]
+        forms = {}
+        for x in (*stack.given, *stack.made):
+            if first not in self._layers:
+                whole = LeafSpec(leaf.path, x.shape[1:], x.dtype, None)
+                whole = by_shape.get(whole.shape, whole)
+                forms[x] = forms_of_stack(whole, len(stack.leaves), num_shards)
+            elif x.shape in by_shape and self._is_stack(x):
+                stored = by_shape[x.shape]
+                forms[x] = Forms(stored, by_layer_of(stored, num_shards))
+        return forms
 
     def _groups(self) -> list[list[int]]:
-        """The outputs of each stack that moves, and then the others.
+        """The outputs of each stack that moves, the largest first, and then the others.
 
-        Stacks are updated one after the other: only one of them is held a second time.
+        Stacks are updated one after the other: only one of them is held a second time, and with it
+        what others have left.
         """
-        groups: dict[int | None, list[int]] = {leaf: [] for leaf in (*sorted(self._leaves), None)}
-        for i, x in enumerate(self._block.outputs):
-            leaves = frozenset() if isinstance(x, Constant) else self._leaves_of(x) & self._leaves
-            groups[next(iter(leaves)) if len(leaves) == 1 else None].append(i)
-        return [group for group in groups.values() if group]
-
-    def _apply(self, operation: Operation, env: _Layouts) -> None:
-        values = [x for x in operation.values if self._leaf_of(x) is not None]
-        if full_reduction(operation) is not None:
-            moved = None
-        elif is_elementwise(operation) and self._by_layer.isdisjoint(operation.outputs):
-            moved = all(map(env.is_by_layer, values))
-        else:
-            moved = True
-        inputs = [env.get(x, moved) for x in operation.inputs]
-        for x, array in zip(operation.outputs, operation.bind(inputs), strict=True):
-            env.set(x, array, moved is not False)
-
-    def _leaf_of(self, x: Value) -> LeafSpec | None:
-        """The moved stack that a value is made of alone, and has the shape of; None without one."""
-        leaves = self._leaves_of(x)
-        if len(leaves) != 1 or not leaves <= self._leaves:
-            return None
-        leaf = self._params[next(iter(leaves))]
-        return leaf if x.shape == leaf.shape else None
+        block, stacks = self._stacked
+        number = {leaf: i for i, stack in enumerate(stacks) for leaf in stack.leaves}
+        groups: dict[int | None, list[int]] = {i: [] for i in (*range(len(stacks)), None)}
+        for i, x in enumerate(block.outputs):
+            leaf = None if isinstance(x, Constant) else self._values.leaf.get(x)
+            groups[None if leaf is None else number.get(leaf)].append(i)
+        num_bytes = [sum(x.num_bytes for x in stack.given) for stack in stacks]
+        order = sorted(range(len(stacks)), key=lambda i: -num_bytes[i])
+        return [groups[i] for i in (*order, None) if groups[i]]
 
 
-def _is_by_layer(leaf: LeafSpec, parameter: LeafSpec | None) -> bool:
-    return parameter is not None and leaf.layout is not None and leaf.layout.dim == 0
-
-
-class _Layouts:
-    """Arrays of values in one or both layouts, converted where they are first needed.
-
-    Args:
-        leaf_of: the stack whose layouts a value has; None: it is left to the compiler.
-        mesh: the mesh of the layouts.
-        axes: the axes that split them.
-
-    Attributes:
-        arrays: for each value its arrays, by whether they are split by layer.
-        finished: an array that must be known before another is split by layer; None: none.
-    """
-
-    def __init__(self, leaf_of: Callable, mesh: Mesh, axes: tuple[str, ...]):
-        self._leaf_of, self._mesh, self._axes = leaf_of, mesh, axes
-        self.arrays: dict[Value, dict[bool, Any]] = {}
-        self.finished: Any = None
-
-    def set(self, x: Value, array: Any, by_layer: bool) -> None:
-        self.arrays[x] = {by_layer: array}
-
-    def is_by_layer(self, x: Value) -> bool:
-        return True in self.arrays[x]
-
-    def get(self, x: Atom, by_layer: bool | None) -> Any:
-        """The array, by layer or as its leaf is stored; None: in any layout."""
-        if isinstance(x, Constant):
-            return x.value
-        by_form = self.arrays[x]
-        leaf = self._leaf_of(x)
-        if leaf is None or by_layer is None:
-            return next(iter(by_form.values()))
-        if by_layer not in by_form:
-            # Both layouts are given, so that the compiler converts here and not around it.
-            source = by_form[not by_layer]
-            if by_layer and self.finished is not None:
-                # XLA drops a barrier of which a result is not used.
-                source, self.finished = jax.lax.optimization_barrier((source, self.finished))
-            moved = by_layer_of(leaf)
-            source_form, form = (leaf, moved) if by_layer else (moved, leaf)
-            by_form[by_layer] = self.constrained(self.constrained(source, source_form), form)
-        return by_form[by_layer]
-
-    def constrained(self, x: Any, leaf: LeafSpec) -> Any:
-        """An array of true shape, in the layout of `leaf`."""
-        spec, mesh = leaf.spec(self._axes), self._mesh
-        if AxisType.Explicit not in mesh.axis_types:
-            return constrain(x, mesh, spec)
-        context = jax.sharding.get_abstract_mesh()  # with automatic axes
-        spec = without_node(spec) if is_one_node() else spec
-        return jax.lax.with_sharding_constraint(x, NamedSharding(context, spec))
+def _places(stacks: Sequence[MatrixStack]) -> dict[Operation, tuple[bool | None, bool]]:
+    """For what runs on stacks, whether it reads and makes arrays that are split by layer."""
+    places: dict[Operation, tuple[bool | None, bool]] = {}
+    for stack in stacks:
+        places.update(dict.fromkeys(stack.stacking, (None, False)))
+        places.update(dict.fromkeys(stack.products, (True, True)))
+        places.update(dict.fromkeys(stack.rows, (False, False)))
+    return places

@@ -48,7 +48,8 @@ from .._sharding import (
     trained_leaves,
 )
 from .host_memory import check_room
-from .matrix_updates import MatrixUpdate, by_layer_of, may_move
+from .matrix_layouts import by_layer_of, may_be_matrix, may_move
+from .matrix_updates import MatrixUpdate
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
 from .programs import Initializer, Programs
 
@@ -95,7 +96,7 @@ def state_layout(
 
     A leaf whose path ends with that of a parameter, and that has its shape, is sharded like the
     parameter; other leaves (row and column statistics, counters) by their own shape. If `tx` is
-    wrapped, what products of matrices need of a stack is split by layer.
+    wrapped, what products of matrices read and replace of a stack is split by layer.
 
     Args:
         tx: the optimizer.
@@ -147,7 +148,7 @@ def _by_layer(
     state: Any,
     leaves: list[LeafSpec],
 ) -> list[LeafSpec]:
-    """The leaves of the state, those split by layer that products of matrices need."""
+    """The leaves of the state, those split by layer that products of matrices replace."""
     whole = params.whole(unpadded)
     try:
         owners = MatrixUpdate(tx, (whole, state, whole, {}), params).state_by_layer
@@ -155,11 +156,12 @@ def _by_layer(
         return leaves
     laid_out = []
     for leaf, owner in zip(leaves, owners, strict=True):
-        if owner is not None and leaf.memory_kind is None:
-            layout = by_layer_of(params.leaves[owner]).layout
+        of_owner = None if owner is None else params.leaves[owner].layout
+        if of_owner is not None and leaf.memory_kind is None:
+            by_layer = by_layer_of(leaf, of_owner.num_shards)
             # With few layers, padding would take more memory than moving it takes time.
-            if layout is not None and layout.padded <= 2 * layout.size:
-                leaf = dataclasses.replace(leaf, layout=layout)
+            if by_layer.padded_shape[0] <= 2 * leaf.shape[0]:
+                leaf = by_layer
         laid_out.append(leaf)
     return laid_out
 
@@ -256,7 +258,7 @@ def true_shapes(
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
 
     A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
-    an uneven dim, so padding and unpadding move no data. Stacks are updated by layer
+    an uneven dim, so padding and unpadding move no data. Matrices are multiplied by layer
     (`MatrixUpdate`). Arrays among the extra arguments of `update` are unpadded too, and functions
     among them (`value_fn`) are called with unpadded parameters.
 
@@ -285,7 +287,7 @@ def true_shapes(
                 raise
             layout = TreeLayout(None, (), ())
         # Functions among extra arguments may run programs of their own, which are not traced here.
-        matrices = len(arrays) == len(extras) and any(map(may_move, layout.leaves))
+        matrices = len(arrays) == len(extras) and any(map(may_be_matrix, layout.leaves))
 
         def run(updates, state, params, arrays):
             remaining = iter(arrays)

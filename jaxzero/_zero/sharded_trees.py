@@ -187,15 +187,15 @@ class ShardedTrees:
         return init_state(tx, params, state, self._programs, self._state_axes)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-        """Wrap `tx` so that it sees leaves in their true shapes, and stacks of matrices by layer.
+        """Wrap `tx` so that it sees leaves in their true shapes, and multiplies whole matrices.
 
         Padded leaves, on meshes that divide no dim of them, need it for optimizers that use shapes,
         such as Adafactor and Muon, or that compute with gradients or parameters given as extra
         arguments, such as L-BFGS.
 
-        Of an optimizer that multiplies matrices, such as Muon, an all-to-all gives each device all
-        of some layers of a stack's gradients, and another returns the updates; the state is stored
-        by layer. Otherwise XLA gathers all matrices on every device (docs/howto/muon.md).
+        Of an optimizer that multiplies matrices, such as Muon, an all-to-all gives each device the
+        whole matrices of some layers, of a stack or of leaves of equal shape, and another returns
+        the products. Otherwise XLA gathers all matrices on every device (docs/howto/muon.md).
 
         Extra arguments of `update` are in true shapes too: `grad=grads` of a line search may hold
         `StoredArray`s, and `value_fn` is called with ordinary arrays. A line search that

@@ -1,4 +1,4 @@
-"""Optimizers that multiply matrices, on stacks of them: optax on one device is the oracle."""
+"""Optimizers that multiply matrices, of stacks or leaves: optax on one device is the oracle."""
 
 import re
 from typing import Any, NamedTuple
@@ -14,7 +14,15 @@ from tests import zoo
 
 pytestmark = pytest.mark.standard_promotion
 
-SHAPES = {"bias": (24,), "deep": (8, 16, 24), "few": (3, 16, 24), "odd": (5, 9, 7), "flat": (16, 8)}
+SHAPES = {
+    "bias": (24,),
+    "deep": (8, 16, 24),
+    "few": (3, 16, 24),
+    "odd": (5, 9, 7),
+    "flat": (16, 8),
+    "layers": [{"up": (16, 24), "odd": (9, 7)} for _ in range(3)],
+}
+FEW = {"bias": (24,), "deep": (8, 16, 24), "odd": (5, 9, 7), "layers": [{"up": (16, 24)}] * 2}
 NUM_UPDATES = 3
 
 
@@ -67,13 +75,27 @@ def shampoo():
     return optax.GradientTransformation(init, update)
 
 
+def of_some(params):
+    """Muon for all matrices but one of three that are alike otherwise."""
+    numbers = per_layer(params)
+    return {**numbers, "layers": [{**numbers["layers"][0], "up": None}, *numbers["layers"][1:]]}
+
+
+def decayed(params):
+    return jax.tree.map(lambda x: x.ndim == 3, params) | {"layers": [True, False, True]}
+
+
 OPTIMIZERS = {
     "muon": muon(),
     "muon_decay": muon(weight_decay=0.1, nesterov=False),
     "muon_clipped": optax.chain(optax.clip_by_global_norm(0.1), muon()),
     "muon_aol": muon(preconditioning="aol", adaptive=True),
+    "muon_of_some": optax.contrib.muon(
+        0.1, muon_weight_dimension_numbers=of_some, weight_decay=0.1, weight_decay_mask=decayed
+    ),
     "decay_before": optax.chain(optax.add_decayed_weights(0.1), muon()),
     "skipped": optax.apply_if_finite(muon(), 3),
+    "every_second": optax.MultiSteps(muon(), 2).gradient_transformation(),
     "averaged": optax.contrib.schedule_free(muon(), 0.1),
     "shampoo": shampoo(),
     "galore": optax.contrib.galore(0.1, rank=4),
@@ -85,16 +107,16 @@ def config(name):
     return {"hsdp": jz.hsdp(), "zero1": jz.ZeroConfig(stage=1)}.get(name, jz.zero3())
 
 
-def trees(dtype, shapes=SHAPES):
+def trees(dtype, shapes=FEW):
     key = jax.random.key(0)
-    params = {k: zoo.normal(key, i, *x).astype(dtype) for i, (k, x) in enumerate(shapes.items())}
-    grads = [
-        {
-            k: zoo.normal(key, 20 * n + i, *x).astype(dtype)
-            for i, (k, x) in enumerate(shapes.items())
-        }
-        for n in range(1, NUM_UPDATES + 1)
-    ]
+    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+    def tree(n):
+        return treedef.unflatten(
+            [zoo.normal(key, 20 * n + i, *x).astype(dtype) for i, x in enumerate(leaves)]
+        )
+
+    params, *grads = map(tree, range(NUM_UPDATES + 1))
     return params, grads
 
 
@@ -109,7 +131,7 @@ def updated(tx, params, state, grads):
     return params, state
 
 
-def both(tx, zero, dtype, shapes=SHAPES):
+def both(tx, zero, dtype, shapes=FEW):
     """Parameters and state by `zero.optimizer(tx)` in full, and by `tx` on one device."""
     params, grads = trees(dtype, shapes)
     on_one = jax.tree.map(jnp.asarray, params)
@@ -124,7 +146,7 @@ def both(tx, zero, dtype, shapes=SHAPES):
 @pytest.mark.one_in(2)
 def test_updates_are_those_of_one_device(name):
     with jax.enable_x64(True):
-        got, want = both(OPTIMIZERS[name], jz.Zero(zoo.make_mesh("2x4-auto")), np.float64)
+        got, want = both(OPTIMIZERS[name], jz.Zero(zoo.make_mesh("2x4-auto")), np.float64, SHAPES)
         zoo.assert_close(got, want, 1e-9, name)
 
 
@@ -184,8 +206,8 @@ def received(text):
     return {name: size for name, size in sizes.items() if size}
 
 
-def compiled(tx, zero, shape):
-    params = zero.shard({"w": np.ones(shape, np.float32)})
+def compiled(tx, zero, *shapes):
+    params = zero.shard([np.ones(x, np.float32) for x in shapes])
     state = zero.init_optimizer(tx, params)
 
     def update(grads, state, params):
@@ -204,20 +226,35 @@ def test_a_stack_is_exchanged_once_each_way(tx):
 
 
 @pytest.mark.parametrize(
+    ("name", "num"),
+    [("muon_decay", 12), ("decay_before", 8), ("skipped", 8), ("every_second", 8)],
+)
+def test_matrices_that_are_leaves_are_exchanged_once_each_way(name, num):
+    zero, shape = jz.Zero(zoo.make_mesh("2x4-auto")), (64, 128)
+    text = compiled(zero.optimizer(OPTIMIZERS[name]), zero, *[shape] * num)
+    assert received(text) == {"all-to-all": 2 * 4 * np.prod(shape) * -(-num // 8)}
+
+
+@pytest.mark.parametrize(
     "tx", [optax.adamw(0.1), optax.adafactor(0.1), optax.lamb(0.1)], ids=["adamw", "factor", "lamb"]
 )
 def test_nothing_moves_for_optimizers_without_products(tx):
     zero = jz.Zero(zoo.make_mesh("2x4-auto"))
-    assert "all-to-all" not in received(compiled(zero.optimizer(tx), zero, (8, 64, 128)))
+    text = compiled(zero.optimizer(tx), zero, (8, 64, 128), (64, 128), (64, 128))
+    assert "all-to-all" not in received(text)
 
 
-def test_state_is_stored_by_layer():
+@pytest.mark.parametrize("tx", [muon(), shampoo()], ids=["muon", "shampoo"])
+def test_state_that_products_read_is_stored_by_layer(tx):
     zero = jz.Zero(zoo.make_mesh("2x4-auto"))
     params = zero.shard({"deep": np.ones((8, 16, 24), np.float32)})
-    assert params["deep"].sharding.spec[0] is None
-    state = zero.init_optimizer(zero.optimizer(muon()), params)
-    stacks = [x for x in jax.tree.leaves(state) if x.ndim == 3]
-    assert [x.sharding.shard_shape(x.shape) for x in stacks] == [(1, 16, 24)]
+    state = zero.init_optimizer(zero.optimizer(tx), params)
+    shards = {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(state) if x.ndim == 3}
+    as_stored = params["deep"].sharding.shard_shape((8, 16, 24))
+    assert as_stored == (8, 16, 3)
+    assert shards == (
+        {(1, 16, 16), (1, 24, 24)} if isinstance(state, ShampooState) else {as_stored}
+    )
 
 
 def test_beside_leaves_in_host_memory():

@@ -1,0 +1,292 @@
+"""Find what multiplies the matrices of leaves, and multiply those of alike leaves at once.
+
+An update computes the same of each layer's matrix if these are leaves of their own:
+
+    y[i] = f(h(g[i], s[i]), c)    for each leaf i,
+
+with `h` elementwise, `f` products of matrices and what is between them, and values `c` that all
+leaves share. Leaves with equal `f` and `h` form a stack. Its program computes `h` leaf by leaf, and
+then `Y = vmap(f)(X, c)` of the stack `X` of its results, of which the rows are `y[i]`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import graphlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .ir import Atom, Block, Constant, Operation, Value
+from .operation_kinds import full_reduction, is_elementwise, multiplies_matrices
+from .same_operations import Kinds, same_constants
+from .trace import rewritten
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafOf:
+    """The leaf that an input of a program belongs to, and its role, as "gradient"."""
+
+    leaf: int
+    role: Hashable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MatrixStack:
+    """Matrices that are multiplied at once: those of a leaf that is a stack, or of several leaves.
+
+    Attributes:
+        leaves: the numbers of the leaves, in the order of the rows.
+        given: the stacks that products read.
+        made: the results of products that others read.
+        products: the operations from `given` to `made`.
+        stacking: those that stack values of several leaves.
+        rows: those that take the rows of `made` for them.
+    """
+
+    leaves: Sequence[int]
+    given: list[Value] = dataclasses.field(default_factory=list)
+    made: list[Value] = dataclasses.field(default_factory=list)
+    products: list[Operation] = dataclasses.field(default_factory=list)
+    stacking: list[Operation] = dataclasses.field(default_factory=list)
+    rows: list[Operation] = dataclasses.field(default_factory=list)
+
+
+def stack_of_leaf(values: LeafValues, leaf: int) -> MatrixStack:
+    """The products of a leaf, as they are."""
+    products = values.products_of(leaf)
+    given, made = values.given(products), values.read_by_others(products)
+    return MatrixStack([leaf], given, made, list(products))
+
+
+def stack_alike_leaves(
+    values: LeafValues, leaves: Iterable[int], size_of: Callable[[int], int]
+) -> tuple[Block, list[MatrixStack]]:
+    """The program with products of matrices of alike leaves on stacks of these.
+
+    Args:
+        values: those of the program.
+        leaves: which leaves may be in a stack.
+        size_of: the most leaves of a stack, by leaf.
+
+    Returns:
+        The new program, which has the values of the old one and those of stacks, and its stacks.
+    """
+    alike: dict[Any, list[int]] = collections.defaultdict(list)
+    for leaf in leaves:
+        if operations := values.products_of(leaf):
+            keys = frozenset(values.key[x] for each in operations for x in each.outputs)
+            alike[keys].append(leaf)
+    stacks = [
+        _stack(values, some)
+        for alike_leaves in alike.values()
+        if len(alike_leaves) > 1
+        for some in _even_parts(alike_leaves, size_of(alike_leaves[0]))
+    ]
+    replaced = {x for stack in stacks for leaf in stack.leaves for x in values.products_of(leaf)}
+    operations = [x for x in values.block.operations if x not in replaced]
+    operations += [x for y in stacks for x in (*y.stacking, *y.products, *y.rows)]
+    block = values.block
+    return _sorted(Block(block.inputs, block.outputs, tuple(operations))), stacks
+
+
+def _even_parts(leaves: Sequence[int], most: int) -> list[Sequence[int]]:
+    """Parts of at most `most` leaves, of equal sizes but for one leaf."""
+    num = -(-len(leaves) // most)
+    bounds = [len(leaves) * i // num for i in range(num + 1)]
+    return [leaves[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _sorted(block: Block) -> Block:
+    """The block with each operation after those whose results it reads."""
+    makers = block.makers
+    reads = {each: [makers[x] for x in each.values if x in makers] for each in block.operations}
+    operations = tuple(graphlib.TopologicalSorter(reads).static_order())
+    return Block(block.inputs, block.outputs, operations)
+
+
+class LeafValues:
+    """The values of a program, by the leaf that they are made of.
+
+    Attributes:
+        block: the program.
+        leaf: for each value that is made of one leaf, and of values that are made of none, or of
+            several, that leaf.
+        key: a number for each value. Those of two leaves have the same if they are computed alike;
+            other values have the same only if they are equal.
+    """
+
+    def __init__(self, block: Block, leaf_of: Mapping[Value, LeafOf]):
+        self.block = block
+        self.leaf = {x: leaf_of[x].leaf for x in block.inputs if x in leaf_of}
+        self._numbers: dict[Hashable, int] = {}
+        self._constants: list[Constant] = []
+        self.key = {
+            x: self._number(("input", leaf_of[x].role if x in leaf_of else x)) for x in block.inputs
+        }
+        self._of_leaf: dict[int, list[Operation]] = collections.defaultdict(list)
+        self._products: dict[int, list[Operation]] = {}
+        self._returned = {x for x in block.outputs if isinstance(x, Value)}
+        self._readers: dict[Value, set[Operation]] = collections.defaultdict(set)
+        for operation in block.operations:
+            for x in operation.values:
+                self._readers[x].add(operation)
+        kinds = Kinds()
+        for operation in block.operations:
+            leaves = {self.leaf[x] for x in operation.values if x in self.leaf}
+            if len(leaves) > 1 or operation.has_effects:
+                self.key.update((x, self._number(("value", x))) for x in operation.outputs)
+                continue
+            kind = kinds.number(operation), *map(self._key_of, operation.inputs)
+            self.key.update((x, self._number((i, kind))) for i, x in enumerate(operation.outputs))
+            for leaf in leaves:
+                self._of_leaf[leaf].append(operation)
+                self.leaf.update(dict.fromkeys(operation.outputs, leaf))
+
+    def _number(self, what: Hashable) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+    def _key_of(self, atom: Atom) -> int:
+        if isinstance(atom, Value):
+            return self.key[atom]
+        for i, known in enumerate(self._constants):
+            if same_constants(known, atom):
+                return self._number(("constant", i))
+        self._constants.append(atom)
+        return self._number(("constant", len(self._constants) - 1))
+
+    def role(self, x: Atom) -> LeafOf | None:
+        """The leaf that a value is made of, and how; None for no or several leaves."""
+        if isinstance(x, Constant) or x not in self.leaf:
+            return None
+        return LeafOf(self.leaf[x], self.key[x])
+
+    def products_of(self, leaf: int) -> Sequence[Operation]:
+        """What multiplies the matrix of a leaf, and what mixes its elements before and after.
+
+        Elementwise operations are included only between them, so that the others are computed as
+        the leaf is stored.
+        """
+        if leaf not in self._products:
+            self._products[leaf] = self._find_products(self._of_leaf[leaf])
+        return self._products[leaf]
+
+    def _find_products(self, operations: Sequence[Operation]) -> list[Operation]:
+        mixed: set[Value] = set()
+        multiplied: set[Value] = set()
+        mixing: list[Operation] = []
+        for operation in operations:
+            is_mixing = not is_elementwise(operation) and full_reduction(operation) is None
+            if is_mixing or not mixed.isdisjoint(operation.values):
+                mixed.update(operation.outputs)
+            if multiplies_matrices(operation) or not multiplied.isdisjoint(operation.values):
+                multiplied.update(operation.outputs)
+            if is_mixing:
+                mixing.append(operation)
+        if not multiplied:
+            return []
+        needed = {x for x in mixing if not multiplied.isdisjoint(x.outputs)}
+        wanted = {x for operation in needed for x in operation.values}
+        for operation in reversed(operations):
+            if not wanted.isdisjoint(operation.outputs) and not mixed.isdisjoint(operation.outputs):
+                needed.add(operation)
+                wanted.update(operation.values)
+        self._take_in(operations, needed)
+        return [x for x in operations if x in needed]
+
+    def _take_in(self, operations: Sequence[Operation], products: set[Operation]) -> None:
+        """Add elementwise operations that only products read, if these then read no more bytes.
+
+        As a square of a matrix, for its norm: the matrix is read anyway.
+        """
+        for operation in reversed(operations):
+            out = operation.outputs[0]
+            readers = self._readers[out]
+            if operation in products or not is_elementwise(operation) or out in self._returned:
+                continue
+            if readers and readers <= products:
+                more = {*products, operation}
+                if self._bytes_read(operations, more) <= self._bytes_read(operations, products):
+                    products.add(operation)
+
+    def _bytes_read(self, operations: Sequence[Operation], products: Collection[Operation]) -> int:
+        return sum(x.num_bytes for x in self.given([x for x in operations if x in products]))
+
+    def given(self, operations: Sequence[Operation]) -> list[Value]:
+        """What operations of a leaf read that is made of it, and not by them."""
+        made = {x for each in operations for x in each.outputs}
+        read = dict.fromkeys(x for each in operations for x in each.values)
+        return [x for x in read if x in self.leaf and x not in made]
+
+    def read_by_others(self, operations: Sequence[Operation]) -> list[Value]:
+        """The results of operations that others read, or that the program returns."""
+        own = set(operations)
+        made = (x for each in operations for x in each.outputs)
+        return [x for x in made if x in self._returned or not self._readers[x] <= own]
+
+
+def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
+    """A stack of alike leaves."""
+    stack = MatrixStack(leaves)
+    by_leaf = {leaf: values.products_of(leaf) for leaf in leaves}
+    operations = by_leaf[leaves[0]]
+    known: dict[int, Any] = {}  # the stacks, by key
+    given: dict[int, dict[int, Value]] = collections.defaultdict(dict)  # by key and leaf
+    for leaf in leaves:
+        for x in values.given(by_leaf[leaf]):
+            given[values.key[x]][leaf] = x
+    for key, of_leaves in given.items():
+        rows = [of_leaves[leaf] for leaf in leaves]
+        stacking, (known[key],) = rewritten(operations[0], lambda *xs: jnp.stack(xs), rows)
+        stack.stacking.extend(stacking)
+        stack.given.append(known[key])
+    for operation in operations:
+        keys = [values.key[x] for x in operation.outputs]
+        if known.keys().isdisjoint(keys):
+            products, outputs = _on_stacks(operation, values, known)
+            stack.products.extend(products)
+            known.update(zip(keys, outputs, strict=True))
+    results: dict[int, None] = {}
+    for i, leaf in enumerate(leaves):
+        for x in values.read_by_others(by_leaf[leaf]):
+            results[values.key[x]] = None
+            stack.rows.extend(_row(by_leaf[leaf][0], known[values.key[x]], i, x))
+    stack.made.extend(known[key] for key in results)
+    return stack
+
+
+def _on_stacks(
+    operation: Operation, values: LeafValues, known: Mapping[int, Any]
+) -> tuple[list[Operation], list[Any]]:
+    """An operation of each row of stacks; other inputs are the same for all rows."""
+    stacks = {
+        i: known[values.key[x]]
+        for i, x in enumerate(operation.inputs)
+        if isinstance(x, Value) and x in values.leaf
+    }
+
+    def of_rows(*arrays: Any) -> list[Any]:
+        def of_row(*rows: Any) -> list[Any]:
+            inputs = list(arrays)
+            for i, row in zip(stacks, rows, strict=True):
+                inputs[i] = row
+            return list(operation.bind(inputs))
+
+        return jax.vmap(of_row)(*(arrays[i] for i in stacks))
+
+    inputs = [stacks.get(i, x) for i, x in enumerate(operation.inputs)]
+    return rewritten(operation, of_rows, inputs)
+
+
+def _row(operation: Operation, stack: Value, number: int, row: Value) -> list[Operation]:
+    """Operations that take `row` from a stack, at the line of `operation`."""
+
+    def index(x: Any) -> Any:
+        return lax.index_in_dim(x, number, keepdims=False)
+
+    *others, last = rewritten(operation, index, [stack])[0]
+    return [*others, dataclasses.replace(last, outputs=(row,))]

@@ -1,0 +1,110 @@
+"""How matrices are stored, split, and how they are whole: as stacks that are split by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .._mesh import LOCAL, axes_of_dims, is_one_node, without_node
+from .._program import Atom, Constant, Value
+from .._sharding import DimSharding, LeafSpec
+from .placement import constrain
+
+
+class Forms(NamedTuple):
+    """The two layouts of a stack of matrices."""
+
+    stored: LeafSpec
+    by_layer: LeafSpec
+
+
+def may_move(leaf: LeafSpec) -> bool:
+    """Whether a parameter may be a stack of matrices, stored split along a dim of them."""
+    if len(leaf.shape) < 3 or not _is_split(leaf):
+        return False
+    of_layers = axes_of_dims(PartitionSpec(*leaf.other_axes, *[None] * len(leaf.shape)))[0]
+    return leaf.layout is not None and leaf.layout.dim != 0 and not of_layers
+
+
+def may_be_matrix(leaf: LeafSpec) -> bool:
+    """Whether a parameter may be one of several matrices that are split."""
+    return len(leaf.shape) >= 2 and _is_split(leaf) and leaf.stages is None
+
+
+def _is_split(leaf: LeafSpec) -> bool:
+    if leaf.layout is None or leaf.layout.num_shards == 1 or leaf.memory_kind is not None:
+        return False
+    return LOCAL not in leaf.other_axes  # an exchange would gather its experts
+
+
+def by_layer_of(stack: LeafSpec, num_shards: int) -> LeafSpec:
+    """A stack, split by layer into so many shards."""
+    return dataclasses.replace(stack, layout=DimSharding(0, stack.shape[0], num_shards))
+
+
+def forms_of_stack(leaf: LeafSpec, num: int, num_shards: int) -> Forms:
+    """The layouts of a stack of `num` leaves, each stored as `leaf` is.
+
+    Args:
+        leaf: the layout of each; its dtype does not matter.
+        num: how many they are.
+        num_shards: how many devices share their layers.
+    """
+    layout = None if leaf.layout is None else leaf.layout.moved(leaf.layout.dim + 1)
+    other_axes = PartitionSpec(None, *leaf.other_axes)
+    shape = (num, *leaf.shape)
+    stack = dataclasses.replace(leaf, shape=shape, layout=layout, other_axes=other_axes)
+    return Forms(stack, by_layer_of(stack, num_shards))
+
+
+class Layouts:
+    """Arrays of values in one or both layouts, converted where they are first needed.
+
+    Args:
+        forms: the layouts of values; those of others are left to the compiler.
+        mesh: the mesh of the layouts.
+        axes: the axes that split them.
+
+    Attributes:
+        arrays: for each value its arrays, by whether they are split by layer.
+        finished: an array that must be known before another is split by layer; None: none.
+    """
+
+    def __init__(self, forms: Mapping[Value, Forms], mesh: Mesh, axes: tuple[str, ...]):
+        self._forms, self._mesh, self._axes = forms, mesh, axes
+        self.arrays: dict[Value, dict[bool, Any]] = {}
+        self.finished: Any = None
+
+    def set(self, x: Value, array: Any, by_layer: bool) -> None:
+        self.arrays[x] = {by_layer: array}
+
+    def get(self, x: Atom, by_layer: bool | None) -> Any:
+        """The array, by layer or as its leaf is stored; None: in any layout."""
+        if isinstance(x, Constant):
+            return x.value
+        by_form = self.arrays[x]
+        forms = self._forms.get(x)
+        if forms is None or by_layer is None:
+            return next(iter(by_form.values()))
+        if by_layer not in by_form:
+            # Both layouts are given, so that the compiler converts here and not around it.
+            source = by_form[not by_layer]
+            if by_layer and self.finished is not None:
+                # XLA drops a barrier of which a result is not used.
+                source, self.finished = jax.lax.optimization_barrier((source, self.finished))
+            source = self.constrained(source, forms[not by_layer])
+            by_form[by_layer] = self.constrained(source, forms[by_layer])
+        return by_form[by_layer]
+
+    def constrained(self, x: Any, leaf: LeafSpec) -> Any:
+        """An array of true shape, in the layout of `leaf`."""
+        spec, mesh = leaf.spec(self._axes), self._mesh
+        if AxisType.Explicit not in mesh.axis_types:
+            return constrain(x, mesh, spec)
+        context = jax.sharding.get_abstract_mesh()  # with automatic axes
+        spec = without_node(spec) if is_one_node() else spec
+        return jax.lax.with_sharding_constraint(x, NamedSharding(context, spec))
