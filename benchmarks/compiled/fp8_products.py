@@ -79,7 +79,7 @@ def _scaled_dot_general(a: Any, b: Any) -> Any:
     )
 
 
-# The function, the dtypes of both operands, and whether scales are none, one, or one for each block.
+# The function, the dtypes of both operands, and the scales: none, one, or one for each block.
 FORMS: dict[str, tuple[Callable[..., Any], Any, Any, str]] = {
     "dot_general of codes": (_dot, CODES, CODES, "none"),
     "dot_general of bfloat16 and codes": (_dot, WIDE, CODES, "none"),
