@@ -39,6 +39,7 @@ Exchange = Callable[[jax.Array], jax.Array]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "mosaic_gpu", "nvlink")
 AXIS = "local"
+_CALLS = 5  # that are timed at once
 FORMATS = {
     "int8": pk.Format(kind="int8", block=256),
     "int4": pk.Format(kind="int4", block=128),
@@ -228,10 +229,10 @@ def _in_turn(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list
     for i in range(repeats + 1):
         for name, run in runs.items():
             start = time.perf_counter()
-            for _ in range(5):
+            for _ in range(_CALLS):
                 jax.block_until_ready(run())
             if i:
-                seconds[name].append((time.perf_counter() - start) / 5)
+                seconds[name].append((time.perf_counter() - start) / _CALLS)
     return seconds
 
 
@@ -248,7 +249,7 @@ def steps(
         model: in `benchmarks.shared._models`, of tokens.
         rows: of a device.
         size: tokens of a row.
-        repeats: how often five steps are timed.
+        repeats: how often steps are timed, five at once.
         directory: of the rows, and of the measured rates that times are predicted with too.
 
     Returns:

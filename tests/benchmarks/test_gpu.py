@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import time
 
-import jax
 import pytest
 
-import jaxzero as jz
-from benchmarks.measured import gpu, several_gpus, walked_step
+from benchmarks.measured import gpu
 from benchmarks.measured._gpu_summary import write_summary
-from benchmarks.shared import _models, _rows
-from benchmarks.shared._llama import LlamaSize
-from jaxzero._hlo import Rates
-from tests.kernels.test_remote import IS_OLD
 
 
 def fake_row(name, accelerator, **results):
@@ -85,67 +77,3 @@ def test_parts_share_the_time(tmp_path, monkeypatch, num_gpus):
     else:
         assert given["tests"] == gpu.PARTS["tests"].seconds and "host_copies" not in given
         assert "| host_copies | no time left | 0 s |" in (tmp_path / "gpu.md").read_text()
-
-
-@pytest.mark.standard_promotion
-def test_what_several_gpus_run_is_rehearsed(tmp_path, monkeypatch):
-    """On two fake devices, with kernels in Pallas' interpreter: all but the numbers."""
-    tiny = LlamaSize(layers=1, width=32, hidden=64, heads=2, vocabulary=256)
-    monkeypatch.setitem(_models.SIZES, "tiny", tiny)
-    monkeypatch.setitem(_models.MODELS, "tiny", _models.llama("tiny", tiny))
-    monkeypatch.setattr(_rows, "_hardware", lambda: {"accelerator": "a rehearsed GPU"})
-    mesh = jz.make_mesh(1, devices=jax.devices()[:2])
-    monkeypatch.setattr(several_gpus, "_mesh", lambda: mesh)
-    with emulated_peers(monkeypatch):
-        several_gpus.measure_rates(tmp_path)
-        assert several_gpus.bits((100, 5000), ("int8",), calls=2, directory=tmp_path) == 0
-        several_gpus.rates((0.01,), ("int4",), repeats=1, directory=tmp_path)
-        assert several_gpus.steps("tiny", 1, 8, repeats=1, directory=tmp_path) == 0
-    walked_step.main(["tiny"], 1, 16, repeats=1, directory=tmp_path)
-    write_summary(tmp_path)
-    text = (tmp_path / "gpu.md").read_text()
-    told = "refused" if IS_OLD else "equal"
-    for wanted in (
-        rf"\| nvlink \| int8 \| 5000 \| {told}",
-        r"\| reduce_scatter \| int4 \| xla \| 0.01 \|( [\d.e+-]+ \|){4}",
-        rf"\| tiny \| nvlink \| .*{told}",
-        r"\| tiny \| bfloat16 \| [\d.]+ ms \| [\d.]+ ms \| [\d.]+ ms \|",
-        r"\| tiny \| [\d.]+ ms \| [\d.]+ ms \| [\d.]+ \| [\d.]+ ms \|",
-    ):
-        assert re.search(wanted, text), (wanted, text)
-    # Stated rates remain where nothing was measured.
-    rates, (row,) = (
-        several_gpus.measured_rates(tmp_path),
-        _rows.read_rows("measured_rates", directory=tmp_path),
-    )
-    assert rates.local == row["results"]["local"] != Rates().local
-    assert rates.node == Rates().node
-
-
-@contextlib.contextmanager
-def emulated_peers(monkeypatch):
-    """Where there is Mosaic; without, what needs it is refused."""
-    if IS_OLD:
-        yield
-        return
-    from jaxzero.pallas_kernels import _memory
-    from tests.kernels import _emulated_peers
-
-    _emulated_peers.replace_stores(monkeypatch)
-    with _memory.interpreted():
-        yield
-
-
-def test_an_exchange_with_other_bits_is_found(tmp_path, monkeypatch):
-    """An exchange that adds a little is found, and its part ends with a status that says so."""
-    right = several_gpus.exchange
-
-    def wrong(operation, format, implementation):
-        exchange = right(operation, format, "xla")
-        is_wrong = implementation == "nvlink" and operation == "reduce_scatter"
-        return (lambda x: exchange(x).at[0, 0].add(2.0**-10)) if is_wrong else exchange
-
-    monkeypatch.setattr(several_gpus, "exchange", wrong)
-    assert several_gpus.bits((100,), ("int8",), calls=2, directory=tmp_path) == 1
-    rows = _rows.read_rows("exchange_bits", directory=tmp_path)
-    assert [row["results"]["equal"] for row in rows] == [True, False]
