@@ -61,8 +61,14 @@ def quick_rows(monkeypatch):
 
 
 @pytest.mark.standard_promotion
-def test_what_several_gpus_run_is_rehearsed(tmp_path, monkeypatch, quick_rows):
+@pytest.mark.parametrize(
+    "implementations",
+    [("xla", "nvlink"), pytest.param(several_gpus.IMPLEMENTATIONS, marks=pytest.mark.exhaustive)],
+    ids=len,
+)
+def test_what_several_gpus_run_is_rehearsed(tmp_path, monkeypatch, quick_rows, implementations):
     """On two fake devices, with kernels in Pallas' interpreter: all but the numbers."""
+    monkeypatch.setattr(several_gpus, "IMPLEMENTATIONS", implementations)
     tiny = LlamaSize(layers=1, width=32, hidden=64, heads=2, vocabulary=256)
     monkeypatch.setitem(_models.SIZES, "tiny", tiny)
     monkeypatch.setitem(_models.MODELS, "tiny", _models.llama("tiny", tiny))
