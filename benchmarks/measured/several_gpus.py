@@ -151,7 +151,7 @@ def _repeated(
     mesh: Mesh, format: pk.Format, implementation: Implementation, calls: int
 ) -> Exchange:
     gather, scatter = (exchange(each, format, implementation) for each in OPERATIONS)
-    signs = jnp.resize(jnp.asarray([1, -1, -1], jnp.bfloat16), calls)
+    signs = jnp.resize(jnp.asarray([1, -1, -1], jnp.bfloat16), (calls,))
 
     def both(x: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
         full = gather(x * sign)
