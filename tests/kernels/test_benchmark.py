@@ -16,7 +16,6 @@ from benchmarks.shared._llama import LlamaSize
 from jaxzero._hlo import Rates
 
 from .test_kernels import needs_mosaic
-from .test_remote import IS_OLD
 
 
 @needs_mosaic
@@ -60,6 +59,7 @@ def quick_rows(monkeypatch):
     monkeypatch.setattr(_rows, "_git", lambda *arguments: "")
 
 
+@needs_mosaic
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     "implementations",
@@ -85,11 +85,10 @@ def test_what_several_gpus_run_is_rehearsed(tmp_path, monkeypatch, quick_rows, i
         walked_step.main(["tiny"], 1, 16, repeats=1, directory=tmp_path)
     write_summary(tmp_path)
     text = (tmp_path / "gpu.md").read_text()
-    told = "refused" if IS_OLD else "equal"
     for wanted in (
-        rf"\| nvlink \| int8 \| 5000 \| {told}",
+        r"\| nvlink \| int8 \| 5000 \| equal",
         r"\| reduce_scatter \| int4 \| xla \| 0.01 \|( [\d.e+-]+ \|){4}",
-        rf"\| tiny \| nvlink \| .*{told}",
+        r"\| tiny \| nvlink \| .*equal",
         r"\| tiny \| bfloat16 \| [\d.]+ ms \| [\d.]+ ms \| [\d.]+ ms \|",
         r"\| tiny \| [\d.]+ ms \| [\d.]+ ms \| [\d.]+ \| [\d.]+ ms \|",
     ):
@@ -105,10 +104,7 @@ def test_what_several_gpus_run_is_rehearsed(tmp_path, monkeypatch, quick_rows, i
 
 @contextlib.contextmanager
 def emulated_peers(monkeypatch):
-    """Where there is Mosaic; without, what needs it is refused."""
-    if IS_OLD:
-        yield
-        return
+    """Kernels in Pallas' interpreter, with an exchange in the place of stores to peers."""
     from jaxzero.pallas_kernels import _memory
 
     from . import _emulated_peers
