@@ -26,7 +26,7 @@ help:
 	@echo "make test-exhaustive  the rest of the models, in both dtypes and under the presets of ZeRO++"
 	@echo "make test-aot         what XLA compiles for H200s, on a machine without: 700 MB to install"
 	@echo "make test-aot-latest  the same on the newest JAX, and of the GPU kernels: 700 MB to install"
-	@echo "make gpu              tests and benchmarks of one GPU, in 9 minutes; needs JAX for CUDA (OUT=folder)"
+	@echo "make gpu              tests and benchmarks of one or more GPUs, in 9 minutes; needs JAX for CUDA (OUT=folder)"
 	@echo "make test-aot-tpu     what XLA compiles for TPUs, on the newest JAX: 600 MB to install"
 	@echo "make test-latest      the tests, on the newest JAX, with annotations checked; needs Python 3.12"
 	@echo "make lint             formatting, lint, types"

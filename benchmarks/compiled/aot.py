@@ -33,6 +33,7 @@ import tyro
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxzero as jz
+from benchmarks.measured.several_gpus import step_config
 from benchmarks.shared import _gspmd
 from benchmarks.shared._models import Model, ModelName, in_form
 from benchmarks.shared._rows import append_row, is_current, read_rows
@@ -50,6 +51,9 @@ Variant = Literal[
     "zeropp",
     "zeropp-experts",
     "zeropp4",
+    "local8-xla",
+    "local8-mosaic_gpu",
+    "local8-nvlink",
     "pipeline",
 ]
 
@@ -261,6 +265,8 @@ def lowered_step(
 def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
     if variant == "pipeline":
         return jz.pipeline(microbatches)
+    if variant.startswith("local8-"):
+        return step_config(variant.removeprefix("local8-"))
     if variant == "zero3-slices":
         return jz.zero3(hpz=jz.HpZ(codec=jz.Cast(jnp.bfloat16)))
     if variant.endswith("-experts"):

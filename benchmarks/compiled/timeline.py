@@ -3,7 +3,8 @@
     python -m benchmarks.compiled.timeline step.hlo                  # from aot.py --keep-hlo
     python -m benchmarks.compiled.timeline step.hlo --rates.node 12.5e9
 
-It is a model with assumed rates, for comparing programs: nothing is run.
+It is a model, for comparing programs: nothing is run. Rates are those of the last row that `make
+gpu` appended to `measured_rates.jsonl` in `benchmarks/results/`, and assumed where there is none.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import tyro
 
+from benchmarks.measured.several_gpus import measured_rates
 from jaxzero._hlo import Rates, timeline
 
+_RATES = measured_rates() or Rates()
 
-def main(program: tyro.conf.Positional[Path], rates: Rates = Rates()) -> None:  # noqa: B008
+
+def main(program: tyro.conf.Positional[Path], rates: Rates = _RATES) -> None:
     """Predict what a compiled program takes.
 
     Args:

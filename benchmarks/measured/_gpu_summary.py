@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.shared._rows import read_rows
 
+_TIMES = ("bfloat16_us", "bfloat16_gb_per_s", "quantized_us", "time_over_bfloat16")
 _PEERS = ("copy", "xla", "mosaic_gpu", "torch_compile")
 
 
@@ -20,6 +21,7 @@ def write_summary(directory: Path) -> None:
         for part in (
             "# On a GPU",
             _outcomes(directory),
+            *_exchanges(directory),
             _step(directory),
             _walked(directory),
             _host_copies(directory),
@@ -76,19 +78,73 @@ def _walked(directory: Path) -> str:
     found = [row["results"] for row in _rows("walked_step", directory)]
     if not found:
         return ""
+    reached = ("product_over_assumed", "memory_over_assumed")
     figures = [
         (
             each["model"],
             f"{each['measured_ms']:.1f} ms",
             f"{each['predicted_ms']:.1f} ms",
             f"{each['predicted_over_measured']:.2f}",
-            f"{each['product_over_assumed']:.2f}",
-            f"{each['memory_over_assumed']:.2f}",
+            _ms(each, "predicted_by_measured_rates_ms"),
+            *(f"{each[x]:.2f}" if x in each else "" for x in reached),
         )
         for each in found
     ]
-    head = ("model", "measured", "predicted", "ratio", "products, of assumed", "memory, of assumed")
+    head = ("model", "measured", "predicted", "ratio", "by measured rates")
+    head += ("products, of assumed", "memory, of assumed")
     return "## A step beside its prediction\n\n" + _table(head, figures)
+
+
+def _ms(results: dict[str, Any], name: str) -> str:
+    return f"{results[name]:.1f} ms" if name in results else ""
+
+
+def _exchanges(directory: Path) -> list[str]:
+    """What several GPUs showed: equal bits, times, and steps."""
+    bits, rates, steps = (
+        [row["results"] for row in _rows(f"exchange_{name}", directory)]
+        for name in ("bits", "rates", "steps")
+    )
+    parts = []
+    if bits:
+        figures = [(x["implementation"], x["format"], f"{x['numbers']}", _verdict(x)) for x in bits]
+        head = ("implementation", "format", "numbers", "beside XLA's")
+        parts.append("## Exchanges: bits\n\n" + _table(head, figures))
+    if rates:
+        names = ("operation", "format", "implementation")
+        figures = [
+            (
+                *(x[name] for name in names),
+                f"{x['received_bfloat16_bytes'] / 1e6:.3g}",
+                *(f"{x[name]}" if name in x else _verdict(x) for name in _TIMES),
+            )
+            for x in rates
+        ]
+        head = (*names, "MB received as bfloat16", "us in bfloat16", "GB/s in bfloat16")
+        head += ("us quantized", "over bfloat16")
+        parts.append("## Exchanges: times\n\n" + _table(head, figures))
+    if steps:
+        times = ("measured_ms", "predicted_ms", "predicted_by_measured_rates_ms")
+        figures = [
+            (x["model"], x["implementation"], *(_ms(x, name) for name in times), _verdict(x))
+            for x in steps
+        ]
+        head = (
+            "model",
+            "implementation",
+            "measured",
+            "predicted",
+            "by measured rates",
+            "gradients",
+        )
+        parts.append("## Steps of several GPUs\n\n" + _table(head, figures))
+    return parts
+
+
+def _verdict(results: dict[str, Any]) -> str:
+    if "refused" in results:
+        return "refused: " + results["refused"].replace("|", " ")
+    return {True: "equal", False: "**differ**", None: ""}[results.get("equal")]
 
 
 def _host_copies(directory: Path) -> str:

@@ -1,11 +1,12 @@
 """A step measured on one GPU, beside the time that the planner's cost model predicts for it.
 
     python -m benchmarks.measured.walked_step                              # on a GPU of 80 GB
-    python -m benchmarks.measured.walked_step --models tiny --tokens 64    # anywhere, says nothing
+    python -m benchmarks.measured.walked_step --models tiny --size 64      # anywhere, says nothing
 
-The model walks the same compiled program with the stated rates of the device (`jz.Device`). Matrix
-products, other kernels that touch as many bytes, and whole steps are measured, so that the share of
-each peak rate that programs reach can be set by what was measured.
+The step is that of docs/measured/compiled.md: loss and gradients, of a device's share of the rows.
+The model walks the same compiled program with stated rates and, if there is a row of
+`measured_rates`, with measured ones. Matrix products of a model's shapes, and other kernels that
+touch as many bytes, are measured too.
 """
 
 from __future__ import annotations
@@ -15,59 +16,65 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import jaxzero as jz
-from benchmarks.shared import _llama
-from benchmarks.shared._llama import LlamaSize
+from benchmarks.shared._models import MODELS, SIZES, Model, ModelName
 from benchmarks.shared._rows import RESULTS, append_row
-from jaxzero._hlo import timeline
 
-from . import gpu_step
+from .several_gpus import predicted_ms
 
-SIZES = {
-    **gpu_step.SIZES,
-    "wide": LlamaSize(layers=4, width=4096, hidden=11008),  # layers of Llama-7B
-    "moe": LlamaSize(layers=4, width=2048, hidden=4096, heads=16, kv_heads=4, experts=8),
-}
-_TX = optax.adamw(1e-4)
+_DEVICES = 16  # over which tables divide the rows of a model
 
 
 def main(
-    models: Sequence[Literal["1b", "wide", "moe", "tiny"]] = ("wide", "1b", "moe"),
-    batch: int = 4,
-    tokens: int = 2048,
-    repeats: int = 10,
+    models: Sequence[ModelName] = ("7b", "1b", "moe", "mamba", "gemma"),
+    rows: int | None = None,
+    size: int | None = None,
+    repeats: int = 5,
     directory: Path = RESULTS,
 ) -> list[dict]:
     """Measure and append a row for each model.
 
     Args:
-        models: which.
-        batch: sequences of a step.
-        tokens: of each sequence.
-        repeats: how many steps are timed.
+        models: in `benchmarks.shared._models`, in the order of worth.
+        rows: of a batch. None: those of one device in the tables.
+        size: of a row. None: likewise.
+        repeats: how often five steps are timed.
         directory: of the rows.
     """
     device = _device()
-    return [
-        append_row(
-            "walked_step",
-            {
-                "model": model,
-                "batch": batch,
-                "tokens": tokens,
-                "assumed_rates": device.name,
-                **_measure(SIZES[model], batch, tokens, repeats, device),
-            },
-            directory=directory,
-        )
-        for model in models
-    ]
+    appended = []
+    for name in models:
+        model = MODELS[name]
+        settings = {
+            "model": name,
+            "rows": rows or max(1, model.rows // _DEVICES),
+            "size": size or model.size,
+            "assumed_rates": device.name,
+        }
+        batch = _batch(model, settings["rows"], settings["size"])
+        results = settings | _measure(model, batch, repeats, directory)
+        if name in SIZES:
+            num_tokens = settings["rows"] * settings["size"]
+            results |= _reached(SIZES[name].width, SIZES[name].hidden, num_tokens, repeats, device)
+        appended.append(append_row("walked_step", results, directory=directory))
+    return appended
+
+
+def _batch(model: Model, rows: int, size: int) -> Any:
+    """Random tokens, or numbers."""
+
+    def drawn(x: jax.ShapeDtypeStruct) -> jax.Array:
+        key = jax.random.key(0)
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return jax.random.randint(key, x.shape, 0, 256, x.dtype)
+        return jax.random.normal(key, x.shape, x.dtype)
+
+    return jax.tree.map(drawn, model.batch(rows, size))
 
 
 def _device() -> jz.Device:
@@ -78,49 +85,31 @@ def _device() -> jz.Device:
     return cluster.kind
 
 
-def _measure(
-    size: LlamaSize, batch: int, tokens: int, repeats: int, device: jz.Device
-) -> dict[str, Any]:
-    key = jax.random.key(0)
-    params = jax.jit(functools.partial(_llama.init, size))(key)
-    opt_state = _TX.init(params)
-    rows = jax.random.randint(key, (batch, tokens), 0, size.vocabulary)
-    loss = functools.partial(_llama.loss, size)
-
-    def step(params: Any, opt_state: Any, rows: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, rows)
-        updates, opt_state = _TX.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, opt_state, rows).compile()
-    line = timeline(compiled.as_text() or "", jz.Cluster(nodes=1, local=1, device=device).rates)
-    state = (params, opt_state)
-
-    def run() -> Any:
-        nonlocal state
-        *new, value = compiled(*state, rows)
-        state = tuple(new)
-        return value
-
-    measured = _median_seconds(run, repeats)
+def _measure(model: Model, batch: Any, repeats: int, directory: Path) -> dict[str, Any]:
+    zero = jz.Zero(jz.make_mesh(1, devices=jax.devices()[:1]))
+    params = zero.init(model.init, jax.random.key(0))
+    compiled = jax.jit(zero.value_and_grad(model.loss)).lower(params, batch).compile()
+    measured = 1e3 * _median_seconds(functools.partial(compiled, params, batch), repeats)
+    predicted = predicted_ms(compiled.as_text() or "", 8, directory)
     memory: Any = compiled.memory_analysis()
     return {
-        "measured_ms": round(measured * 1e3, 3),
-        "predicted_ms": round(line.seconds * 1e3, 3),
-        "predicted_over_measured": round(line.seconds / measured, 4),
+        "measured_ms": round(measured, 3),
+        **predicted,
+        "predicted_over_measured": round(predicted["predicted_ms"] / measured, 4),
         "temporary_bytes": memory.temp_size_in_bytes,
-        **_reached(size, batch * tokens, repeats, device),
     }
 
 
-def _reached(size: LlamaSize, num_tokens: int, repeats: int, device: jz.Device) -> dict[str, float]:
+def _reached(
+    width: int, hidden: int, num_tokens: int, repeats: int, device: jz.Device
+) -> dict[str, float]:
     """The rates of a matrix product of the model, and of an update that only touches memory."""
-    x = jnp.zeros((num_tokens, size.width), jnp.bfloat16)
-    weight = jnp.zeros((size.width, size.hidden), jnp.bfloat16)
+    x = jnp.zeros((num_tokens, width), jnp.bfloat16)
+    weight = jnp.zeros((width, hidden), jnp.bfloat16)
     product = jax.jit(lambda x, weight: x @ weight)
     long = jnp.zeros(2**28 if device.memory > 1e10 and jax.default_backend() == "gpu" else 2**20)
     add = jax.jit(lambda x: x + 1)
-    flops = 2 * num_tokens * size.width * size.hidden
+    flops = 2 * num_tokens * width * hidden
     of_product = flops / _median_seconds(lambda: product(x, weight), repeats)
     of_update = 2 * long.nbytes / _median_seconds(lambda: add(long), repeats)
     return {
@@ -132,13 +121,13 @@ def _reached(size: LlamaSize, num_tokens: int, repeats: int, device: jz.Device) 
 
 
 def _median_seconds(run: Callable[[], Any], repeats: int) -> float:
-    """Of one call, the first left out; five calls are timed at once."""
+    """Of one call, the first left out; only one result is held."""
     jax.block_until_ready(run())
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(5)])
-        taken.append((time.perf_counter() - start) / 5)
+        jax.block_until_ready(run())
+        taken.append(time.perf_counter() - start)
     return statistics.median(taken)
 
 

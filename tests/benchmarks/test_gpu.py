@@ -56,7 +56,24 @@ def test_the_page_is_of_rows_from_gpus(tmp_path):
     assert (tmp_path / "gpu.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("name", list(gpu.PARTS))
-def test_every_part_is_known(name):
-    assert callable(gpu.PARTS[name].run)
-    assert sum(part.seconds for part in gpu.PARTS.values()) <= 9 * 60 - 20
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_parts_share_the_time(tmp_path, monkeypatch, num_gpus):
+    """Exchanges come first where there are several GPUs, and the last parts get what is left."""
+    clock, given = [0.0], {}
+
+    def outcome(name, seconds, directory):
+        given[name] = seconds
+        clock[0] += seconds
+        return {"part": name, "ended": "done", "seconds": seconds, "last_line": ""}
+
+    monkeypatch.setattr(gpu, "_outcome", outcome)
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: clock[0])
+    assert gpu.main(tmp_path, num_gpus) == 0
+    exchanges = [name for name, part in gpu.PARTS.items() if part.of_several]
+    assert sum(given.values()) == gpu.SECONDS <= 9 * 60 - 20
+    assert [name in given for name in exchanges] == [num_gpus > 1] * 3
+    if num_gpus == 1:
+        assert given == {k: x.seconds for k, x in gpu.PARTS.items() if not x.of_several}
+    else:
+        assert given["tests"] == gpu.PARTS["tests"].seconds and "host_copies" not in given
+        assert "| host_copies | no time left | 0 s |" in (tmp_path / "gpu.md").read_text()
