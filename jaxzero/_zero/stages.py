@@ -78,7 +78,7 @@ def run_on_stage(
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays],
         given,
         [leaf.path if layers else None for leaf, layers in zip(arrays, is_stack, strict=True)],
-        [j for j, leaf in enumerate(arrays) if lists.stages.has(leaf.path) and not is_stack[j]],
+        lists.frozen,
         differentiated,
         [split_dim(spec) is not None for spec in specs],
         microbatches,

@@ -64,7 +64,8 @@ class Transform:
         self.comm = CommSpec.of(mesh, config, options.halves, options.node_microbatches)
         self.combined = combined_leaves(call, options)
         self.parameters = parameters_of(call, options, config, mesh, self.combined)
-        self.layers = LayerLists.of(self.parameters.leaves, config.stages)
+        trees = [number for number, *_, layout in call.sharded() for _ in layout.leaves]
+        self.layers = LayerLists.of(self.parameters.leaves, trees, config.stages)
         # Set by tracing `program`: its plan, and what `flat` was traced to.
         self._plan: Plan | None = None
         self._traced: OpenProgram | None = None
