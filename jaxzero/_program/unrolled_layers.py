@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .._mesh import is_traced
 from . import movable_ops
 from .ir import Atom, Block, Constant, Operation, Value
 from .same_operations import Kinds, reads_refs, same_constants
@@ -70,9 +71,14 @@ class LayersOf:
                     self.rows[out] = stack
                     self._add(out, number, ("row", stack, len(out.shape)))
                 continue
+            if (row := self._squeezed(operation)) is not None:
+                (out,) = operation.outputs
+                self.rows[out] = self.rows[row]
+                self._add(out, self.number[row], ("row", self.rows[row], len(out.shape)))
+                continue
             numbers = {self.number.get(x) for x in operation.values}
             number = numbers.pop() if len(numbers) == 1 else None
-            if number is None or operation.has_effects:
+            if number is None or operation.has_effects or _reads_inputs(operation):
                 self.rest.append(operation)
                 continue
             kind = self.kind(operation), *map(self._key_of, operation.inputs)
@@ -154,6 +160,18 @@ class LayersOf:
         is_row &= (list(op.start[1:]), list(op.limit[1:])) == rest
         return part.first + op.start[0] if is_row else None
 
+    def _squeezed(self, operation: Operation) -> Value | None:
+        """The row `[1, ...]` of a stack that an operation drops the first dim of; None: none.
+
+        What is left is what a scan gives an iteration. Were it computed anew in the iteration,
+        forward would save it for backward.
+        """
+        row = operation.source
+        if row not in self.rows or not isinstance(operation.view(), movable_ops.Reshape):
+            return None
+        shape = row.shape
+        return row if shape[:1] == (1,) and operation.outputs[0].shape == shape[1:] else None
+
     def _add(self, value: Value, number: int, key: Hashable) -> None:
         self.number[value] = number
         self.key[value] = key
@@ -170,6 +188,11 @@ class LayersOf:
 
     def _refuse(self, why: str) -> None:
         raise NotImplementedError(_not_alike(why))
+
+
+def _reads_inputs(operation: Operation) -> bool:
+    """Whether an operation reads an array that is traced, and no parameter, such as the batch."""
+    return any(isinstance(x, Constant) and is_traced(x.value) for x in operation.inputs)
 
 
 def rows(stack: Any, start: int, end: int) -> Any:

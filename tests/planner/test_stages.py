@@ -115,8 +115,8 @@ def test_stages_win_where_links_are_slow():
 
 def test_what_stages_refuse_is_left_out_with_the_reason():
     def unrolled(params, batch):
-        for w in params["layers"]:
-            batch = jnp.tanh(batch @ w)
+        for w, act in zip(params["layers"], [jnp.tanh, jnp.sin] * 2, strict=True):
+            batch = act(batch @ w)
         return jnp.mean((batch @ params["head"]) ** 2)
 
     options = {"quantized": False, "microbatches": (1, 2), "cache": None}
