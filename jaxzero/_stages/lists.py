@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -132,6 +132,20 @@ class LayerLists:
                     "leave out `stages`."
                 )
         return [j for j, group in enumerate(self.members) if group[0] in wanted]
+
+    def apart_of(self, leaves: Iterable[int]) -> list[int]:
+        """The arrays that these leaves are, of which none is in a list.
+
+        Raises:
+            NotImplementedError: one is.
+        """
+        own = {x[0]: j for j, x in enumerate(self.members) if not self.is_list(j)}
+        if inside := [self.leaves[i].path for i in leaves if i not in own]:
+            raise NotImplementedError(
+                f"`{inside[0]}` is overwritten by its gradient, which stages cannot do for a layer "
+                "of a list. Leave out `stages`."
+            )
+        return [own[i] for i in leaves]
 
     def apart(self, arrays: Sequence[Any]) -> list[Any]:
         """The leaves, of arrays of true shapes."""

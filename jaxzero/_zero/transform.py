@@ -367,7 +367,8 @@ class Transform:
             return value, weight, outputs.record(aux, doubled)
 
         results = with_rolled_layers(results_of, stacks)
-        numbers = [*self.layers.numbers(self.parameters.differentiated), *self.combined]
+        trained = self.layers.numbers(self.parameters.differentiated)
+        numbers = [*trained, *self.layers.apart_of(self.combined)]
 
         def loss(differentiated):
             merged = list(stored)
@@ -383,8 +384,7 @@ class Transform:
         (_, (value, weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(
             [stored[i] for i in numbers]
         )
-        num = len(self.parameters.differentiated)
-        return value, weight, gradients[:num], others + gradients[num:]
+        return value, weight, gradients[: len(trained)], others + gradients[len(trained) :]
 
     def _called(self, stored: list[Any], inputs: list[Any]) -> Any:
         args, kwargs = self._rebuild(stored, inputs)
