@@ -76,7 +76,9 @@ class LayerLists:
         for (path, _), layers in lists.items():
             # The layers before the first one are frozen, if another tree has them.
             before = [
-                x for (other, _), x in lists.items() if other == path and {*x} == {*range(min(layers))}
+                x
+                for (other, _), x in lists.items()
+                if other == path and {*x} == {*range(min(layers))}
             ]
             frozen += map(found.index, before)
             first = min(layers) if before else 0

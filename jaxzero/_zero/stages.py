@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from .._collectives import CommSpec, all_gather, all_reduce, labelled, reduce_scatter
+from .._collectives import (
+    CommSpec,
+    HalfBatchSum,
+    all_gather,
+    all_reduce,
+    labelled,
+    reduce_scatter,
+)
 from .._execute import (
     DeviceWireState,
+    HalfSums,
     LeafUpdate,
     Parameters,
     Result,
@@ -34,7 +45,6 @@ def on_stages(options: Options, config: ZeroConfig) -> Options:
     if config.stages is None:
         return options
     for refused, name, instead in (
-        (options.halves, "halves", "give `jz.simigrad` several micro-batches' gradients apart"),
         (options.shares is not None, "shares", "leave it out: all stages run all micro-batches"),
         (options.gradient_reduce is not None, "gradient_reduce", "leave out `stages`"),
     ):
@@ -102,6 +112,9 @@ def run_on_stage(
         comm,
         _updates_of_arrays(lists, updates or {}),
         share_of_gradients=None if staged.is_weighted else 1 / comm.num_devices,
+        all_halves=functools.partial(
+            _of_all_stages, lists, leaves, parameters.differentiated, comm=comm
+        ),
     )
     gradients = _of_leaves(lists, dict(zip(differentiated, result.gradients, strict=True)))
     return dataclasses.replace(
@@ -157,6 +170,38 @@ def _of_leaves(lists: LayerLists, gradients: Mapping[int, Array | None]) -> dict
         else:
             found[members[0]] = x if lists.is_divided(j) else _scattered(x, lists.arrays[j])
     return found
+
+
+def _of_all_stages(
+    lists: LayerLists,
+    on_stage: Sequence[LeafSpec],
+    wanted: Sequence[int],
+    sums: HalfSums,
+    *,
+    comm: CommSpec,
+) -> HalfSums:
+    """The sums over half-batches of the leaves `wanted`, from those of a stage for its arrays."""
+    arrays = lists.numbers(wanted)
+    is_flat = [on_stage[j].layout is None for j in arrays]
+    parts = []
+    for part in ("total", "first"):
+        found = {}
+        for j, x, flat in zip(arrays, sums.shards, is_flat, strict=True):
+            found[j] = None if x is None else getattr(x, part)
+            if x is not None and flat:  # a shard of the flattened sum
+                whole = all_gather(found[j], comm.halves_axis, 0)
+                shape = on_stage[j].shape
+                found[j] = whole[: math.prod(shape)].reshape(shape)
+        parts.append(_of_leaves(lists, found))
+    total, first = parts
+    shards = [None if total[i] is None else HalfBatchSum(total[i], first[i]) for i in wanted]
+    copies = {}
+    for j, flat in zip(arrays, is_flat, strict=True):
+        for i in lists.members[j]:
+            is_whole = lists.leaves[i].stages is None
+            copies[i] = comm.num_devices if flat else 1
+            copies[i] *= lax.axis_size(STAGE) if is_whole else 1
+    return HalfSums(shards, [copies[i] for i in wanted], sums.weight, (STAGE, *sums.axes))
 
 
 def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:
