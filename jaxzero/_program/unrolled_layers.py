@@ -55,6 +55,7 @@ class LayersOf:
     def __init__(self, block: Block, parts: Mapping[Value, StackPart]):
         self.block = block
         self.parts = parts
+        self._num_dims = {x.stack: len(value.shape) for value, x in parts.items()}
         self._ends = {(x.stack, x.first + value.shape[0]) for value, x in parts.items()}
         self.length = max(end for _, end in self._ends)
         self.number: dict[Value, int] = {}
@@ -148,13 +149,14 @@ class LayersOf:
 
     def _first_row(self, operation: Operation) -> int | None:
         """The layer that an operation takes out of a stack, or the first; None: it takes none."""
-        part = self.parts.get(operation.inputs[0]) if operation.inputs else None
-        if part is not None and operation.name == "unstack":
-            return None if operation.equation.params["axis"] else part.first
-        op = operation.view()
-        if part is None or not isinstance(op, movable_ops.Slice):
+        source, op = operation.inputs[0] if operation.inputs else None, operation.view()
+        if not isinstance(source, Value) or source not in self.parts:
             return None
-        shape = operation.source.shape
+        part, shape = self.parts[source], source.shape
+        if operation.name == "unstack":
+            return None if operation.equation.params["axis"] else part.first
+        if not isinstance(op, movable_ops.Slice):
+            return None
         rest = [0] * (len(shape) - 1), list(shape[1:])
         is_row = op.limit[0] == op.start[0] + 1 and set(op.strides) == {1}
         is_row &= (list(op.start[1:]), list(op.limit[1:])) == rest
@@ -169,8 +171,8 @@ class LayersOf:
         row = operation.source
         if row not in self.rows or not isinstance(operation.view(), movable_ops.Reshape):
             return None
-        shape = row.shape
-        return row if shape[:1] == (1,) and operation.outputs[0].shape == shape[1:] else None
+        is_slice = len(row.shape) == self._num_dims[self.rows[row]]
+        return row if is_slice and operation.outputs[0].shape == row.shape[1:] else None
 
     def _add(self, value: Value, number: int, key: Hashable) -> None:
         self.number[value] = number

@@ -158,7 +158,7 @@ def _check_list(zero: jz.Zero, loss: Any, prefix: int, before: Any, is_stack: bo
     ("name", "prefix", "before"),
     [
         ("reads all layers", 1, ["embed"]),  # 2 active layers and 1
-        ("remat, tied, skip", 2, ()),
+        pytest.param("remat, tied, skip", 2, (), marks=pytest.mark.exhaustive),
         pytest.param("decay", 2, ["embed"], marks=pytest.mark.exhaustive),
         pytest.param("untied", 4, ["embed"], marks=pytest.mark.exhaustive),
     ],

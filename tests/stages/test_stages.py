@@ -351,7 +351,13 @@ def _weighted(params, batch):
 @pytest.mark.parametrize(
     ("layers", "loss", "mesh", "weighted"),
     [
-        ("layers", models.LOSSES["skip, tied"], {"nodes": 4, "num_devices": 8, "stages": 2}, False),
+        pytest.param(
+            "layers",
+            models.LOSSES["skip, tied"],
+            {"nodes": 4, "num_devices": 8, "stages": 2},
+            False,
+            marks=pytest.mark.exhaustive,
+        ),
         ("layers.*", test_lists.LOSSES["reads all layers"], {"nodes": 3, "num_devices": 6}, False),
         ("layers", _weighted, {"axis_type": AxisType.Explicit}, True),
     ],
