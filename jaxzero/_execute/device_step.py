@@ -111,8 +111,7 @@ def run_on_device(
         share_of_gradients: what `flat` has multiplied the gradients by, and not the loss.
         all_halves: what becomes of the sums over half-batches before they are compared.
     """
-    updates = updates or {}
-    comm = _with_loop_limit(comm)
+    updates, comm = updates or {}, _with_loop_limit(comm)
     if share_of_loss is not None:
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -112,9 +111,7 @@ def run_on_stage(
         comm,
         _updates_of_arrays(lists, updates or {}),
         share_of_gradients=None if staged.is_weighted else 1 / comm.num_devices,
-        all_halves=functools.partial(
-            _of_all_stages, lists, leaves, parameters.differentiated, comm=comm
-        ),
+        all_halves=lambda sums: _of_all_stages(lists, leaves, parameters, comm, sums),
     )
     gradients = _of_leaves(lists, dict(zip(differentiated, result.gradients, strict=True)))
     return dataclasses.replace(
@@ -175,12 +172,12 @@ def _of_leaves(lists: LayerLists, gradients: Mapping[int, Array | None]) -> dict
 def _of_all_stages(
     lists: LayerLists,
     on_stage: Sequence[LeafSpec],
-    wanted: Sequence[int],
-    sums: HalfSums,
-    *,
+    parameters: Parameters,
     comm: CommSpec,
+    sums: HalfSums,
 ) -> HalfSums:
-    """The sums over half-batches of the leaves `wanted`, from those of a stage for its arrays."""
+    """The sums over half-batches of all leaves, from those of a stage for its arrays."""
+    wanted = parameters.differentiated
     arrays = lists.numbers(wanted)
     is_flat = [on_stage[j].layout is None for j in arrays]
     parts = []
