@@ -193,8 +193,9 @@ class LayersOf:
 
 
 def _reads_inputs(operation: Operation) -> bool:
-    """Whether an operation reads an array that is traced, and no parameter, such as the batch."""
-    return any(isinstance(x, Constant) and is_traced(x.value) for x in operation.inputs)
+    """Whether an operation reads a traced array that is no parameter, such as rows of the batch."""
+    given = [x.value for x in operation.inputs if isinstance(x, Constant)]
+    return any(is_traced(x) and x.ndim > 0 for x in given)
 
 
 def rows(stack: Any, start: int, end: int) -> Any:

@@ -116,11 +116,12 @@ class LayerLists:
         """The arrays that are made of these leaves.
 
         Raises:
-            NotImplementedError: of a list, some layers are among them and some are not.
+            NotImplementedError: of a list, some layers are among them and some are not; or a list
+                is frozen.
         """
         wanted = {*leaves}
         for j, group in enumerate(self.members):
-            if j in self.frozen and not wanted.isdisjoint(group):
+            if j in self.frozen and self.is_list(j) and not wanted.isdisjoint(group):
                 raise NotImplementedError(
                     f"`{self.arrays[j].path}` are frozen layers, which stages do not divide, so "
                     "there are no gradients of them. Differentiate by the active part alone, or "
