@@ -7,6 +7,7 @@ loss, shards of the mean gradients, the next wire state. Start reading at `run_o
 from .device_step import Result as Result
 from .device_step import run_on_device as run_on_device
 from .loop_inputs import LeafUpdate as LeafUpdate
+from .mean_gradients import HalfSums as HalfSums
 from .microbatches import GRADIENT_REDUCTIONS as GRADIENT_REDUCTIONS
 from .microbatches import REDUCTIONS as REDUCTIONS
 from .microbatches import check_microbatches as check_microbatches

@@ -49,7 +49,7 @@ from .._simigrad import GradientHalves
 from .block import run_block
 from .gather_sources import gather_source, kept_slice, next_slice
 from .loop_inputs import LeafUpdate
-from .mean_gradients import MeanGradients, mean_over_devices
+from .mean_gradients import HalfSums, MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
 from .table_rows import with_table_shards
@@ -90,6 +90,7 @@ def run_on_device(
     updates: Mapping[int, LeafUpdate] | None = None,
     share_of_loss: Array | float | None = None,
     share_of_gradients: float | None = None,
+    all_halves: Callable[[HalfSums], HalfSums] | None = None,
 ) -> Result:
     """Run one step on one device: trace, plan, run every micro-batch, average over devices.
 
@@ -108,9 +109,9 @@ def run_on_device(
             sum over devices and micro-batches is the mean; given to it as one more input. None: it
             differentiates the loss itself.
         share_of_gradients: what `flat` has multiplied the gradients by, and not the loss.
+        all_halves: what becomes of the sums over half-batches before they are compared.
     """
-    updates = updates or {}
-    comm = _with_loop_limit(comm)
+    updates, comm = updates or {}, _with_loop_limit(comm)
     if share_of_loss is not None:
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
@@ -143,7 +144,9 @@ def run_on_device(
     result = Result(None, [], others, wire_state, plan, traced, as_traced)
     if shapes[0] is None:
         return result
-    means, residuals = _means(sums, program, parameters, wire_state, microbatches, comm, share)
+    means, residuals = _means(
+        sums, program, parameters, wire_state, microbatches, comm, share, all_halves
+    )
     made = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
     return dataclasses.replace(
         result,
@@ -237,11 +240,12 @@ def _means(
     microbatches: int,
     comm: CommSpec,
     share: Array | float | None,
+    all_halves: Callable[[HalfSums], HalfSums] | None,
 ) -> tuple[MeanGradients, dict[int, Array]]:
     """Average over devices; also return the new residuals `[1, *shape]`, by index of the leaf."""
     numbers = parameters.differentiated
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
-    means = mean_over_devices(sums, program.targets, errors, microbatches, comm, share)
+    means = mean_over_devices(sums, program.targets, errors, microbatches, comm, share, all_halves)
     gradients = [
         copy_to_host(x, "gradients", parameters.leaves[i].path, windowed=False)
         if x is not None and parameters.has_host_gradient(i)

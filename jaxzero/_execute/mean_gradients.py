@@ -25,7 +25,7 @@ devices if there is one node; if their number is odd, the first half has one few
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -109,6 +109,7 @@ def mean_over_devices(
     num_microbatches: int,
     comm: CommSpec,
     share: Array | float | None = None,
+    all_halves: Callable[[HalfSums], HalfSums] | None = None,
 ) -> MeanGradients:
     """Average loss and gradients over the full batch.
 
@@ -119,6 +120,7 @@ def mean_over_devices(
         num_microbatches: how many micro-batches a device has summed, of the fastest node.
         comm: axes and codecs of the reductions.
         share: what each loss was multiplied by before it was differentiated; None: nothing.
+        all_halves: what becomes of the sums over half-batches before they are compared.
     """
     with labelled("other", "loss"):
         loss = sum_over_devices(sums.loss, comm)
@@ -140,7 +142,8 @@ def mean_over_devices(
     halves = None
     if comm.halves:
         copies = [comm.num_sum_replicas if i in all_reduced else 1 for i in range(len(targets))]
-        halves = gradient_halves([half_sum for *_, half_sum in means], copies, sums.weight, comm)
+        half_sums = HalfSums([half_sum for *_, half_sum in means], copies, sums.weight)
+        halves = gradient_halves(half_sums if all_halves is None else all_halves(half_sums), comm)
     return MeanGradients(
         loss / total.astype(loss.dtype),
         [x for x, *_ in means],
@@ -218,24 +221,31 @@ def _moved(x: Array, target: GradientTarget, comm: CommSpec, axes: tuple[str, ..
     return move_split(x, leaf.shape, old, new, comm.axes_with_peers(leaf.split_axes(axes)))
 
 
-def gradient_halves(
-    shards: Sequence[HalfBatchSum | None],
-    copies: Sequence[int],
-    weight: Array | None,
-    comm: CommSpec,
-) -> GradientHalves:
-    """The inner products of all leaves, from this device's shards of their sums.
+@dataclasses.dataclass(frozen=True)
+class HalfSums:
+    """This device's shards of the sums of all gradients over half-batches.
 
-    Args:
-        shards: for each leaf, this device's shard, divided by the weight of the full batch; None if
-            the leaf has no gradient.
+    Attributes:
+        shards: for each leaf, divided by the weight of the full batch; None if the leaf has no
+            gradient.
         copies: for each leaf, how many devices hold the same shard; its products are divided by it.
         weight: summed weight of this device's rows; None if all examples weigh the same.
-        comm: says which devices are the first half.
+        axes: of the devices that hold all shards together.
+    """
+
+    shards: Sequence[HalfBatchSum | None]
+    copies: Sequence[int]
+    weight: Array | None
+    axes: tuple[str, ...] = AXES
+
+
+def gradient_halves(sums: HalfSums, comm: CommSpec) -> GradientHalves:
+    """The inner products of all leaves; `comm` says which devices are the first half.
 
     Returns:
         Three lists with a float32 scalar for each leaf, and the first half's share of the weight.
     """
+    shards, copies, weight = sums.shards, sums.copies, sums.weight
     pairs = zip(shards, copies, strict=True)
     none = jnp.zeros(3, jnp.float32)
     products = jnp.concatenate(
@@ -245,15 +255,15 @@ def gradient_halves(
     half = comm.first_half_size(axis)
     with labelled("other", "halves"):
         if weight is None:
-            sums, share = all_reduce(products, AXES), jnp.float32(half / comm.sizes[axis])
+            total, share = all_reduce(products, sums.axes), jnp.float32(half / comm.sizes[axis])
         else:
             mine = weight.astype(jnp.float32)
             first = jnp.where(lax.axis_index(axis) < half, mine, 0.0)
-            sums = all_reduce(jnp.concatenate([products, jnp.stack([first, mine])]), AXES)
-            share, sums = sums[-2] / sums[-1], sums[:-2]
+            total = all_reduce(jnp.concatenate([products, jnp.stack([first, mine])]), sums.axes)
+            share, total = total[-2] / total[-1], total[:-2]
     rest = 1 - share
     scale = jnp.stack([share * share, rest * rest, share * rest])
-    first, second, cross = sums.reshape(len(shards), 3).T / scale[:, None]
+    first, second, cross = total.reshape(len(shards), 3).T / scale[:, None]
     return GradientHalves(list(first), list(second), list(cross), share)
 
 

@@ -72,6 +72,7 @@ from .trace import traced_once as traced_once
 from .trace import without_checkpoints as without_checkpoints
 from .trace import without_dead_code as without_dead_code
 from .uniform import values_made_of as values_made_of
+from .unrolled_layers import StackPart as StackPart
 from .weight_values import fixed_of as fixed_of
 from .weight_values import kept_values as kept_values
 from .weight_values import recompute_in_backward as recompute_in_backward

@@ -3,12 +3,13 @@
 The program is rolled before it is differentiated, so that backward is a scan too. An iteration
 computes what is made of weights of one layer alone where it needs it. What differs between layers
 and comes from outside, such as a key for each, becomes one more stack. What an operation outside
-reads of the layers is carried if it is of the last one, and otherwise stacked.
+reads of the layers is carried if it is of the last one, and otherwise stacked. Where the first
+layers of the stacks are arrays of their own, there are two scans, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,18 +19,18 @@ from jax import lax
 from .ir import Atom, Constant, Operation, Value
 from .same_operations import flat_block, input_dtypes
 from .trace import at_line_of, open_program, operations_for
-from .unrolled_layers import LayersOf, Place, Window
+from .unrolled_layers import LayersOf, Place, StackPart, Window, rows
 
 
 def with_rolled_layers(
-    function: Callable[[list[Any]], Any], stacks: Collection[int]
+    function: Callable[[list[Any]], Any], stacks: Mapping[int, StackPart]
 ) -> Callable[[list[Any]], Any]:
     """`function`, of which layers that are unrolled run in one scan.
 
     Args:
         function: of a list of arrays; returns a tree of arrays.
-        stacks: which of the arrays are stacks of layers, by index. If none of them is read layer by
-            layer, the function is called as it is.
+        stacks: the arrays that are stacks of layers, or parts of them, by index. If none of them
+            is read layer by layer, the function is called as it is.
 
     Returns:
         A function that raises `NotImplementedError` if the layers do not compute the same. The
@@ -39,7 +40,7 @@ def with_rolled_layers(
     def run(given: list[Any]) -> Any:
         program = open_program(function, given)
         block = flat_block(program)
-        layers = LayersOf(block, [block.inputs[i] for i in stacks])
+        layers = LayersOf(block, {block.inputs[i]: part for i, part in stacks.items()})
         if not layers.number:
             return function(given)
         outputs = _Rolled(layers, layers.window()).run(given)
@@ -100,12 +101,12 @@ class _Rolled:
         final = dict(zip([x for x, _ in self.window.carried], carry, strict=False))
         num = len(self.window.carried)
         final |= zip(self.extra, carry[num:], strict=True)
-        rows = dict(zip(self.stacked, stacked, strict=True))
+        of_places = dict(zip(self.stacked, stacked, strict=True))
         for x, (number, place) in self.places.items():
-            known[x] = _row(rows[place], number) if place in rows else final[place]
-        rows = dict(zip(self.keys, of_weights, strict=True))
+            known[x] = _row(of_places[place], number) if place in of_places else final[place]
+        of_keys = dict(zip(self.keys, of_weights, strict=True))
         for x, key in self.weights.items():
-            known[x] = _row(rows[key], layers.number[x])
+            known[x] = _row(of_keys[key], layers.number[x])
         _run(self.after, known)
         return [_value(x, known) for x in layers.block.outputs]
 
@@ -118,11 +119,10 @@ class _Rolled:
             for j, read in enumerate(reads)
             if read[0] == "stack"
         }
-        stacks = {x: known[x] for x in layers.stacks}
 
-        def body(carry: list[Any], rows: Any) -> tuple[list[Any], Any]:
-            stacks, differing = rows
-            weights = _Weights(layers, dict(zip(layers.stacks, stacks, strict=True)))
+        def body(carry: list[Any], given: Any) -> tuple[list[Any], Any]:
+            stacks, differing = given
+            weights = _Weights(layers, stacks)
             made: dict[Place, Any] = {}
             for k, operation in enumerate(self.first):
                 inputs = []
@@ -146,9 +146,14 @@ class _Rolled:
             return new, ([made[x] for x in self.stacked], of_weights)
 
         start = [_typed(_value(x, known), self._value(place).dtype) for place, x in window.carried]
-        start += [jnp.zeros(x.shape, x.dtype) for x in map(self._value, self.extra)]
-        carry, (stacked, of_weights) = lax.scan(body, start, (list(stacks.values()), differing))
-        return carry, stacked, of_weights
+        extra = [jnp.zeros(x.shape, x.dtype) for x in map(self._value, self.extra)]
+        made = []
+        for a, b in layers.segments():
+            given = layers.between(a, b, known), {k: rows(x, a, b) for k, x in differing.items()}
+            carry, new = lax.scan(body, [*start, *extra], given)
+            start = carry[: len(start)]
+            made.append(new)
+        return carry, *jax.tree.map(lambda *xs: lax.concatenate(xs, 0), *made)
 
     def _value(self, place: Place) -> Value:
         return self.first[place[0]].outputs[place[1]]
@@ -157,7 +162,7 @@ class _Rolled:
 class _Weights:
     """The values of an iteration that are made of one layer's weights alone."""
 
-    def __init__(self, layers: LayersOf, rows: dict[Value, Any]):
+    def __init__(self, layers: LayersOf, rows: dict[int, Any]):
         self._layers = layers
         self._rows = rows
         self._known: dict[Hashable, Any] = {}
@@ -166,7 +171,8 @@ class _Weights:
         key = self._layers.key[value]
         if key not in self._known:
             if value in self._layers.rows:
-                self._known[key] = self._rows[self._layers.rows[value]][None]
+                row = self._rows[self._layers.rows[value]]
+                self._known[key] = row if row.ndim == len(value.shape) else row[None]
             else:
                 operation = self._layers.block.makers[value]
                 inputs = [x.value if isinstance(x, Constant) else self(x) for x in operation.inputs]

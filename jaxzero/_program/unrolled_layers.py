@@ -1,20 +1,22 @@
 """Find layers that a Python loop unrolls.
 
-A program reads its stacks layer by layer, `w[0]`, `w[1]`, ... With `L` layers its operations are
+A program reads its stacks layer by layer, `w[0]`, `w[1]`, ..., or `for x in w`. With `L` layers its
+operations are
 
     what is before, the operations of a layer (L times, one layer after the other), what is after
 
 where all layers compute the same (`Kinds`) of their weights, of what the layer before made, and of
 values from outside. Operations that read weights of one layer and nothing else, such as casts, may
-stand anywhere.
+stand anywhere. A stack may be in two parts, of which one has the first layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from .._mesh import is_traced
 from . import movable_ops
 from .ir import Atom, Block, Constant, Operation, Value
 from .same_operations import Kinds, reads_refs, same_constants
@@ -25,6 +27,18 @@ Place = tuple[int, int]  # of a value in a layer: which operation makes it, and 
 Read = tuple[str, Any]
 
 
+class StackPart(NamedTuple):
+    """Which layers of a stack an array has.
+
+    Attributes:
+        stack: what names the stack.
+        first: the number of its first layer.
+    """
+
+    stack: int
+    first: int = 0
+
+
 class LayersOf:
     """Which values of a program are made of the weights of one layer alone.
 
@@ -33,31 +47,39 @@ class LayersOf:
         key: for each, what is equal for the values of two layers if they are computed alike.
         of_key: a value of the first layer that is computed so.
         makers: the operation that makes each.
-        rows: of those that are rows of stacks, the stack.
+        rows: of those that are rows of stacks, the name of the stack.
         picks: operations that take one layer's part of an array that no weights make, such as keys.
         rest: the other operations, in order.
     """
 
-    def __init__(self, block: Block, stacks: Sequence[Value]):
+    def __init__(self, block: Block, parts: Mapping[Value, StackPart]):
         self.block = block
-        self.stacks = dict.fromkeys(stacks)
-        self.length = max(x.shape[0] for x in stacks)
+        self.parts = parts
+        self._num_dims = {x.stack: len(value.shape) for value, x in parts.items()}
+        self._ends = {(x.stack, x.first + value.shape[0]) for value, x in parts.items()}
+        self.length = max(end for _, end in self._ends)
         self.number: dict[Value, int] = {}
         self.key: dict[Value, Hashable] = {}
         self.of_key: dict[Hashable, Value] = {}
-        self.rows: dict[Value, Value] = {}
+        self.rows: dict[Value, int] = {}
         self.rest: list[Operation] = []
         self._kinds = Kinds()
         self._constants: list[Constant] = []
         for operation in block.operations:
-            if (row := self._row(operation)) is not None:
+            if (first := self._first_row(operation)) is not None:
+                stack = self.parts[operation.values[0]].stack
+                for number, out in enumerate(operation.outputs, first):
+                    self.rows[out] = stack
+                    self._add(out, number, ("row", stack, len(out.shape)))
+                continue
+            if (row := self._squeezed(operation)) is not None:
                 (out,) = operation.outputs
-                self.rows[out] = operation.values[0]
-                self._add(out, row, ("row", self.rows[out]))
+                self.rows[out] = self.rows[row]
+                self._add(out, self.number[row], ("row", self.rows[row], len(out.shape)))
                 continue
             numbers = {self.number.get(x) for x in operation.values}
             number = numbers.pop() if len(numbers) == 1 else None
-            if number is None or operation.has_effects:
+            if number is None or operation.has_effects or _reads_inputs(operation):
                 self.rest.append(operation)
                 continue
             kind = self.kind(operation), *map(self._key_of, operation.inputs)
@@ -68,7 +90,7 @@ class LayersOf:
 
     def _find_picks(self) -> set[Operation]:
         """Slices of arrays that are sliced in as many ways as there are layers."""
-        of_layers = {*self.stacks}
+        of_layers = {*self.parts}
         slices: dict[Atom, dict[Any, list[Operation]]] = {}
         for operation in self.block.operations:
             if not of_layers.isdisjoint(operation.values):
@@ -99,8 +121,8 @@ class LayersOf:
                 "The function has unrolled layers and a mutable array (`jax.Ref`), so its layers "
                 "cannot be divided between stages. Scan the layers, or leave out `stages`."
             )
-        if any(x.shape[0] != self.length for x in self.stacks):
-            lengths = sorted({x.shape[0] for x in self.stacks})
+        lengths = sorted({max(end for x, end in self._ends if x == y) for y, _ in self._ends})
+        if len(lengths) > 1:
             self._refuse(f"there are stacks of {' and of '.join(map(str, lengths))} layers")
         places: list[list[int]] = [[] for _ in range(self.length)]
         for i, operation in enumerate(self.rest):
@@ -112,15 +134,45 @@ class LayersOf:
             self._refuse(why)
         return _find_window(self, places)
 
-    def _row(self, operation: Operation) -> int | None:
-        """The number of the row of a stack that an operation takes; None if it takes none."""
-        op = operation.view()
-        if not isinstance(op, movable_ops.Slice) or operation.source not in self.stacks:
+    def segments(self) -> list[tuple[int, int]]:
+        """The numbers of layers from which on, and up to which, all stacks are in one part."""
+        starts = sorted({part.first for part in self.parts.values()})
+        return [*zip(starts, [*starts[1:], self.length], strict=True)]
+
+    def between(self, start: int, end: int, known: Mapping[Any, Any]) -> dict[int, Any]:
+        """Some layers of each stack, which lie in one part of it, of `known` values."""
+        found = {}
+        for value, (stack, first) in self.parts.items():
+            if first <= start < first + value.shape[0]:
+                found[stack] = rows(known[value], start - first, end - first)
+        return found
+
+    def _first_row(self, operation: Operation) -> int | None:
+        """The layer that an operation takes out of a stack, or the first; None: it takes none."""
+        source, op = operation.inputs[0] if operation.inputs else None, operation.view()
+        if not isinstance(source, Value) or source not in self.parts:
             return None
-        shape = operation.source.shape
+        part, shape = self.parts[source], source.shape
+        if operation.name == "unstack":
+            return None if operation.equation.params["axis"] else part.first
+        if not isinstance(op, movable_ops.Slice):
+            return None
         rest = [0] * (len(shape) - 1), list(shape[1:])
         is_row = op.limit[0] == op.start[0] + 1 and set(op.strides) == {1}
-        return op.start[0] if is_row and (list(op.start[1:]), list(op.limit[1:])) == rest else None
+        is_row &= (list(op.start[1:]), list(op.limit[1:])) == rest
+        return part.first + op.start[0] if is_row else None
+
+    def _squeezed(self, operation: Operation) -> Value | None:
+        """The row `[1, ...]` of a stack that an operation drops the first dim of; None: none.
+
+        What is left is what a scan gives an iteration. Were it computed anew in the iteration,
+        forward would save it for backward.
+        """
+        row = operation.source
+        if row not in self.rows or not isinstance(operation.view(), movable_ops.Reshape):
+            return None
+        is_slice = len(row.shape) == self._num_dims[self.rows[row]]
+        return row if is_slice and operation.outputs[0].shape == row.shape[1:] else None
 
     def _add(self, value: Value, number: int, key: Hashable) -> None:
         self.number[value] = number
@@ -138,6 +190,17 @@ class LayersOf:
 
     def _refuse(self, why: str) -> None:
         raise NotImplementedError(_not_alike(why))
+
+
+def _reads_inputs(operation: Operation) -> bool:
+    """Whether an operation reads a traced array that is no parameter, such as rows of the batch."""
+    given = [x.value for x in operation.inputs if isinstance(x, Constant)]
+    return any(is_traced(x) and x.ndim > 0 for x in given)
+
+
+def rows(stack: Any, start: int, end: int) -> Any:
+    """Some rows of an array; the array itself if they are all."""
+    return stack if (start, end) == (0, len(stack)) else stack[start:end]
 
 
 def _not_alike(why: str) -> str:

@@ -5,13 +5,16 @@ stages too. A program gets the leaves of all layers as one stack, of which each 
 layers, and which it gathers layer by layer as it does any stack. So once in a step each device
 sends its part of every layer to the stage that has the layer, and once the gradients go back. A
 node sends `(S - 1) / S^2` of all layers' weights and as much of their gradients.
+
+Of a list whose first layers are frozen, these are in another tree. They are a stack of their own,
+of which each stage gathers all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ from jaxtyping import Array
 
 from .._collectives import all_gather, all_to_all, labelled
 from .._mesh import STAGE
+from .._program import StackPart
 from .._sharding import LeafSpec, Stages
 
 
@@ -32,35 +36,55 @@ class LayerLists:
         leaves: of all sharded arguments.
         stages: the config; None: no stages.
         members: for each array, the leaves that it is made of: one, or one for each layer.
+        frozen: the arrays that are stacks of frozen layers, which stages do not divide.
     """
 
     leaves: tuple[LeafSpec, ...]
     stages: Stages | None
     members: tuple[tuple[int, ...], ...]
+    frozen: tuple[int, ...]
 
     @classmethod
-    def of(cls, leaves: Sequence[LeafSpec], stages: Stages | None) -> LayerLists:
+    def of(
+        cls, leaves: Sequence[LeafSpec], trees: Sequence[int], stages: Stages | None
+    ) -> LayerLists:
         """Find the lists.
+
+        Args:
+            leaves: of all sharded arguments.
+            trees: the argument that each is of.
+            stages: the config.
 
         Raises:
             ValueError: the layers of a list are not numbered from 0, or not of equal shapes.
         """
-        found: list[dict[int, int]] = []
-        lists: dict[str, dict[int, int]] = {}
-        for i, leaf in enumerate(leaves):
+        found: list[dict[int, int]] = []  # for each array its leaves, by the number of the layer
+        lists: dict[tuple[str, int], dict[int, int]] = {}
+        frozen: list[int] = []
+        for i, (leaf, tree) in enumerate(zip(leaves, trees, strict=True)):
             place = stages.place_in_list(leaf.path) if stages is not None else None
             if place is None:
+                if stages is not None and stages.has(leaf.path) and leaf.stages is None:
+                    frozen.append(len(found))
                 found.append({0: i})
                 continue
             path, number = place
-            if path not in lists or number in lists[path]:  # the first layer, or of another tree
-                lists[path] = {}
-                found.append(lists[path])
-            lists[path][number] = i
+            if (path, tree) not in lists:
+                lists[path, tree] = {}
+                found.append(lists[path, tree])
+            lists[path, tree][number] = i
+        for (path, _), layers in lists.items():
+            # The layers before the first one are frozen, if another tree has them.
+            before = [
+                x
+                for (other, _), x in lists.items()
+                if other == path and {*x} == {*range(min(layers))}
+            ]
+            frozen += map(found.index, before)
+            first = min(layers) if before else 0
+            _check_list(first, sorted(layers), [leaves[layers[n]] for n in sorted(layers)])
         members = tuple(tuple(x[number] for number in sorted(x)) for x in found)
-        for numbers, group in zip(found, members, strict=True):
-            _check_list(sorted(numbers), [leaves[i] for i in group])
-        return cls(tuple(leaves), stages, members)
+        return cls(tuple(leaves), stages, members, tuple(frozen))
 
     def is_list(self, j: int) -> bool:
         """Whether array `j` is a stack made of a list."""
@@ -69,16 +93,19 @@ class LayerLists:
     def is_divided(self, j: int) -> bool:
         """Whether the layers of array `j` are divided between the stages.
 
-        Those of a stack that `zero.freeze` has cut off are not.
+        Those that `zero.freeze` has cut off are not.
         """
-        leaf = self.leaves[self.members[j][0]]
-        is_stack = self.stages is not None and self.stages.has(leaf.path)
-        return self.is_list(j) or (is_stack and leaf.stages is not None)
+        is_stack = self.stages is not None and self.stages.has(self.arrays[j].path)
+        return is_stack and j not in self.frozen
 
     @functools.cached_property
-    def stacks(self) -> list[int]:
-        """The arrays that stages divide."""
-        return [j for j in range(len(self.members)) if self.is_divided(j)]
+    def stacks(self) -> dict[int, StackPart]:
+        """The arrays that are stacks of layers, by index: which layers of which stack."""
+        divided = [j for j in range(len(self.members)) if self.is_divided(j)]
+        stack_of = {self.arrays[j].path: j for j in reversed(divided)}
+        first = {j: StackPart(stack_of.get(self.arrays[j].path, j)) for j in self.frozen}
+        num_frozen = {x.stack: self.arrays[j].shape[0] for j, x in first.items()}
+        return {j: StackPart(j, num_frozen.get(j, 0)) for j in divided} | first
 
     @functools.cached_property
     def arrays(self) -> list[LeafSpec]:
@@ -89,18 +116,39 @@ class LayerLists:
         """The arrays that are made of these leaves.
 
         Raises:
-            NotImplementedError: of a list, some layers are among them and some are not.
+            NotImplementedError: of a list, some layers are among them and some are not; or a list
+                is frozen.
         """
         wanted = {*leaves}
-        for group in self.members:
+        for j, group in enumerate(self.members):
+            if j in self.frozen and self.is_list(j) and not wanted.isdisjoint(group):
+                raise NotImplementedError(
+                    f"`{self.arrays[j].path}` are frozen layers, which stages do not divide, so "
+                    "there are no gradients of them. Differentiate by the active part alone, or "
+                    "leave out `stages`."
+                )
             if not wanted.isdisjoint(group) and not wanted.issuperset(group):
                 missing = next(self.leaves[i].path for i in group if i not in wanted)
                 raise NotImplementedError(
                     f"Stages cannot divide a list of layers of which some are trained and others, "
-                    f"such as `{missing}`, are not. Put the layers into one stack, of which "
-                    "`zero.freeze` freezes the first, or leave out `stages`."
+                    f"such as `{missing}`, are not. Freeze the first layers by `zero.freeze`, or "
+                    "leave out `stages`."
                 )
         return [j for j, group in enumerate(self.members) if group[0] in wanted]
+
+    def apart_of(self, leaves: Iterable[int]) -> list[int]:
+        """The arrays that these leaves are, of which none is in a list.
+
+        Raises:
+            NotImplementedError: one is.
+        """
+        own = {x[0]: j for j, x in enumerate(self.members) if not self.is_list(j)}
+        if inside := [self.leaves[i].path for i in leaves if i not in own]:
+            raise NotImplementedError(
+                f"`{inside[0]}` is overwritten by its gradient, which stages cannot do for a layer "
+                "of a list. Leave out `stages`."
+            )
+        return [own[i] for i in leaves]
 
     def apart(self, arrays: Sequence[Any]) -> list[Any]:
         """The leaves, of arrays of true shapes."""
@@ -113,7 +161,8 @@ class LayerLists:
     def of_stage(self, j: int, shards: Sequence[Array], dtype: Any) -> Array:
         """This stage's layers of a list, `[n, ...]`, from the shards of all leaves.
 
-        Where the layers are not as many as those of all stages, the last ones are zeros.
+        Where the layers are not as many as those of all stages, the last ones are zeros. Of frozen
+        layers a stage has all.
 
         Args:
             j: the array.
@@ -122,6 +171,12 @@ class LayerLists:
         """
         num = lax.axis_size(STAGE)
         x = jnp.stack(shards)
+        dim = self._dim_of_stages(j)
+        if j in self.frozen:
+            if dim is None:
+                return x
+            with labelled("weights", self.arrays[j].path):
+                return all_gather(x.astype(dtype), STAGE, dim).astype(x.dtype)
         if len(x) < num:
             raise ValueError(
                 f"`{self.arrays[j].path}` has {len(x)} layers for {num} stages. Change `layers` of "
@@ -129,7 +184,7 @@ class LayerLists:
             )
         size = -(-len(x) // num)
         x = jnp.pad(x, [(0, size * num - len(x)), *[(0, 0)] * (x.ndim - 1)])
-        if (dim := self._dim_of_stages(j)) is None:
+        if dim is None:
             return lax.dynamic_slice_in_dim(x, lax.axis_index(STAGE) * size, size)
         with labelled("weights", self.arrays[j].path):
             return all_to_all(x.astype(dtype), STAGE, 0, dim).astype(x.dtype)
@@ -169,17 +224,17 @@ class LayerLists:
         )
 
 
-def _check_list(numbers: Sequence[int], leaves: Sequence[LeafSpec]) -> None:
-    first = leaves[0]
-    if numbers != list(range(len(numbers))):
+def _check_list(first: int, numbers: Sequence[int], leaves: Sequence[LeafSpec]) -> None:
+    like, wanted = leaves[0], list(range(first, first + len(numbers)))
+    if numbers != wanted:
         raise ValueError(
-            f"`layers` of `jz.Stages` names a list of layers, of which `{first.path}` and others "
-            f"have the numbers {numbers}; they should be those from 0 to {len(numbers) - 1}."
+            f"`layers` of `jz.Stages` names a list of layers, of which `{like.path}` and others "
+            f"have the numbers {numbers}; they should be those from {first} to {wanted[-1]}."
         )
     for leaf in leaves[1:]:
-        if (leaf.shape, leaf.dtype) != (first.shape, first.dtype):
+        if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
-                f"`layers` of `jz.Stages` names a list of layers, of which `{first.path}` is "
-                f"{first.dtype}{list(first.shape)} and `{leaf.path}` {leaf.dtype}"
+                f"`layers` of `jz.Stages` names a list of layers, of which `{like.path}` is "
+                f"{like.dtype}{list(like.shape)} and `{leaf.path}` {leaf.dtype}"
                 f"{list(leaf.shape)}. Only equal layers can be divided: leave out `stages`."
             )

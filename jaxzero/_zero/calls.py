@@ -184,8 +184,8 @@ def gradient_options(
     check_microbatches(microbatches)
     if halves and all(mesh.shape[axis] == 1 for axis in AXES):
         raise ValueError(
-            "`halves=True` compares two halves of the devices, and the mesh has one device. Leave "
-            "it out: `jz.simigrad` compares micro-batches, if it is given two or more."
+            "`halves=True` compares two halves of the devices that have other rows, and there is "
+            "one. Leave it out: `jz.simigrad` compares micro-batches, if it is given two or more."
         )
     numbers = argument_numbers(argnums)
     reduce = flat_reductions("aux_reduce", aux_reduce)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from .._collectives import CommSpec, all_gather, all_reduce, labelled, reduce_scatter
+from .._collectives import (
+    CommSpec,
+    HalfBatchSum,
+    all_gather,
+    all_reduce,
+    labelled,
+    reduce_scatter,
+)
 from .._execute import (
     DeviceWireState,
+    HalfSums,
     LeafUpdate,
     Parameters,
     Result,
@@ -34,7 +44,6 @@ def on_stages(options: Options, config: ZeroConfig) -> Options:
     if config.stages is None:
         return options
     for refused, name, instead in (
-        (options.halves, "halves", "give `jz.simigrad` several micro-batches' gradients apart"),
         (options.shares is not None, "shares", "leave it out: all stages run all micro-batches"),
         (options.gradient_reduce is not None, "gradient_reduce", "leave out `stages`"),
     ):
@@ -78,7 +87,7 @@ def run_on_stage(
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays],
         given,
         [leaf.path if layers else None for leaf, layers in zip(arrays, is_stack, strict=True)],
-        [j for j, leaf in enumerate(arrays) if lists.stages.has(leaf.path) and not is_stack[j]],
+        lists.frozen,
         differentiated,
         [split_dim(spec) is not None for spec in specs],
         microbatches,
@@ -102,6 +111,7 @@ def run_on_stage(
         comm,
         _updates_of_arrays(lists, updates or {}),
         share_of_gradients=None if staged.is_weighted else 1 / comm.num_devices,
+        all_halves=lambda sums: _of_all_stages(lists, leaves, parameters, comm, sums),
     )
     gradients = _of_leaves(lists, dict(zip(differentiated, result.gradients, strict=True)))
     return dataclasses.replace(
@@ -157,6 +167,38 @@ def _of_leaves(lists: LayerLists, gradients: Mapping[int, Array | None]) -> dict
         else:
             found[members[0]] = x if lists.is_divided(j) else _scattered(x, lists.arrays[j])
     return found
+
+
+def _of_all_stages(
+    lists: LayerLists,
+    on_stage: Sequence[LeafSpec],
+    parameters: Parameters,
+    comm: CommSpec,
+    sums: HalfSums,
+) -> HalfSums:
+    """The sums over half-batches of all leaves, from those of a stage for its arrays."""
+    wanted = parameters.differentiated
+    arrays = lists.numbers(wanted)
+    is_flat = [on_stage[j].layout is None for j in arrays]
+    parts = []
+    for part in ("total", "first"):
+        found = {}
+        for j, x, flat in zip(arrays, sums.shards, is_flat, strict=True):
+            found[j] = None if x is None else getattr(x, part)
+            if x is not None and flat:  # a shard of the flattened sum
+                whole = all_gather(found[j], comm.halves_axis, 0)
+                shape = on_stage[j].shape
+                found[j] = whole[: math.prod(shape)].reshape(shape)
+        parts.append(_of_leaves(lists, found))
+    total, first = parts
+    shards = [None if total[i] is None else HalfBatchSum(total[i], first[i]) for i in wanted]
+    copies = {}
+    for j, flat in zip(arrays, is_flat, strict=True):
+        for i in lists.members[j]:
+            is_whole = lists.leaves[i].stages is None
+            copies[i] = comm.num_devices if flat else 1
+            copies[i] *= lax.axis_size(STAGE) if is_whole else 1
+    return HalfSums(shards, [copies[i] for i in wanted], sums.weight, (STAGE, *sums.axes))
 
 
 def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:

@@ -64,7 +64,8 @@ class Transform:
         self.comm = CommSpec.of(mesh, config, options.halves, options.node_microbatches)
         self.combined = combined_leaves(call, options)
         self.parameters = parameters_of(call, options, config, mesh, self.combined)
-        self.layers = LayerLists.of(self.parameters.leaves, config.stages)
+        trees = [number for number, *_, layout in call.sharded() for _ in layout.leaves]
+        self.layers = LayerLists.of(self.parameters.leaves, trees, config.stages)
         # Set by tracing `program`: its plan, and what `flat` was traced to.
         self._plan: Plan | None = None
         self._traced: OpenProgram | None = None
@@ -366,7 +367,8 @@ class Transform:
             return value, weight, outputs.record(aux, doubled)
 
         results = with_rolled_layers(results_of, stacks)
-        numbers = [*self.layers.numbers(self.parameters.differentiated), *self.combined]
+        trained = self.layers.numbers(self.parameters.differentiated)
+        numbers = [*trained, *self.layers.apart_of(self.combined)]
 
         def loss(differentiated):
             merged = list(stored)
@@ -382,8 +384,7 @@ class Transform:
         (_, (value, weight, others)), gradients = jax.value_and_grad(loss, has_aux=True)(
             [stored[i] for i in numbers]
         )
-        num = len(self.parameters.differentiated)
-        return value, weight, gradients[:num], others + gradients[num:]
+        return value, weight, gradients[: len(trained)], others + gradients[len(trained) :]
 
     def _called(self, stored: list[Any], inputs: list[Any]) -> Any:
         args, kwargs = self._rebuild(stored, inputs)

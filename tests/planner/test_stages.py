@@ -68,6 +68,28 @@ def test_bounds_count_all_ticks():
     assert bounds.node_bytes < 4 * sent
 
 
+def test_a_list_of_layers_is_planned():
+    """It computes as much as a stack, and sends weights and gradients between stages too."""
+
+    def of_list(params, batch):
+        for w in params["layers"]:
+            batch = jnp.tanh(batch @ w)
+        return jnp.mean((batch @ params["head"]) ** 2)
+
+    stack = found(SLOW)["zero3 in 2 stages, prefetch 1, 4 micro-batches"]
+    layers = dataclasses.replace(stack.config.stages, layers="layers.*")
+    listed = dataclasses.replace(stack, config=dataclasses.replace(stack.config, stages=layers))
+    init_list = lambda: init() | {"layers": list(init()["layers"])}  # noqa: E731
+    bounds = [
+        Bounder(Job({"": f}, make, BATCH, optax.sgd(1e-3), {}), SLOW, is_absent=False).bounds(plan)
+        for f, make, plan in ((loss, init, stack), (of_list, init_list, listed))
+    ]
+    assert isinstance(bounds[0], Bounds) and isinstance(bounds[1], Bounds)
+    assert bounds[1].compute == bounds[0].compute
+    # Of weights and of gradients, `[4, 64, 64]` in float32, a node sends a quarter.
+    assert bounds[1].node_bytes == bounds[0].node_bytes + 2 * 4 * 64 * 64 * 4 / 4
+
+
 def test_parameters_that_are_whole_are_gathered_after_the_update():
     """Half of 4 (4 * 64 * 64 + 64 * 8) bytes enter each of two nodes, for 1.25 MB a second."""
     job = Job({"": loss}, init, BATCH, optax.sgd(1e-3), {})
@@ -115,8 +137,8 @@ def test_stages_win_where_links_are_slow():
 
 def test_what_stages_refuse_is_left_out_with_the_reason():
     def unrolled(params, batch):
-        for w in params["layers"]:
-            batch = jnp.tanh(batch @ w)
+        for w, act in zip(params["layers"], [jnp.tanh, jnp.sin] * 2, strict=True):
+            batch = act(batch @ w)
         return jnp.mean((batch @ params["head"]) ** 2)
 
     options = {"quantized": False, "microbatches": (1, 2), "cache": None}
@@ -124,7 +146,7 @@ def test_what_stages_refuse_is_left_out_with_the_reason():
     assert (plans.stages, plans.loss) == (2, "a scan")
     (note,) = [x for x in plans.notes if "left out" in x]
     assert note.startswith("4 plans, `zero3 in 2 stages, prefetch 1, 2 micro-batches, a loop`")
-    assert "Stages divide layers that all compute the same" in note
+    assert "The layers of `jz.Stages` are unrolled, and cannot run as one" in note
     plans = tune(loss, init, BATCH, SLOW, layers="blocks", **options)
     assert plans.stages is None
     (note,) = [x for x in plans.notes if "left out" in x]

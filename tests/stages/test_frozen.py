@@ -11,12 +11,13 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import jaxzero as jz
 from jaxzero._hlo.collectives import collectives
 from jaxzero._planner.flops import matrix_flops
 
-from . import models
+from . import models, test_lists
 from .test_stages import _assert_close, _zero
 
 
@@ -132,6 +133,63 @@ def test_each_layer_prints_once(capfd, microbatches):
     jax.block_until_ready(step(active, frozen, models.batch()))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("layer") == microbatches * models.LAYERS
+
+
+def _check_list(zero: jz.Zero, loss: Any, prefix: int, before: Any, is_stack: bool = False) -> None:
+    """Compare a step in float64 with that of one device, where a Python loop runs the layers."""
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        of_models = models.params if is_stack else test_lists._params
+        params, batch = of_models(dtype=np.float64), models.batch()
+        value, want = jax.jit(jax.value_and_grad(loss))(params, batch)
+        sharded = zero.shard(params)
+        names = zero.config.stages.names
+        freezing = zero.freeze(sharded, prefix, layers=names, before=before)
+        step = jax.jit(zero.value_and_grad(freezing.wrap(loss)))
+        found, grads = step(*freezing.split(sharded), batch)
+        if is_stack:
+            want["layers"] = jax.tree.map(lambda x: x[prefix:], want["layers"])
+        else:
+            want["layers"][:prefix] = [dict.fromkeys(want["layers"][0])] * prefix
+        want = {**want, **dict.fromkeys(before)}
+        _assert_close((found, zero.unshard(grads)), (value, want))
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "before"),
+    [
+        ("reads all layers", 1, ["embed"]),  # 2 active layers and 1
+        pytest.param("remat, tied, skip", 2, (), marks=pytest.mark.exhaustive),
+        pytest.param("decay", 2, ["embed"], marks=pytest.mark.exhaustive),
+        pytest.param("untied", 4, ["embed"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_list_of_layers(name, prefix, before):
+    _check_list(test_lists._zero(2, 4), test_lists.LOSSES[name], prefix, before)
+
+
+@pytest.mark.filterwarnings("error:.*uses the whole stack")
+def test_a_python_loop_over_stacks():
+    def loss(p, rows):
+        x = p["embed"][rows["ids"]]
+        for w in zip(*p["layers"].values(), strict=True):
+            x = models.layer(x, dict(zip(p["layers"], w, strict=True)))
+        return models.cross_entropy(x, p["head"], rows)
+
+    zero = test_lists._zero(2, 4, "layers", axis_type=AxisType.Explicit)
+    _check_list(zero, loss, 2, ["embed"], is_stack=True)
+
+
+def test_a_frozen_list_is_computed_by_shares_and_gathered_once():
+    zero, params, loss = test_lists._zero(2, 4), test_lists._params(), test_lists.LOSSES["untied"]
+    sharded = zero.shard(params)
+    freezing = zero.freeze(sharded, 2, layers="layers.*", before="embed")
+    plan = zero.plan(freezing.wrap(loss), *freezing.split(sharded), models.batch())
+    assert "2 frozen layers, of which each stage computes all for 1 micro-batches" in str(plan)
+    # Of a device's half of each matrix, `[2 layers, 8, 16]`, the other stage has a half.
+    sent = [x for x in plan.transfers if (x.purpose, x.axis) == ("weights", "stage")]
+    gathered = [x for x in sent if x.collective == "all-gather" and x.name.startswith("layers")]
+    found = {x.name: x.node_bytes * x.trips for x in gathered}
+    assert found == dict.fromkeys(["layers.*.down", "layers.*.up"], 2 * 8 * 16 * 4 / 2 / 2)
 
 
 def _wide() -> Any:

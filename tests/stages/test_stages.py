@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 import jaxzero as jz
 from jaxzero._hlo.collectives import collectives
 
-from . import models
+from . import models, test_lists
 
 # Losses and gradients differ from those of one device by the order of sums alone: of 64 tokens, 4
 # layers and 16 products, in float64.
@@ -338,3 +338,60 @@ def test_verify_finds_a_step_of_stages_right(nodes, num_devices):
     zero = _zero(nodes, num_devices)
     report = zero.verify(models.LOSSES["tied"], zero.shard(models.params()), models.batch())
     assert report.ok
+
+
+def _weighted(params, batch):
+    """Sums over rows, which have weights from 1 to 3."""
+    logp = jax.nn.log_softmax(models._end(params, batch) @ params["embed"].T)
+    of_rows = jnp.mean(jnp.take_along_axis(logp, batch["targets"][..., None], -1), (1, 2))
+    weight = (1 + batch["ids"][:, 0] % 3).astype(logp.dtype)
+    return -jnp.sum(weight * of_rows), jnp.sum(weight)
+
+
+@pytest.mark.parametrize(
+    ("layers", "loss", "mesh", "weighted"),
+    [
+        pytest.param(
+            "layers",
+            models.LOSSES["skip, tied"],
+            {"nodes": 4, "num_devices": 8, "stages": 2},
+            False,
+            marks=pytest.mark.exhaustive,
+        ),
+        ("layers.*", test_lists.LOSSES["reads all layers"], {"nodes": 3, "num_devices": 6}, False),
+        ("layers", _weighted, {"axis_type": AxisType.Explicit}, True),
+    ],
+)
+def test_gradients_of_two_half_batches(layers, loss, mesh, weighted):
+    """Of a leaf outside of the layers both ends of the pipeline have a part."""
+    config = jz.pipeline(2, layers=layers)
+    zero = jz.Zero(_zero(**mesh).mesh, config)
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        of_models = models.params if layers == "layers" else test_lists._params
+        params, batch = of_models(dtype=np.float64), models.batch()
+        options = {"halves": True, "weighted": weighted}
+        step = jax.jit(zero.value_and_grad(loss, **options))
+        _, grads, found = step(zero.shard(params), batch)
+        means = []
+        for half in (slice(0, models.ROWS // 2), slice(models.ROWS // 2, None)):
+            # In parts, of which a weighted loss returns sums.
+            parts = jax.tree.map(lambda x, half=half: x[half].reshape(4, 2, *x.shape[1:]), batch)
+            one = jax.value_and_grad(loss, has_aux=weighted)
+            losses, of_parts = jax.jit(jax.vmap(one, (None, 0)))(params, parts)
+            total = float(sum(losses[1])) if weighted else 4.0
+            means.append((total, jax.tree.map(lambda g, t=total: np.sum(g, 0) / t, of_parts)))
+        (weight, first), (rest, second) = means
+        share = weight / (weight + rest)
+        want = jax.tree.map(lambda x, y: share * x + (1 - share) * y, first, second)
+        _assert_close(zero.unshard(grads), want)
+        # Products are added up in float32.
+        np.testing.assert_allclose(found.share, share, rtol=1e-6)
+        for made, x, y in (
+            (found.first, first, first),
+            (found.second, second, second),
+            (found.cross, first, second),
+        ):
+            product = jax.tree.map(np.vdot, x, y)
+            size = jax.tree.map(lambda x, y: np.linalg.norm(x) * np.linalg.norm(y), x, y)
+            for a, b, scale in zip(*map(jax.tree.leaves, (made, product, size)), strict=True):
+                assert abs(float(a) - b) <= 3e-6 * scale
