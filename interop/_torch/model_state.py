@@ -151,9 +151,9 @@ def check_order(state: ModelState, groups: Sequence[Mapping[str, Shape]]) -> Non
 def check_values(
     state: ModelState, trained: Mapping[str, LazyTensor], fragments: Fragments
 ) -> None:
-    """Raise `ValueError` unless some elements of each fragment are those of the model.
+    """Raise `ValueError` unless some elements of each fragment are those of the stored model.
 
-    Stages 1 and 2 store it.
+    For stages 1 and 2, whose checkpoints hold the full model too.
     """
     file = state.file
     for name in state.frozen:

@@ -230,8 +230,12 @@ def _check_gradient(requires_grad: Any, dtype: Any) -> None:
 
 
 def _ordered_dict(machine: PickleMachine, pairs: Any = ()) -> collections.OrderedDict:
-    made = ((machine.key(key), value) for key, value in _listed(machine, pairs))
-    return collections.OrderedDict(made)
+    ordered: collections.OrderedDict = collections.OrderedDict()
+    for pair in _listed(machine, pairs):
+        if type(pair) not in (list, tuple) or len(pair) != 2:
+            raise pickle.UnpicklingError(f"the item {shown(pair)} of an OrderedDict")
+        ordered[machine.key(pair[0])] = pair[1]
+    return ordered
 
 
 def _listed(machine: PickleMachine, items: Any) -> Any:

@@ -119,7 +119,7 @@ class Bounder:
     def _with_axes(self, candidate: Candidate) -> Bounds:
         """The bounds of a candidate with stages, or with tokens split over devices.
 
-        A form of the loss that goes with neither is refused once for all.
+        A form of the loss that does not go with its axes is refused once, for all plans with them.
         """
         key = (*candidate.axes, candidate.loss)
         if (error := self._refused.get(key)) is not None:

@@ -198,9 +198,10 @@ def microbatches_by_tokens(
 ) -> dict[int, list[int]]:
     """For each number of devices that may share a row, the numbers of micro-batches to try.
 
-    With `t` devices to a row, rows are divided among a `t`-th of the devices, which hold as many
-    activations as before, and exchange keys and values too. So each number of micro-batches is
-    tried with the least `t` of which each group of devices has as many rows, or a multiple.
+    With `t` devices to a row, each group of `t` devices has `t` times the rows that a device would
+    have, so a device holds as many activations as without the axis, and exchanges keys and values
+    too. So each number `k` of micro-batches is tried with the least `t` for which `k` divides the
+    rows of a group.
 
     Args:
         num_rows: of the batch of all devices.

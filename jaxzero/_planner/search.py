@@ -93,22 +93,29 @@ class Search:
 
     def _bound(self, candidates: list[Candidate]) -> None:
         bounder = Bounder(self.job, self.cluster, is_absent=self.compiler is not None)
-        untraced: list[tuple[str, Exception]] = []
+        untraced: list[tuple[Candidate, Exception]] = []
         for number, candidate in enumerate(candidates):
             self.progress(f"bounds {number + 1}/{len(candidates)}: {candidate.name}")
             same = self._with_same_plan(candidate)
             try:
                 bounds = self.bounds[same] if same else bounder.bounds(candidate)
             except _FAILURES as error:
-                untraced.append((candidate.name, error))
+                untraced.append((candidate, error))
                 continue
             self.add(candidate, bounds)
             for each in bounder.with_budgets(candidate, bounds) if self.tries_budgets else ():
                 self.add(*each)
         if untraced and not self.rows:
             raise untraced[0][1]
-        refused = [x for x in untraced if not isinstance(x[1], UnsplitTokens)]
-        self.notes += left_out([(name, _first_line(error)) for name, error in refused])
+        # Most losses do not split their tokens; a note is for those that have no plan at all.
+        compared = {candidate.loss for candidate in self.rows}
+        self.notes += left_out(
+            [
+                (candidate.name, _first_line(error))
+                for candidate, error in untraced
+                if not isinstance(error, UnsplitTokens) or candidate.loss not in compared
+            ]
+        )
 
     def add(self, candidate: Candidate, bounds: Bounds | RoundBounds) -> None:
         """A candidate with its bounds, to be searched by `run`."""

@@ -6,7 +6,7 @@ the devices among which the preset splits their sums, both in bytes,
 
     temporaries = a s / k + b u.
 
-Devices that share rows hold their part of the activations: `s` is then those of a device, too.
+Of rows that devices share, `s` counts the parts of one device.
 Of `S` pipeline stages each has an `S`-th of the layers, of at most `2 S - 1` micro-batches, whose
 rows are divided among an `S`-th of the devices: `k` is then `m / min(m, 2 S - 1)` for `m`
 micro-batches. What `b` is depends on the preset, on whether there are several micro-batches, whose

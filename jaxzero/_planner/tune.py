@@ -23,6 +23,10 @@ from .ranking import notes_on_best, ranked
 from .search import Objective, Search
 from .target import why_no_compiler
 
+_NEEDS_COMPILER = (
+    ", or plan for devices that `jaxzero[aot]` has a compiler for: plans whose devices share rows "
+    "need one"
+)
 _RESERVED = 0.05  # of a device's memory, for the runtime
 
 
@@ -129,7 +133,12 @@ def tune(
     search = Search(job, cluster, limit, objective, compiler, deadline, say, budgets)
     if missing:
         search.notes.append(f"ranked by lower bounds alone: {missing}")
-    numbers, shared = _divided(structs, cluster, microbatches, has_compiler=not missing)
+    numbers, shared = _microbatches(structs, cluster, microbatches, has_compiler=not missing)
+    if methods and not numbers:
+        raise ValueError(
+            "`local_steps` needs whole rows on each device, and `batch` and `microbatches` have "
+            "none. Give a `batch` with more rows, or leave `local_steps` out."
+        )
     forms = tuple(losses)
     candidates = enumerate_candidates(cluster, forms, numbers, quantized, methods, layers, shared)
     search.run(_without_host_arrays(candidates, search.notes) if missing else candidates)
@@ -176,7 +185,7 @@ def check_arguments(
         raise ValueError(f"`microbatches` must be integers above 0; got {tuple(microbatches)!r}.")
 
 
-def _divided(
+def _microbatches(
     batch: Any, cluster: Cluster, microbatches: Sequence[int], *, has_compiler: bool
 ) -> tuple[list[int], dict[int, list[int]]]:
     """The micro-batches of devices that have whole rows, and those by devices that share a row.
@@ -193,12 +202,14 @@ def _divided(
     (num_rows,) = sizes
     shared = microbatches_by_tokens(num_rows, cluster, microbatches)
     whole = shared.pop(1, [])
+    split = "" if has_compiler or not shared else _NEEDS_COMPILER
     if not has_compiler:
         shared = {}
     if not whole and not shared and num_rows % cluster.num_devices:
         raise ValueError(
             f"`batch` has {num_rows} rows, which {cluster.num_devices} devices cannot share evenly."
-            f" Give a multiple, such as {math.ceil(num_rows / cluster.num_devices)} for each."
+            f" Give a multiple, such as {math.ceil(num_rows / cluster.num_devices)} for each"
+            f"{split}."
         )
     if not whole and not shared:
         raise ValueError(

@@ -13,6 +13,7 @@ Detail = Literal[
 ]
 
 _MOST_GIGABYTES = 1e6
+_ROUNDED_ROWS = 0.01  # of all devices: fractions of rows are given in decimals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,8 @@ class Plan:
     """Plans to show; 0: all."""
 
     def __post_init__(self):
-        check_positive(self, "nodes", "local", "link", "memory", "rows", "tokens", "budget")
+        check_positive(self, "nodes", "local", "link", "memory", "tokens", "budget")
+        check_positive(self, "rows", finite=True)
         if not self.host_memory >= 0:
             raise ValueError(f"`host_memory` must not be negative; got {self.host_memory!r}.")
         for name in ("link", "memory", "host_memory"):
@@ -124,11 +126,12 @@ class Plan:
             )
         if self.function is not None:
             _check_name(self.function)
-        if self.rows * self.nodes * self.local != self.num_rows:
+        num_devices, num_rows = self.nodes * self.local, self.num_rows
+        if num_rows < 1 or abs(self.rows * num_devices - num_rows) > _ROUNDED_ROWS:
             raise ValueError(
-                f"`rows` for each of {self.nodes * self.local} devices must be a whole number for "
-                f"all of them; got {self.rows!r}. Give {max(1, self.num_rows)} / "
-                f"{self.nodes * self.local}."
+                f"`rows` for each of {num_devices} devices must be a whole number for all of them; "
+                f"got {self.rows!r}, which is {self.rows * num_devices:g} for all. Give "
+                f"{max(1, num_rows) / num_devices:.6g}."
             )
 
     @property

@@ -118,7 +118,7 @@ def in_batches(function: Callable[[Any], Any], rows: Any, batch_size: int) -> np
     The last batch is filled up with rows of padding, whose results are dropped.
 
     Args:
-        function: of `batch_size` rows, with a row of an array for each.
+        function: takes `batch_size` rows, and returns an array with a row for each.
         rows: `PairTokens`, or an array.
         batch_size: rows at a time.
     """

@@ -213,7 +213,7 @@ class Optimization:
             self._check_adaptive(self.adaptive_batch)
 
     def check_rows(self, num_devices: int) -> None:
-        """Raise `ValueError` unless each device gets as many rows of a step."""
+        """Raise `ValueError` unless all devices get the same number of rows of a step."""
         if self.batch_size % num_devices:
             raise ValueError(
                 f"`batch_size` must be a multiple of the number of devices, {num_devices}; got "

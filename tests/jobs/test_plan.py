@@ -103,6 +103,8 @@ def two():
         (f"--function {__name__}:job --memory -3", "`memory` must be positive; got -3"),
         (f"--function {__name__}:job --host-memory -3", "`host_memory` must not be negative"),
         (f"--function {__name__}:job --nodes 0", "`nodes` must be positive; got 0"),
+        (f"--function {__name__}:job --rows inf", "`rows` must be positive and finite; got inf"),
+        (f"--function {__name__}:job --nodes 3 --local 8 --rows 0.06", "Give 0.0416667"),
     ],
 )
 def test_bad_settings(capsys, monkeypatch, flags, message):

@@ -349,7 +349,7 @@ def test_sampling_checks_itself(field: str, value: Any, monkeypatch: pytest.Monk
         (
             {"rope": None, "sliding_rope": None, "max_length": 6},
             (1, 7),
-            "`num_columns` is 7, the model has positions for 6",
+            "`num_columns` is 7, but the model has positions for `max_length`, 6",
         ),
         (
             {

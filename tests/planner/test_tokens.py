@@ -164,6 +164,7 @@ def test_losses_that_split_no_tokens_have_no_such_plans():
     assert not plans.notes
     both = searched({"alone": by_token, "shared": loss}, 2, microbatches=(1,), size=1)
     assert {(row.candidate.loss, row.candidate.tokens) for row in both.rows} == {("shared", 4)}
+    assert any("alone" in note and "jz.split_tokens" in note for note in both.notes)
     with pytest.raises(NotImplementedError, match="by `jz.split_tokens` in each layer. Without"):
         searched({"": by_token}, 2)
 
@@ -181,6 +182,10 @@ def test_bounds_are_those_of_a_device():
         bounds[num] = one
     assert bounds[2].node_bytes == bounds[1].node_bytes
     assert bounds[2].memory == bounds[1].memory
+
+
+@pytest.mark.usefixtures("fake_devices")
+def test_operations_are_those_of_all_devices():
     zero = jz.Zero(jz.make_mesh(nodes=2, tokens=4))
     step = zero.value_and_grad(by_token)
     counted = matrix_flops(step, zero.abstract(init), rows(8))
@@ -188,5 +193,5 @@ def test_bounds_are_those_of_a_device():
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="4 rows, which 8 devices cannot share evenly"):
+    with pytest.raises(ValueError, match="4 rows, which 8 devices cannot share evenly.* need one"):
         tune(loss, init, rows(4), dataclasses.replace(CLUSTER, device="mi300x"))
