@@ -18,7 +18,4 @@ def h200_mesh(nodes: int, local: int, tokens: int | None = None) -> jax.sharding
     With `tokens`, so many neighbours of a node share each row.
     """
     jax.config.update("jax_platforms", "cpu")  # or JAX, finding no GPU, drops its compiler too
-    mesh = absent_mesh(jz.Cluster(nodes=nodes, local=local, device="h200"))
-    if tokens is None:
-        return mesh
-    return jz.make_mesh(nodes, devices=list(mesh.devices.flat), tokens=tokens)
+    return absent_mesh(jz.Cluster(nodes=nodes, local=local, device="h200"), tokens=tokens)

@@ -33,9 +33,8 @@ import tyro
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxzero as jz
-from benchmarks.measured.several_gpus import step_config
 from benchmarks.shared import _gspmd
-from benchmarks.shared._models import Model, ModelName, in_form
+from benchmarks.shared._models import Model, ModelName, in_form, step_config
 from benchmarks.shared._rows import append_row, is_current, read_rows
 from jaxzero._hlo import Rates, parse, timeline
 from jaxzero._xla_of_jax import IS_BEFORE_0_11

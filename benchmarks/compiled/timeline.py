@@ -4,19 +4,21 @@
     python -m benchmarks.compiled.timeline step.hlo --rates.node 12.5e9
 
 It is a model, for comparing programs: nothing is run. Rates are those of the last row that `make
-gpu` appended to `measured_rates.jsonl` in `benchmarks/results/`, and assumed where there is none.
+gpu` appended to `measured_rates.jsonl` in `benchmarks/results/`, and stated where there is none.
+The first line says which were used.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import tyro
 
-from benchmarks.measured.several_gpus import measured_rates
+from benchmarks.shared._rows import measured_rates
 from jaxzero._hlo import Rates, timeline
 
-_RATES = measured_rates() or Rates()
+_RATES, _ROW = measured_rates(Rates())
 
 
 def main(program: tyro.conf.Positional[Path], rates: Rates = _RATES) -> None:
@@ -27,6 +29,7 @@ def main(program: tyro.conf.Positional[Path], rates: Rates = _RATES) -> None:
         rates: of the machine.
     """
     line = timeline(program.read_text(), rates)
+    print(f"rates               {_origin(rates)}")
     print(f"step                {line.seconds:.4f} s")
     print(f"  computing         {line.compute_seconds:.4f} s")
     print(f"  waiting           {line.exposed_seconds:.4f} s")
@@ -41,6 +44,18 @@ def main(program: tyro.conf.Positional[Path], rates: Rates = _RATES) -> None:
         print(f"host copies take    {line.host_seconds:.4f} s, {line.host_hidden_share:.1%} hidden")
         print(f"from the host       {line.host_bytes_in / 2**30:.3f} GiB")
         print(f"to the host         {line.host_bytes_out / 2**30:.3f} GiB")
+
+
+def _origin(rates: Rates) -> str:
+    """Which rates were measured, on what and when; stated; or given by the caller."""
+    used, default = dataclasses.asdict(rates), dataclasses.asdict(_RATES)
+    given = [name for name in used if used[name] != default[name]]
+    origin = "stated"
+    if _ROW is not None:
+        measured = [name for name in used if name in _ROW["results"] and name not in given]
+        where = f"{_ROW['hardware']['accelerator']}, {_ROW['date'][:10]}"
+        origin = f"measured on {where}: {', '.join(measured) or 'none'}; the others stated"
+    return origin + (f"; given: {', '.join(given)}" if given else "")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,8 @@ def _exchanges(directory: Path) -> list[str]:
             (
                 *(x[name] for name in names),
                 f"{x['received_bfloat16_bytes'] / 1e6:.3g}",
-                *(f"{x[name]}" if name in x else _verdict(x) for name in _TIMES),
+                # A refusal stands once, in the first of these columns.
+                *((_verdict(x), "", "", "") if "refused" in x else (f"{x[n]}" for n in _TIMES)),
             )
             for x in rates
         ]
@@ -143,8 +144,11 @@ def _exchanges(directory: Path) -> list[str]:
 
 def _verdict(results: dict[str, Any]) -> str:
     if "refused" in results:
-        return "refused: " + results["refused"].replace("|", " ")
-    return {True: "equal", False: "**differ**", None: ""}[results.get("equal")]
+        why = results["refused"].replace("|", " ").replace("\n", " ")
+        return f"**failed**: {why}" if results.get("failed") else f"refused: {why}"
+    if "equal" not in results:
+        return ""
+    return {True: "equal", False: "**differ**", None: "not compared"}[results["equal"]]
 
 
 def _host_copies(directory: Path) -> str:

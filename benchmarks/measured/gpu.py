@@ -64,8 +64,8 @@ def _exchange_bits(directory: Path) -> int:
     return several_gpus.bits(directory=directory)
 
 
-def _exchange_rates(directory: Path) -> None:
-    several_gpus.rates(directory=directory)
+def _exchange_rates(directory: Path) -> int:
+    return several_gpus.rates(directory=directory)
 
 
 def _exchange_steps(directory: Path) -> int:

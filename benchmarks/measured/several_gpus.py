@@ -1,4 +1,4 @@
-"""Several GPUs of a node: do the exchanges compute what XLA's do, how fast are they, and the step.
+"""Several GPUs of a node: whether exchanges compute what XLA's do, and what they and steps take.
 
     python -m benchmarks.measured.several_gpus --part bits
     python -m benchmarks.measured.several_gpus --part rates
@@ -7,7 +7,8 @@
 `make gpu` runs all three, in this order. A quantized all-gather or reduce-scatter is made in three
 ways (`implementation` of a codec): "xla"; "mosaic_gpu", kernels around XLA's collective; "nvlink",
 one kernel. Each has a row of its own, appended as soon as it ends: a kernel that has never run on
-GPUs may wait for ever, and costs only the rows after it. "nvlink" comes last.
+GPUs may wait for ever, and costs only the rows after it. "nvlink" comes last. Where an
+implementation does not take the devices, or its program fails, its row says why (`refused`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from benchmarks.shared._models import MODELS, ModelName
-from benchmarks.shared._rows import RESULTS, append_row, read_rows
+from benchmarks.shared._models import MODELS, ModelName, step_config
+from benchmarks.shared._rows import RESULTS, append_row, measured_rates
 from jaxzero import pallas_kernels as pk
 from jaxzero._hlo import Rates, timeline
 
@@ -39,7 +40,9 @@ Exchange = Callable[[jax.Array], jax.Array]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "mosaic_gpu", "nvlink")
 AXIS = "local"
-_CALLS = 5  # that are timed at once
+_CALLS = 5  # of an exchange, issued together
+# What devices refuse, and what XLA cannot compile or run.
+_ERRORS = (NotImplementedError, jax.errors.JaxRuntimeError)
 FORMATS = {
     "int8": pk.Format(kind="int8", block=256),
     "int4": pk.Format(kind="int4", block=128),
@@ -51,6 +54,16 @@ OPERATIONS = ("all_gather", "reduce_scatter")
 
 def _mesh() -> Mesh:
     return jz.make_mesh(1)
+
+
+def stated_cluster(local: int) -> jz.Cluster:
+    """So many devices of one node, with the planner's rates of the kind that is here.
+
+    Of a kind that the planner does not know: those of an H100.
+    """
+    kind = jax.devices()[0].device_kind.lower()
+    known = [name for name in ("a100", "h100", "h200", "b200") if name in kind]
+    return jz.Cluster(nodes=1, local=local, device=known[0] if known else "h100")
 
 
 def exchange(operation: str, format: pk.Format, implementation: Implementation) -> Exchange:
@@ -81,7 +94,7 @@ def exchange(operation: str, format: pk.Format, implementation: Implementation) 
 
 
 def _in_bfloat16(operation: str) -> Exchange:
-    """What XLA sends without a codec: of NCCL's on GPUs."""
+    """The collective without a codec, which on GPUs is NCCL's."""
     if operation == "all_gather":
         return lambda x: lax.all_gather(x, AXIS)
     return lambda x: lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
@@ -120,9 +133,14 @@ def bits(
         directory: of the rows.
 
     Returns:
-        How many differ.
+        How many differ or fail.
     """
-    mesh, differing = _mesh(), 0
+    mesh, wrong = _mesh(), 0
+
+    @functools.cache
+    def by_xla(num: int, name: str) -> jax.Array:
+        return _repeated(mesh, FORMATS[name], "xla", calls)(_numbers(mesh, "all_gather", num))
+
     for implementation in IMPLEMENTATIONS[1:]:
         for num in sizes:
             for name in formats:
@@ -133,18 +151,26 @@ def bits(
                     "numbers": num,
                     "calls": calls,
                 }
+                want = jax.block_until_ready(by_xla(num, name))
                 x = _numbers(mesh, "all_gather", num)
-                want = _repeated(mesh, FORMATS[name], "xla", calls)(x)
                 try:
                     got = _repeated(mesh, FORMATS[name], implementation, calls)(x)
-                except NotImplementedError as error:
-                    results = {"refused": str(error)[:160]}
-                else:
-                    same = bool(_have_equal_bits(want, got))
-                    differing += not same
-                    results = {"equal": same}
+                    results = {"equal": bool(_have_equal_bits(want, got))}
+                except _ERRORS as error:
+                    results = _refused(error)
+                wrong += _is_wrong(results)
                 append_row("exchange_bits", settings | results, directory=directory)
-    return differing
+    return wrong
+
+
+def _refused(error: Exception) -> dict[str, Any]:
+    """Why there is no result, and whether that is a failure: a refusal for the devices is none."""
+    why = f"{type(error).__name__}: {error}"[:160]
+    return {"refused": why, "failed": not isinstance(error, NotImplementedError)}
+
+
+def _is_wrong(results: dict[str, Any]) -> bool:
+    return results.get("failed", False) or results.get("equal") is False
 
 
 def _repeated(
@@ -175,16 +201,23 @@ def rates(
     formats: Sequence[str] = ("int8", "int4"),
     repeats: int = 10,
     directory: Path = RESULTS,
-) -> None:
+) -> int:
     """Time every exchange in turn with the same numbers sent as bfloat16; a row for each.
+
+    Calls are issued together and waited for once. A call that takes the devices less time than
+    Python takes to issue it is measured as long as that.
 
     Args:
         sizes_mb: of the bfloat16 numbers that go from one device to another, in millions of bytes.
         formats: in `FORMATS`.
-        repeats: how often each has its turn.
+        repeats: how often each has its turn of `_CALLS` calls; rows have the median of turns,
+            divided by these.
         directory: of the rows.
+
+    Returns:
+        How many fail.
     """
-    mesh = _mesh()
+    mesh, wrong = _mesh(), 0
     for implementation in IMPLEMENTATIONS:
         for size_mb in sizes_mb:
             for operation in OPERATIONS:
@@ -192,7 +225,9 @@ def rates(
                     results = _timed(
                         mesh, operation, name, implementation, round(size_mb * 5e5), repeats
                     )
+                    wrong += _is_wrong(results)
                     append_row("exchange_rates", results, directory=directory)
+    return wrong
 
 
 def _timed(
@@ -206,14 +241,15 @@ def _timed(
         "devices": devices,
         "received_bfloat16_bytes": 2 * num * (devices - 1),
     }
-    runs = {
-        "bfloat16": _on(mesh, _in_bfloat16(operation)),
-        "quantized": _on(mesh, exchange(operation, FORMATS[name], implementation)),
-    }
     try:
-        seconds = _in_turn({key: functools.partial(run, x) for key, run in runs.items()}, repeats)
-    except NotImplementedError as error:
-        return settings | {"refused": str(error)[:160]}
+        runs = {
+            "bfloat16": _on(mesh, _in_bfloat16(operation)),
+            "quantized": _on(mesh, exchange(operation, FORMATS[name], implementation)),
+        }
+        calls = {key: functools.partial(run, x) for key, run in runs.items()}
+        seconds = in_turn(calls, repeats, _CALLS)
+    except _ERRORS as error:
+        return settings | _refused(error)
     medians = {key: statistics.median(each) for key, each in seconds.items()}
     return {
         **settings,
@@ -223,16 +259,24 @@ def _timed(
     }
 
 
-def _in_turn(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of a call, of which one result is held; the first turn, which compiles, left out."""
+def in_turn(
+    runs: dict[str, Callable[[], Any]], repeats: int, calls: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of a call, one number for each turn; a first turn, which compiles, is left out.
+
+    Args:
+        runs: what is called, each in its turn.
+        repeats: turns of each.
+        calls: of a turn, which are issued together and waited for once, so that short ones follow
+            each other on the device. The results of all are held: one for what fills the memory.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(repeats + 1):
         for name, run in runs.items():
             start = time.perf_counter()
-            for _ in range(_CALLS):
-                jax.block_until_ready(run())
+            jax.block_until_ready([run() for _ in range(calls)])
             if i:
-                seconds[name].append((time.perf_counter() - start) / _CALLS)
+                seconds[name].append((time.perf_counter() - start) / calls)
     return seconds
 
 
@@ -240,67 +284,69 @@ def steps(
     model: ModelName = "1b",
     rows: int = 2,
     size: int = 2048,
-    repeats: int = 5,
+    repeats: int = 10,
     directory: Path = RESULTS,
 ) -> int:
     """Loss and gradients in bfloat16, and with each implementation; measured beside predicted.
+
+    Where "xla" itself is refused, the others' gradients are compared with none (`equal` is null).
 
     Args:
         model: in `benchmarks.shared._models`, of tokens.
         rows: of a device.
         size: tokens of a row.
-        repeats: how often steps are timed, five at once.
+        repeats: how often a step is timed, each waited for; rows have the median.
         directory: of the rows, and of the measured rates that times are predicted with too.
 
     Returns:
-        How many steps have other gradients than "xla".
+        How many steps have other gradients than "xla", or fail.
     """
-    mesh, differing, want = _mesh(), 0, None
-    written = MODELS[model]
-    shape = (rows * mesh.size, size)
+    mesh, wrong, want = _mesh(), 0, None
+    cluster = stated_cluster(mesh.size)
+    settings = {"model": model, "devices": mesh.size, "shape": (rows * mesh.size, size)}
+    settings |= {"assumed_rates": cluster.kind.name}
     for name in ("bfloat16", *IMPLEMENTATIONS):
-        zero = jz.Zero(mesh, step_config(name))
-        results = {"model": model, "implementation": name, "devices": mesh.size, "shape": shape}
+        results = settings | {"implementation": name}
         try:
-            params = zero.init(written.init, jax.random.key(0))
-            tokens = np.random.default_rng(0).integers(0, 256, shape, np.int32)
-            batch = jax.device_put(tokens, NamedSharding(mesh, zero.batch_spec))
-            step = jax.jit(zero.value_and_grad(written.loss)).lower(params, batch).compile()
-        except NotImplementedError as error:
-            append_row(
-                "exchange_steps", results | {"refused": str(error)[:160]}, directory=directory
-            )
-            continue
-        got = step(params, batch)
-        results["loss"] = float(got[0])
-        if name == "xla":
-            want = got
-        elif name != "bfloat16":
-            same = jax.tree.map(lambda x, y: bool(_have_equal_bits(x, y)), got, want)
-            results["equal"] = all(jax.tree.leaves(same))
-            differing += not results["equal"]
-        got = None  # its gradients' memory is needed
-        seconds = _in_turn({"step": functools.partial(step, params, batch)}, repeats)["step"]
-        results |= {"measured_ms": round(1e3 * statistics.median(seconds), 3)}
-        results |= predicted_ms(step.as_text() or "", mesh.size, directory)
+            step, args = _compiled_step(mesh, name, model, settings["shape"])
+            got = jax.block_until_ready(step(*args))
+            results["loss"] = float(got[0])
+            if name == "xla":
+                want = got
+            elif name != "bfloat16":
+                results["equal"] = None if want is None else _are_equal(got, want)
+            got = None  # its gradients' memory is needed
+            seconds = in_turn({"step": functools.partial(step, *args)}, repeats)["step"]
+            results |= {"measured_ms": round(1e3 * statistics.median(seconds), 3)}
+            results |= predicted_ms(step.as_text() or "", cluster.rates, directory)
+        except _ERRORS as error:
+            results |= _refused(error)
+        wrong += _is_wrong(results)
         append_row("exchange_steps", results, directory=directory)
-    return differing
+    return wrong
 
 
-def step_config(name: str) -> jz.ZeroConfig:
-    """Weights in 8 bits and gradients in 4 over `local`, in one implementation; or none encoded."""
-    if name == "bfloat16":
-        return jz.zero3()
-    how: Any = {"implementation": None if name == "xla" else name}
-    weights, gradients = jz.Int8(block=256, **how), jz.Int4(block=128, **how)
-    return jz.zero3(weights=jz.PerAxis(local=weights), gradients=jz.PerAxis(local=gradients))
+def _compiled_step(mesh: Mesh, name: str, model: ModelName, shape: tuple[int, int]) -> Any:
+    """The step of a configuration (`step_config`), and its arguments."""
+    zero, written = jz.Zero(mesh, step_config(name)), MODELS[model]
+    params = zero.init(written.init, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 256, shape, np.int32)
+    batch = jax.device_put(tokens, NamedSharding(mesh, zero.batch_spec))
+    step = jax.jit(zero.value_and_grad(written.loss)).lower(params, batch).compile()
+    return step, (params, batch)
 
 
-def predicted_ms(text: str, num_local: int, directory: Path) -> dict[str, float]:
+def _are_equal(got: Any, want: Any) -> bool:
+    same = jax.tree.map(lambda x, y: bool(_have_equal_bits(x, y)), got, want)
+    return all(jax.tree.leaves(same))
+
+
+def predicted_ms(text: str, stated: Rates, directory: Path) -> dict[str, float]:
     """A program walked with stated rates and, if they are in a row, with measured ones."""
-    used = {"predicted_ms": Rates(num_local=num_local)}
-    if measured := measured_rates(directory):
-        used["predicted_by_measured_rates_ms"] = dataclasses.replace(measured, num_local=num_local)
+    measured, row = measured_rates(stated, directory=directory)
+    used = {"predicted_ms": stated}
+    if row is not None:
+        used["predicted_by_measured_rates_ms"] = measured
     return {name: round(1e3 * timeline(text, each).seconds, 3) for name, each in used.items()}
 
 
@@ -313,15 +359,6 @@ def measure_rates(directory: Path = RESULTS) -> None:
         named.append("host")
     figures = {name: float(f"{found[name]:.4g}") for name in named}
     append_row("measured_rates", {"devices": cluster.local} | figures, directory=directory)
-
-
-def measured_rates(directory: Path = RESULTS) -> Rates | None:
-    """The rates of the last row that was made on GPUs, and stated ones where it has none."""
-    made = read_rows("measured_rates", directory=directory)
-    rows = [row for row in made if row["hardware"]["accelerator"]]
-    if not rows:
-        return None
-    return Rates(**{name: x for name, x in rows[-1]["results"].items() if name != "devices"})
 
 
 PARTS = {"bits": bits, "rates": rates, "steps": steps}

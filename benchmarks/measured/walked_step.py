@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,12 @@ import jax.numpy as jnp
 import jaxzero as jz
 from benchmarks.shared._models import MODELS, SIZES, Model, ModelName
 from benchmarks.shared._rows import RESULTS, append_row
+from jaxzero._hlo import Rates
 
-from .several_gpus import predicted_ms
+from .several_gpus import in_turn, predicted_ms, stated_cluster
 
 _DEVICES = 16  # over which tables divide the rows of a model
+_CALLS = 5  # of a product or an update, issued together
 
 
 def main(
@@ -43,10 +44,11 @@ def main(
         models: in `benchmarks.shared._models`, in the order of worth.
         rows: of a batch. None: those of one device in the tables.
         size: of a row. None: likewise.
-        repeats: how often five steps are timed.
+        repeats: how often a step is timed, each waited for; and, for the rates that are reached,
+            five calls, issued together and waited for once. Rows have the median.
         directory: of the rows.
     """
-    device = _device()
+    cluster = stated_cluster(1)
     appended = []
     for name in models:
         model = MODELS[name]
@@ -54,13 +56,14 @@ def main(
             "model": name,
             "rows": rows or max(1, model.rows // _DEVICES),
             "size": size or model.size,
-            "assumed_rates": device.name,
+            "assumed_rates": cluster.kind.name,
         }
         batch = _batch(model, settings["rows"], settings["size"])
-        results = settings | _measure(model, batch, repeats, directory)
+        results = settings | _measure(model, batch, repeats, cluster.rates, directory)
         if name in SIZES:
             num_tokens = settings["rows"] * settings["size"]
-            results |= _reached(SIZES[name].width, SIZES[name].hidden, num_tokens, repeats, device)
+            width, hidden = SIZES[name].width, SIZES[name].hidden
+            results |= _reached(width, hidden, num_tokens, repeats, cluster.kind)
         appended.append(append_row("walked_step", results, directory=directory))
     return appended
 
@@ -77,20 +80,14 @@ def _batch(model: Model, rows: int, size: int) -> Any:
     return jax.tree.map(drawn, model.batch(rows, size))
 
 
-def _device() -> jz.Device:
-    """The planner's description of the device that is here."""
-    kind = jax.devices()[0].device_kind.lower()
-    known = [name for name in ("a100", "h100", "h200", "b200") if name in kind]
-    cluster = jz.Cluster(nodes=1, local=1, device=known[0] if known else "h100")
-    return cluster.kind
-
-
-def _measure(model: Model, batch: Any, repeats: int, directory: Path) -> dict[str, Any]:
+def _measure(
+    model: Model, batch: Any, repeats: int, stated: Rates, directory: Path
+) -> dict[str, Any]:
     zero = jz.Zero(jz.make_mesh(1, devices=jax.devices()[:1]))
     params = zero.init(model.init, jax.random.key(0))
     compiled = jax.jit(zero.value_and_grad(model.loss)).lower(params, batch).compile()
     measured = 1e3 * _median_seconds(functools.partial(compiled, params, batch), repeats)
-    predicted = predicted_ms(compiled.as_text() or "", 8, directory)
+    predicted = predicted_ms(compiled.as_text() or "", stated, directory)
     memory: Any = compiled.memory_analysis()
     return {
         "measured_ms": round(measured, 3),
@@ -110,8 +107,8 @@ def _reached(
     long = jnp.zeros(2**28 if device.memory > 1e10 and jax.default_backend() == "gpu" else 2**20)
     add = jax.jit(lambda x: x + 1)
     flops = 2 * num_tokens * width * hidden
-    of_product = flops / _median_seconds(lambda: product(x, weight), repeats)
-    of_update = 2 * long.nbytes / _median_seconds(lambda: add(long), repeats)
+    of_product = flops / _median_seconds(lambda: product(x, weight), repeats, _CALLS)
+    of_update = 2 * long.nbytes / _median_seconds(lambda: add(long), repeats, _CALLS)
     return {
         "product_flops_per_s": float(f"{of_product:.4g}"),
         "product_over_assumed": float(f"{of_product / device.flops:.4g}"),
@@ -120,15 +117,8 @@ def _reached(
     }
 
 
-def _median_seconds(run: Callable[[], Any], repeats: int) -> float:
-    """Of one call, the first left out; only one result is held."""
-    jax.block_until_ready(run())
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+def _median_seconds(run: Callable[[], Any], repeats: int, calls: int = 1) -> float:
+    return statistics.median(in_turn({"": run}, repeats, calls)[""])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+import jaxzero as jz
+
 from . import _linen_llama, _llama
 from ._convolutions import ResNet, UNet, init_resnet, init_unet, resnet_loss, unet_loss
 from ._llama import LlamaSize
@@ -286,3 +288,16 @@ def in_form(name: ModelName, form: Literal["plain", "linen"]) -> Model:
             f"{form!r}. Leave it out."
         )
     return llama(f"{model.label}, Flax Linen", SIZES[name], _linen_llama)
+
+
+def step_config(name: str) -> jz.ZeroConfig:
+    """Weights in 8 bits and gradients in 4 over `local`, in one implementation; or none encoded.
+
+    Args:
+        name: "bfloat16", or an implementation of codecs: "xla", "mosaic_gpu" or "nvlink".
+    """
+    if name == "bfloat16":
+        return jz.zero3()
+    how: Any = {"implementation": None if name == "xla" else name}
+    weights, gradients = jz.Int8(block=256, **how), jz.Int4(block=128, **how)
+    return jz.zero3(weights=jz.PerAxis(local=weights), gradients=jz.PerAxis(local=gradients))

@@ -10,6 +10,7 @@ A figure without its row cannot be checked, so every figure in the README has on
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from jaxzero._hlo import Rates
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 _CODE = (":/", ":(top,exclude)benchmarks/results")  # rows of earlier runs are not changes
@@ -68,6 +71,19 @@ def read_rows(
         return rows
     wanted = json.loads(json.dumps(settings))  # a row has lists where settings have tuples
     return [row for row in rows if row["results"]["settings"] == wanted]
+
+
+def measured_rates(stated: Rates, *, directory: Path = RESULTS) -> tuple[Rates, dict | None]:
+    """`stated`, with what the last row of `measured_rates` made on GPUs measured; and that row.
+
+    The row is None where there is none. Every name in its results but `devices` is one of `Rates`.
+    """
+    made = read_rows("measured_rates", directory=directory)
+    rows = [row for row in made if row["hardware"]["accelerator"]]
+    if not rows:
+        return stated, None
+    found = {name: x for name, x in rows[-1]["results"].items() if name != "devices"}
+    return dataclasses.replace(stated, **found), rows[-1]
 
 
 def rounded(number: Any) -> float | None:

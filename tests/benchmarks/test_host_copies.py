@@ -1,8 +1,11 @@
 """Copies from and to host memory in compiled programs, against sums by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from benchmarks.compiled import timeline as timeline_command
 from benchmarks.compiled._host_copies import (
     host_copies,
     host_to_host,
@@ -10,6 +13,7 @@ from benchmarks.compiled._host_copies import (
     slice_strides,
 )
 from benchmarks.compiled.timeline import main
+from benchmarks.shared import _rows
 from jaxzero._hlo import Rates, timeline
 
 # A row of 4096 bytes crosses the link to the host in 1 ms and is read from the device's memory in
@@ -267,4 +271,26 @@ def test_the_command_prints_lines_of_the_host(tmp_path, capsys):
     assert "host copies take    0.0130 s, 30.8% hidden\n" in printed[0]
     assert "from the host       0.000 GiB\n" in printed[0]
     assert "to the host         0.000 GiB\n" in printed[0]
-    assert "host" not in printed[1]
+    origin, _, rest = printed[1].partition("\n")
+    assert "host" not in rest
+    assert origin.startswith("rates ") and origin.endswith("; given: flops, memory, host")
+
+
+def test_the_timeline_says_which_rates_it_used(monkeypatch, tmp_path):
+    stated = Rates(num_local=4)
+    assert _rows.measured_rates(stated, directory=tmp_path) == (stated, None)
+    monkeypatch.setattr(timeline_command, "_RATES", stated)
+    monkeypatch.setattr(timeline_command, "_ROW", None)
+    assert timeline_command._origin(stated) == "stated"
+
+    monkeypatch.setattr(_rows, "_hardware", lambda: {"accelerator": "NVIDIA H200"})
+    results = {"devices": 1, "flops": 6e14, "memory": 4e12}
+    written = _rows.append_row("measured_rates", results, directory=tmp_path)
+    measured, row = _rows.measured_rates(stated, directory=tmp_path)
+    assert measured == dataclasses.replace(stated, flops=6e14, memory=4e12) and row == written
+    monkeypatch.setattr(timeline_command, "_RATES", measured)
+    monkeypatch.setattr(timeline_command, "_ROW", row)
+    where = f"measured on NVIDIA H200, {row['date'][:10]}"
+    assert timeline_command._origin(measured) == f"{where}: flops, memory; the others stated"
+    given = dataclasses.replace(measured, memory=1e12)
+    assert timeline_command._origin(given) == f"{where}: flops; the others stated; given: memory"

@@ -80,7 +80,7 @@ def test_what_several_gpus_run_is_rehearsed(tmp_path, monkeypatch, quick_rows, i
     with emulated_peers(monkeypatch), jax.numpy_rank_promotion("allow"):
         several_gpus.measure_rates(tmp_path)
         assert several_gpus.bits((5000,), ("int8",), calls=2, directory=tmp_path) == 0
-        several_gpus.rates((0.01,), ("int4",), repeats=1, directory=tmp_path)
+        assert several_gpus.rates((0.01,), ("int4",), repeats=1, directory=tmp_path) == 0
         assert several_gpus.steps("tiny", 1, 8, repeats=1, directory=tmp_path) == 0
         walked_step.main(["tiny"], 1, 16, repeats=1, directory=tmp_path)
     write_summary(tmp_path)
@@ -94,11 +94,8 @@ def test_what_several_gpus_run_is_rehearsed(tmp_path, monkeypatch, quick_rows, i
     ):
         assert re.search(wanted, text), (wanted, text)
     # Stated rates remain where nothing was measured.
-    rates, (row,) = (
-        several_gpus.measured_rates(tmp_path),
-        _rows.read_rows("measured_rates", directory=tmp_path),
-    )
-    assert rates.local == row["results"]["local"] != Rates().local
+    rates, row = _rows.measured_rates(Rates(), directory=tmp_path)
+    assert row is not None and rates.local == row["results"]["local"] != Rates().local
     assert rates.node == Rates().node
 
 
@@ -129,3 +126,46 @@ def test_an_exchange_with_other_bits_is_found(tmp_path, monkeypatch, quick_rows)
     assert several_gpus.bits((100,), ("int8",), calls=2, directory=tmp_path) == 1
     rows = _rows.read_rows("exchange_bits", directory=tmp_path)
     assert [row["results"]["equal"] for row in rows] == [True, False]
+
+
+def test_what_is_refused_or_fails_has_a_row_that_says_why(tmp_path, monkeypatch, quick_rows):
+    """Refused for the devices is no failure; an error of XLA's is, and the rows after it remain."""
+    errors = {"xla": NotImplementedError("not here"), "mosaic_gpu": None}
+    errors["nvlink"] = jax.errors.JaxRuntimeError("INTERNAL: no such\ninstruction")
+
+    def step(mesh, name, model, shape):
+        if error := errors.get(name):
+            raise error
+        result = jax.numpy.zeros(()), jax.numpy.ones(3)
+        compiled = jax.jit(lambda: result).lower().compile()
+        return compiled, ()
+
+    def exchange(operation, format, implementation):
+        if error := errors.get(implementation):
+            raise error
+        return several_gpus._in_bfloat16(operation)
+
+    mesh = jz.make_mesh(1, devices=jax.devices()[:2])
+    monkeypatch.setattr(several_gpus, "_mesh", lambda: mesh)
+    monkeypatch.setattr(several_gpus, "_CALLS", 1)
+    monkeypatch.setattr(several_gpus, "_compiled_step", step)
+    monkeypatch.setattr(several_gpus, "exchange", exchange)
+    assert several_gpus.steps("tiny", 1, 8, repeats=1, directory=tmp_path) == 1
+    assert several_gpus.rates((0.01,), ("int4",), repeats=1, directory=tmp_path) == 2
+    rows = [row["results"] for row in _rows.read_rows("exchange_steps", directory=tmp_path)]
+    assert [row.get("failed") for row in rows] == [None, False, None, True]
+    assert rows[2]["equal"] is None and rows[2]["measured_ms"] > 0
+    assert {row["assumed_rates"] for row in rows} == {"h100"}
+    write_summary(tmp_path)
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| refused: NotImplementedError: not here |  |  |  |" in text
+    assert "| **failed**: JaxRuntimeError: INTERNAL: no such instruction |  |  |  |" in text
+    assert re.search(r"\| tiny \| mosaic_gpu \| .*\| not compared \|", text)
+
+
+def test_short_calls_are_waited_for_once(monkeypatch):
+    """All calls of a turn are issued before the first is waited for."""
+    events, wait = [], jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: events.append("wait") or wait(x))
+    seconds = several_gpus.in_turn({"a": lambda: events.append("call")}, 2, calls=3)
+    assert events == [*["call"] * 3, "wait"] * 3 and len(seconds["a"]) == 2
