@@ -188,14 +188,14 @@ class PricedProgram:
         alone = pair, [(part, cheapest(part, price, keep))]
         if len(pair.readers) > 1 or not any(isinstance(x, Loop) for x in part.operations):
             return alone
-        trip, times = inner_loops.joined(pair), times * pair.forward.length
-        costs = {**part.inputs, **_costs_to_keep(trip.block.operations[: trip.end], times)}
-        costs |= {x: Cost(times * bytes_of(x)) for x in part.carried}
-        block, inside, _ = self._of_loops(trip.block, trip.end, costs, price, keep, times=times)
+        trip, trips = inner_loops.joined(pair), times * pair.forward.length
+        costs = {**part.inputs, **_costs_to_keep(trip.block.operations[: trip.end], trips)}
+        costs |= {x: Cost(trips * bytes_of(x)) for x in part.carried}
+        block, inside, _ = self._of_loops(trip.block, trip.end, costs, price, keep, times=trips)
         if not any(choice.repeated for _, choice in inside):
             return alone
         changed = inner_loops.divided(pair, trip._replace(block=block))
-        part = self._part(changed, outside, times // pair.forward.length)
+        part = self._part(changed, outside, times)
         choices = [_repeated_alone(*x) for x in inside]
         choices.append((part, cheapest(part, price, keep)))
         return min(alone, (changed, choices), key=lambda x: _cost(x[1], price, keep))

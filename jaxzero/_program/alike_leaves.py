@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._mesh import equations_inside
 from .ir import Atom, Block, Constant, Operation, Value
 from .operation_kinds import full_reduction, is_elementwise, multiplies_matrices
 from .same_operations import Kinds, same_constants
@@ -79,8 +80,9 @@ def stack_alike_leaves(
     alike: dict[Any, list[int]] = collections.defaultdict(list)
     for leaf in leaves:
         if operations := values.products_of(leaf):
-            keys = frozenset(values.key[x] for each in operations for x in each.outputs)
-            alike[keys].append(leaf)
+            made = (x for each in operations for x in each.outputs)
+            keys = (frozenset(values.key[x] for x in y) for y in (values.given(operations), made))
+            alike[tuple(keys)].append(leaf)
     stacks = [
         _stack(values, some)
         for alike_leaves in alike.values()
@@ -138,7 +140,7 @@ class LeafValues:
         kinds = Kinds()
         for operation in block.operations:
             leaves = {self.leaf[x] for x in operation.values if x in self.leaf}
-            if len(leaves) > 1 or operation.has_effects:
+            if len(leaves) > 1 or operation.has_effects or (leaves and _draws(operation)):
                 self.key.update((x, self._number(("value", x))) for x in operation.outputs)
                 continue
             kind = kinds.number(operation), *map(self._key_of, operation.inputs)
@@ -227,6 +229,12 @@ class LeafValues:
         own = set(operations)
         made = (x for each in operations for x in each.outputs)
         return [x for x in made if x in self._returned or not self._readers[x] <= own]
+
+
+def _draws(operation: Operation) -> bool:
+    """Whether an operation makes random bits, of which `vmap` over keys may make others."""
+    equations = equations_inside(operation.equation)
+    return any(x.primitive.name in ("random_bits", "rng_bit_generator") for x in equations)
 
 
 def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:

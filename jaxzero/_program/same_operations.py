@@ -37,8 +37,16 @@ class Kinds:
         self._num = 0
 
     def number(self, operation: Operation) -> int:
-        """A number that all operations have that compute the same."""
+        """A number that all operations have that compute the same.
+
+        One of which inputs or results were dropped, as of a loop, is like no other: its equation
+        does not say which.
+        """
         equation = operation.equation
+        is_whole = len(operation.inputs) == len(equation.invars)
+        if not is_whole or len(operation.outputs) != len(equation.outvars):
+            self._num += 1
+            return self._num
         inputs = [(x.aval.shape, x.aval.dtype) for x in equation.invars]
         key = operation.name, *inputs, None, *((x.shape, x.dtype) for x in operation.outputs)
         known = self._known.setdefault(key, [])

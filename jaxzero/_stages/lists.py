@@ -101,6 +101,12 @@ class LayerLists:
     @functools.cached_property
     def stacks(self) -> dict[int, StackPart]:
         """The arrays that are stacks of layers, by index: which layers of which stack."""
+        frozen = {self.arrays[j].path for j in self.frozen}
+        if len(frozen) < len({*self.frozen}):
+            raise ValueError(
+                f"Two arguments hold frozen layers of {', '.join(sorted(frozen))}: which of them "
+                "come before the active layers is not known. Call the function with one of them."
+            )
         divided = [j for j in range(len(self.members)) if self.is_divided(j)]
         stack_of = {self.arrays[j].path: j for j in reversed(divided)}
         first = {j: StackPart(stack_of.get(self.arrays[j].path, j)) for j in self.frozen}

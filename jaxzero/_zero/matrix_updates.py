@@ -17,6 +17,7 @@ that the devices do not divide are split into parts of `ceil(layers / devices)`.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -81,12 +82,15 @@ class MatrixUpdate:
         self._num_updates = num_grads
         self._state = block.inputs[num_grads : num_grads + num_state]
         numbers = range(len(params.leaves))
-        by_path = {leaf.path: i for i, leaf in enumerate(params.leaves)}
+        paths = collections.Counter(leaf.path for leaf in params.leaves)
+        by_path = {leaf.path: i for i, leaf in enumerate(params.leaves) if paths[leaf.path] == 1}
         roles = [
             *(LeafOf(i, "gradient") for i in numbers),
             *(_role(path, by_path) for path, _ in given[1]),
             *(LeafOf(i, "parameter") for i in numbers if num_params == num_grads),
         ]
+        if num_grads != len(numbers) or any(x.has_effects for x in block.operations):
+            roles = []  # whose gradient each is is not known, or operations keep their order
         self._program = _Program(block, roles, params.leaves)
 
     @property
@@ -287,11 +291,12 @@ class _Program:
                 is_whole = full_reduction(operation) is not None
                 given, made = places.get(operation, (None if is_whole else False, False))
                 inputs = [env.get(x, given) for x in operation.inputs]
-                arrays = self._bind(operation, inputs, run)
-                for x, array in zip(operation.outputs, arrays, strict=True):
+                new = self._bind(operation, inputs, run)
+                for x, array in zip(operation.outputs, new, strict=True):
                     env.set(x, array, made)
             for i in group:
                 results[i] = env.get(block.outputs[i], i in outputs_by_layer)
+            # What the next stack reads waits for a result of this one: one is held at a time.
             if before is not None:
                 results[before] = env.finished
             before, env.finished = group[0], results[group[0]]

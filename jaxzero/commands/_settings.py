@@ -80,7 +80,7 @@ class Plan:
     host_memory: float = 0.0
     """Gigabytes of host memory for each device; 0: nothing is offloaded."""
 
-    rows: float = 2
+    rows: float = 2.0
     """Sequences of a step for each device (`model` only); with 0.125, 8 devices share one."""
 
     tokens: int = 2048

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ Row = dict[str, Any]
 _SMOOTHING = 10  # steps in the running mean
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """A place that shows the metrics of steps, such as TensorBoard."""
 

@@ -192,6 +192,21 @@ def test_a_frozen_list_is_computed_by_shares_and_gathered_once():
     assert found == dict.fromkeys(["layers.*.down", "layers.*.up"], 2 * 8 * 16 * 4 / 2 / 2)
 
 
+def test_frozen_layers_of_two_trees_are_refused():
+    """As those of a moving average of the parameters: which go with the active ones?"""
+    zero, params, loss = test_lists._zero(2, 4), test_lists._params(), test_lists.LOSSES["untied"]
+    sharded = zero.shard(params)
+    freezing = zero.freeze(sharded, 2, layers="layers.*", before="embed")
+    active, frozen = freezing.split(sharded)
+
+    def with_another(active: Any, frozen: Any, another: Any, batch: Any) -> Any:
+        return freezing.wrap(loss)(active, frozen, batch) + 0 * another["embed"].sum()
+
+    step = zero.value_and_grad(with_another, batch_argnums=3)
+    with pytest.raises(ValueError, match=r"Two arguments hold frozen layers of .*layers\.\*\.up"):
+        step(active, frozen, frozen, models.batch())
+
+
 def _wide() -> Any:
     """Parameters whose products can be counted: 12 layers of `[64, 64]`, no other weight."""
     return {"embed": np.ones((16, 64), np.float32), "layers": np.ones((12, 64, 64), np.float32)}

@@ -150,6 +150,43 @@ def test_updates_are_those_of_one_device(name):
         zoo.assert_close(got, want, 1e-9, name)
 
 
+def _by_other_results(path, grad, state):
+    """The products of one loop for the first layer, and its sums for the others."""
+
+    def body(x, _):
+        x = x @ x.T @ x / 100
+        return x, (x @ x.T @ x, x + x)
+
+    products, sums = jax.lax.scan(body, grad, None, 3)[1]
+    return (products if path[1].idx == 0 else sums).sum(0), state
+
+
+def _by_random_projections(path, grad, state):
+    """Keys of "rbg", of which `vmap` draws other numbers than each by itself."""
+    del path
+    key = jax.random.wrap_key_data(state, impl="rbg")
+    random = jax.random.normal(key, (grad.shape[1], 4), grad.dtype)
+    return grad @ random @ random.T, state + jnp.uint32(1)
+
+
+@pytest.mark.parametrize("of_leaf", [_by_other_results, _by_random_projections])
+def test_leaves_alike_at_first_sight(of_leaf):
+    """They have equal shapes and the same operations, and yet are not computed alike."""
+
+    def init(params):
+        return jax.tree.map(lambda x: jnp.arange(4, dtype=jnp.uint32), params)
+
+    def update(grads, state, params=None):
+        del params
+        pairs = jax.tree_util.tree_map_with_path(of_leaf, grads, state)
+        return jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0)), pairs)
+
+    tx, shapes = optax.GradientTransformation(init, update), {"layers": [{"up": (16, 24)}] * 3}
+    with jax.enable_x64(True):
+        got, want = both(tx, jz.Zero(zoo.make_mesh("2x4-auto")), np.float64, shapes)
+        zoo.assert_close(got, want, 1e-9, of_leaf.__name__)
+
+
 @pytest.mark.parametrize("kind", MESHES)
 def test_of_other_layouts(kind):
     with jax.enable_x64(True):
