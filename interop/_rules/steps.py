@@ -140,14 +140,14 @@ class _Joining(_Parts):
     """Base class of steps that undo those of `_Dividing`."""
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        equal, num_heads = isinstance(self.sizes, int), self.num_heads
-        _count(self, tensors, self.sizes if isinstance(self.sizes, int) else len(self.sizes))
+        num_heads, wanted = self.num_heads, self.sizes
+        _count(self, tensors, wanted if isinstance(wanted, int) else len(wanted))
         for tensor in tensors:
             _check_dim(self, tensor, self.dim)
         given = tuple(tensor.shape[self.dim] for tensor in tensors)
         sizes = tuple(total // num_heads for total in given)
         whole = all(total % num_heads == 0 for total in given)
-        if not whole or (len(set(sizes)) != 1 if equal else sizes != self.sizes):
+        if not whole or (len(set(sizes)) != 1 if isinstance(wanted, int) else sizes != wanted):
             raise ValueError(
                 f"{self} does not fit {tensors[0].label} and the other tensors of the rule, which "
                 f"have {given} along dimension {self.dim}."

@@ -32,7 +32,7 @@ class Trip(NamedTuple):
 
 
 def joined(pair: Pair) -> Trip:
-    """A trip of both loops of a pair that one loop reads."""
+    """Join a trip of the forward loop with that of the one backward loop that reads its stacks."""
     forward, (backward,) = pair.forward, pair.readers
     first, num = forward.first_stack, forward.num_constants
     constants = dict(zip(forward.inputs[:num], forward.body.inputs, strict=False))
@@ -41,10 +41,10 @@ def joined(pair: Pair) -> Trip:
     given: dict[Atom, Atom] = {}
     own = []
     for i, (outside, inside) in enumerate(zip(backward.inputs, backward.body.inputs, strict=True)):
-        is_carry = backward.num_constants <= i < backward.first_stack
-        made = stacks if i >= backward.first_stack else {} if is_carry else constants
-        if outside in made:
-            given[inside] = made[outside]
+        if i >= backward.first_stack and outside in stacks:
+            given[inside] = stacks[outside]
+        elif i < backward.num_constants and outside in constants:
+            given[inside] = constants[outside]
         else:
             own.append(i)
     inputs = (*forward.body.inputs, *(backward.body.inputs[i] for i in own))
@@ -58,7 +58,7 @@ def joined(pair: Pair) -> Trip:
 
 
 def divided(pair: Pair, trip: Trip) -> Pair:
-    """The loops of a pair whose trips are a given one, of as many operations in each part."""
+    """Divide a trip, whose loops inside may be others by now, into the two loops of its pair."""
     forward, (backward,) = pair.forward, pair.readers
     before, after = trip.block.operations[: trip.end], trip.block.operations[trip.end :]
     results = trip.block.outputs[-len(backward.outputs) :]
@@ -93,7 +93,12 @@ def divided(pair: Pair, trip: Trip) -> Pair:
 def _stacking(
     loop: Loop, operations: Sequence[Operation], values: Sequence[Value]
 ) -> tuple[Loop, dict[Value, Atom]]:
-    """A loop of other operations that stacks up values, and where each is outside of it."""
+    """The loop with a body of `operations` that also stacks up `values`.
+
+    Returns:
+        The loop; and what each value of the body, but for its carry, is outside: the array that the
+        loop reads, or the stack that it makes.
+    """
     first = loop.first_stack
     outside = dict(zip(loop.body.inputs, loop.inputs, strict=True))
     for x in loop.body.inputs[loop.num_constants : first]:

@@ -13,8 +13,8 @@ exist anyway. What is repeated moves into the body of the backward loop:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array
@@ -148,14 +148,16 @@ def repeating(
     again = [*(back for _, back in copies), *choice.repeated]
     for reader in pair.readers:
         changed[reader] = _Recomputing(forward, reader, at | stacks, made_inside, again).result()
-    operations = tuple(changed.get(x, x) for x in block.operations)
-    return dataclasses.replace(block, operations=operations)
+    return _with_others(block, changed)
 
 
 def replaced(block: Block, pair: Pair, by: Pair) -> Block:
     """The block with other loops in the place of those of a pair."""
-    others: dict[Operation, Operation] = {pair.forward: by.forward}
-    others |= zip(pair.readers, by.readers, strict=True)
+    others = zip((pair.forward, *pair.readers), (by.forward, *by.readers), strict=True)
+    return _with_others(block, dict(others))
+
+
+def _with_others(block: Block, others: Mapping[Any, Operation]) -> Block:
     return dataclasses.replace(block, operations=tuple(others.get(x, x) for x in block.operations))
 
 
@@ -174,9 +176,10 @@ def _made_inside(block: Block, loop: Loop) -> list[Operation]:
 
 
 def _made_of_small(block: Block, value: Atom, most: int) -> list[Operation]:
-    """The operations that make a value from values of at most `most` bytes; else none.
+    """The operations that make a value from values of at most `most` bytes, in program order.
 
-    In program order. Each is a view, or one of each element, which XLA fuses with what reads it.
+    Each is a view or elementwise, so that XLA fuses it with what reads it. If the value needs any
+    other operation, the list is empty.
     """
     found: set[int] = set()
     waiting = [value]

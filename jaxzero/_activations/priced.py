@@ -209,13 +209,11 @@ class PricedProgram:
         if block is self.block and self._unrolled is not None:
             return self._unrolled
         forward = unrolled.Forward(block, self.weights, self._end(block))
-        outside = forward, self._split(forward.part(self.outside, self._bound(block)))
+        part = forward.part(self.outside, self._bound(block))
+        outside = forward, dataclasses.replace(part, token_parts=self.token_parts)
         if block is self.block:
             self._unrolled = outside
         return outside
-
-    def _split(self, part: Part) -> Part:
-        return dataclasses.replace(part, token_parts=self.token_parts)
 
     def _bound(self, block: Block) -> list[Operation]:
         """The operations of a block that are never repeated."""

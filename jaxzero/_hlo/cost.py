@@ -128,7 +128,7 @@ def flops(instruction: Instruction, within: Computation, program: Program) -> fl
 
 
 def _flops(instruction: Instruction, within: Computation) -> float:
-    """Operations of a product: two for each element of it and index of the contracted dims."""
+    """FLOPs of a matrix product: for each element of the result, two per contracted index."""
     if labels := _KERNEL.search(instruction.text):
         return _convolution_flops(instruction, within, labels[1])
     if fused := _FUSED_ATTENTION.search(instruction.text):

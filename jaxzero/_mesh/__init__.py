@@ -46,6 +46,7 @@ from .mesh_kinds import split_if_explicit as split_if_explicit
 from .mesh_kinds import varying as varying
 from .mesh_kinds import without_node as without_node
 from .per_device import CALLS as CALLS
+from .per_device import CALLS_AND_REMAT as CALLS_AND_REMAT
 from .per_device import HOST as HOST
 from .per_device import REMAT as REMAT
 from .per_device import bare as bare

@@ -29,8 +29,7 @@ from jaxtyping import Array, Int32
 from .emission import Recording
 from .mesh_kinds import LOCAL, NODE
 from .per_device import (
-    CALLS,
-    REMAT,
+    CALLS_AND_REMAT,
     appended,
     bare,
     bind,
@@ -43,7 +42,6 @@ from .per_device import (
 Token = Int32[Array, ""]
 
 NAMING_ONLY = {"axis_index", "pvary", "pcast"}  # they name an axis and send nothing
-_CALLS = {**CALLS, **dict.fromkeys(REMAT, "jaxpr")}
 
 # The last token of each trace under way. A token is alive as long as its program is part of one.
 _last_tokens: contextvars.ContextVar[tuple[tuple[Any, weakref.ref], ...]] = contextvars.ContextVar(
@@ -153,8 +151,8 @@ class _Order:
 
     def _communicate(self, equation: Any, inputs: list[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
-        if name in _CALLS:
-            return self.run(*_opened(params[_CALLS[name]]), inputs)
+        if name in CALLS_AND_REMAT:
+            return self.run(*_opened(params[CALLS_AND_REMAT[name]]), inputs)
         if next(inner_jaxprs(equation), None) is None:
             outputs = bind(equation, self._wait(inputs))
             self.since.append(outputs[0])

@@ -243,6 +243,7 @@ CALLS = {
     "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
 }
 REMAT = {"checkpoint", "remat", "remat2"}
+CALLS_AND_REMAT = CALLS | dict.fromkeys(REMAT, "jaxpr")
 
 
 def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:

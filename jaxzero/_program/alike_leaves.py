@@ -1,6 +1,6 @@
 """Find what multiplies the matrices of leaves, and multiply those of alike leaves at once.
 
-An update computes the same of each layer's matrix if these are leaves of their own:
+Where the matrix of each layer is a leaf, an update computes the same function of every leaf:
 
     y[i] = f(h(g[i], s[i]), c)    for each leaf i,
 
@@ -22,9 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._mesh import equations_inside
+from .frozen_part import RANDOM_BITS
 from .ir import Atom, Block, Constant, Operation, Value
 from .operation_kinds import full_reduction, is_elementwise, multiplies_matrices
-from .same_operations import Kinds, same_constants
+from .same_operations import Kinds
 from .trace import rewritten
 
 
@@ -50,18 +51,18 @@ class MatrixStack:
     """
 
     leaves: Sequence[int]
-    given: list[Value] = dataclasses.field(default_factory=list)
-    made: list[Value] = dataclasses.field(default_factory=list)
-    products: list[Operation] = dataclasses.field(default_factory=list)
-    stacking: list[Operation] = dataclasses.field(default_factory=list)
-    rows: list[Operation] = dataclasses.field(default_factory=list)
+    given: Sequence[Value]
+    made: Sequence[Value]
+    products: Sequence[Operation]
+    stacking: Sequence[Operation] = ()
+    rows: Sequence[Operation] = ()
 
 
 def stack_of_leaf(values: LeafValues, leaf: int) -> MatrixStack:
     """The products of a leaf, as they are."""
     products = values.products_of(leaf)
     given, made = values.given(products), values.read_by_others(products)
-    return MatrixStack([leaf], given, made, list(products))
+    return MatrixStack([leaf], given, made, products)
 
 
 def stack_alike_leaves(
@@ -126,7 +127,7 @@ class LeafValues:
         self.block = block
         self.leaf = {x: leaf_of[x].leaf for x in block.inputs if x in leaf_of}
         self._numbers: dict[Hashable, int] = {}
-        self._constants: list[Constant] = []
+        self._kinds = Kinds()
         self.key = {
             x: self._number(("input", leaf_of[x].role if x in leaf_of else x)) for x in block.inputs
         }
@@ -137,13 +138,12 @@ class LeafValues:
         for operation in block.operations:
             for x in operation.values:
                 self._readers[x].add(operation)
-        kinds = Kinds()
         for operation in block.operations:
             leaves = {self.leaf[x] for x in operation.values if x in self.leaf}
             if len(leaves) > 1 or operation.has_effects or (leaves and _draws(operation)):
                 self.key.update((x, self._number(("value", x))) for x in operation.outputs)
                 continue
-            kind = kinds.number(operation), *map(self._key_of, operation.inputs)
+            kind = self._kinds.number(operation), *map(self._key_of, operation.inputs)
             self.key.update((x, self._number((i, kind))) for i, x in enumerate(operation.outputs))
             for leaf in leaves:
                 self._of_leaf[leaf].append(operation)
@@ -155,11 +155,7 @@ class LeafValues:
     def _key_of(self, atom: Atom) -> int:
         if isinstance(atom, Value):
             return self.key[atom]
-        for i, known in enumerate(self._constants):
-            if same_constants(known, atom):
-                return self._number(("constant", i))
-        self._constants.append(atom)
-        return self._number(("constant", len(self._constants) - 1))
+        return self._number(("constant", self._kinds.constant(atom)))
 
     def role(self, x: Atom) -> LeafOf | None:
         """The leaf that a value is made of, and how; None for no or several leaves."""
@@ -234,45 +230,47 @@ class LeafValues:
 def _draws(operation: Operation) -> bool:
     """Whether an operation makes random bits, of which `vmap` over keys may make others."""
     equations = equations_inside(operation.equation)
-    return any(x.primitive.name in ("random_bits", "rng_bit_generator") for x in equations)
+    return any(x.primitive.name in RANDOM_BITS for x in equations)
 
 
 def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
     """A stack of alike leaves."""
-    stack = MatrixStack(leaves)
     by_leaf = {leaf: values.products_of(leaf) for leaf in leaves}
     operations = by_leaf[leaves[0]]
-    known: dict[int, Any] = {}  # the stacks, by key
-    given: dict[int, dict[int, Value]] = collections.defaultdict(dict)  # by key and leaf
+    stack_of: dict[int, Any] = {}  # by key
+    of_leaves: dict[int, dict[int, Value]] = collections.defaultdict(dict)  # by key and leaf
     for leaf in leaves:
         for x in values.given(by_leaf[leaf]):
-            given[values.key[x]][leaf] = x
-    for key, of_leaves in given.items():
-        rows = [of_leaves[leaf] for leaf in leaves]
-        stacking, (known[key],) = rewritten(operations[0], lambda *xs: jnp.stack(xs), rows)
-        stack.stacking.extend(stacking)
-        stack.given.append(known[key])
+            of_leaves[values.key[x]][leaf] = x
+    stacking: list[Operation] = []
+    for key, of_leaf in of_leaves.items():
+        each = [of_leaf[leaf] for leaf in leaves]
+        new, (stack_of[key],) = rewritten(operations[0], lambda *xs: jnp.stack(xs), each)
+        stacking += new
+    given = [*stack_of.values()]
+    products: list[Operation] = []
     for operation in operations:
         keys = [values.key[x] for x in operation.outputs]
-        if known.keys().isdisjoint(keys):
-            products, outputs = _on_stacks(operation, values, known)
-            stack.products.extend(products)
-            known.update(zip(keys, outputs, strict=True))
-    results: dict[int, None] = {}
+        if stack_of.keys().isdisjoint(keys):
+            new, outputs = _on_stacks(operation, values, stack_of)
+            products += new
+            stack_of.update(zip(keys, outputs, strict=True))
+    made: dict[Value, None] = {}
+    rows: list[Operation] = []
     for i, leaf in enumerate(leaves):
         for x in values.read_by_others(by_leaf[leaf]):
-            results[values.key[x]] = None
-            stack.rows.extend(_row(by_leaf[leaf][0], known[values.key[x]], i, x))
-    stack.made.extend(known[key] for key in results)
-    return stack
+            stack = stack_of[values.key[x]]
+            made[stack] = None
+            rows += _row(by_leaf[leaf][0], stack, i, x)
+    return MatrixStack(leaves, given, [*made], products, stacking, rows)
 
 
 def _on_stacks(
-    operation: Operation, values: LeafValues, known: Mapping[int, Any]
+    operation: Operation, values: LeafValues, stack_of: Mapping[int, Any]
 ) -> tuple[list[Operation], list[Any]]:
     """An operation of each row of stacks; other inputs are the same for all rows."""
     stacks = {
-        i: known[values.key[x]]
+        i: stack_of[values.key[x]]
         for i, x in enumerate(operation.inputs)
         if isinstance(x, Value) and x in values.leaf
     }

@@ -38,7 +38,7 @@ from .trace import has_shardings
 
 _ACTIVE, _FROZEN, _BATCH, _RANDOM = 1, 2, 4, 8
 _KNOWN = _FROZEN | _BATCH
-_RANDOM_BITS = {"random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"}
+RANDOM_BITS = {"random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -327,7 +327,7 @@ def _dependences(jaxpr: Any, kinds: Sequence[int]) -> dict[Any, int]:
         # A print belongs to each call; that a collective names an axis is an effect, too.
         effects = {type(effect).__name__ for effect in equation.effects}
         flags = _ACTIVE if effects - {"NamedAxisEffect"} else 0
-        draws = (x.primitive.name in _RANDOM_BITS for x in equations_inside(equation))
+        draws = (x.primitive.name in RANDOM_BITS for x in equations_inside(equation))
         flags |= _RANDOM if any(draws) else 0
         for var in equation.invars:
             flags |= 0 if isinstance(var, jex.Literal) else depends[var]

@@ -30,11 +30,20 @@ _OF_FUNCTION = ("f", "transforms", "params")
 
 
 class Kinds:
-    """Numbers operations by what they compute."""
+    """Numbers operations by what they compute, and constants by their values."""
 
     def __init__(self):
         self._known: dict[Any, list[tuple[int, Operation]]] = {}
         self._num = 0
+        self._constants: list[Constant] = []
+
+    def constant(self, constant: Constant) -> int:
+        """A number that all constants of the same value have."""
+        for i, known in enumerate(self._constants):
+            if same_constants(known, constant):
+                return i
+        self._constants.append(constant)
+        return len(self._constants) - 1
 
     def number(self, operation: Operation) -> int:
         """A number that all operations have that compute the same.

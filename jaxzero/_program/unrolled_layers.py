@@ -64,7 +64,6 @@ class LayersOf:
         self.rows: dict[Value, int] = {}
         self.rest: list[Operation] = []
         self._kinds = Kinds()
-        self._constants: list[Constant] = []
         for operation in block.operations:
             if (first := self._first_row(operation)) is not None:
                 stack = self.parts[operation.values[0]].stack
@@ -180,13 +179,7 @@ class LayersOf:
         self.of_key.setdefault(key, value)
 
     def _key_of(self, atom: Atom) -> Hashable:
-        if isinstance(atom, Value):
-            return self.key[atom]
-        for i, known in enumerate(self._constants):
-            if same_constants(known, atom):
-                return i
-        self._constants.append(atom)
-        return len(self._constants) - 1
+        return self.key[atom] if isinstance(atom, Value) else self._kinds.constant(atom)
 
     def _refuse(self, why: str) -> None:
         raise NotImplementedError(_not_alike(why))

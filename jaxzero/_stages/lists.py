@@ -60,12 +60,12 @@ class LayerLists:
         """
         found: list[dict[int, int]] = []  # for each array its leaves, by the number of the layer
         lists: dict[tuple[str, int], dict[int, int]] = {}
-        frozen: list[int] = []
+        frozen: dict[int, None] = {}
         for i, (leaf, tree) in enumerate(zip(leaves, trees, strict=True)):
             place = stages.place_in_list(leaf.path) if stages is not None else None
             if place is None:
                 if stages is not None and stages.has(leaf.path) and leaf.stages is None:
-                    frozen.append(len(found))
+                    frozen[len(found)] = None
                 found.append({0: i})
                 continue
             path, number = place
@@ -80,7 +80,7 @@ class LayerLists:
                 for (other, _), x in lists.items()
                 if other == path and {*x} == {*range(min(layers))}
             ]
-            frozen += map(found.index, before)
+            frozen |= dict.fromkeys(map(found.index, before))
             first = min(layers) if before else 0
             _check_list(first, sorted(layers), [leaves[layers[n]] for n in sorted(layers)])
         members = tuple(tuple(x[number] for number in sorted(x)) for x in found)
@@ -102,7 +102,7 @@ class LayerLists:
     def stacks(self) -> dict[int, StackPart]:
         """The arrays that are stacks of layers, by index: which layers of which stack."""
         frozen = {self.arrays[j].path for j in self.frozen}
-        if len(frozen) < len({*self.frozen}):
+        if len(frozen) < len(self.frozen):
             raise ValueError(
                 f"Two arguments hold frozen layers of {', '.join(sorted(frozen))}: which of them "
                 "come before the active layers is not known. Call the function with one of them."

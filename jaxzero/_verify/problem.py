@@ -137,7 +137,7 @@ class HalfBatches(Problem):
         return [*products, "share"]
 
     def loss_and_grads(self, arrays: Sequence[Any], *, divide: bool = True) -> list[Any]:
-        """The results, in the order of `names`."""
+        """The inner products and the share, in the order of `names`."""
         (weight, first), (other, second) = (
             self._means(arrays, part) for part in (range(self.half), range(self.half, self.num))
         )

@@ -31,10 +31,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._mesh import CALLS, REMAT, bind, equations_inside, evaluate, scan_sizes
+from .._mesh import CALLS_AND_REMAT, bind, equations_inside, evaluate, scan_sizes
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
-_CALLS = CALLS | dict.fromkeys(REMAT, "jaxpr") | dict.fromkeys(_WITH_RULES, "call_jaxpr")
+_CALLS = CALLS_AND_REMAT | dict.fromkeys(_WITH_RULES, "call_jaxpr")
 _DROPPED = {"debug_callback", "debug_print"}
 # Units in the last place that libraries of elementary functions may be off by, GPUs included.
 _UNITS = dict.fromkeys(["add", "add_any", "sub", "mul"], 1) | dict.fromkeys(["div", "sqrt"], 2)

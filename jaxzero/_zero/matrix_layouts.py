@@ -22,7 +22,7 @@ class Forms(NamedTuple):
     by_layer: LeafSpec
 
 
-def may_move(leaf: LeafSpec) -> bool:
+def may_be_split_stack(leaf: LeafSpec) -> bool:
     """Whether a parameter may be a stack of matrices, stored split along a dim of them."""
     if len(leaf.shape) < 3 or not _is_split(leaf):
         return False
@@ -30,7 +30,7 @@ def may_move(leaf: LeafSpec) -> bool:
     return leaf.layout is not None and leaf.layout.dim != 0 and not of_layers
 
 
-def may_be_matrix(leaf: LeafSpec) -> bool:
+def may_be_split_matrix(leaf: LeafSpec) -> bool:
     """Whether a parameter may be one of several matrices that are split."""
     return len(leaf.shape) >= 2 and _is_split(leaf) and leaf.stages is None
 

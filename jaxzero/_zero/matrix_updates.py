@@ -53,7 +53,14 @@ from .._sharding import (
     rebuild,
     statics_of,
 )
-from .matrix_layouts import Forms, Layouts, by_layer_of, forms_of_stack, may_be_matrix, may_move
+from .matrix_layouts import (
+    Forms,
+    Layouts,
+    by_layer_of,
+    forms_of_stack,
+    may_be_split_matrix,
+    may_be_split_stack,
+)
 
 
 class MatrixUpdate:
@@ -196,7 +203,7 @@ class _Program:
                 role.leaf, (role.role, params[role.leaf].layout, params[role.leaf].other_axes)
             )
             for x, role in zip(block.inputs, roles, strict=False)
-            if role is not None and may_be_matrix(params[role.leaf])
+            if role is not None and may_be_split_matrix(params[role.leaf])
         }
         self._values = LeafValues(block, self.roles)
         self._layers = {
@@ -207,7 +214,7 @@ class _Program:
 
     def _has_layers(self, leaf: int) -> bool:
         """Whether a leaf is multiplied, and only as a stack of its layers."""
-        if not may_move(self.params[leaf]):
+        if not may_be_split_stack(self.params[leaf]):
             return False
         products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]
         num_layers = self.params[leaf].shape[0]
@@ -244,7 +251,7 @@ class _Program:
 
     @functools.cached_property
     def _branches(self) -> dict[Operation, list[_Program]]:
-        """The branches of each `cond` on values of several leaves, if matrices move in one."""
+        """The branches of each `cond` over several leaves of which one branch moves matrices."""
         found = {}
         for operation in self.block.operations:
             if operation.name != "cond" or operation.has_effects:

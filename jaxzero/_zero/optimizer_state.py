@@ -48,7 +48,7 @@ from .._sharding import (
     trained_leaves,
 )
 from .host_memory import check_room
-from .matrix_layouts import by_layer_of, may_be_matrix, may_move
+from .matrix_layouts import by_layer_of, may_be_split_matrix, may_be_split_stack
 from .matrix_updates import MatrixUpdate
 from .placement import constrain, make_leaves, pad_leaf, stored_struct, unpad_leaf
 from .programs import Initializer, Programs
@@ -136,7 +136,7 @@ def state_layout(
                 stages=parameter.stages,
             )
         laid_out.append(_in_memory(leaf, parameter, mesh, config))
-    if is_wrapped and any(map(may_move, params.leaves)):
+    if is_wrapped and any(map(may_be_split_stack, params.leaves)):
         laid_out = _by_layer(tx.inner, params, unpadded, state, laid_out)
     return dataclasses.replace(layout, leaves=tuple(laid_out))
 
@@ -287,7 +287,7 @@ def true_shapes(
                 raise
             layout = TreeLayout(None, (), ())
         # Functions among extra arguments may run programs of their own, which are not traced here.
-        matrices = len(arrays) == len(extras) and any(map(may_be_matrix, layout.leaves))
+        matrices = len(arrays) == len(extras) and any(map(may_be_split_matrix, layout.leaves))
 
         def run(updates, state, params, arrays):
             remaining = iter(arrays)

@@ -93,7 +93,7 @@ class Answer(Compiled):
 
 
 def searched(losses, num_rows, microbatches=(1, 2, 4), size=16):
-    """The plans, where a device has 5 GB for them."""
+    """The plans of these losses for a cluster whose devices have 5 GB."""
     job = Job(losses, init, rows(num_rows), optax.sgd(1e-3), {})
     deadline = time.monotonic() + 60
     search = Search(job, CLUSTER, 5 * GB, "step_time", None, deadline, lambda line: None)

@@ -193,7 +193,7 @@ def test_a_frozen_list_is_computed_by_shares_and_gathered_once():
 
 
 def test_frozen_layers_of_two_trees_are_refused():
-    """As those of a moving average of the parameters: which go with the active ones?"""
+    """Such as a second tree for a moving average: which layers go with the active ones is open."""
     zero, params, loss = test_lists._zero(2, 4), test_lists._params(), test_lists.LOSSES["untied"]
     sharded = zero.shard(params)
     freezing = zero.freeze(sharded, 2, layers="layers.*", before="embed")
