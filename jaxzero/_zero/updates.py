@@ -62,6 +62,7 @@ def apply_gradients(
     programs: Programs,
 ) -> tuple[Any, Any]:
     """The new parameters and the new state; see `Zero.apply_gradients`."""
+    _check_same_leaves(layouts.gradients, layouts.params)
     trees = (grads, state, params)
     known = (layouts.gradients, layouts.state, layouts.params)
     tree_layouts = [layout.with_statics_of(tree) for layout, tree in zip(known, trees, strict=True)]
@@ -75,6 +76,18 @@ def apply_gradients(
 
     new_params, new_state = programs.run(update, arrays)
     return tree_layouts[2].stored(new_params), tree_layouts[1].stored(new_state)
+
+
+def _check_same_leaves(gradients: TreeLayout, params: TreeLayout) -> None:
+    shapes = {leaf.path: leaf.shape for leaf in params.leaves}
+    for leaf in gradients.leaves:
+        if shapes.get(leaf.path) != leaf.shape:
+            there = f"shape {shapes[leaf.path]}" if leaf.path in shapes else "no such leaf"
+            raise ValueError(
+                f"`grads` has a leaf {leaf.path!r} of shape {leaf.shape}; `params` has {there}. "
+                "Give gradients of these parameters, in the order of optax: "
+                "`zero.apply_gradients(tx, grads, opt_state, params)`."
+            )
 
 
 def _apply(

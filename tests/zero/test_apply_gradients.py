@@ -174,3 +174,12 @@ def test_gradients_of_other_parameters_are_refused():
     state = zero.init_optimizer(TX, params)
     with pytest.raises(ValueError, match=r"the leaves \['bias'\] are in only one of them"):
         zero.apply_gradients(TX, {key: grads[key] for key in ("up", "down")}, state, params)
+
+
+def test_trees_in_another_order_are_refused():
+    zero = jz.Zero(mesh_of_four())
+    grads, params = _leaves(zero)
+    state = zero.init_optimizer(TX, params)
+    for grads_given, params_given in ((params, state), (state, params)):
+        with pytest.raises(ValueError, match="`grads` has a leaf .* in the order of optax"):
+            zero.apply_gradients(TX, grads_given, grads, params_given)
