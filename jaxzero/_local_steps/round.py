@@ -68,6 +68,7 @@ def run_round(
         if method.delay:
             inner, last = lax.scan(step, inner, jax.tree.map(lambda x: x[before:], batches))
             first = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), first, last)
+            # The receipt waits for the steps of the delay, which run while the message is sent.
             sent, inner = lax.optimization_barrier((sent, inner))
         params = list(inner.params)
         new, outer = exchange.receive(sent, [params[i] for i in numbers], outer, number)
