@@ -84,7 +84,7 @@ class DecoderFamily(abc.ABC):
         """
 
     def read_config(self, directory: Path | str, changes: dict[str, Any]) -> DecoderConfig:
-        """The config, from `fields`."""
+        """Read `config.json` in `directory` by `fields`; `changes` replace fields of the result."""
         content, path = read_config(directory)
         return make_config(DecoderConfig, self.fields(content, path) | changes, path)
 

@@ -131,14 +131,14 @@ class Zero(VerifiedTrees):
                 others need one, and those with a value for each row.
             gradient_reduce: for leaves whose gradient is a value that a `custom_vjp` returns, such
                 as the next scale of fp8 weights: a tree prefix of the parameters of "mean", "max",
-                "sum" and "first". Only a derivative, of "mean", is scaled or encoded by codecs. A
-                device's loss is then multiplied by its share in the mean before it is
-                differentiated: `f` sees the cotangents of the full batch. By default, Flax's
-                collection `_overwrite_with_gradient` is reduced by "max".
+                "sum" and "first". Codecs apply to leaves of "mean" only, which hold derivatives.
+                With this argument a device's loss is multiplied by its share in the mean before it
+                is differentiated, so that `f` sees the cotangents of the full batch. By default,
+                Flax's collection `_overwrite_with_gradient` is reduced by "max".
             halves: also compare the gradients of two halves of the nodes (or of the devices, if
                 there is one node), for `jz.simigrad`. This sends three numbers for each leaf, and
                 holds one more float32 shard of it. Gradients stay bitwise equal on CPUs, where
-                reduce-scatters add in the order of devices, but with `split="local"`.
+                reduce-scatters add in the order of devices, except with `split="local"`.
             shares: for nodes of different speeds, such as `(2, 1)`: the proportions in which nodes
                 share the micro-batches; see `jz.Cluster.shares`. Devices of the fastest node run
                 `microbatches`, a multiple of the largest share, and the others fewer. Arrange the

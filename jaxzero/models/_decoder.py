@@ -169,8 +169,8 @@ class Decoder(nnx.Module):
         """Append tokens to those that the cache holds, and compute their vectors as `hidden` does.
 
         The positions of tokens are counted from each row's first one, without padding, as
-        transformers does it in `generate`. A sliding window counts columns, so padding belongs to
-        the left of a row's first token where the model has one.
+        transformers does it in `generate`. A sliding window counts columns: for a model that has
+        one, padding must lie to the left of a row's first token.
 
         Args:
             cache: from `make_cache` or the last call. Donate it to the jitted step that this is

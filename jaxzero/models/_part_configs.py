@@ -39,10 +39,10 @@ def check_dropout(config: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupRouting:
-    """Shares from sigmoids; a token's experts come from the few best groups of experts.
+    """Scores from sigmoids; a token's experts come from the few best groups of experts.
 
-    A learned correction of each expert decides with its share which experts are chosen, but does
-    not enter their weights. No gradient reaches it.
+    A learned correction is added to the score of each expert where experts are chosen, but does not
+    enter their weights. No gradient reaches it.
 
     Args:
         num_groups: groups of equal size that the experts form, in order.
