@@ -98,7 +98,7 @@ class DecoderFamily(abc.ABC):
         return without_prefix(stacked(rules) if config.scan_layers else rules, names)
 
     def ignored(self, config: DecoderConfig) -> tuple[str, ...]:
-        """Buffers, and a head that is tied to the embeddings."""
+        """Names of tensors that are no parameters: buffers, and a head tied to the embeddings."""
         return (*self.buffers, self.head) if config.tied_head else self.buffers
 
 
