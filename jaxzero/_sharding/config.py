@@ -360,7 +360,10 @@ class ZeroConfig:
         return ("local", "node") if self.split == "all" else ("local",)
 
     def axes_at(self, stage: int) -> tuple[str, ...]:
-        """The axes that split what is split from this stage on; none at a lower one."""
+        """The axes that split what ZeRO splits from `stage` on; none if this config's is lower.
+
+        Stage 1 splits optimizer state, 2 also gradients, 3 also parameters.
+        """
         return self.axes if self.stage >= stage else ()
 
     def num_shards(self, mesh: AnyMesh) -> int:

@@ -74,7 +74,7 @@ class Zero(VerifiedTrees):
             params: the parameters, from `init` or `shard`.
             prefix: how many layers are frozen; 0: nothing is.
             layers: where the layers are, as a path in `params`: `"encoder.layers"` for a stack with
-                a leading dim of layers; with `*` in place of the number for a list of layers,
+                a leading dim of layers; for a list of layers, with `*` for the number,
                 `"encoder.layers.*"`; or several such paths.
             before: paths of what is computed before layer 0, and is frozen with it, such as
                 `"embeddings"`; `()` if there is nothing. If it is not frozen, gradients pass
@@ -379,7 +379,7 @@ class Zero(VerifiedTrees):
                 that calls `zero.value_and_grad`. It sees arrays and rows of one node; its losses
                 and gradients are means over one node.
             method: how and how often nodes exchange, such as `jz.streaming_diloco()`.
-            options: fields of `jz.LocalSteps`, in place of those of `method`.
+            options: fields of `jz.LocalSteps` that replace those of `method`.
 
         Returns:
             A function that runs one round of `every` steps in one program: `rounds(state, batches)

@@ -88,7 +88,7 @@ class Decoder(nnx.Module):
             ids: token ids. With one that is not in the vocabulary, such as -1, logits are NaN.
             mask: True for tokens, False for padding, which is seen by nothing, so that it does not
                 change the logits of the tokens; its own logits mean nothing. None if there is none.
-            segments: documents that are packed in a row, in place of `mask`: the number of each
+            segments: documents that are packed in a row, instead of `mask`: the number of each
                 token's document, and 0 for padding. Tokens see those of their own segment only.
             positions: index of each token; 0, 1, 2, ... if left out, also with padding on the left.
                 With `segments` they start again in each, which has to be contiguous.
