@@ -93,7 +93,7 @@ class DecoderFamily(abc.ABC):
         return Decoder(config, rngs=rngs)
 
     def rules_for(self, config: DecoderConfig, names: Iterable[str]) -> tuple[Rule, ...]:
-        """`rules`, for layers in a stack if `config` scans them, and for `names` of the checkpoint."""
+        """`rules` for `names` of a checkpoint, and for a stack if `config` scans layers."""
         rules = tuple(self.rules(config))
         return without_prefix(stacked(rules) if config.scan_layers else rules, names)
 

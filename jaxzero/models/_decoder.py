@@ -249,7 +249,7 @@ class Decoder(nnx.Module):
         return self.norm(x_btd), cache, balance
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
-        """Logits of the next token, from vectors of `hidden`: of all tokens, or of some at a time."""
+        """Logits of the next token, of vectors from `hidden`: of all tokens or of some."""
         logits = self.embedding.attend(hidden) if self.head is None else self.head(hidden)
         logits = scaled(logits, self.config.logit_scale)
         cap = self.config.logit_softcap
