@@ -25,6 +25,7 @@ FLOORS = [
         "jaxzero._first_use",
         "jaxzero._warnings",
         "jaxzero._regular_file",
+        "jaxzero._host_memory",
         "jaxzero._raw",
         "jaxzero._sums",
         "jaxzero._text",

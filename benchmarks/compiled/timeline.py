@@ -18,18 +18,21 @@ import tyro
 from benchmarks.shared._rows import measured_rates
 from jaxzero._hlo import Rates, timeline
 
-_RATES, _ROW = measured_rates(Rates())
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """Predict what a compiled program takes."""
+
+    # The text of a scheduled module (`compiled.as_text()`).
+    program: tyro.conf.Positional[Path]
+    # Of the machine.
+    rates: Rates = dataclasses.field(default_factory=lambda: measured_rates(Rates())[0])
 
 
-def main(program: tyro.conf.Positional[Path], rates: Rates = _RATES) -> None:
-    """Predict what a compiled program takes.
-
-    Args:
-        program: the text of a scheduled module (`compiled.as_text()`).
-        rates: of the machine.
-    """
-    line = timeline(program.read_text(), rates)
-    print(f"rates               {_origin(rates)}")
+def main(settings: Timeline) -> None:
+    """Print the timeline and the rates that it was predicted with."""
+    line = timeline(settings.program.read_text(), settings.rates)
+    print(f"rates               {_origin(settings.rates, *measured_rates(Rates()))}")
     print(f"step                {line.seconds:.4f} s")
     print(f"  computing         {line.compute_seconds:.4f} s")
     print(f"  waiting           {line.exposed_seconds:.4f} s")
@@ -46,17 +49,23 @@ def main(program: tyro.conf.Positional[Path], rates: Rates = _RATES) -> None:
         print(f"to the host         {line.host_bytes_out / 2**30:.3f} GiB")
 
 
-def _origin(rates: Rates) -> str:
-    """Which rates were measured, on what and when; stated; or given by the caller."""
-    used, default = dataclasses.asdict(rates), dataclasses.asdict(_RATES)
-    given = [name for name in used if used[name] != default[name]]
+def _origin(rates: Rates, default: Rates, row: dict | None) -> str:
+    """Which rates were measured, on what and when; stated; or given by the caller.
+
+    Args:
+        rates: those that were used.
+        default: those without the caller's.
+        row: has the measured ones of `default`; None: all are stated.
+    """
+    used, defaults = dataclasses.asdict(rates), dataclasses.asdict(default)
+    given = [name for name in used if used[name] != defaults[name]]
     origin = "stated"
-    if _ROW is not None:
-        measured = [name for name in used if name in _ROW["results"] and name not in given]
-        where = f"{_ROW['hardware']['accelerator']}, {_ROW['date'][:10]}"
+    if row is not None:
+        measured = [name for name in used if name in row["results"] and name not in given]
+        where = f"{row['hardware']['accelerator']}, {row['date'][:10]}"
         origin = f"measured on {where}: {', '.join(measured) or 'none'}; the others stated"
     return origin + (f"; given: {', '.join(given)}" if given else "")
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main(tyro.cli(Timeline))

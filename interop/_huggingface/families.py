@@ -84,7 +84,7 @@ class DecoderFamily(abc.ABC):
         """
 
     def read_config(self, directory: Path | str, changes: dict[str, Any]) -> DecoderConfig:
-        """The config, from `fields`."""
+        """Read `config.json` in `directory` by `fields`; `changes` replace fields of the result."""
         content, path = read_config(directory)
         return make_config(DecoderConfig, self.fields(content, path) | changes, path)
 
@@ -93,12 +93,12 @@ class DecoderFamily(abc.ABC):
         return Decoder(config, rngs=rngs)
 
     def rules_for(self, config: DecoderConfig, names: Iterable[str]) -> tuple[Rule, ...]:
-        """The rules, from `rules`."""
+        """`rules` for `names` of a checkpoint, and for a stack if `config` scans layers."""
         rules = tuple(self.rules(config))
         return without_prefix(stacked(rules) if config.scan_layers else rules, names)
 
     def ignored(self, config: DecoderConfig) -> tuple[str, ...]:
-        """Buffers, and a head that is tied to the embeddings."""
+        """Names of tensors that are no parameters: buffers, and a head tied to the embeddings."""
         return (*self.buffers, self.head) if config.tied_head else self.buffers
 
 

@@ -51,7 +51,7 @@ Index = tuple[int, ...]  # values of the variables that occur on one side only
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Rule:
-    """Maps tensors of a checkpoint to parameters through steps; see the module.
+    """Maps tensors of a checkpoint to parameters through steps (docs/howto/rules.md).
 
     Attributes:
         ours: dotted paths of parameters, with variables.

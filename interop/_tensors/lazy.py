@@ -72,8 +72,10 @@ class LazyTensor(abc.ABC):
         return self
 
     def own_boxes(self) -> list[Box]:
-        """List boxes that this process holds. Those of all processes cover the tensor, if each
-        process that holds an unsharded tensor counts.
+        """The parts of the tensor that this process holds, each a `(start, stop)` per dimension.
+
+        The parts of all processes together are the tensor. An array that is not sharded is one
+        part, which every process that has the array holds.
         """
         return [whole_box(self.shape)] if self.size else []
 

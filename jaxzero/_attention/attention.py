@@ -38,7 +38,7 @@ def attention(
     The arguments are those of `jax.nn.dot_product_attention`, and with them alone, on a mesh
     without the axis `tokens`, short rows are given to it. With that axis
     (`jz.make_mesh(tokens=...)`), each device computes its part of the work; queries, keys and
-    values may lie in any way, and the result is split like `jz.split_tokens`. Long rows are
+    values may have any sharding, and the result is split like `jz.split_tokens`. Long rows are
     computed in blocks of queries and keys, so that memory is linear in tokens, and blocks that a
     causal mask or a window hides take no time. All ways compute the same, up to rounding.
 
@@ -65,7 +65,7 @@ def attention(
         softcap: logits x become `softcap * tanh(x / softcap)`.
         chunk: how many queries, and keys, a block has; the logits of a block exist at once. None:
             1024, and rows of up to 8192 tokens on one device are not computed in blocks.
-        method: "gather", "heads" or "ring": how tokens that are split over devices meet. None: by
+        method: "gather", "heads" or "ring": how queries meet keys of other devices. None: chosen by
             bytes and heads. Without the axis `tokens` it has no effect.
 
     Returns:

@@ -165,7 +165,7 @@ class DeepSpeedKeys(JsonKeys):
             self._honoured.add(key)
 
     def holds(self, name: str) -> bool:
-        """Return True if there is a section, even an empty one. Null is as good as none."""
+        """Return True if the file has this section, also if it is empty; not if it is null."""
         given = any(self._values.get(key) is not None for key in self._keys_of(name))
         return given or self._sections.get(name) is not None
 

@@ -79,7 +79,7 @@ class LoopPlan:
 
     @property
     def updates_last_apart(self) -> bool:
-        """Whether its last iterations, which also do what is left of the updates, run apart.
+        """Whether the last iterations, with the remaining updates, run outside of the loop.
 
         See [Note: the last updates] in `emit_loop`.
         """

@@ -261,7 +261,7 @@ def _hop_row(step: PlanStep, hop: Hop) -> tuple[str, ...]:
     if hop.lag:
         layers = f"{abs(hop.lag)} {'layer' if abs(hop.lag) == 1 else 'layers'}"
         lag = f"{layers} {'later' if hop.lag > 0 else 'ahead'}"
-    when = f"before {hop.at} {hop.before}" if hop.before else "at the end"
+    when = f"before op {hop.at}, {hop.before}" if hop.before else "at the end"
     return step.region, f"  over {hop.axis}", "", "", "", when, lag, ""
 
 

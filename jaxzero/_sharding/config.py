@@ -138,13 +138,13 @@ class CommSchedule:
             the rows of the batch, so that they are equal bit for bit on every mesh of the same
             number of devices: 1 x 8, 2 x 4, 4 x 2 and 8 x 1. Sums are in float32, and
             rounded once. It needs `split="all"`, no codecs and no `hpz`, and nodes of 2, 4, 8, ...
-            devices, or in general whose number has no prime factor larger than one of the number of
-            nodes. `halves`, `shares` and `local_steps` cannot be had with it. What each device
-            computes from its rows is XLA's: on CPUs fused multiply-adds may differ between meshes.
-            Sums of the loss itself (`psum`) and of the optimizer (a global norm) keep XLA's order.
-            Gradients are exchanged by all-to-alls, of the same bytes as the reduce-scatters; those
-            of 16 bits travel as float32 between nodes, which is twice the bytes. `None`: what is
-            fastest.
+            devices; or of another number, if none of its prime factors is larger than a prime
+            factor of the number of nodes. `halves`, `shares` and `local_steps` cannot be had with
+            it. What each device computes from its rows is XLA's: on CPUs fused multiply-adds may
+            differ between meshes. Sums of the loss itself (`psum`) and of the optimizer (a global
+            norm) keep XLA's order. Gradients are exchanged by all-to-alls, of the same bytes as the
+            reduce-scatters; those of 16 bits travel as float32 between nodes, which is twice the
+            bytes. `None`: what is fastest.
     """
 
     prefetch: int = 1
@@ -360,7 +360,10 @@ class ZeroConfig:
         return ("local", "node") if self.split == "all" else ("local",)
 
     def axes_at(self, stage: int) -> tuple[str, ...]:
-        """The axes that split what is split from this stage on; none at a lower one."""
+        """The axes that split what ZeRO splits from `stage` on; none if this config's is lower.
+
+        Stage 1 splits optimizer state, 2 also gradients, 3 also parameters.
+        """
         return self.axes if self.stage >= stage else ()
 
     def num_shards(self, mesh: AnyMesh) -> int:

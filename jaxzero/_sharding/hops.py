@@ -1,4 +1,4 @@
-"""Stateful hops between nodes, which `PerAxis.node` accepts in place of a codec.
+"""Stateful hops between nodes, which `PerAxis.node` accepts as it accepts codecs.
 
 A codec loses what it rounds away. A hop keeps it, in a wire state that the caller carries from step
 to step (`Zero.init_wire_state`), and makes up for it in the next step. Weights and gradients keep

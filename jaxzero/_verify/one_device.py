@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from .._collectives import readable_bytes
+from .._host_memory import available_bytes
 from .._mesh import AXES, AnyMesh, map_devices, physical
 from .problem import Problem, on_host
 from .roundings import draws_numbers, moved, shifted
@@ -210,20 +211,12 @@ def own_device(mesh: AnyMesh) -> Any:
 def free_bytes(device: Any) -> float | int:
     """Bytes that a device has left; infinite where that is not known."""
     if device.platform == "cpu":
-        return _free_host_bytes()
+        free = available_bytes()
+        return float("inf") if free is None else free
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return float("inf")
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-
-
-def _free_host_bytes() -> float | int:
-    try:
-        with open("/proc/meminfo") as file:
-            sizes = dict(line.split(":") for line in file)
-        return int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux
-        return float("inf")
 
 
 def named_device(platform: str) -> Any:

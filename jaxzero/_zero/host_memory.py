@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
+from .._host_memory import available_bytes
 from .._mesh import HOST, TOKENS, AnyMesh, SimulatedMesh, physical
 from .._sharding import LeafSpec, Offload, TreeLayout, axes_of
 
@@ -83,26 +83,12 @@ def check_room(what: str, leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[st
 
 def check_host_bytes(what: str, needed: int) -> None:
     """Raise `MemoryError` if the host has fewer than `needed` bytes of memory left for `what`."""
-    free = _available_bytes()
+    free = available_bytes()
     if free is not None and needed > free:
         raise MemoryError(
             f"The offloaded {what} would take {needed / _GIB:.1f} GiB of this host's memory, which "
             f"has {free / _GIB:.1f} GiB left. Offload fewer leaves, or take more hosts."
         )
-
-
-def _available_bytes() -> int | None:
-    """Memory that the kernel could give to new arrays; None if the system does not tell."""
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
 
 
 def in_parts(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:

@@ -49,8 +49,8 @@ def run_automatic(function: Any, out_shardings: Any, programs: Programs, *args: 
     Args:
         function: a function of trees of arrays.
         out_shardings: shardings of its outputs, over `auto_mesh(mesh)`.
-        programs: compiled before, and the mesh to run on; arguments that are sharded on it are
-            passed without a copy.
+        programs: the cache of compiled programs, with the mesh to run on. Arguments that are
+            sharded on this mesh are passed without a copy.
         args: arguments of `function`.
     """
     mesh = programs.mesh

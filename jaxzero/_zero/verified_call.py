@@ -182,7 +182,7 @@ class VerifiedCall:
 
     @functools.cached_property
     def without_codecs(self) -> Any:
-        """The `Zero` with the same layouts and without codecs; one, so that it compiles once."""
+        """The `Zero` without codecs, with the same layouts; one object, so it compiles once."""
         config = self.zero.config
         hpz = config.hpz and HpZ(codec=None)
         config = dataclasses.replace(config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz)

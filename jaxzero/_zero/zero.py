@@ -74,7 +74,7 @@ class Zero(VerifiedTrees):
             params: the parameters, from `init` or `shard`.
             prefix: how many layers are frozen; 0: nothing is.
             layers: where the layers are, as a path in `params`: `"encoder.layers"` for a stack with
-                a leading dim of layers; with `*` in place of the number for a list of layers,
+                a leading dim of layers; for a list of layers, with `*` for the number,
                 `"encoder.layers.*"`; or several such paths.
             before: paths of what is computed before layer 0, and is frozen with it, such as
                 `"embeddings"`; `()` if there is nothing. If it is not frozen, gradients pass
@@ -131,14 +131,14 @@ class Zero(VerifiedTrees):
                 others need one, and those with a value for each row.
             gradient_reduce: for leaves whose gradient is a value that a `custom_vjp` returns, such
                 as the next scale of fp8 weights: a tree prefix of the parameters of "mean", "max",
-                "sum" and "first". Only a derivative, of "mean", is scaled or encoded by codecs. A
-                device's loss is then multiplied by its share in the mean before it is
-                differentiated: `f` sees the cotangents of the full batch. By default, Flax's
-                collection `_overwrite_with_gradient` is reduced by "max".
+                "sum" and "first". Codecs apply to leaves of "mean" only, which hold derivatives.
+                With this argument a device's loss is multiplied by its share in the mean before it
+                is differentiated, so that `f` sees the cotangents of the full batch. By default,
+                Flax's collection `_overwrite_with_gradient` is reduced by "max".
             halves: also compare the gradients of two halves of the nodes (or of the devices, if
                 there is one node), for `jz.simigrad`. This sends three numbers for each leaf, and
                 holds one more float32 shard of it. Gradients stay bitwise equal on CPUs, where
-                reduce-scatters add in the order of devices, but with `split="local"`.
+                reduce-scatters add in the order of devices, except with `split="local"`.
             shares: for nodes of different speeds, such as `(2, 1)`: the proportions in which nodes
                 share the micro-batches; see `jz.Cluster.shares`. Devices of the fastest node run
                 `microbatches`, a multiple of the largest share, and the others fewer. Arrange the
@@ -379,7 +379,7 @@ class Zero(VerifiedTrees):
                 that calls `zero.value_and_grad`. It sees arrays and rows of one node; its losses
                 and gradients are means over one node.
             method: how and how often nodes exchange, such as `jz.streaming_diloco()`.
-            options: fields of `jz.LocalSteps`, in place of those of `method`.
+            options: fields of `jz.LocalSteps` that replace those of `method`.
 
         Returns:
             A function that runs one round of `every` steps in one program: `rounds(state, batches)

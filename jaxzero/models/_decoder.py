@@ -88,7 +88,7 @@ class Decoder(nnx.Module):
             ids: token ids. With one that is not in the vocabulary, such as -1, logits are NaN.
             mask: True for tokens, False for padding, which is seen by nothing, so that it does not
                 change the logits of the tokens; its own logits mean nothing. None if there is none.
-            segments: documents that are packed in a row, in place of `mask`: the number of each
+            segments: documents that are packed in a row, instead of `mask`: the number of each
                 token's document, and 0 for padding. Tokens see those of their own segment only.
             positions: index of each token; 0, 1, 2, ... if left out, also with padding on the left.
                 With `segments` they start again in each, which has to be contiguous.
@@ -169,8 +169,8 @@ class Decoder(nnx.Module):
         """Append tokens to those that the cache holds, and compute their vectors as `hidden` does.
 
         The positions of tokens are counted from each row's first one, without padding, as
-        transformers does it in `generate`. A sliding window counts columns, so padding belongs to
-        the left of a row's first token where the model has one.
+        transformers does it in `generate`. A sliding window counts columns: for a model that has
+        one, padding must lie to the left of a row's first token.
 
         Args:
             cache: from `make_cache` or the last call. Donate it to the jitted step that this is
@@ -249,7 +249,7 @@ class Decoder(nnx.Module):
         return self.norm(x_btd), cache, balance
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
-        """Logits of the next token, for instance of a piece of the text at a time."""
+        """Logits of the next token, of vectors from `hidden`: of all tokens or of some."""
         logits = self.embedding.attend(hidden) if self.head is None else self.head(hidden)
         logits = scaled(logits, self.config.logit_scale)
         cap = self.config.logit_softcap

@@ -137,7 +137,7 @@ def continue_generation(
     sampling: Sampling = Sampling(),  # noqa: B008
     num_tokens: int | None = None,
 ) -> Generation:
-    """Choose `num_tokens` more tokens of each row, or all that are left for None.
+    """Choose up to `num_tokens` more tokens of each row; None: all that are left.
 
     Args:
         decode: as for `generate`.

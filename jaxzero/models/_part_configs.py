@@ -39,10 +39,10 @@ def check_dropout(config: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupRouting:
-    """Shares from sigmoids; a token's experts come from the few best groups of experts.
+    """Scores from sigmoids; a token's experts come from the few best groups of experts.
 
-    A learned correction of each expert decides with its share which experts are chosen, but does
-    not enter their weights. No gradient reaches it.
+    A learned correction is added to the score of each expert where experts are chosen, but does not
+    enter their weights. No gradient reaches it.
 
     Args:
         num_groups: groups of equal size that the experts form, in order.
@@ -82,7 +82,7 @@ class ClampedGate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the perceptron of a layer.
+    """A mixture of experts, where a layer otherwise has one perceptron.
 
     Args:
         num_experts: experts per layer.
@@ -93,7 +93,7 @@ class ExpertsConfig:
         routing: how experts are chosen; None for the largest probabilities of a softmax.
         shared_size: width of a perceptron that processes every token besides; None for none.
         bias: True if the router and the projections of the experts have biases.
-        clamped_gate: in place of the activation and gate of `DecoderConfig`.
+        clamped_gate: the activation and gate of experts; None for those of `DecoderConfig`.
     """
 
     num_experts: int

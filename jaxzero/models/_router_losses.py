@@ -30,7 +30,8 @@ class RouterBalance(NamedTuple):
 
     Attributes:
         load_balancing: the load-balancing loss, which is k where all experts are chosen equally
-            often. It is differentiable by the shares, as in transformers.
+            often. Its gradient goes through the probabilities, not through the counts, as in
+            transformers.
         z: the router z-loss.
         loads: `[e]`, how often a token chooses each expert, on average; without a gradient.
     """
@@ -55,8 +56,8 @@ def router_balance(
         logits: `[n, e]`, of the router, for this device's tokens.
         chosen: `[n, k]`, the experts that each token chose.
         mask: `[n]`, False for padding, which does not count; None if there is none.
-        sigmoids: whether shares are the sigmoids of logits, scaled to a sum of 1; by default they
-            are the softmax.
+        sigmoids: whether probabilities are the sigmoids of logits, scaled to a sum of 1; by default
+            they are the softmax.
     """
     num_experts = logits.shape[1]
     logits_ne = logits.astype(widened(logits.dtype))

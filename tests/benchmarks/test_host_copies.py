@@ -5,14 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.compiled import timeline as timeline_command
 from benchmarks.compiled._host_copies import (
     host_copies,
     host_to_host,
     share_spanning,
     slice_strides,
 )
-from benchmarks.compiled.timeline import main
+from benchmarks.compiled.timeline import Timeline, _origin, main
 from benchmarks.shared import _rows
 from jaxzero._hlo import Rates, timeline
 
@@ -265,7 +264,7 @@ def test_the_command_prints_lines_of_the_host(tmp_path, capsys):
     printed = []
     for text in (_program(_LOOP), _entry(_MINUS)):
         (tmp_path / "step.hlo").write_text(text)
-        main(tmp_path / "step.hlo", RATES)
+        main(Timeline(tmp_path / "step.hlo", RATES))
         printed.append(capsys.readouterr().out)
     assert "  waiting for host  0.0090 s\n" in printed[0]
     assert "host copies take    0.0130 s, 30.8% hidden\n" in printed[0]
@@ -279,18 +278,14 @@ def test_the_command_prints_lines_of_the_host(tmp_path, capsys):
 def test_the_timeline_says_which_rates_it_used(monkeypatch, tmp_path):
     stated = Rates(num_local=4)
     assert _rows.measured_rates(stated, directory=tmp_path) == (stated, None)
-    monkeypatch.setattr(timeline_command, "_RATES", stated)
-    monkeypatch.setattr(timeline_command, "_ROW", None)
-    assert timeline_command._origin(stated) == "stated"
+    assert _origin(stated, stated, None) == "stated"
 
     monkeypatch.setattr(_rows, "_hardware", lambda: {"accelerator": "NVIDIA H200"})
     results = {"devices": 1, "flops": 6e14, "memory": 4e12}
     written = _rows.append_row("measured_rates", results, directory=tmp_path)
     measured, row = _rows.measured_rates(stated, directory=tmp_path)
     assert measured == dataclasses.replace(stated, flops=6e14, memory=4e12) and row == written
-    monkeypatch.setattr(timeline_command, "_RATES", measured)
-    monkeypatch.setattr(timeline_command, "_ROW", row)
     where = f"measured on NVIDIA H200, {row['date'][:10]}"
-    assert timeline_command._origin(measured) == f"{where}: flops, memory; the others stated"
+    assert _origin(measured, measured, row) == f"{where}: flops, memory; the others stated"
     given = dataclasses.replace(measured, memory=1e12)
-    assert timeline_command._origin(given) == f"{where}: flops; the others stated; given: memory"
+    assert _origin(given, measured, row) == f"{where}: flops; the others stated; given: memory"

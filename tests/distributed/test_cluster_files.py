@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxzero._processes.exit_codes import DIVERGED, MISTAKE, PEER_LOST, STOPPED
+from jaxzero._processes.exit_codes import MISTAKE
+from jaxzero.distributed import DIVERGED, PEER_LOST, STOPPED
 from jaxzero.launch._child import environment, slots
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from jaxzero import cli, interop
 from jaxzero._processes import FILE_ERROR, MISTAKE
-from jaxzero.interop._tensors.lazy import ArrayTensor
+from jaxzero.interop import ArrayTensor
 
 FORMS = {"safetensors": "new/folder/out", "torch": "new/folder/out.pt", "dcp": "new/folder/out"}
 

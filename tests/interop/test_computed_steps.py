@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxzero import interop
-from jaxzero.interop import AddBiases, Rule, Split, Transpose, WeightNorm, match
-from jaxzero.interop._tensors.lazy import ArrayTensor
+from jaxzero.interop import AddBiases, ArrayTensor, Rule, Split, Transpose, WeightNorm, match
 
 torch = pytest.importorskip("torch")
 

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from jaxzero import interop
-from jaxzero.interop import Rule, Split, SplitHeads, Transpose
-from jaxzero.interop._tensors.lazy import ArrayTensor
+from jaxzero.interop import ArrayTensor, Rule, Split, SplitHeads, Transpose
 
 HEADS, HEAD, WIDTH = 4, 6, 24
 COMMON = {"vocab_size": 11, "hidden_size": WIDTH, "num_hidden_layers": 2}

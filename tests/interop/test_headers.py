@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from jaxzero import interop
-from jaxzero.interop._tensors.lazy import ArrayTensor
+from jaxzero.interop import ArrayTensor
 
 from .fuzzing import damaged, fuzz
 

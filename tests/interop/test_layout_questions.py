@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jaxzero import interop
-from jaxzero.interop import RotaryPairs, Rule, Transpose, match
-from jaxzero.interop._tensors.lazy import ArrayTensor
+from jaxzero.interop import ArrayTensor, RotaryPairs, Rule, Transpose, match
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

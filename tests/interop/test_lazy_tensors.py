@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero.interop import LazyTensor
+from jaxzero.interop import ArrayTensor, LazyTensor
 from jaxzero.interop._tensors import sharded
 from jaxzero.interop._tensors.boxes import joined, replaced, whole_box
-from jaxzero.interop._tensors.lazy import ArrayTensor, concatenate, stack
+from jaxzero.interop._tensors.lazy import concatenate, stack
 from jaxzero.interop._tensors.sharded import ShardedTensor
 
 

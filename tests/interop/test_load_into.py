@@ -12,8 +12,7 @@ from flax import nnx
 
 import jaxzero as jz
 from jaxzero import interop
-from jaxzero.interop import Flatten, Rule, Transpose, Unflatten, match
-from jaxzero.interop._tensors.lazy import ArrayTensor
+from jaxzero.interop import ArrayTensor, Flatten, Rule, Transpose, Unflatten, match
 from tests.models.tiny_models import read
 
 

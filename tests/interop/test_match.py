@@ -12,8 +12,7 @@ import optax
 import pytest
 
 from jaxzero import interop
-from jaxzero.interop import Rule, Transpose, match
-from jaxzero.interop._tensors.lazy import ArrayTensor
+from jaxzero.interop import ArrayTensor, Rule, Transpose, match
 
 
 def zeros(**shapes: tuple[int, ...]) -> dict[str, ArrayTensor]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxzero.interop import (
+    ArrayTensor,
     Flatten,
     Merge,
     MergeHeads,
@@ -18,7 +19,6 @@ from jaxzero.interop import (
     Unflatten,
 )
 from jaxzero.interop._rules.apply import to_ours, to_theirs
-from jaxzero.interop._tensors.lazy import ArrayTensor
 
 RULES = (
     Rule("embed", "wte.weight"),

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxzero import interop
 from jaxzero._processes import atomic
+from jaxzero.interop import ArrayTensor
 from jaxzero.interop._safetensors.header import DTYPES
 from jaxzero.interop._safetensors.write import create_file, write_boxes
-from jaxzero.interop._tensors.lazy import ArrayTensor
 from tests.processes import run
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from jaxzero import interop
-from jaxzero.interop import Rule
+from jaxzero.interop import Rule, save_tensors
 from jaxzero.interop._rules.apply import check_names
-from jaxzero.interop._safetensors import save_tensors
 from jaxzero.interop._tensors import by_plain_name, plain_name
 
 from .test_partition_layout import DEEPSPEED, opened, shapes_changed

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxzero import jobs
-from jaxzero._checkpoint import Checkpoints
+from jaxzero import Checkpoints, jobs
 from jaxzero.distributed import Watchdog
 from jaxzero.jobs import _retrieval
 from jaxzero.jobs._loop import run_steps

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +17,7 @@ from jaxzero._plan import schedule
 from jaxzero._plan.block_plan import ReduceGroup
 from jaxzero._plan.layer_memory import LayerMemory
 from jaxzero._plan.lifetimes import Gather
-from jaxzero._plan.lookahead import latest_issues
+from jaxzero._plan.lookahead import issued_early, latest_issues
 from jaxzero._plan.param_uses import ShardedParam
 from jaxzero._program import Value
 from jaxzero._sharding import layouts_by_preference
@@ -99,6 +101,14 @@ def test_reductions_take_their_turn_on_the_link():
     # Layer 4 is used at 40, in 10**9 multiplications. So the four launches, of 3.5, begin at 21.6,
     # and the gather of layer 3 before them, of 4.4, at 17.2, while layer 1 computes.
     assert beside == alone | {3: (1,)}
+
+
+@pytest.mark.parametrize("free", [1, 2, 3])
+def test_a_group_is_sent_where_there_is_room_and_never_late(free):
+    room = types.SimpleNamespace(take=lambda group, issue, stop: free)
+    issues, wanted = [(1, 3)], {4: (0, 1)}  # over `node` and `local`: at the latest, and wanted
+    early = issued_early([[_gather(4, 8)]], issues, wanted, range(5), 5, room)
+    assert early == [(0, free)]
 
 
 BUSY, HEAVY = 6, 3

@@ -14,6 +14,7 @@ import pytest
 import jaxzero as jz
 from benchmarks.compiled._h200 import h200_mesh
 from benchmarks.shared import _llama
+from jaxzero import tune
 from jaxzero._hlo import timeline
 from jaxzero._planner.bounder import Bounder
 from jaxzero._planner.candidates import enumerate_candidates
@@ -21,7 +22,6 @@ from jaxzero._planner.compiles import Compiler
 from jaxzero._planner.job import Job
 from jaxzero._planner.ranking import ranked
 from jaxzero._planner.search import Search
-from jaxzero._planner.tune import tune
 
 pytestmark = pytest.mark.standard_promotion
 CLUSTER = jz.Cluster(nodes=1, local=2, device="h100")

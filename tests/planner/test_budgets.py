@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import jaxzero as jz
+from jaxzero import tune
 from jaxzero._planner.bounder import Bounder
 from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
@@ -22,7 +23,6 @@ from jaxzero._planner.job import Job
 from jaxzero._planner.ranking import ranked
 from jaxzero._planner.rounds import RoundBounds
 from jaxzero._planner.search import Search
-from jaxzero._planner.tune import tune
 
 from .test_search import CLUSTER, GB, Answer, absent
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jaxzero as jz
+from jaxzero import tune
 from jaxzero._hlo import Rates
 from jaxzero._planner.bounder import Bounder
 from jaxzero._planner.bounds import Bounds
@@ -22,7 +23,6 @@ from jaxzero._planner.plans import Plans
 from jaxzero._planner.ranking import ranked
 from jaxzero._planner.rounds import RoundBounds, RoundCost
 from jaxzero._planner.search import Search
-from jaxzero._planner.tune import tune
 
 from .test_search import BATCH, CLUSTER, Compiler, absent, averaged, init, loss
 

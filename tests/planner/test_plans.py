@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 import jaxzero as jz
+from jaxzero import tune
 from jaxzero._planner.bounder import left_out
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.job import Job
 from jaxzero._planner.plans import PlanRow, Plans
 from jaxzero._planner.ranking import ranked
 from jaxzero._planner.search import Search
-from jaxzero._planner.tune import tune
 
 CLUSTER = jz.Cluster(nodes=2, local=2, device="h100", link=1e9)
 

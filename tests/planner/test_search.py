@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import jaxzero as jz
+from jaxzero import tune
 from jaxzero._hlo import Timeline
 from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
@@ -22,7 +23,7 @@ from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
 from jaxzero._planner.ranking import notes_on_best, ranked
 from jaxzero._planner.search import MAX_FULL, MAX_PROXIES, Search
-from jaxzero._planner.tune import check_arguments, tune
+from jaxzero._planner.tune import check_arguments
 
 CLUSTER = jz.Cluster(nodes=2, local=2, device="h100", link=1e9)
 GB = 1e9

@@ -11,12 +11,12 @@ import optax
 import pytest
 
 import jaxzero as jz
+from jaxzero import tune
 from jaxzero._planner.bounder import Bounder
 from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.estimates import Estimates
 from jaxzero._planner.job import Job
-from jaxzero._planner.tune import tune
 
 from .test_estimates import BOUNDS
 from .test_search import BATCH, absent, init, loss

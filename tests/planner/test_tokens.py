@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import jaxzero as jz
+from jaxzero import tune
 from jaxzero._hlo import Timeline
 from jaxzero._planner import bounder
 from jaxzero._planner.bounds import Bounds
@@ -27,7 +28,6 @@ from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
 from jaxzero._planner.ranking import ranked
 from jaxzero._planner.search import Search
-from jaxzero._planner.tune import tune
 
 CLUSTER = jz.Cluster(nodes=2, local=4, device="h100", link=25e9)
 WIDTH, TOKENS = 256, 16

@@ -78,6 +78,10 @@ APART: dict[str, Callable] = {
 }
 MIXED: dict[str, tuple[str, Callable]] = {
     "a statistic": ("statistic", lambda x, ids: _mean(x - x.mean(0)[None])),
+    "one of picked columns": (
+        "statistic",
+        lambda x, ids: _mean(x[:, 1] * x[:, jnp.array([2, 0])].mean(0)[0]),
+    ),
     "one of a slice of columns": ("statistic", lambda x, ids: _mean(x[:, 1] * x.T[0].mean())),
     "across groups": (
         "statistic",

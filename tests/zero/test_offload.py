@@ -260,7 +260,7 @@ def test_mistakes():
 
 
 def test_too_little_host_memory(monkeypatch):
-    monkeypatch.setattr("jaxzero._zero.host_memory._available_bytes", lambda: 1000)
+    monkeypatch.setattr("jaxzero._zero.host_memory.available_bytes", lambda: 1000)
     zero = jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]), jz.ZeroConfig(offload=ALL))
     with warnings.catch_warnings(), pytest.raises(MemoryError, match="parameters would take"):
         zero.init(init, jax.random.key(0))

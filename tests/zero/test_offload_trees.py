@@ -86,7 +86,7 @@ def test_restoring_into_too_little_host_memory(monkeypatch, tmp_path):
     with jz.Checkpoints(tmp_path, zero) as checkpoints:
         checkpoints.save(1, {"params": params})
         checkpoints.close()
-        monkeypatch.setattr("jaxzero._zero.host_memory._available_bytes", lambda: 1000)
+        monkeypatch.setattr("jaxzero._zero.host_memory.available_bytes", lambda: 1000)
         with pytest.raises(MemoryError, match="arrays of the checkpoint would take"):
             checkpoints.restore({"params": zero.abstract(init)})
         on_device = jz.Zero(zero.mesh, dataclasses.replace(zero.config, offload=None))
