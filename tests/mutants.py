@@ -9,6 +9,7 @@ compute the same, or differ only in cost; for any other a test is missing.
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
 import os
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,8 +56,8 @@ def mutated(node: ast.AST) -> str | None:
 def mutants(text: str) -> Iterator[tuple[int, str, str]]:
     """The line, what is changed, and the new text of each mutant; messages are left alone."""
     tree = ast.parse(text)
-    raised = (x for x in ast.walk(tree) if isinstance(x, ast.Raise))
-    left_alone = {id(x) for error in raised for x in ast.walk(error)}
+    messages = (x for x in ast.walk(tree) if isinstance(x, ast.Raise | ast.JoinedStr))
+    left_alone = {id(x) for message in messages for x in ast.walk(message)}
     lines = text.encode().splitlines(keepends=True)
     for node in ast.walk(tree):
         if id(node) in left_alone or (new := mutated(node)) is None:
@@ -82,7 +84,7 @@ def main(
         tests: files and folders of tests, quick ones first.
         num: number of mutants, drawn at random.
         seed: of the draw.
-        every: run the first case of each file of tests, and each so manieth after it.
+        every: run the first case of each file of tests, and every nth after it.
     """
     folder = ROOT / package
     files = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
@@ -95,16 +97,18 @@ def main(
         environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-xq", f"--every={every}", *tests]
         run = functools.partial(subprocess.run, command, cwd=tree, env=environment)
+        began = time.monotonic()
         run(check=True)  # without a change, they pass
+        seconds = 60 + 5 * (time.monotonic() - began)  # a mutant may loop forever
         survivors = 0
         for file, line, change, text in drawn:
             path = tree / file.relative_to(ROOT)
             path.write_text(text)
-            done = run(capture_output=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if run(capture_output=True, timeout=seconds).returncode == 0:
+                    survivors += 1
+                    print(f"{file.relative_to(ROOT)}:{line}  {change}", flush=True)
             path.write_text(file.read_text())
-            if done.returncode == 0:
-                survivors += 1
-                print(f"{file.relative_to(ROOT)}:{line}  {change}", flush=True)
     print(f"{survivors} of {len(drawn)} mutants survived")
 
 

@@ -35,6 +35,7 @@ def test_a_loop_takes_the_operations_of_one_iteration():
     forward = of_layers[0]
     backward = [span for span in of_layers if span.region != forward.region]
     head, its_sum = (found[action, "head", region] for action, region in _OF_HEAD)
+    assert found["gather", "table", "forward"].start == 0  # before the first operation
     assert found["gather", "table", "forward"].stop < forward.start <= forward.stop < head.needed
     assert {span.action for span in backward} == {"gather", "reduce"}
     assert its_sum.stop < min(span.start for span in backward)
