@@ -82,7 +82,9 @@ def with_rows(
     for i, table in find_tables(block, weights, gradients).items() if weights else ():
         leaf = parameters.leaves[i]
         assert leaf.layout is not None
-        exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm)
+        # What is stored encoded is not encoded again, as in a gather.
+        size = 0 if leaf.codec else leaf.layer_size
+        exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm, size)
         rows, weight = _bytes_of_rows(table, exchange), _bytes_of_weight(table, leaf, comm)
         if comm.hpz is not None:  # between nodes, weights are sent once in a step
             weight[NODE] //= microbatches
