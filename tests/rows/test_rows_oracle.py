@@ -150,6 +150,24 @@ def test_codecs_of_weights_and_gradients_encode_rows(case):
     assert np.all(np.abs(grads - want) <= bound) and np.max(np.abs(grads - want)) > 1e-9
 
 
+def test_verify_bounds_rows():
+    """The cotangents of each row cancel on each device: they are off by more than their sum is."""
+    zero = jz.Zero(
+        jz.make_mesh(nodes=2), dataclasses.replace(jz.zeropp(), min_quantized_size=100)
+    )
+    random = np.random.default_rng(0)
+    params = {"t": random.normal(size=(64, 32))}
+    a, b = random.normal(size=(2, 64, 32))
+    batch = {"ids": np.repeat(np.arange(64)[:, None], 3, 1), "x": np.stack([a, b, -a - b], 1)}
+
+    def loss(params, batch):
+        return jnp.mean(jnp.sin(params["t"][batch["ids"]]) * batch["x"])
+
+    report = zero.verify(loss, zero.shard(params), batch, variations=False)
+    assert report.ok, report
+    assert {x.kind for x in report.checks} >= {"loss, encoded", "gradient, encoded"}
+
+
 MESHES = {
     "one node": lambda: jz.make_mesh(nodes=1),
     "nodes of one": lambda: jz.make_mesh(nodes=8),
