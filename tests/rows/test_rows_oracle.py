@@ -152,9 +152,7 @@ def test_codecs_of_weights_and_gradients_encode_rows(case):
 
 def test_verify_bounds_rows():
     """The cotangents of each row cancel on each device: they are off by more than their sum is."""
-    zero = jz.Zero(
-        jz.make_mesh(nodes=2), dataclasses.replace(jz.zeropp(), min_quantized_size=100)
-    )
+    zero = jz.Zero(jz.make_mesh(nodes=2), dataclasses.replace(jz.zeropp(), min_quantized_size=100))
     random = np.random.default_rng(0)
     params = {"t": random.normal(size=(64, 32))}
     a, b = random.normal(size=(2, 64, 32))
