@@ -157,7 +157,8 @@ class RowExchange:
         rows = _cast(rows, dtypes)
         rows = jnp.where(_like(is_owned, rows), rows, jnp.zeros((), rows.dtype))
         rows = rows.sum(lead + 1) if ids.shape[1] > 1 else jnp.squeeze(rows, lead + 1)
-        rows, sent = _Rows(rows, lead), None
+        rows = _Rows(rows, lead)
+        sent: Any = None
         is_split = self.layout.dim != 0
         for dim, axis in [*enumerate(axes)][:: -1 if is_split else 1]:
             codec = self.codec(axis, dtypes[-1], back=False)
