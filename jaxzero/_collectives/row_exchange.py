@@ -12,7 +12,13 @@ on another dim, each device reads its columns of all rows, and an all-to-all ret
 
 The transpose sends cotangents the other way (an all-gather, or an all-to-all) and adds those of
 owned rows to the shard, which then is this device's shard of the sum over all devices. Additions
-are in `accumulator_dtype`. Rows are sent without codecs.
+are in `accumulator_dtype`.
+
+With a codec each row, or each device's columns of it, is a message of its own: its scales depend on
+no other row, and the zeros for rows that a device does not own arrive as zeros. Rows that are read
+pass the codecs of weights, encoded anew over each axis, since a reduce-scatter then is an
+all-to-all whose messages are decoded and added up. Cotangents pass those of gradients, encoded once
+where both axes have the same. Nothing adds up what rounding has lost: rows have no wire state.
 """
 
 from __future__ import annotations
@@ -23,11 +29,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
-from .._mesh import AXES, program_axes
+from .._codecs import Codec
+from .._mesh import AXES, device_index, program_axes
 from .._sharding import DimSharding, pad, unpad
 from .comm_spec import CommSpec, accumulator_dtype
 from .primitives import all_gather, all_to_all, reduce_scatter
@@ -43,13 +51,16 @@ class RowExchange:
         shape: the shape of the full table, without padding; its first dim counts rows.
         dtype: the dtype of its shards.
         layout: the split dim, and its padding.
-        comm: mesh axes and their sizes.
+        comm: mesh axes and their sizes, and codecs.
+        coded_size: the number of elements by which codecs are chosen (`min_quantized_size`); 0
+            sends rows as they are.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     layout: DimSharding
     comm: CommSpec
+    coded_size: int = 0
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -73,21 +84,36 @@ class RowExchange:
         Args:
             n: rows of one device.
             k: ids of each.
-            dtype: that rows are sent in.
+            dtype: of the rows before they are encoded.
             back: whether to count cotangents, which all devices get; if not, rows that are read.
         """
         num_bytes: dict[str, int] = dict.fromkeys(AXES, 0)
         axes = self.axes(back)
         sizes = [self.comm.sizes[axis] for axis in axes]
+        columns, parts = math.prod(self.shape[1:]), 1  # of a message; what a row has been cut into
+        if self.layout.dim != 0:
+            columns = columns // self.layout.size * self.layout.padded
         for i, axis in enumerate(axes):
             # What the axes after this one bring is sent over it too.
-            rows = (sizes[i] - 1) * math.prod(sizes[i + 1 :])
-            if self.layout.dim != 0 and axis in self.comm.axes:
-                rows = (sizes[i] - 1) / sizes[i]
-            num_bytes[axis] = int(n * self.row_bytes(dtype) * rows)
+            from_others = (sizes[i] - 1) * math.prod(sizes[i + 1 :])
+            messages = n * from_others
+            if self.layout.dim != 0:
+                messages = n * parts * (sizes[i] - 1)
+                if axis in self.comm.axes:
+                    columns, parts = columns // sizes[i], parts * sizes[i]
+            codec = self.codec(axis, dtype, back=back)
+            size = columns * jnp.dtype(dtype).itemsize
+            num_bytes[axis] = messages * (codec.num_bytes(columns, dtype) if codec else size)
             if not back or axes != self.axes(back=False):  # ids have not been sent yet
-                num_bytes[axis] += 4 * n * k * (sizes[i] - 1) * math.prod(sizes[i + 1 :])
+                num_bytes[axis] += 4 * n * k * from_others
         return num_bytes
+
+    def codec(self, axis: str, dtype: Any, *, back: bool) -> Codec | None:
+        """What encodes rows of type `dtype` over an axis: that of gradients for cotangents."""
+        codec_of = self.comm.gradient_codec if back else self.comm.weight_codec
+        codec = codec_of(axis, self.coded_size, dtype)
+        is_smaller = codec is not None and codec.bits < 8 * jnp.dtype(dtype).itemsize
+        return codec if is_smaller else None
 
     def axes(self, back: bool) -> tuple[str, ...]:
         """The axes that rows are sent over, major first; cotangents are summed over all."""
@@ -116,7 +142,8 @@ class RowExchange:
             shard: this device's shard.
             ids_of_all: from `gather_ids`.
             ids: this device's ids, of any integer dtype.
-            dtypes: rows are cast to them in turn; they are summed up and sent in the last one.
+            dtypes: rows are cast to them in turn; they are summed up in the last one, and encoded
+                or sent.
             fill: the value that is read at ids out of bounds; None reads the nearest row there.
             wait: a function that passes ids through a barrier, which rows then wait for.
 
@@ -130,17 +157,18 @@ class RowExchange:
         rows = _cast(rows, dtypes)
         rows = jnp.where(_like(is_owned, rows), rows, jnp.zeros((), rows.dtype))
         rows = rows.sum(lead + 1) if ids.shape[1] > 1 else jnp.squeeze(rows, lead + 1)
+        rows = _Rows(rows, lead)
         sent: Any = None
-        if self.layout.dim == 0:
-            for dim, axis in enumerate(axes):
-                rows = reduce_scatter(rows, axis, dim)
-                sent = rows if sent is None else sent
-            rows = rows.reshape(len(ids), *self.shape[1:])
-        else:
-            for dim, axis in reversed([*enumerate(axes)]):
-                rows = all_to_all(rows, axis, dim, lead + self.layout.dim)
-                sent = rows if sent is None else sent
-            rows = unpad(rows.reshape(len(ids), *rows.shape[lead + 1 :]), self.layout)
+        is_split = self.layout.dim != 0
+        for dim, axis in [*enumerate(axes)][:: -1 if is_split else 1]:
+            codec = self.codec(axis, dtypes[-1], back=False)
+            if is_split:
+                rows = rows.joined(axis, dim, self.layout.dim, codec)
+            else:
+                rows = rows.summed(axis, dim, codec)
+            sent = rows.data if sent is None else sent
+        rows = rows.data.reshape(len(ids), *rows.data.shape[lead + 1 :])
+        rows = unpad(rows, self.layout) if is_split else rows
         if fill is not None:
             own = self.int32(ids)
             num = _like(((own < 0) | (own == self.shape[0])).sum(1), rows)
@@ -162,7 +190,7 @@ class RowExchange:
         Args:
             total: a shard of the table's shape, in `sum_dtype`.
             ids_of_all: from `gather_ids`.
-            cotangents: this device's cotangents, sent in their dtype.
+            cotangents: this device's cotangents, encoded or sent in their dtype.
             clips: whether ids out of bounds stand for the nearest row; otherwise for none.
             divisor: what the cotangents are divided by.
             waits: for each axis that cotangents are sent over, in order, a function as `wait` of
@@ -170,18 +198,19 @@ class RowExchange:
         """
         axes = self.axes(back=True)
         rows = cotangents if self.layout.dim == 0 else pad(cotangents, self.layout)
-        rows = rows.reshape(*[1] * len(axes), *rows.shape)
+        rows = _Rows(rows.reshape(*[1] * len(axes), *rows.shape), len(axes))
         is_split = self.layout.dim != 0  # then devices get their columns of all rows
         numbered = [*enumerate(axes)] if is_split else [*reversed([*enumerate(axes)])]
         for (dim, axis), wait in itertools.zip_longest(numbered, waits[: len(axes)]):
-            rows = rows if wait is None else wait(rows)
+            codec = self.codec(axis, cotangents.dtype, back=True)
             if is_split and axis in self.comm.axes:
-                rows = all_to_all(rows, axis, len(axes) + self.layout.dim, dim)
+                rows = rows.waiting(wait).split(axis, dim, self.layout.dim, codec)
             else:
-                rows = all_gather(rows, axis, dim)
+                rows = rows.encoded(codec, cotangents.dtype).waiting(wait).gathered(axis, dim)
+        rows = rows.decoded(total.dtype).data
         local, is_owned = self._owned(ids_of_all, clips)
         local = jnp.where(is_owned, local, jnp.int32(self.shard_shape[0]))  # others are dropped
-        rows = jnp.expand_dims(rows, len(axes) + 1).astype(total.dtype)
+        rows = jnp.expand_dims(rows, len(axes) + 1)
         rows = rows if divisor is None else rows / jnp.asarray(divisor, rows.dtype)
         rows = jnp.broadcast_to(rows, (*ids_of_all.shape, *rows.shape[len(axes) + 2 :]))
         return total.at[local].add(rows, mode="drop", wrap_negative_indices=False)
@@ -200,6 +229,82 @@ class RowExchange:
             ids = ids - first
             is_owned &= (ids >= 0) & (ids < num)
         return ids, is_owned
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows on their way, `[*devices, n, *row]`, or the messages of a codec, `[*devices, n, bytes]`.
+
+    `lead` is the number of the dims of devices, in which a row arrives by its sender or leaves by
+    its receiver; `dim` is one of them, and `column` a dim of the table.
+    """
+
+    data: Any
+    lead: int
+    codec: Codec | None = None
+    row: tuple[int, ...] = ()  # with a codec the shape of a decoded row
+
+    def waiting(self, wait: Wait | None) -> _Rows:
+        return self if wait is None else dataclasses.replace(self, data=wait(self.data))
+
+    def encoded(self, codec: Codec | None, dtype: Any) -> _Rows:
+        """These rows as messages of `codec`, decoded to `dtype` before if another wrote them."""
+        if codec == self.codec:
+            return self
+        x = self.decoded(dtype).data
+        if codec is None:
+            return _Rows(x, self.lead)
+        devices_n, row = x.shape[: self.lead + 1], x.shape[self.lead + 1 :]
+        with jax.named_scope("encode"):
+            seed = device_index(program_axes(AXES))
+            message = codec.encode_rows(x.reshape(*devices_n, math.prod(row)), seed=seed)
+        # Otherwise XLA may move casts of the decoding in front of the collective.
+        return _Rows(lax.optimization_barrier(message), self.lead, codec, row)
+
+    def decoded(self, dtype: Any) -> _Rows:
+        if self.codec is None:
+            return _Rows(self.data.astype(dtype), self.lead)
+        with jax.named_scope("decode"):
+            x = self.codec.decode_rows(self.data, math.prod(self.row), dtype)
+        return _Rows(x.reshape(*x.shape[:-1], *self.row), self.lead)
+
+    def gathered(self, axis: str, dim: int) -> _Rows:
+        """Those of all devices."""
+        form = self.codec or self.data.dtype
+        return dataclasses.replace(self, data=all_gather(self.data, axis, dim, forms=(form,)))
+
+    def summed(self, axis: str, dim: int, codec: Codec | None) -> _Rows:
+        """Reduce-scatter."""
+        if codec is None:
+            return _Rows(reduce_scatter(self.data, axis, dim), self.lead)
+        parts = self._exchanged(axis, dim, codec, accumulator_dtype(self.data.dtype))
+        return _Rows(parts.data.sum(dim, keepdims=True).astype(self.data.dtype), self.lead)
+
+    def joined(self, axis: str, dim: int, column: int, codec: Codec | None) -> _Rows:
+        """Exchange columns of the rows of all devices for all columns of this device's rows."""
+        at = self.lead + column
+        if codec is None:
+            return _Rows(all_to_all(self.data, axis, dim, at), self.lead)
+        x = self._exchanged(axis, dim, codec, self.data.dtype).data
+        shape = [*x.shape]
+        shape[dim], shape[at] = 1, shape[dim] * shape[at]
+        return _Rows(jnp.moveaxis(x, dim, at - 1).reshape(shape), self.lead)
+
+    def split(self, axis: str, dim: int, column: int, codec: Codec | None) -> _Rows:
+        """Exchange all columns of this device's rows for columns of the rows of all devices."""
+        at = self.lead + column
+        if codec is None:
+            return _Rows(all_to_all(self.data, axis, at, dim), self.lead)
+        shape, num = [*self.data.shape], lax.axis_size(axis)
+        shape[at : at + 1] = num, shape[at] // num
+        x = jnp.moveaxis(jnp.squeeze(self.data.reshape(shape), dim), at - 1, dim)
+        return _Rows(x, self.lead)._exchanged(axis, dim, codec, x.dtype)
+
+    def _exchanged(self, axis: str, dim: int, codec: Codec, dtype: Any) -> _Rows:
+        """All-to-all of messages: part i along `dim` goes to device i."""
+        sent = self.encoded(codec, self.data.dtype)
+        data = all_to_all(sent.data, axis, dim, dim, forms=(codec,))
+        return dataclasses.replace(sent, data=data).decoded(dtype)
 
 
 def gather_ids(ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...]) -> list[Int32[Array, ...]]:

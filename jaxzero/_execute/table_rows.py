@@ -34,6 +34,7 @@ from .._program import (
     Tools,
     exchange_rows,
     find_tables,
+    with_lookups,
 )
 from .._sharding import LeafSpec
 from .program_plan import Parameters
@@ -79,10 +80,13 @@ def with_rows(
         gradients = {k: i for k, i in numbered if i in {*weights.values()}}
     moved: dict[int, MovedRows] = {}
     chosen: dict[int, TableOperations] = {}
-    for i, table in find_tables(block, weights, gradients).items() if weights else ():
+    looked_up = with_lookups(block, weights, gradients)
+    for i, table in find_tables(looked_up, weights, gradients).items() if weights else ():
         leaf = parameters.leaves[i]
         assert leaf.layout is not None
-        exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm)
+        # What is stored encoded is not encoded again, as in a gather.
+        size = 0 if leaf.codec else leaf.layer_size
+        exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm, size)
         rows, weight = _bytes_of_rows(table, exchange), _bytes_of_weight(table, leaf, comm)
         if comm.hpz is not None:  # between nodes, weights are sent once in a step
             weight[NODE] //= microbatches
@@ -100,6 +104,9 @@ def with_rows(
             return gather_ids(ids, axes)
 
     tools = Tools(chosen, ids_of_all, comm.sizes)
+    weights = {x: i for x, i in weights.items() if i in chosen}
+    gradients = {k: i for k, i in gradients.items() if i in chosen}
+    block = with_lookups(block, weights, gradients)  # other products stay
     block = exchange_rows(block, weights, gradients, tools)
     return block, dataclasses.replace(parameters, tables=moved)
 

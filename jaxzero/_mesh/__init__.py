@@ -64,6 +64,7 @@ from .per_device import rewrite as rewrite
 from .per_device import to_device as to_device
 from .per_device import to_host as to_host
 from .per_device import without_refs as without_refs
+from .token_exchange import GATHERED_EXPERTS as GATHERED_EXPERTS
 from .token_exchange import ROWS_APART as ROWS_APART
 from .token_exchange import exchange_tokens as exchange_tokens
 from .tokens import MIN_FEATURES as MIN_FEATURES

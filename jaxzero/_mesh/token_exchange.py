@@ -38,6 +38,9 @@ Compute = Callable[[Array, Array, Array], Array]
 # The scope of operations along rows that the analysis of mixed rows (`_program.row_mixing`) passes
 # over: a sort that is undone, and places in messages of limited capacity, a limit for each device.
 ROWS_APART = "jaxzero_rows_apart"
+# The scope of what uses experts that are gathered, followed by their number, and by the bytes that
+# would enter a device each time that the tokens of the call are sent (`_plan.gathered_experts`).
+GATHERED_EXPERTS = "jaxzero_gathered_experts"
 
 
 def exchange_tokens(
@@ -99,7 +102,8 @@ def exchange_tokens(
     none = jnp.zeros((), jnp.int32)
     if num_local == num_experts:
         experts = jnp.where(experts < 0, num_local, experts)
-        return _grouped(compute, tokens, experts, weights, num_local), none
+        with jax.named_scope(f"{GATHERED_EXPERTS}_{num_local}_{_entering_bytes(tokens)}"):
+            return _grouped(compute, tokens, experts, weights, num_local), none
     _check_devices(num_experts, num_local)
     if capacity_factor is not None:
         return _with_capacity(compute, tokens, experts, weights, num_local, capacity_factor)
@@ -157,6 +161,14 @@ def _check_devices(num_experts: int, num_local: int) -> None:
             f"got {num_local} of {num_experts}. Split the leaf by `jz.Ungathered`, along its dim "
             "of experts."
         )
+
+
+def _entering_bytes(tokens: Any) -> int:
+    """Bytes that enter a device if all tokens of its node are sent to it."""
+    try:
+        return tokens.nbytes * (lax.axis_size(LOCAL) - 1)
+    except NameError:  # outside of a step
+        return 0
 
 
 def _own_choices(

@@ -14,6 +14,7 @@ from .._collectives import HostTransfer, Transfer, readable_bytes
 from .._program import Fork, Loop, Operation, kept_values
 from .block_plan import BlockPlan
 from .emit_loop import pipeline_of
+from .gathered_experts import GatheredExperts, find_gathered_experts
 from .pipeline import Pipeline
 from .plan_step import ACTIONS, Hop, PlanStep, region_name, steps_of
 
@@ -125,6 +126,11 @@ class Plan:
         return tuple(find_held_whole(self.top))
 
     @property
+    def gathered_experts(self) -> tuple[GatheredExperts, ...]:
+        """Experts that are gathered where tokens would be fewer bytes; see `jz.Ungathered`."""
+        return tuple(find_gathered_experts(self.top, self.transfers, self.microbatches))
+
+    @property
     def loops(self) -> dict[str, Pipeline]:
         """The list of instructions of one turn of each loop, by the loop's name in `steps`.
 
@@ -149,6 +155,7 @@ class Plan:
             lines.append("in each later micro-batch, which gathers from node slices (hpZ):")
             lines += _lines(tuple(steps_of(self.later, ())))
         lines += map(str, self.rows)
+        lines += map(str, self.gathered_experts)
         lines += map(str, self.held_whole)
         lines += _in_columns([*map(described, by_kind(self.residuals))])
         if self.at_end:

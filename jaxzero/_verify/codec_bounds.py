@@ -66,6 +66,20 @@ def weight_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
     return total
 
 
+def row_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
+    """`weight_bound` of a table of which rows are sent: each by itself, encoded over each axis.
+
+    A bag of rows is off by at most the sum of their bounds.
+    """
+    rows = np.abs(np.asarray(x, np.float32)).reshape(len(x), -1)
+    total = np.zeros(rows.shape, np.float32)
+    for axis in (LOCAL, NODE) if leaf.codec is None else ():
+        codec = comm.weight_codec(axis, leaf.layer_size, leaf.dtype)
+        if codec is not None and comm.sizes[axis] > 1 and axis in comm.axes:
+            total += codec.error_bound(rows + total).astype(np.float32)
+    return total.reshape(x.shape)
+
+
 def gradient_bound(leaf: LeafSpec, parts: Any, comm: CommSpec, config: ZeroConfig) -> Any:
     """By how much the elements of a mean gradient may be off.
 

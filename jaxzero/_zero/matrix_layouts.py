@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._mesh import LOCAL, axes_of_dims, is_one_node, without_node
+from .._mesh import LOCAL, STAGE, axes_of_dims, is_one_node, without_node
 from .._program import Atom, Constant, Value
 from .._sharding import DimSharding, LeafSpec
 from .placement import constrain
@@ -23,16 +23,22 @@ class Forms(NamedTuple):
 
 
 def may_be_split_stack(leaf: LeafSpec) -> bool:
-    """Whether a parameter may be a stack of matrices, stored split along a dim of them."""
-    if len(leaf.shape) < 3 or not _is_split(leaf):
+    """Whether a parameter may be a stack of matrices, stored split along a dim of them.
+
+    Pipeline stages may share its layers, if the devices of a stage divide those of the stage.
+    """
+    if len(leaf.shape) < 3 or not _is_split(leaf) or leaf.layout is None or leaf.layout.dim == 0:
         return False
-    of_layers = axes_of_dims(PartitionSpec(*leaf.other_axes, *[None] * len(leaf.shape)))[0]
-    return leaf.layout is not None and leaf.layout.dim != 0 and not of_layers
+    if leaf.stages is not None and leaf.other_axes == PartitionSpec(STAGE):
+        return leaf.shape[0] % (leaf.stages.num_shards * leaf.layout.num_shards) == 0
+    return not axes_of_dims(PartitionSpec(*leaf.other_axes, *[None] * len(leaf.shape)))[0]
 
 
 def may_be_split_matrix(leaf: LeafSpec) -> bool:
-    """Whether a parameter may be one of several matrices that are split."""
-    return len(leaf.shape) >= 2 and _is_split(leaf) and leaf.stages is None
+    """Whether a parameter may be one of several matrices that are split, or a stack of them."""
+    if leaf.stages is not None:
+        return may_be_split_stack(leaf)
+    return len(leaf.shape) >= 2 and _is_split(leaf)
 
 
 def _is_split(leaf: LeafSpec) -> bool:
@@ -44,6 +50,20 @@ def _is_split(leaf: LeafSpec) -> bool:
 def by_layer_of(stack: LeafSpec, num_shards: int) -> LeafSpec:
     """A stack, split by layer into so many shards."""
     return dataclasses.replace(stack, layout=DimSharding(0, stack.shape[0], num_shards))
+
+
+def forms_of_layers(stack: LeafSpec, num_shards: int, axes: tuple[str, ...]) -> Forms:
+    """The layouts of a stack of layers that is a leaf; a stage's layers stay on its devices.
+
+    Args:
+        stack: the layout in which it is stored.
+        num_shards: how many devices share its layers, or those of a stage.
+        axes: the axes that split it.
+    """
+    if stack.stages is None:
+        return Forms(stack, by_layer_of(stack, num_shards))
+    split = PartitionSpec((STAGE, *axes))
+    return Forms(stack, dataclasses.replace(stack, layout=None, stages=None, other_axes=split))
 
 
 def forms_of_stack(leaf: LeafSpec, num: int, num_shards: int) -> Forms:

@@ -56,7 +56,7 @@ from .._sharding import (
 from .matrix_layouts import (
     Forms,
     Layouts,
-    by_layer_of,
+    forms_of_layers,
     forms_of_stack,
     may_be_split_matrix,
     may_be_split_stack,
@@ -234,6 +234,8 @@ class _Program:
         stack = None if leaf is None else self._layers.get(leaf)
         if stack is None or x not in stack.given or not self._is_stack(x):
             return None
+        if leaf is not None and self.params[leaf].stages is not None:
+            return None  # it is stored as all leaves of stages are
         return leaf if new is x or new in stack.made else None
 
     @property
@@ -244,7 +246,11 @@ class _Program:
     @functools.cached_property
     def _stacked(self) -> tuple[Block, list[MatrixStack]]:
         """The program with products of alike leaves on stacks of these, and all stacks."""
-        leaves = {role.leaf: None for role in self.roles.values() if role.leaf not in self._layers}
+        leaves = {
+            role.leaf: None
+            for role in self.roles.values()
+            if role.leaf not in self._layers and self.params[role.leaf].stages is None
+        }
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             block, stacks = stack_alike_leaves(self._values, leaves, self._num_shards)
         return block, [*self._layers.values(), *stacks]
@@ -333,7 +339,7 @@ class _Program:
                 forms[x] = forms_of_stack(whole, len(stack.leaves), num_shards)
             elif x.shape in by_shape and self._is_stack(x):
                 stored = by_shape[x.shape]
-                forms[x] = Forms(stored, by_layer_of(stored, num_shards))
+                forms[x] = forms_of_layers(stored, num_shards, run.axes)
         return forms
 
     def _groups(self) -> list[list[int]]:

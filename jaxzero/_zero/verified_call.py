@@ -128,6 +128,7 @@ class VerifiedCall:
         return Runs(
             step=self.step,
             extras=self.extras,
+            tables=self.tables,
             mesh=self.zero._devices,
             config=self.zero.config,
             comm=self.transform.comm,
@@ -141,12 +142,7 @@ class VerifiedCall:
         zero = self.zero if encoded else self.without_codecs
         args, kwargs = self._arguments(arrays)
         options = {**self.options, "microbatches": microbatches}
-        state = {}
-        number = self.options["argnums"]
-        if zero.config.needs_wire_state:
-            numbers = (number,) if isinstance(number, int) else number
-            states = tuple(zero.init_wire_state(args[i]) for i in numbers)
-            state["wire_state"] = states[0] if isinstance(number, int) else states
+        number, state = self.options["argnums"], self._wire_state(zero, args)
         outputs = zero.value_and_grad(self.f, **options)(*args, **kwargs, **state)
         value, grads = outputs[:2]
         loss, aux = value if self.options["has_aux"] else (value, None)
@@ -154,6 +150,22 @@ class VerifiedCall:
         full = [x for tree in self._in_order(trees) for x in _floats(zero.unshard(tree))]
         results = on_host([loss, *values_of(aux), *full])
         return results, (zero, args, kwargs, *outputs[1:])
+
+    def tables(self) -> frozenset[str]:
+        """The tables of which the configured step sends rows: see `Runs.tables`."""
+        args, kwargs = self._arguments(self.problem.arrays)
+        kwargs |= self._wire_state(self.zero, args)
+        plan = self.zero.plan(self.f, *args, **self.options, **kwargs)
+        return frozenset(x.name for x in plan.rows)
+
+    def _wire_state(self, zero: Any, args: Sequence[Any]) -> dict[str, Any]:
+        """The argument with a new wire state, if the config needs one."""
+        if not zero.config.needs_wire_state:
+            return {}
+        number = self.options["argnums"]
+        numbers = (number,) if isinstance(number, int) else number
+        states = tuple(zero.init_wire_state(args[i]) for i in numbers)
+        return {"wire_state": states[0] if isinstance(number, int) else states}
 
     def extras(self, made: Any) -> tuple[Update | None, list[Any] | None]:
         """The update and the half-batches of a run of `step`: see `Runs.extras`."""

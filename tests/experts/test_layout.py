@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -239,3 +240,33 @@ def test_what_else_reads_experts_is_added_up_over_the_node():
     value, grads = jax.jit(zero.value_and_grad(loss))(params, mixtures.batch())
     want = jax.value_and_grad(wanted)(mixtures.init(None), mixtures.batch())
     _equal((value, zero.unshard(grads)), want, 1e-13)
+
+
+@pytest.mark.parametrize("form", ["scan", "unrolled"])
+def test_the_plan_says_where_tokens_would_be_fewer_bytes(form):
+    """As many as a step with `Ungathered` sends of arrays `[tokens, features]`."""
+    loss = functools.partial(mixtures.loss, form=form)
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+    params = zero.abstract(mixtures.init, jax.random.key(0))
+    plan = zero.plan(loss, params, mixtures.batch())
+    (found,) = plan.gathered_experts
+    assert {*found.names} == {"experts.up", "experts.up_bias", "experts.down"}
+    sent = [x for each in plan.transfers for x in each.by_leaf() if "experts" in x.name]
+    assert found.weights == sum(x.trips * x.entering_bytes for x in sent if x.axis == "local")
+    assert f"{found.weights / 2**10:.2f} KiB over local" in str(plan)
+
+    split = _zero()
+    params = split.abstract(mixtures.init, jax.random.key(0))
+    step = jax.jit(split.value_and_grad(loss)).lower(params, mixtures.batch())
+    text = step.compile().as_text()
+    arrays = r"= (?:\(f64\[8,6\]|f64\[32,6\]).* (?:all-gather|all-to-all)\("
+    exchanges = len(re.findall(arrays, text))
+    if form == "scan":
+        exchanges *= mixtures.LAYERS
+    else:
+        exchanges += 1  # no gradient needs the cotangents of the batch
+    assert found.tokens == exchanges * 24 * 6 * 8  # of 3 other devices 8 tokens each
+    assert not split.plan(loss, params, mixtures.batch()).gathered_experts
+    assert not zero.plan(
+        loss, zero.abstract(mixtures.init, jax.random.key(0)), mixtures.batch(512)
+    ).gathered_experts

@@ -115,6 +115,31 @@ def _one_hot(params: Any, batch: Any) -> Any:
     return head(params, found, batch["x"])
 
 
+def _one_hot_as_written_out(params: Any, batch: Any) -> Any:
+    """Compared by hand, one-hot along the first dim, and the table before the vectors."""
+    numbers = jnp.arange(64, dtype=batch["ids"].dtype)[:, None, None]
+    vectors = (batch["ids"][None] == numbers).astype(params["t"].dtype)
+    rows = jnp.einsum("vhd,vbl->hdbl", params["t"], vectors)
+    return head(params, jnp.moveaxis(rows, (2, 3), (0, 1)), batch["x"])
+
+
+def _one_hot_scanned(params: Any, batch: Any) -> Any:
+    @jax.checkpoint
+    def step(carry: Any, ids: Any) -> Any:
+        vectors = jax.nn.one_hot(ids, 64, dtype=params["t"].dtype)
+        y = jnp.tanh((carry + vectors @ params["t"]) @ params["w"])
+        return y, y
+
+    start = jnp.zeros((batch["ids"].shape[0], 8), params["t"].dtype)
+    _, y = jax.lax.scan(step, start, batch["ids"].T)
+    return head(params, jnp.moveaxis(y, 0, 1), batch["x"]) + _one_hot(params, batch)
+
+
+def _multi_hot(params: Any, batch: Any) -> Any:
+    vectors = jax.nn.one_hot(batch["ids"], 64, dtype=params["t"].dtype).sum(1)
+    return head(params, vectors @ params["t"], batch["x"])
+
+
 def _mixed(params: Any, batch: Any) -> Any:
     """Read in 16 bits, and cast after."""
     low = params["t"].astype(jnp.bfloat16)[batch["ids"]]
@@ -147,6 +172,9 @@ MODELS: dict[str, Model] = {
     "tied": Model(_tied, {"t": (64, 8)}, ()),
     "rounded": Model(_rounded, {"t": (64, 8)}, ("t",), high=90),
     "no_ids": Model(_no_ids, {"t": (64, 8), "u": (64, 8)}, ()),
-    "one_hot": Model(_one_hot, {"t": (64, 8)}, ()),
+    "one_hot": Model(_one_hot, {"t": (64, 8)}, ("t",), high=90),
+    "one_hot_written_out": Model(_one_hot_as_written_out, {"t": (64, 3, 8)}, ("t",)),
+    "one_hot_scanned": Model(_one_hot_scanned, {"t": (64, 8)}, ("t",)),
+    "multi_hot": Model(_multi_hot, {"t": (64, 8)}, ()),
     "mixed": Model(_mixed, {"t": (64, 8), "u": (64, 8)}, ("t", "u")),
 }

@@ -100,11 +100,13 @@ OPTIMIZERS = {
     "shampoo": shampoo(),
     "galore": optax.contrib.galore(0.1, rank=4),
 }
-MESHES = {"zero3": "2x4-auto", "hsdp": "2x4-auto", "explicit": "2x4-explicit", "zero1": "2x4-auto"}
-
-
-def config(name):
-    return {"hsdp": jz.hsdp(), "zero1": jz.ZeroConfig(stage=1)}.get(name, jz.zero3())
+CONFIGS = {
+    "zero3": jz.zero3(),
+    "hsdp": jz.hsdp(),
+    "explicit": jz.zero3(),
+    "zero1": jz.ZeroConfig(stage=1),
+    "stages": jz.pipeline(2, layers=("deep", "few")),
+}
 
 
 def trees(dtype, shapes=FEW):
@@ -187,11 +189,13 @@ def test_leaves_alike_at_first_sight(of_leaf):
         zoo.assert_close(got, want, 1e-9, of_leaf.__name__)
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_of_other_layouts(kind):
     with jax.enable_x64(True):
-        zero = jz.Zero(zoo.make_mesh(MESHES[kind]), config(kind))
-        got, want = both(muon(weight_decay=0.1), zero, np.float64)
+        mesh = zoo.make_mesh("2x4-explicit" if kind == "explicit" else "2x4-auto")
+        shapes = {**FEW, "few": (3, 16, 24)} if kind == "stages" else FEW
+        zero = jz.Zero(mesh, CONFIGS[kind])
+        got, want = both(muon(weight_decay=0.1), zero, np.float64, shapes)
         zoo.assert_close(got, want, 1e-9, kind)
 
 
@@ -254,9 +258,14 @@ def compiled(tx, zero, *shapes):
     return jax.jit(update).lower(params, state, params).compile().as_text()
 
 
-@pytest.mark.parametrize("tx", [muon(weight_decay=0.1), shampoo()], ids=["muon", "shampoo"])
-def test_a_stack_is_exchanged_once_each_way(tx):
-    zero, shape = jz.Zero(zoo.make_mesh("2x4-auto")), (8, 64, 128)
+@pytest.mark.parametrize(
+    ("tx", "kind"),
+    [(muon(weight_decay=0.1), "zero3"), (shampoo(), "zero3"), (muon(), "stages")],
+    ids=["muon", "shampoo", "stages"],
+)
+def test_a_stack_is_exchanged_once_each_way(tx, kind):
+    config = jz.pipeline(2, layers="0") if kind == "stages" else CONFIGS[kind]
+    zero, shape = jz.Zero(zoo.make_mesh("2x4-auto"), config), (8, 64, 128)
     share = 4 * np.prod(shape) // 8
     assert received(compiled(zero.optimizer(tx), zero, shape)) == {"all-to-all": 2 * share}
     assert sum(received(compiled(tx, zero, shape)).values()) > 8 * share
