@@ -117,8 +117,11 @@ def run_on_device(
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
     as_traced, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    shapes, is_plain = traced.shapes, share_of_loss is None and share_of_gradients is None
-    chosen, parameters = to_plan(as_traced, shapes, parameters, specs, microbatches, comm, is_plain)
+    is_plain = share_of_loss is None and share_of_gradients is None
+    chosen, shapes, parameters = to_plan(
+        as_traced, traced.shapes, parameters, specs, microbatches, comm, is_plain
+    )
+    stored, full = parameters.with_twins(stored), parameters.with_twins(full)
     full = with_table_shards(full, stored, parameters)
     share, not_derived = _share(share_of_loss, share_of_gradients, chosen.block, shapes, parameters)
     comm = _with_divisor(comm, share)
@@ -127,6 +130,7 @@ def run_on_device(
     )
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
+    treedef = jax.tree.structure(shapes)
 
     def run(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
         arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
@@ -134,7 +138,7 @@ def run_on_device(
         if runs_first and plan is program.top:
             sources.update(sources_now)
             updated.update(stacks)
-        loss, weight, gradients, others = jax.tree.unflatten(traced.treedef, outputs)
+        loss, weight, gradients, others = jax.tree.unflatten(treedef, outputs)
         return Accumulators(jnp.zeros(()) if loss is None else loss, weight, gradients), others
 
     first = functools.partial(run, program.top) if runs_first else None
@@ -246,11 +250,12 @@ def _means(
     numbers = parameters.differentiated
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
     means = mean_over_devices(sums, program.targets, errors, microbatches, comm, share, all_halves)
+    merged = parameters.merged(means.gradients)
     gradients = [
         copy_to_host(x, "gradients", parameters.leaves[i].path, windowed=False)
         if x is not None and parameters.has_host_gradient(i)
         else x
-        for i, x in zip(numbers, means.gradients, strict=True)
+        for i, x in zip(numbers[: len(merged)], merged, strict=True)
     ]
     pairs = zip(numbers, means.residuals, strict=True)
     residuals = {i: jnp.expand_dims(x, 0) for i, x in pairs if x is not None}
