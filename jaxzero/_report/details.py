@@ -97,7 +97,7 @@ def _state(report: ReportData) -> TextTable:
 
 def _gathers(report: ReportData) -> TextTable:
     footer = [
-        f"Rows of {x.name} are sent in its place: {readable_bytes(sum(x.rows.values()))} into a "
+        f"Rows of {x.name} are sent where it is looked up: {readable_bytes(sum(x.rows.values()))} into a "
         "device."
         for x in _plan(report).rows
     ]
