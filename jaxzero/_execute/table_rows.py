@@ -36,9 +36,11 @@ from .._program import (
     Tools,
     Twin,
     Value,
+    dtype_of,
     exchange_rows,
     find_tables,
     find_twins,
+    shape_of,
     with_twins,
 )
 from .._sharding import LeafSpec
@@ -130,7 +132,8 @@ def _with_twins(
     num, trained = len(parameters.leaves), [x.output is not None for x in twins]
     last = len(jax.tree.leaves((loss, weight, gradients)))
     block = with_twins(block, weights, twins, first + num, last)
-    made = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in block.outputs[last:][: sum(trained)]]
+    made = block.outputs[last : last + sum(trained)]
+    of_twins = [jax.ShapeDtypeStruct(shape_of(x), dtype_of(x)) for x in made]
     leaves = (*parameters.leaves, *(parameters.leaves[x.weight] for x in twins))
     numbers = (i for i, is_trained in enumerate(trained, num) if is_trained)
     parameters = dataclasses.replace(
@@ -139,7 +142,7 @@ def _with_twins(
         differentiated=(*parameters.differentiated, *numbers),
         twins=tuple(x.weight for x in twins),
     )
-    return block, (loss, weight, [*gradients, *made], others), parameters
+    return block, (loss, weight, [*gradients, *of_twins], others), parameters
 
 
 def _choose(
