@@ -213,9 +213,9 @@ def find_reduce_groups(
     def made(value: Value) -> int:
         """The operation that makes a value, or what it is a view of."""
         at = makers.get(value, -1)
-        source = block.operations[at].source if at >= 0 else None
-        is_view = source in makers and block.operations[at].view() is not None
-        return made(source) if is_view and source is not None else at
+        operation = block.operations[at] if at >= 0 else None
+        is_view = operation and operation.view() is not None and operation.source in makers
+        return max(map(made, operation.values)) if operation and is_view else at
 
     reduced = sorted((value for value in gradients.reduces if value not in zeros), key=made)
 
@@ -248,11 +248,7 @@ def find_reduce_groups(
     ]
     last_made = [max(makers.get(x, -1) for x in values) for values in groups]
     reduce_groups = [
-        ReduceGroup(
-            tuple(values),
-            at,
-            axes=axes([gradients.reduces[x] for x in values]),
-        )
+        ReduceGroup(tuple(values), at, axes=axes([gradients.reduces[x] for x in values]))
         for at, values in sorted(zip(last_made, groups, strict=True), key=lambda x: x[0])
     ]
     return (
