@@ -116,13 +116,10 @@ def run_on_device(
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
-    as_traced, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    is_plain = share_of_loss is None and share_of_gradients is None
-    chosen, shapes, parameters = to_plan(
-        as_traced, traced.shapes, parameters, specs, microbatches, comm, is_plain
-    )
-    stored, full = parameters.with_twins(stored), parameters.with_twins(full)
-    full = with_table_shards(full, stored, parameters)
+    block, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
+    shapes, bare = traced.shapes, share_of_loss is None and share_of_gradients is None
+    chosen, shapes, parameters = to_plan(block, shapes, parameters, specs, microbatches, comm, bare)
+    stored, full = with_table_shards(full, stored, parameters)
     share, not_derived = _share(share_of_loss, share_of_gradients, chosen.block, shapes, parameters)
     comm = _with_divisor(comm, share)
     program = plan_program(
@@ -130,7 +127,6 @@ def run_on_device(
     )
     slices, sources = _gather_sources(stored, parameters, program, wire_state, comm)
     runs_first = microbatches == 1 or program.later is not None  # outside of a loop
-    treedef = jax.tree.structure(shapes)
 
     def run(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
         arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
@@ -138,14 +134,14 @@ def run_on_device(
         if runs_first and plan is program.top:
             sources.update(sources_now)
             updated.update(stacks)
-        loss, weight, gradients, others = jax.tree.unflatten(treedef, outputs)
+        loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         return Accumulators(jnp.zeros(()) if loss is None else loss, weight, gradients), others
 
     first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
     plan = _plan_of_step(program, sources, parameters.tables, chosen, microbatches, comm)
-    result = Result(None, [], others, wire_state, plan, traced, as_traced)
+    result = Result(None, [], others, wire_state, plan, traced, block)
     if shapes[0] is None:
         return result
     means, residuals = _means(

@@ -175,17 +175,18 @@ def _choose(
 
 def with_table_shards(
     full: Sequence[Array | None], stored: Sequence[Array], parameters: Parameters
-) -> list[Array | None]:
-    """The program's inputs for the parameters: full arrays, but for a table this device's shard.
+) -> tuple[list[Array], list[Array | None]]:
+    """What is stored of the parameters, and the program's inputs for them, twins included.
 
-    Shards are decoded, and copied to device memory if they lie in host memory.
+    These are full arrays, but for a table this device's shard. Shards are decoded, and copied to
+    device memory if they lie in host memory.
     """
-    arrays = [*full]
+    stored, arrays = parameters.with_twins(stored), parameters.with_twins(full)
     for i in parameters.tables:
         leaf = parameters.leaves[i]
         shard = copy_to_device(stored[i], "weights", leaf.path, windowed=False)
         arrays[i] = shard if leaf.codec is None else from_stored(shard, leaf).join()
-    return arrays
+    return stored, arrays
 
 
 def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
