@@ -3,7 +3,8 @@
 Rows are sent where over each mesh axis fewer bytes enter a device for the rows of a step, forward
 and back, than for the weight and its gradient. A weight that has other uses too is gathered for
 them, and its lookups read a twin of it (`tied_tables`). Then rows have to be fewer than half of
-that: the other uses may share the gather, or the reduction, with the lookups.
+that. Other uses may share the gather and the reduction with the lookups, and then rows come on top;
+but the step neither begins nor ends with the table, which is sent beside the layers.
 """
 
 from __future__ import annotations
