@@ -61,24 +61,25 @@ def _frontier(program: PricedProgram) -> tuple[Point, ...]:
     The price at which two points are equally good gives the one farthest below their line.
     """
     low, high = _PRICES
-    points = [program.at(high).point, program.at(low).point]
-    closed: set[tuple[Point, Point]] = set()
-    while len(points) < _POINTS:
+    found = [program.at(high), program.at(low)]
+    closed: set[tuple[int, int]] = set()
+    while len(found) < _POINTS:
         gaps = [
             (less, more)
-            for less, more in itertools.pairwise(points)
-            if more.num_bytes > _APART * less.num_bytes and (less, more) not in closed
+            for less, more in itertools.pairwise(found)
+            if more.num_bytes > _APART * less.num_bytes
+            and (less.num_bytes, more.num_bytes) not in closed
         ]
         if not gaps:
             break
-        less, more = gap = max(gaps, key=lambda x: x[1].num_bytes - x[0].num_bytes)
-        price = (less.seconds - more.seconds) / (more.num_bytes - less.num_bytes)
-        point = program.at(max(price, low)).point
-        if less.num_bytes < point.num_bytes < more.num_bytes:
-            points = sorted([*points, point])
+        less, more = max(gaps, key=lambda x: x[1].num_bytes - x[0].num_bytes)
+        gained = less.seconds_in_all - more.seconds_in_all
+        between = program.at(max(gained / (more.num_bytes - less.num_bytes), low))
+        if less.num_bytes < between.num_bytes < more.num_bytes:
+            found = sorted([*found, between], key=lambda x: x.num_bytes)
         else:
-            closed.add(gap)
-    return tuple(dict.fromkeys(points))
+            closed.add((less.num_bytes, more.num_bytes))
+    return tuple(dict.fromkeys(x.point for x in found))
 
 
 def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
@@ -107,7 +108,8 @@ def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
     for value in sorted(more, key=bytes_of, reverse=True)[:_TRIED]:
         chosen = program.at(price, link, [*keep, value])
         to_write_and_read = low * (chosen.num_bytes - fits.num_bytes)
-        if chosen.num_bytes <= budget and chosen.seconds + to_write_and_read < fits.seconds:
+        seconds = chosen.seconds_in_all + to_write_and_read
+        if chosen.num_bytes <= budget and seconds < fits.seconds_in_all:
             fits = chosen
             keep.append(value)
     return fits

@@ -12,6 +12,9 @@ from .._hlo import Rates
 from .._program import Loop, Operation, Value, is_broadcast, is_elementwise
 
 RATES = Rates()
+# Seconds for a byte that a loop stacks up: forward copies it into the stack, and backward copies it
+# out of there. XLA fuses neither with a product that makes or reads the value.
+STACKED = 4 / RATES.memory
 _TURN = 5e-6  # seconds of an iteration in which nothing takes long
 _KEY_BYTES = 16  # of a random key
 _PLACED = {"concatenate", "pad"}  # elementwise but for where they put what they read

@@ -67,18 +67,23 @@ def find_pairs(block: Block, end: int) -> list[Pair]:
     for loop in block.operations[:end]:
         if not isinstance(loop, Loop) or not loop.length:
             continue
-        in_host = {x for op in loop.body.operations if goes_to_host(op) for x in op.outputs}
+        in_host = stacks_in_host(loop)
         saved, found = [], {}
         for i, value in enumerate(loop.outputs[loop.num_carry :], loop.num_carry):
             of_value = readers.get(value, [])
             scanned = all(x in backward and _scans(x, at, loop) for x, at in of_value)
-            is_on_device = loop.body.outputs[i] not in in_host
-            if value not in returned and of_value and scanned and is_on_device:
+            if value not in returned and of_value and scanned and value not in in_host:
                 saved.append(i)
                 found |= {reader: None for reader, _ in of_value}
         if saved:
             pairs.append(Pair(loop, tuple(saved), tuple(found)))
     return pairs
+
+
+def stacks_in_host(loop: Loop) -> set[Value]:
+    """The stacks of a loop that are in host memory."""
+    made = {x for op in loop.body.operations if goes_to_host(op) for x in op.outputs}
+    return {stack for x, stack in stacked_values(loop) if x in made}
 
 
 def _scans(reader: Operation, i: int, loop: Loop) -> bool:
@@ -112,6 +117,7 @@ def part_of(
         {x for x in others if isinstance(x, Value)},
         never,
         times * loop.length,
+        is_stacked=True,
     )
 
 

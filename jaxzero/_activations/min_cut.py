@@ -5,7 +5,8 @@ repeating an operation in backward costs its seconds, and needs its inputs. The 
 minimum cut of this graph, from the source to the sink:
 
     source -> operation     its seconds: cut if it is repeated
-    operation -> output     the output's bytes times `price`: cut if the output is kept
+    operation -> output     the output's bytes times `price`, and the seconds of the copies that
+                            keep it: cut if it is kept
     input -> operation      infinite: what is repeated needs its inputs
     wanted value -> sink    infinite
 
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._program import Operation, Value
-from .costs import bytes_of, is_fused, is_pointwise, seconds_of
+from .costs import STACKED, bytes_of, is_fused, is_pointwise, seconds_of
 
 _INFINITE = 2**31 - 1
 _LARGEST = 2**30  # of all finite capacities together, so that no sum overflows 32 bits
@@ -53,6 +54,7 @@ class Part:
         layer_sets: how many times what all trips keep is on a device; less, if it runs a part.
         segments: into how many the part is cut, which backward repeats one after the other.
         token_parts: among how many devices each value is split, beside the rows.
+        is_stacked: whether what is kept is stacked up by a loop.
     """
 
     operations: Sequence[Operation]
@@ -65,6 +67,7 @@ class Part:
     layer_sets: float = 1.0
     segments: int = 1
     token_parts: int = 1
+    is_stacked: bool = False
 
     @functools.cached_property
     def _fused(self) -> set[Operation]:
@@ -94,6 +97,11 @@ class Part:
         """Bytes on a device, if a value is kept."""
         return round(bytes_of(value) * self.trips * self.layer_sets / self.token_parts)
 
+    def seconds_to_keep(self, value: Value) -> float:
+        """How long copies take, in all trips, if a value is kept."""
+        num = 0 if value in self.stored or not self.is_stacked else bytes_of(value)
+        return STACKED * num * self.trips / self.token_parts
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -109,7 +117,7 @@ def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
     Args:
         part: a part of forward.
         price: seconds for each byte that is kept.
-        keep: values that are kept at no price.
+        keep: values that are kept at no cost.
     """
     graph = _Graph()
     makers = {x: operation for operation in part.operations for x in operation.outputs}
@@ -122,7 +130,7 @@ def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
 
     def kept(x: Value) -> float:
         is_free = x in part.stored or x in keep
-        return 0.0 if is_free else price * part.kept_bytes(x)
+        return 0.0 if is_free else price * part.kept_bytes(x) + part.seconds_to_keep(x)
 
     for value in part.wanted:
         graph.edges[node(value), _SINK] = np.inf

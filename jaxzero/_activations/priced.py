@@ -76,6 +76,12 @@ class Chosen:
         return sum(seconds, 0.0)
 
     @property
+    def seconds_in_all(self) -> float:
+        """How long it takes to repeat operations, and to copy what is kept."""
+        kept = (part.seconds_to_keep(x) for part, choice in self.choices for x in choice.kept)
+        return self.seconds + sum(kept)
+
+    @property
     def residuals(self) -> tuple[Residual, ...]:
         """What is kept, and what was and is recomputed, in program order."""
         return tuple(
@@ -251,11 +257,12 @@ def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Valu
 
 
 def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection[Value]) -> float:
-    """Seconds to repeat, and the price of what is kept, which is that of the last part."""
+    """Seconds to repeat, and the cost of what is kept, which is that of the last part."""
     part, choice = choices[-1]
-    kept = sum(part.kept_bytes(x) for x in choice.kept if x not in keep)
+    kept = [x for x in choice.kept if x not in keep]
+    of_kept = sum(price * part.kept_bytes(x) + part.seconds_to_keep(x) for x in kept)
     seconds = (part.seconds_of(x) for part, choice in choices for x in choice.repeated)
-    return price * kept + sum(seconds)
+    return of_kept + sum(seconds)
 
 
 def _repeated_alone(part: Part, choice: Choice) -> tuple[Part, Choice]:

@@ -15,9 +15,9 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from .._program import Atom, Barrier, Block, Copies, Operation, Value, fixed_of, like
+from .._program import Atom, Barrier, Block, Copies, Loop, Operation, Value, fixed_of, like
 from .costs import bytes_of
-from .loops import Pair, find_pairs
+from .loops import Pair, find_pairs, stacks_in_host
 from .min_cut import Choice, Cost, Part
 
 _LEAST_GAIN = 4  # times the bytes that a cut keeps, which a segment drops
@@ -41,6 +41,8 @@ class Forward:
         pairs = find_pairs(block, end)
         self._loops = [pair.forward for pair in pairs]
         stacks = {x for loop in self._loops for x in loop.outputs[loop.num_carry :]}
+        inside = (x for x in block.operations[:end] if isinstance(x, Loop))
+        stacks |= {x for loop in inside for x in stacks_in_host(loop)}
         later = (x for operation in block.operations[end:] for x in operation.values)
         kept = dict.fromkeys(x for x in later if x in self._at and not self.is_weight(x))
         self.wanted = [x for x in kept if x not in stacks]

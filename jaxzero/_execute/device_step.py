@@ -116,10 +116,10 @@ def run_on_device(
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
     updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
-    as_traced, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
-    shapes, is_plain = traced.shapes, share_of_loss is None and share_of_gradients is None
-    chosen, parameters = to_plan(as_traced, shapes, parameters, specs, microbatches, comm, is_plain)
-    full = with_table_shards(full, stored, parameters)
+    block, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
+    shapes, bare = traced.shapes, share_of_loss is None and share_of_gradients is None
+    chosen, shapes, parameters = to_plan(block, shapes, parameters, specs, microbatches, comm, bare)
+    stored, full = with_table_shards(full, stored, parameters)
     share, not_derived = _share(share_of_loss, share_of_gradients, chosen.block, shapes, parameters)
     comm = _with_divisor(comm, share)
     program = plan_program(
@@ -134,14 +134,14 @@ def run_on_device(
         if runs_first and plan is program.top:
             sources.update(sources_now)
             updated.update(stacks)
-        loss, weight, gradients, others = jax.tree.unflatten(traced.treedef, outputs)
+        loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         return Accumulators(jnp.zeros(()) if loss is None else loss, weight, gradients), others
 
     first = functools.partial(run, program.top) if runs_first else None
     later = functools.partial(run, program.later or program.top)
     sums, others = accumulate(later, inputs, specs, microbatches, comm, first, program.means)
     plan = _plan_of_step(program, sources, parameters.tables, chosen, microbatches, comm)
-    result = Result(None, [], others, wire_state, plan, traced, as_traced)
+    result = Result(None, [], others, wire_state, plan, traced, block)
     if shapes[0] is None:
         return result
     means, residuals = _means(
@@ -246,11 +246,12 @@ def _means(
     numbers = parameters.differentiated
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
     means = mean_over_devices(sums, program.targets, errors, microbatches, comm, share, all_halves)
+    merged = parameters.merged(means.gradients)
     gradients = [
         copy_to_host(x, "gradients", parameters.leaves[i].path, windowed=False)
         if x is not None and parameters.has_host_gradient(i)
         else x
-        for i, x in zip(numbers, means.gradients, strict=True)
+        for i, x in zip(numbers[: len(merged)], merged, strict=True)
     ]
     pairs = zip(numbers, means.residuals, strict=True)
     residuals = {i: jnp.expand_dims(x, 0) for i, x in pairs if x is not None}

@@ -60,6 +60,20 @@ class Parameters:
     moves_rows: bool = True  # whether rows of tables may be sent in place of tables
     # Those of which rows are sent, by index.
     tables: Mapping[int, MovedRows] = dataclasses.field(default_factory=dict)
+    # Those that the program gets twice, by index: the last leaves are their tables.
+    twins: tuple[int, ...] = ()
+
+    def with_twins(self, arrays: Sequence[Any]) -> list[Any]:
+        """Arrays of the sharded arguments, with those of the last leaves."""
+        return [*arrays, *(arrays[i] for i in self.twins)]
+
+    def merged(self, gradients: Sequence[Any]) -> list[Any]:
+        """Mean gradients of the sharded arguments: with those of the last leaves added."""
+        found = dict(zip(self.differentiated, gradients, strict=True))
+        for k, i in enumerate(self.twins, len(self.leaves) - len(self.twins)):
+            if k in found:
+                found[i] += found.pop(k)
+        return [*found.values()]
 
     def weight_layout(self, i: int) -> DimSharding | None:
         """How the program gets leaf `i` as a weight to gather; None if it does not."""
@@ -357,7 +371,8 @@ def _final_gradients(
     """The outputs that are gradients and final once reduced, with the indices of their leaves."""
     leaves = zip(parameters.differentiated, targets, strict=True)
     found = zip(_outputs(shapes, targets), leaves, strict=True)
-    return {k: i for k, (i, target) in found if target.is_final}
+    # Of twins, what their tables get is added at the end of the step.
+    return {k: i for k, (i, target) in found if target.is_final and i not in parameters.twins}
 
 
 def _outputs(shapes: Any, targets: Sequence[GradientTarget]) -> range:

@@ -1,7 +1,10 @@
 """Choose the tables of which rows are sent, and let the program read and add rows of shards.
 
-Rows are sent where a weight is only looked up, and over each mesh axis fewer bytes enter a device
-for the rows of a step, forward and back, than for the weight and its gradient.
+Rows are sent where over each mesh axis fewer bytes enter a device for the rows of a step, forward
+and back, than for the weight and its gradient. A weight that has other uses too is gathered for
+them, and its lookups read a twin of it (`tied_tables`). Then rows have to be fewer than half of
+that. Other uses may share the gather and the reduction with the lookups, and then rows come on top;
+but the step neither begins nor ends with the table, which is sent beside the layers.
 """
 
 from __future__ import annotations
@@ -32,9 +35,15 @@ from .._program import (
     Table,
     TableOperations,
     Tools,
+    Twin,
+    Value,
+    dtype_of,
     exchange_rows,
     find_tables,
+    find_twins,
+    shape_of,
     with_lookups,
+    with_twins,
 )
 from .._sharding import LeafSpec
 from .program_plan import Parameters
@@ -53,7 +62,7 @@ def with_rows(
     microbatches: int,
     comm: CommSpec,
     divides: bool,
-) -> tuple[Block, Parameters]:
+) -> tuple[Block, Any, Parameters]:
     """Let a program exchange rows of tables.
 
     Args:
@@ -67,37 +76,27 @@ def with_rows(
 
     Returns:
         The program, of which some inputs are shards of tables, and the outputs that are their
-        gradients shards of the sum over all devices, or of the mean; and the parameters with
-        these tables.
+        gradients shards of the sum over all devices, or of the mean; the shapes of its outputs; and
+        the parameters with these tables, and with twins of leaves as the last ones.
     """
     first = 1 if microbatches > 1 else 0
-    values = block.inputs[first : first + len(parameters.leaves)]
-    weights = {x: i for i, x in enumerate(values) if _may_move(i, parameters, comm)}
-    gradients = {}
-    if shapes[0] is not None:
-        start = len(jax.tree.leaves(shapes[:2]))
-        numbered = enumerate(parameters.differentiated, start)
-        gradients = {k: i for k, i in numbered if i in {*weights.values()}}
+    weights, gradients = _candidates(block, shapes, parameters, first, comm)
+    twins = find_twins(block, weights, gradients)
+    as_means = divides and microbatches == 1 and shapes[1] is None
     moved: dict[int, MovedRows] = {}
     chosen: dict[int, TableOperations] = {}
-    looked_up = with_lookups(block, weights, gradients)
-    for i, table in find_tables(looked_up, weights, gradients).items() if weights else ():
-        leaf = parameters.leaves[i]
-        assert leaf.layout is not None
-        # What is stored encoded is not encoded again, as in a gather.
-        size = 0 if leaf.codec else leaf.layer_size
-        exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm, size)
-        rows, weight = _bytes_of_rows(table, exchange), _bytes_of_weight(table, leaf, comm)
-        if comm.hpz is not None:  # between nodes, weights are sent once in a step
-            weight[NODE] //= microbatches
-        if _pays(rows, weight):
-            is_mean = divides and microbatches == 1 and shapes[1] is None
-            is_mean &= exchange.sum_dtype == leaf.dtype
-            chosen[i] = _operations(leaf, exchange, comm.num_devices if is_mean else None)
-            num = sum(x.num * x.trips for x in table.reads)
-            moved[i] = MovedRows(leaf.path, leaf.shape, leaf.dtype, num, rows, weight, is_mean)
+    while weights:
+        program = _with_twins(block, shapes, parameters, twins, weights, first)
+        weights, gradients = _candidates(*program, first, comm)
+        moved, chosen = _choose(program, weights, gradients, microbatches, comm, as_means)
+        left = [x for i, x in enumerate(twins, len(parameters.leaves)) if i in chosen]
+        if left == twins:
+            block, shapes, parameters = program
+            break
+        twins = left
+        weights, gradients = _candidates(block, shapes, parameters, first, comm)
     if not chosen:
-        return block, parameters
+        return block, shapes, parameters
 
     def ids_of_all(axes: tuple[str, ...], ids: Sequence[Array], numbers: Sequence[int]) -> Any:
         with labelled("weights", *(moved[i].name for i in numbers)):
@@ -108,22 +107,94 @@ def with_rows(
     gradients = {k: i for k, i in gradients.items() if i in chosen}
     block = with_lookups(block, weights, gradients)  # other products stay
     block = exchange_rows(block, weights, gradients, tools)
-    return block, dataclasses.replace(parameters, tables=moved)
+    return block, shapes, dataclasses.replace(parameters, tables=moved)
+
+
+def _candidates(
+    block: Block, shapes: Any, parameters: Parameters, first: int, comm: CommSpec
+) -> tuple[dict[Value, int], dict[int, int]]:
+    """The weights of which rows can be sent, and the outputs that are their gradients."""
+    values = block.inputs[first : first + len(parameters.leaves)]
+    weights = {x: i for i, x in enumerate(values) if _may_move(i, parameters, comm)}
+    if shapes[0] is None:
+        return weights, {}
+    numbered = enumerate(parameters.differentiated, len(jax.tree.leaves(shapes[:2])))
+    return weights, {k: i for k, i in numbered if i in {*weights.values()}}
+
+
+def _with_twins(
+    block: Block,
+    shapes: Any,
+    parameters: Parameters,
+    twins: Sequence[Twin],
+    weights: Mapping[Value, int],
+    first: int,
+) -> tuple[Block, Any, Parameters]:
+    """The program, its shapes and its parameters with twins as the last leaves."""
+    if not twins:
+        return block, shapes, parameters
+    loss, weight, gradients, others = shapes
+    num, trained = len(parameters.leaves), [x.output is not None for x in twins]
+    last = len(jax.tree.leaves((loss, weight, gradients)))
+    block = with_twins(block, weights, twins, first + num, last)
+    made = block.outputs[last : last + sum(trained)]
+    of_twins = [jax.ShapeDtypeStruct(shape_of(x), dtype_of(x)) for x in made]
+    leaves = (*parameters.leaves, *(parameters.leaves[x.weight] for x in twins))
+    numbers = (i for i, is_trained in enumerate(trained, num) if is_trained)
+    parameters = dataclasses.replace(
+        parameters,
+        leaves=leaves,
+        differentiated=(*parameters.differentiated, *numbers),
+        twins=tuple(x.weight for x in twins),
+    )
+    return block, (loss, weight, [*gradients, *of_twins], others), parameters
+
+
+def _choose(
+    program: tuple[Block, Any, Parameters],
+    weights: Mapping[Value, int],
+    gradients: Mapping[int, int],
+    microbatches: int,
+    comm: CommSpec,
+    as_means: bool,
+) -> tuple[dict[int, MovedRows], dict[int, TableOperations]]:
+    """The tables of which rows are sent, and what a device does for each."""
+    block, _, parameters = program
+    num = len(parameters.leaves) - len(parameters.twins)
+    moved, chosen = {}, {}
+    looked_up = with_lookups(block, weights, gradients)
+    for i, table in find_tables(looked_up, weights, gradients).items():
+        leaf = parameters.leaves[i]
+        assert leaf.layout is not None
+        # What is stored encoded is not encoded again, as in a gather.
+        size = 0 if leaf.codec else leaf.layer_size
+        exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm, size)
+        rows, weight = _bytes_of_rows(table, exchange), _bytes_of_weight(table, leaf, comm)
+        if comm.hpz is not None:  # between nodes, weights are sent once in a step
+            weight[NODE] //= microbatches
+        saved = {axis: x // 2 for axis, x in weight.items()} if i >= num else weight
+        if _pays(rows, saved):
+            is_mean = as_means and exchange.sum_dtype == leaf.dtype
+            chosen[i] = _operations(leaf, exchange, comm.num_devices if is_mean else None)
+            reads = sum(x.num * x.trips for x in table.reads)
+            moved[i] = MovedRows(leaf.path, leaf.shape, leaf.dtype, reads, rows, weight, is_mean)
+    return moved, chosen
 
 
 def with_table_shards(
     full: Sequence[Array | None], stored: Sequence[Array], parameters: Parameters
-) -> list[Array | None]:
-    """The program's inputs for the parameters: full arrays, but for a table this device's shard.
+) -> tuple[list[Array], list[Array | None]]:
+    """What is stored of the parameters, and the program's inputs for them, twins included.
 
-    Shards are decoded, and copied to device memory if they lie in host memory.
+    These are full arrays, but for a table this device's shard. Shards are decoded, and copied to
+    device memory if they lie in host memory.
     """
-    arrays = [*full]
+    stored, arrays = parameters.with_twins(stored), parameters.with_twins(full)
     for i in parameters.tables:
         leaf = parameters.leaves[i]
         shard = copy_to_device(stored[i], "weights", leaf.path, windowed=False)
         arrays[i] = shard if leaf.codec is None else from_stored(shard, leaf).join()
-    return arrays
+    return stored, arrays
 
 
 def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:

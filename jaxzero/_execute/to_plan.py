@@ -33,7 +33,7 @@ def to_plan(
     microbatches: int,
     comm: CommSpec,
     is_plain: bool,
-) -> tuple[Chosen, Parameters]:
+) -> tuple[Chosen, Any, Parameters]:
     """Rewrite a traced program into the one that is planned.
 
     Rows of tables are sent where they are fewer bytes than the table. `cond`s become branches,
@@ -43,9 +43,10 @@ def to_plan(
     `is_plain` says whether neither the loss nor the gradients are multiplied by a share.
 
     Returns:
-        The program, and its parameters, with the tables of which rows move.
+        The program, the shapes of its outputs, and its parameters, with the tables of which rows
+        move.
     """
-    block, parameters = with_rows(block, shapes, parameters, microbatches, comm, is_plain)
+    block, shapes, parameters = with_rows(block, shapes, parameters, microbatches, comm, is_plain)
     first = 1 if microbatches > 1 else 0  # the index of the micro-batch
     last = first + len(parameters.leaves)
     weights = {i: x for i, x in enumerate(block.inputs[first:last]) if parameters.weight_layout(i)}
@@ -56,7 +57,7 @@ def to_plan(
     block = _without_whole_weights(block, shapes, weights, parameters)
     if comm.node_microbatches is not None:
         check_exchanges(block)
-    return _choose(block, shapes, weights, parameters), parameters
+    return _choose(block, shapes, weights, parameters), shapes, parameters
 
 
 def _without_whole_weights(

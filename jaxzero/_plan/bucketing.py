@@ -47,6 +47,7 @@ def split_into_groups(
     bucket_bytes: int,
     num_layers: int = 0,
     region: Callable[[T], Hashable] = lambda _: None,
+    waits: bool = False,
 ) -> list[list[T]]:
     """Cut a sequence of values, in the order of their first use, into groups.
 
@@ -60,6 +61,8 @@ def split_into_groups(
             one layer nothing is cut apart.
         region: the region of a value, such as behind a loop. Groups of two regions are not
             joined: one would wait for the other.
+        waits: whether a group is sent once its last value is there, and not before its first is
+            needed. Then a small value is not joined with a large group before it.
     """
     if not bucket_bytes:
         return [[value] for value in values]
@@ -73,7 +76,7 @@ def split_into_groups(
     groups: list[list[T]] = []
     for run, repeated in runs:
         groups += _fill(run, num_bytes, *((bucket_bytes,) if repeated else (limit, worth)))
-    return _without_small(groups, num_bytes, worth, limit, region)
+    return _without_small(groups, num_bytes, worth, limit, region, waits)
 
 
 def layers_of_body(
@@ -172,6 +175,7 @@ def _without_small(
     worth: int,
     limit: int,
     region: Callable[[T], Hashable],
+    waits: bool,
 ) -> list[list[T]]:
     """Join groups that are not worth a message with a neighbour, within the limit."""
     joined: list[list[T]] = []
@@ -179,7 +183,8 @@ def _without_small(
         last = joined[-1] if joined else []
         sizes = [sum(map(num_bytes, each)) for each in (last, group)]
         alike = len({*map(region, last), *map(region, group)}) == 1
-        if last and alike and min(sizes) < worth and sum(sizes) <= limit:
+        would_wait = waits and sizes[0] > _FULL
+        if last and alike and min(sizes) < worth and sum(sizes) <= limit and not would_wait:
             last += group
         else:
             joined.append(group)
@@ -204,10 +209,15 @@ def find_reduce_groups(
     layer are made in no certain order.
     """
     makers = {value: i for i, op in enumerate(block.operations) for value in op.outputs}
-    reduced = sorted(
-        (value for value in gradients.reduces if value not in zeros),
-        key=lambda value: makers.get(value, -1),
-    )
+
+    def made(value: Value) -> int:
+        """The operation that makes a value, or what it is a view of."""
+        at = makers.get(value, -1)
+        operation = block.operations[at] if at >= 0 else None
+        is_view = operation and operation.view() is not None and operation.source in makers
+        return max(map(made, operation.values)) if operation and is_view else at
+
+    reduced = sorted((value for value in gradients.reduces if value not in zeros), key=made)
 
     def signature(value: Value) -> tuple:
         reduce_spec = gradients.reduces[value]
@@ -233,16 +243,13 @@ def find_reduce_groups(
             limit,
             1 if is_layer else 0,
             region=lambda x: int(loops[makers.get(x, 0)]),
+            waits=True,
         )
     ]
-    groups.sort(key=lambda values: makers.get(values[-1], -1))
+    last_made = [max(makers.get(x, -1) for x in values) for values in groups]
     reduce_groups = [
-        ReduceGroup(
-            tuple(values),
-            makers.get(values[-1], -1),
-            axes=axes([gradients.reduces[x] for x in values]),
-        )
-        for values in groups
+        ReduceGroup(tuple(values), at, axes=axes([gradients.reduces[x] for x in values]))
+        for at, values in sorted(zip(last_made, groups, strict=True), key=lambda x: x[0])
     ]
     return (
         _last_deferred(block, gradients, reduce_groups)

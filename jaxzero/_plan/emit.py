@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable
 
 from .._program import Barrier, Constant, Loop, Operation, Value, movable_ops
-from .block_plan import BlockPlan
+from .block_plan import BlockPlan, GatherGroup, LoopPlan
 from .instructions import (
     Decode,
     Delay,
@@ -145,30 +145,43 @@ class _Emitter:
         first = {i for i, x in groups if x.prefetched and x.at == x.issues[-1] == self.at}
         for i in sorted(first):
             self._decode(i)
+        loops = {i: x for i, x in self.plan.loops.items() if self._starts(x)}
+        # What is needed first is sent first.
         for i, group in groups:
-            for axis, issue in enumerate(group.issues):
-                if issue != self.at:
-                    continue
-                pin = self._if_known(group.ties[axis])
-                lag = axis - self.plan.num_hops if group.prefetched else 0
-                if not axis:
-                    tie = self._tie(group.ties[axis])
-                    self.done.append(Encode(at=self.at, lag=lag, group=i, tie=tie, pin=pin))
-                    pin = None
-                if axis in self.plan.hops(group):
-                    waits = lag < 0 and axis == self.plan.num_hops - 1
-                    self.done.append(
-                        Send(at=self.at, lag=lag, group=i, axis=axis, pin=pin, after_decode=waits)
-                    )
-        for index, loop in self.plan.loops.items():
-            if loop.issue == self.at and loop.is_pipelined and loop.continues is None:
-                gathers = any(group.prefetched for group in loop.body.gather_groups)
-                fetches = any(stack.in_host for stack in self.plan.uses.loops[index].stacks)
-                tie = self._tie(loop.tie) if gathers or fetches else None
-                self.done.append(StartLoop(at=self.at, loop=index, tie=tie))
+            if not loops or group.at <= min(loops):
+                self._send(i, group)
+        for index, loop in loops.items():
+            gathers = any(group.prefetched for group in loop.body.gather_groups)
+            fetches = any(stack.in_host for stack in self.plan.uses.loops[index].stacks)
+            tie = self._tie(loop.tie) if gathers or fetches else None
+            self.done.append(StartLoop(at=self.at, loop=index, tie=tie))
+        for i, group in groups:
+            if loops and group.at > min(loops):
+                self._send(i, group)
         for i, group in groups:
             if group.at == self.at and i not in first:
                 self._decode(i)
+
+    def _starts(self, loop: LoopPlan) -> bool:
+        """Whether the prologue of a loop is sent here."""
+        return loop.issue == self.at and loop.is_pipelined and loop.continues is None
+
+    def _send(self, number: int, group: GatherGroup) -> None:
+        """Send a group over the axes that it is sent over here."""
+        for axis, issue in enumerate(group.issues):
+            if issue != self.at:
+                continue
+            pin = self._if_known(group.ties[axis])
+            lag = axis - self.plan.num_hops if group.prefetched else 0
+            if not axis:
+                tie = self._tie(group.ties[axis])
+                self.done.append(Encode(at=self.at, lag=lag, group=number, tie=tie, pin=pin))
+                pin = None
+            if axis in self.plan.hops(group):
+                waits = lag < 0 and axis == self.plan.num_hops - 1
+                self.done.append(
+                    Send(at=self.at, lag=lag, group=number, axis=axis, pin=pin, after_decode=waits)
+                )
 
     def _decode(self, group: int) -> None:
         self.done.append(Decode(at=self.at, group=group))

@@ -49,7 +49,7 @@ class HeldWhole:
 
 @dataclasses.dataclass(frozen=True)
 class MovedRows:
-    """A table of which rows are sent in place of the table.
+    """A table of which rows are sent where it is looked up.
 
     Attributes:
         name: the name of the leaf.
@@ -95,7 +95,7 @@ class Plan:
     host_transfers: tuple[HostTransfer, ...] = ()  # every copy from or to host memory
     codecs: tuple[str, ...] = ()  # a line for each axis with a codec: what arrays are sent as
     microbatches: int = 1  # in a step
-    rows: tuple[MovedRows, ...] = ()  # tables that are not gathered
+    rows: tuple[MovedRows, ...] = ()  # tables that are not gathered for lookups
     stages: tuple[str, ...] = ()  # lines about pipeline stages, if there are any
     # With hpZ and several micro-batches, `top` and `steps` are those of the first, which keeps node
     # slices. This is the plan of the others, which gather from the slices.

@@ -60,6 +60,9 @@ from .table_shards import exchange_rows as exchange_rows
 from .table_uses import Lookup as Lookup
 from .table_uses import Table as Table
 from .table_uses import find_tables as find_tables
+from .tied_tables import Twin as Twin
+from .tied_tables import find_twins as find_twins
+from .tied_tables import with_twins as with_twins
 from .trace import OF_MUTABLE as OF_MUTABLE
 from .trace import OpenProgram as OpenProgram
 from .trace import at_line_of as at_line_of

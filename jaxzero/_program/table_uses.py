@@ -189,7 +189,7 @@ def find_reads(block: Block, views: Mapping[Any, TableView]) -> dict[Operation, 
     for operation in block.operations:
         views |= views_after(operation, views)
         table = operation.inputs[0] if operation.inputs else None
-        if table in views and _takes_rows(operation):
+        if table in views and takes_rows(operation):
             lookups[operation] = _read(operation, views[table].dtypes, readers, outputs)
     return lookups
 
@@ -253,7 +253,7 @@ def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient 
             return None
         if is_zero(atom, block.makers):
             continue
-        if _adds_rows(operation) and is_zero(operation.inputs[0], block.makers):
+        if adds_rows(operation) and is_zero(operation.inputs[0], block.makers):
             gradient.adds.append(_added(block, operation))
             gradient.done.add(operation)
         elif terms := addends(operation) or (operation.values if is_cast(operation) else []):
@@ -352,7 +352,7 @@ def _added(block: Block, operation: Operation) -> Lookup:
     return dataclasses.replace(lookup, dtypes=lookup.dtypes[: sizes.index(min(sizes)) + 1])
 
 
-def _takes_rows(operation: Operation) -> bool:
+def takes_rows(operation: Operation) -> bool:
     """Whether a `gather` takes whole rows along the first dim."""
     if operation.name != "gather" or not isinstance(operation.inputs[1], Value):
         return False
@@ -369,7 +369,7 @@ def _takes_rows(operation: Operation) -> bool:
     )
 
 
-def _adds_rows(operation: Operation) -> bool:
+def adds_rows(operation: Operation) -> bool:
     """Whether a `scatter-add` adds whole rows along the first dim."""
     if operation.name != "scatter-add":
         return False

@@ -97,8 +97,8 @@ def _state(report: ReportData) -> TextTable:
 
 def _gathers(report: ReportData) -> TextTable:
     footer = [
-        f"Rows of {x.name} are sent in its place: {readable_bytes(sum(x.rows.values()))} into a "
-        "device."
+        f"Rows of {x.name} are sent where it is looked up: "
+        f"{readable_bytes(sum(x.rows.values()))} into a device."
         for x in _plan(report).rows
     ]
     return _buckets("All-gathers", report, "gather", *footer)

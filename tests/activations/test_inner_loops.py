@@ -16,7 +16,7 @@ from tests import zoo
 from .test_activations import LAYERS, ROWS, WIDTH, batch, bytes_of, head, zero_of
 
 EXPERTS = 3
-WIDE, TOKENS_OF_WIDE = 1024, 128  # of a model in which a product takes longer than to keep it
+WIDE, TOKENS_OF_WIDE = 4096, 128  # of a model in which a product takes longer than to keep it
 # As in `test_activations`: sums of at most 128 terms are rounded apart.
 _TOLERANCE = 1e-13
 

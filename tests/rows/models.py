@@ -94,6 +94,12 @@ def _several(params: Any, batch: Any) -> Any:
     return head(params, rows, batch["x"]) + 0.1 * jnp.mean(params["t"][jnp.arange(5)] ** 3)
 
 
+def _all_kinds(params: Any, batch: Any) -> Any:
+    """A table that is multiplied too."""
+    rows = jnp.tanh(params["u"][batch["ids"][:, 1]] * params["u"][batch["ids"][:, 2]])
+    return _several(params, batch) + jnp.mean(jnp.sin(rows @ params["u"].T))
+
+
 def _rounded(params: Any, batch: Any) -> Any:
     """Filled with a number that 16 bits round, and summed up in another dtype."""
     rows = params["t"].at[batch["ids"]].get(mode="fill", fill_value=1 / 3)
@@ -167,11 +173,14 @@ MODELS: dict[str, Model] = {
     "several": Model(
         _several, {"t": (64, 8), "u": (64, 8), "bag": (64, 8)}, ("t", "u", "bag"), high=61
     ),
+    "all_kinds": Model(
+        _all_kinds, {"t": (64, 8), "u": (64, 8), "bag": (64, 8)}, ("t", "u", "bag"), high=61
+    ),
     "scanned": Model(_scanned, {"t": (64, 8)}, ("t",)),
     "checkpointed": Model(_checkpointed, {"t": (64, 8)}, ("t",)),
-    "tied": Model(_tied, {"t": (64, 8)}, ()),
+    "tied": Model(_tied, {"t": (64, 8)}, ("t",)),
     "rounded": Model(_rounded, {"t": (64, 8)}, ("t",), high=90),
-    "no_ids": Model(_no_ids, {"t": (64, 8), "u": (64, 8)}, ()),
+    "no_ids": Model(_no_ids, {"t": (64, 8), "u": (64, 8)}, ("t",)),
     "one_hot": Model(_one_hot, {"t": (64, 8)}, ("t",), high=90),
     "one_hot_written_out": Model(_one_hot_as_written_out, {"t": (64, 3, 8)}, ("t",)),
     "one_hot_scanned": Model(_one_hot_scanned, {"t": (64, 8)}, ("t",)),

@@ -60,7 +60,7 @@ def test_models(name):
 
 def _some(*names: str) -> list:
     """The model with all kinds of lookups, and others in `make test-exhaustive`."""
-    return ["several", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in names)]
+    return ["all_kinds", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in names)]
 
 
 EXACT = {"min_quantized_size": 2**20}  # no array is large enough to be encoded
@@ -231,7 +231,7 @@ def test_forward_only():
 @pytest.mark.parametrize("offload", [None, jz.Offload(weights=True, optimizer=True)])
 def test_updates(offload):
     """A step of AdamW, as on one device; state of tables is split as they are."""
-    model, tx = MODELS["several"], optax.adamw(1e-2)
+    model, tx = MODELS["all_kinds"], optax.adamw(1e-2)
     zero = jz.Zero(jz.make_mesh(nodes=2), jz.ZeroConfig(offload=offload))
     params, batch = model.init(jax.random.key(0)), model.batch()
     stored = zero.init(model.init, jax.random.key(0))
@@ -245,7 +245,7 @@ def test_updates(offload):
 
 
 def test_only_some_leaves_are_differentiated():
-    model, zero = MODELS["several"], jz.Zero(jz.make_mesh(nodes=2))
+    model, zero = MODELS["all_kinds"], jz.Zero(jz.make_mesh(nodes=2))
     tables = {"t", "u", "bag"}
 
     def loss(trained, frozen, batch):
@@ -371,7 +371,7 @@ def test_derivatives_of_gradients(name):
 
 
 def test_ensembles():
-    model, zero = MODELS["several"], jz.Zero(jz.make_mesh(nodes=2))
+    model, zero = MODELS["all_kinds"], jz.Zero(jz.make_mesh(nodes=2))
     members = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 2))
     batch = jax.tree.map(lambda x: np.stack([x, x[::-1]]), model.batch())
     params = jax.vmap(zero.shard)(members)
