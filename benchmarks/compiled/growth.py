@@ -92,7 +92,8 @@ def _point(axis: Axis, count: int) -> dict[str, float]:
         found[name] = round(cpu_seconds() - start, 3)
         return result
 
-    timed("plain_trace", lambda: _traced(jax.value_and_grad, model, params, batch))
+    plain = jax.eval_shape(model.init, jax.random.key(0))
+    timed("plain_trace", lambda: _traced(jax.value_and_grad, model, plain, batch))
     traced = timed("trace_and_plan", lambda: _traced(zero.value_and_grad, model, params, batch))
     lowered = timed("lower", traced.lower)
     options: Any = jz.compiler_options("cuda")
