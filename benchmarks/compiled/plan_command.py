@@ -39,6 +39,7 @@ def main(
     link: float = 50.0,
     rows: float = 2.0,
     tokens: int = 2048,
+    budget: float = 180.0,
 ) -> None:
     """Run the command, and append a row.
 
@@ -50,12 +51,13 @@ def main(
         link: GB a second that enter a node.
         rows: of a step, for each device.
         tokens: of a row.
+        budget: seconds after which no further program is compiled.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_config(model)))
         command = ["plan", "--model", folder, "--nodes", str(nodes), "--local", str(local)]
         command += ["--device", device, "--link", str(link)]
-        command += ["--rows", str(rows), "--tokens", str(tokens)]
+        command += ["--rows", str(rows), "--tokens", str(tokens), "--budget", str(budget)]
         jaxzero = str(Path(sys.executable).parent / "jaxzero")
         start, cpu = time.perf_counter(), cpu_seconds()
         run = subprocess.run(
@@ -77,6 +79,7 @@ def main(
             "link_gb_per_second": link,
             "rows_per_device": rows,
             "tokens": tokens,
+            "budget_seconds": budget,
             "seconds": round(seconds, 1),
             "cpu_seconds": round(cpu, 1),
             "best": found[1],
