@@ -174,6 +174,8 @@ def main(
         lowered, lower_seconds = timed("lower", lambda args=args: lowered_step(*args))
         for program in missing:
             chosen = OPTION_SETS[program["option_set"]]
+            if variant == "local8-nvlink" and program["option_set"] == "jaxzero":
+                chosen = jz.compiler_options("cuda", nvlink=True)
             with kernel_reports() as reports:
                 compiled, compile_seconds = timed(
                     "compile", functools.partial(_compiled, lowered, chosen, cluster)

@@ -179,6 +179,7 @@ def step(mesh, tmp_path_factory):
     """A step of scanned layers whose exchanges are kernels: its text, and where XLA puts arrays."""
     folder = tmp_path_factory.mktemp("step")
     dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    dump |= jz.compiler_options("cuda", nvlink=True)
     zero = jz.Zero(mesh, config_by_kernel())
     text = compiled_step(zero, SMALL, (8, 64), **dump).as_text()
     (file,) = folder.glob("*_gpu_after_optimizations-buffer-assignment.txt")
