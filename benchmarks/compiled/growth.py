@@ -1,7 +1,7 @@
 """How the time to trace, plan, lower and compile a step grows with devices, layers and leaves.
 
     python -m benchmarks.compiled.growth                       # measure, a row for each point
-    python -m benchmarks.compiled.growth --axes devices --counts 2048 4096
+    python -m benchmarks.compiled.growth --axes layers --counts 16 32 64 128 --no-compiles
     python -m benchmarks.compiled.growth --plot-only           # the plot of the newest rows
 
 Needs jaxzero[aot]. Programs are compiled for H200s with `jz.zero3()`; nothing is run. Times are CPU
@@ -37,8 +37,8 @@ from .plans import cpu_seconds
 Axis = Literal["devices", "layers", "leaves"]
 COUNTS: dict[Axis, tuple[int, ...]] = {
     "devices": (16, 64, 256, 1024, 4096),
-    "layers": (8, 16, 32, 64),
-    "leaves": (8, 16, 32, 64, 128),
+    "layers": (8, 16, 32),
+    "leaves": (8, 32, 128),
 }
 _PARTS = {
     "plain_trace": "trace by JAX alone",
@@ -54,6 +54,7 @@ _LOCAL, _TOKENS, _WIDTH = 8, 128, 64
 def main(
     axes: Sequence[Axis] = ("devices", "layers", "leaves"),
     counts: Sequence[int] = (),
+    compiles: bool = True,
     plot_only: bool = False,
 ) -> None:
     """Measure, append a row for each point, and draw the plot.
@@ -61,13 +62,14 @@ def main(
     Args:
         axes: what grows.
         counts: how many of it; if empty, those of `COUNTS`.
+        compiles: whether XLA compiles the programs, which takes most of the time.
         plot_only: draw the rows that are there.
     """
     for axis in () if plot_only else axes:
         chosen = tuple(counts) or COUNTS[axis]
-        _point(axis, chosen[0])  # warms up
+        _point(axis, chosen[0], compiles)  # warms up
         for count in chosen:
-            append_row("growth", {"axis": axis, "count": count, **_point(axis, count)})
+            append_row("growth", {"axis": axis, "count": count, **_point(axis, count, compiles)})
     rows = [row["results"] for row in read_rows("growth") if _is_of(row, jax.__version__)]
     figure(rows).savefig(RESULTS / "growth.png", dpi=150)
 
@@ -76,7 +78,7 @@ def _is_of(row: dict[str, Any], version: str) -> bool:
     return row["versions"]["jax"] == version
 
 
-def _point(axis: Axis, count: int) -> dict[str, float]:
+def _point(axis: Axis, count: int, compiles: bool) -> dict[str, float]:
     """CPU seconds of each part."""
     num_devices = count if axis == "devices" else 16
     mesh = h200_mesh(num_devices // _LOCAL, _LOCAL)
@@ -97,8 +99,9 @@ def _point(axis: Axis, count: int) -> dict[str, float]:
     traced = timed("trace_and_plan", lambda: _traced(zero.value_and_grad, model, params, batch))
     lowered = timed("lower", traced.lower)
     options: Any = jz.compiler_options("cuda")
-    timed("compile", lambda: lowered.compile(compiler_options=options))
-    if axis == "layers":
+    if compiles:
+        timed("compile", lambda: lowered.compile(compiler_options=options))
+    if axis == "layers" and compiles:
         by_xla = lowered_step("gspmd-by-hand", model, mesh, batch, jz.CommSchedule())
         timed("gspmd_compile", by_xla.compile)
     return {"num_leaves": len(jax.tree.leaves(params)), **found}
@@ -142,7 +145,10 @@ def figure(rows: Sequence[dict[str, Any]]) -> Figure:
     """One panel for each axis: CPU seconds over counts, and a line of what is linear."""
     drawn = Figure(figsize=(12, 4), layout="constrained")
     for axes, axis in zip(drawn.subplots(1, len(COUNTS)), COUNTS, strict=True):
-        newest = {row["count"]: row for row in rows if row["axis"] == axis}
+        newest: dict[int, dict[str, Any]] = {}
+        for row in rows:
+            if row["axis"] == axis:
+                newest[row["count"]] = newest.get(row["count"], {}) | row
         points = [newest[count] for count in sorted(newest)]
         for part, label in _PARTS.items():
             known = [(row["count"], row[part]) for row in points if part in row]
@@ -150,14 +156,14 @@ def figure(rows: Sequence[dict[str, Any]]) -> Figure:
                 axes.loglog(*zip(*known, strict=True), "o-", markersize=4, label=label)
         if axis != "devices" and points:
             first, last = points[0]["count"], points[-1]["count"]
-            start = points[0]["compile"]
+            start = points[0]["trace_and_plan"]
             axes.loglog(
                 [first, last], [start, start * last / first], "k:", linewidth=1, label="linear"
             )
         axes.set_xlabel({"layers": "unrolled layers", "leaves": "leaves"}.get(axis, axis))
         axes.set_ylabel("CPU seconds")
         axes.grid(alpha=0.3)
-    drawn.axes[1].legend(fontsize=8)
+    drawn.axes[-1].legend(fontsize=8)
     return drawn
 
 
