@@ -160,6 +160,8 @@ def figure(rows: Sequence[dict[str, Any]]) -> Figure:
             axes.loglog(
                 [first, last], [start, start * last / first], "k:", linewidth=1, label="linear"
             )
+        axes.set_xticks(list(newest), [str(count) for count in newest], minor=False)
+        axes.minorticks_off()
         axes.set_xlabel({"layers": "unrolled layers", "leaves": "leaves"}.get(axis, axis))
         axes.set_ylabel("CPU seconds")
         axes.grid(alpha=0.3)
