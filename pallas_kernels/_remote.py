@@ -34,7 +34,9 @@ from ._format import Format
 from ._protocol import Party, Semaphore, exchange
 from ._tile_layout import TileLayout
 
-_plgpu: Any = plgpu  # types are checked with the oldest JAX, which lacks some of the names
+# Types are checked with the oldest JAX, which lacks some of the names.
+_plgpu: Any = plgpu
+_compute_on: Any = compute_on
 
 _STREAM = 1  # of exchanges: one after the other, beside what XLA computes
 
@@ -363,7 +365,7 @@ def run(
         **memory.interpret_options(),  # `skip_device_barrier` stays False: see `_protocol`
     )
     # XLA starts what is on another stream early, and waits for it where the result is needed.
-    beside_compute = compute_on(
+    beside_compute = _compute_on(
         lambda *args: exchanged(*args)[0],
         compute_type=f"gpu_stream:{_STREAM}",
         out_memory_spaces=jax.memory.Space.Device,

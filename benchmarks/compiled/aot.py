@@ -272,7 +272,7 @@ def lowered_step(
     return jax.jit(step).lower(params, *frozen, batch, **state)
 
 
-def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
+def _config(variant: str, microbatches: int) -> jz.ZeroConfig:
     if variant == "pipeline":
         return jz.pipeline(microbatches)
     if variant.startswith("local8-"):
@@ -319,7 +319,7 @@ def _peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _even(model: ModelName, text: str, run: dict[str, Any]) -> dict[str, Any]:
+def _even(model: Any, text: str, run: dict[str, Any]) -> dict[str, Any]:
     size = SIZES[model]
     tokens_of_node = run["batch"] * run["tokens"] // run["nodes"]
     return if_even(text, LINKS, tokens_of_node, size.experts, size.choices, run["local"])

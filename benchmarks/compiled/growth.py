@@ -36,7 +36,7 @@ from .plans import cpu_seconds
 
 Axis = Literal["devices", "layers", "leaves"]
 COUNTS: dict[Axis, tuple[int, ...]] = {
-    "devices": (16, 64, 256, 1024, 4096),
+    "devices": (16, 64, 256, 1024, 4096, 32768),
     "layers": (8, 16, 32),
     "leaves": (8, 32, 128),
 }
