@@ -43,8 +43,10 @@ This guarantees:
    the (m+1)-th time only after its own m-th wait. So when the first block ends its m-th wait,
    no peer has signalled more than m times, and N m signals are m from each.
 3. No peer writes into an inbox before its owner has entered this call: an earlier operation on
-   that device might still read the memory. Kernels on a stream run one after the other, so an
-   owner that signals `entered` has finished all of them.
+   that device might still read the memory. Exchanges have a stream of their own, on which they run
+   one after the other; it waits for what the stream of compute did before the call starts. So an
+   owner that signals `entered` has finished all of that. What computes until the call is awaited
+   uses other memory: XLA keeps the inbox, a result of the kernel, from its start to its end.
 4. No peer writes into an inbox after its owner has left: it leaves when all tiles have arrived.
 5. Every signal is consumed once, by the block that receives it, before that block ends. So all
    semaphores are zero at the end and are not accessed afterwards: the next call, or the next
@@ -63,7 +65,8 @@ The protocol relies on three assumptions, which the kernels must ensure:
   without `entered`. But it is documented for semaphores only, not for reuse of other memory.
 - All blocks of a device run concurrently. Otherwise block b of one device may deadlock waiting
   for block b of another, which is queued behind a block that waits for block b. So the grid must
-  fit the device, and kernels that run concurrently must terminate independently of this one.
+  fit the device beside those of other kernels that wait for devices, which are NCCL's; what
+  computes beside it ends by itself.
 - Every device of the axis can store into the memory of every other: one NVLink domain.
 
 `tests/kernels/test_protocol.py` runs `exchange` on a model of such memory with adversarial

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.compute_on import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import DTypeLike
 
@@ -33,7 +34,11 @@ from ._format import Format
 from ._protocol import Party, Semaphore, exchange
 from ._tile_layout import TileLayout
 
-_plgpu: Any = plgpu  # types are checked with the oldest JAX, which lacks some of the names
+# Types are checked with the oldest JAX, which lacks some of the names.
+_plgpu: Any = plgpu
+_compute_on: Any = compute_on
+
+_STREAM = 1  # of exchanges: one after the other, beside what XLA computes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,8 @@ class RemoteConfig:
         vector: consecutive elements that a lane loads at once, a power of two.
         slots: tiles per sender that fit into a block's inbox.
         blocks: thread blocks per device. They wait for blocks of other devices, so all must be
-            resident at once: at most two per multiprocessor, the limit set by its registers.
+            resident at once, beside kernels on other streams that wait for devices too: NCCL's,
+            with at most 64 blocks.
 
     Raises:
         ValueError: a value is less than 1, or not a power of two where it must be.
@@ -54,7 +60,7 @@ class RemoteConfig:
     elements: int = 4096
     vector: int = 8
     slots: int = 4
-    blocks: int = 128  # an H100 has 114 or 132 multiprocessors, an H200 132
+    blocks: int = 32  # an H100 has 114 or 132 multiprocessors, an H200 132
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
@@ -350,15 +356,22 @@ def run(
         exchange(party, num_tiles=party.num_tiles, most_tiles=tiling.most_tiles, slots=tiling.slots)
 
     kernel.__name__ = block.name
-    found, *_ = plgpu.kernel(
+    exchanged = plgpu.kernel(
         kernel,
         out_type=(result, *tiling.inbox(devices)),
         grid=(tiling.blocks,),
         grid_names=("block",),
         scratch_types=semaphores(devices),
         **memory.interpret_options(),  # `skip_device_barrier` stays False: see `_protocol`
-    )(source, *seeds)
-    return found
+    )
+    # XLA starts what is on another stream early, and waits for it where the result is needed.
+    beside_compute = _compute_on(
+        lambda *args: exchanged(*args)[0],
+        compute_type=f"gpu_stream:{_STREAM}",
+        out_memory_spaces=jax.memory.Space.Device,
+    )
+    # Constants must stay outside: inside, XLA gives them names that are no PTX.
+    return beside_compute(source, *lax.optimization_barrier(seeds))
 
 
 def semaphores(devices: int) -> list[Any]:

@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import re
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -34,12 +33,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxzero as jz
 from benchmarks.shared import _gspmd
-from benchmarks.shared._models import Model, ModelName, in_form, step_config
+from benchmarks.shared._models import SIZES, Model, ModelName, in_form, step_config
 from benchmarks.shared._rows import append_row, is_current, read_rows
 from jaxzero._hlo import Rates, parse, timeline
 from jaxzero._xla_of_jax import IS_BEFORE_0_11
 
+from ._even_choices import if_even
 from ._h200 import h200_mesh
+from ._kernel_reports import kernel_reports
 
 Variant = Literal[
     "gspmd",
@@ -49,6 +50,8 @@ Variant = Literal[
     "zero3-experts",
     "zeropp",
     "zeropp-experts",
+    "zeropp-no-slices",
+    "zeropp-no-slices-experts",
     "zeropp4",
     "local8-xla",
     "local8-mosaic_gpu",
@@ -107,6 +110,7 @@ def main(
     microbatches: int = 1,
     frozen: int = 0,
     token_parts: int | None = None,
+    stages: int | None = None,
     resume: bool = False,
     keep_hlo: Path | None = None,
 ) -> None:
@@ -126,11 +130,12 @@ def main(
             50 GB/s into a node. Times to compile are of both.
         form: how the model is written: as `_llama`, or in Flax Linen (scanned and dense only).
         microbatches: that the rows of a device are cut into (jaxzero's variants only); with
-            `pipeline`, of which each node is a stage, between one and 2 S - 1 are in flight.
+            `pipeline`, of S stages, between one and 2 S - 1 are in flight.
         frozen: layers of a plain scanned decoder that `zero.freeze` freezes, with the embedding
             (jaxzero's variants only); rows are those of `aot_frozen`.
         token_parts: devices of a node that share each row (models of long rows only); rows are
             those of `aot_long`.
+        stages: of `pipeline`. None: each node is one.
         resume: leave out programs that have a row of the same code and version of JAX.
         keep_hlo: a folder for the compiled programs.
 
@@ -142,13 +147,14 @@ def main(
             f"`options` must be of {', '.join(map(repr, OPTION_SETS))}; got {unknown}. "
             "Leave it out, or add a set to `OPTION_SETS`."
         )
-    mesh = h200_mesh(nodes, local, token_parts)
+    mesh = h200_mesh(nodes, local, token_parts, stages)
     cluster = jz.Cluster(nodes=nodes, local=local, device="h200") if durations else None
     written = in_form(model, form)
     rows, size = batch or written.rows, tokens or written.size
     run = dict(nodes=nodes, local=local, batch=rows, tokens=size, microbatches=microbatches)
     run |= {"frozen": frozen} if frozen else {}
     run |= {"token_parts": token_parts} if token_parts else {}
+    run |= {"stages": stages} if stages else {}
     table = "aot_long" if token_parts else "aot_frozen" if frozen else "aot"
     for variant in variants:
         ours = not variant.startswith("gspmd")
@@ -168,9 +174,12 @@ def main(
         lowered, lower_seconds = timed("lower", lambda args=args: lowered_step(*args))
         for program in missing:
             chosen = OPTION_SETS[program["option_set"]]
-            compiled, compile_seconds = timed(
-                "compile", functools.partial(_compiled, lowered, chosen, cluster)
-            )
+            if variant == "local8-nvlink" and program["option_set"] == "jaxzero":
+                chosen = jz.compiler_options("cuda", nvlink=True)
+            with kernel_reports() as reports:
+                compiled, compile_seconds = timed(
+                    "compile", functools.partial(_compiled, lowered, chosen, cluster)
+                )
             text = compiled.as_text()
             if keep_hlo is not None:
                 _keep(keep_hlo / f"{model}_{variant}_{program['option_set']}.hlo", text)
@@ -181,9 +190,11 @@ def main(
                     "parameters": written.num_parameters,
                     "compiler_options": chosen,
                     **(figures if ours else _figures_if_priced)(compiled, text, local),
-                    **(_if_even(text, local) if variant.endswith("-experts") else {}),
+                    **(_even(model, text, run) if variant.endswith("-experts") else {}),
+                    **({"kernels": reports()} if reports() else {}),
                     **lower_seconds,
                     **compile_seconds,
+                    "peak_memory_gib": round(_peak_bytes() / 2**30, 2),
                 },
             )
 
@@ -261,15 +272,17 @@ def lowered_step(
     return jax.jit(step).lower(params, *frozen, batch, **state)
 
 
-def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
+def _config(variant: str, microbatches: int) -> jz.ZeroConfig:
     if variant == "pipeline":
         return jz.pipeline(microbatches)
     if variant.startswith("local8-"):
         return step_config(variant.removeprefix("local8-"))
     if variant == "zero3-slices":
         return jz.zero3(hpz=jz.HpZ(codec=jz.Cast(jnp.bfloat16)))
+    if variant.endswith("-no-slices"):
+        return dataclasses.replace(_config(variant.removesuffix("-no-slices"), 1), hpz=None)
     if variant.endswith("-experts"):
-        config = getattr(jz, variant.removesuffix("-experts"))()
+        config = _config(variant.removesuffix("-experts"), 1)
         leaves = ("layers.gate", "layers.up", "layers.down")
         return dataclasses.replace(config, ungathered=jz.Ungathered(leaves, dim=1))
     return getattr(jz, variant)()
@@ -301,6 +314,17 @@ def _user_seconds() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
+def _peak_bytes() -> int:
+    """The most that this process ever had in memory, all its programs before included."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _even(model: Any, text: str, run: dict[str, Any]) -> dict[str, Any]:
+    size = SIZES[model]
+    tokens_of_node = run["batch"] * run["tokens"] // run["nodes"]
+    return if_even(text, LINKS, tokens_of_node, size.experts, size.choices, run["local"])
+
+
 def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
     """Memory, collectives and predicted time of the compiled program."""
     memory = compiled.memory_analysis()
@@ -328,37 +352,6 @@ def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
             }
             for node, line in lines.items()
         },
-    }
-
-
-def _if_even(text: str, local: int) -> dict[str, Any]:
-    """Predicted steps where all experts are chosen equally often.
-
-    `models.apply_by_group` passes over blocks of rows that no expert needs: its loops, which are
-    those with a condition inside, have a trip for each block that any choices need, as if all
-    tokens of a node had chosen the experts of one device.
-    """
-    program = parse(text)
-    skipping = {
-        name
-        for name, x in program.computations.items()
-        if any(instruction.op == "conditional" for instruction in x.instructions)
-    }
-
-    def fewer(match: re.Match[str]) -> str:
-        body, between, trips = match.groups()
-        num = -(-int(trips) * 2 // local) if body in skipping else trips
-        return f'body=%{body}{between}known_trip_count":{{"n":"{num}"}}'
-
-    loops = re.compile(r'body=%([\w.\-]+)(.*?)known_trip_count":\{"n":"(\d+)"\}')
-    even = parse(loops.sub(fewer, text))
-    return {
-        "predicted_if_choices_are_even": {
-            f"{node / 1e9:g} GB/s between nodes": round(
-                timeline(even, dataclasses.replace(Rates(num_local=local), node=node)).seconds, 4
-            )
-            for node in LINKS
-        }
     }
 
 

@@ -332,7 +332,9 @@ def _compiled_step(mesh: Mesh, name: str, model: ModelName, shape: tuple[int, in
     params = zero.init(written.init, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 256, shape, np.int32)
     batch = jax.device_put(tokens, NamedSharding(mesh, zero.batch_spec))
-    step = jax.jit(zero.value_and_grad(written.loss)).lower(params, batch).compile()
+    options: Any = jz.compiler_options(jax.devices()[0].platform, nvlink=name == "nvlink")
+    lowered = jax.jit(zero.value_and_grad(written.loss)).lower(params, batch)
+    step = lowered.compile(compiler_options=options)
     return step, (params, batch)
 
 

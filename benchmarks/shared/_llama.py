@@ -39,7 +39,9 @@ class LlamaSize:
     heads: int = 32
     kv_heads: int | None = None  # fewer, each for several heads; None: as many
     vocabulary: int = 32000
-    experts: int = 0  # of a mixture of experts, two for each token; 0: a dense MLP
+    experts: int = 0  # of a mixture of experts; 0: a dense MLP
+    choices: int = 2  # experts of a token
+    sorts_tokens: bool = False  # gathered experts compute their own tokens; else each all tokens
     state: int = 0  # numbers of state for each of `hidden`: layers of Mamba; 0: layers of Llama
     unrolled: bool = False
     tied: bool = False  # whether the embedding is the head too
@@ -152,7 +154,7 @@ def loss(
     attend = _attend(size, constrain)
     constrain = constrain or (jz.split_tokens if size.long else lambda x: x)
     x = constrain(params["embedding"][tokens])
-    mlp = _experts if size.experts else _mlp
+    mlp = functools.partial(_experts, size) if size.experts else _mlp
 
     def layer(x, weights):
         if size.state:
@@ -237,13 +239,14 @@ def _mlp(x: Array, weights: Params) -> Array:
     return x + checkpoint_name(hidden @ weights["down"], "mlp")
 
 
-def _experts(x: Array, weights: Params) -> Array:
-    """Every expert on every token, the two best of each weighted: the weights are those of a
-    mixture, the arithmetic is more (Switch Transformers, https://arxiv.org/abs/2101.03961)."""
+def _experts(size: LlamaSize, x: Array, weights: Params) -> Array:
+    """Every expert on every token, the best of each weighted: the weights are those of a mixture,
+    the arithmetic is more (Switch Transformers, https://arxiv.org/abs/2101.03961). Or each token
+    on its experts only, where they stay on their devices or `size.sorts_tokens`."""
     y = _norm(x, weights["norm2"])
     scores = jax.nn.softmax((y @ weights["router"]).astype(jnp.float32))
-    best, numbers = jax.lax.top_k(scores, 2)
-    if len(weights["gate"]) < scores.shape[-1]:
+    best, numbers = jax.lax.top_k(scores, size.choices)
+    if size.sorts_tokens or len(weights["gate"]) < size.experts:
         return x + _by_own_experts(y, best.astype(y.dtype), numbers, weights)
     chosen = jnp.where(scores >= best[..., -1:], scores, 0).astype(y.dtype)
 
@@ -257,7 +260,7 @@ def _experts(x: Array, weights: Params) -> Array:
 
 
 def _by_own_experts(y: Array, best: Array, numbers: Array, weights: Params) -> Array:
-    """Each token on its two experts, by the devices that have them."""
+    """Each token on its experts, by the devices that have them."""
 
     def expert(one: Params, rows: Array) -> Array:
         return (jax.nn.silu(rows @ one["gate"]) * (rows @ one["up"])) @ one["down"]

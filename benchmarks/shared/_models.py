@@ -56,6 +56,7 @@ LlamaName = Literal[
     "70b",
     "70b-unrolled",
     "405b",
+    "1t",
     "tiny",
     "tiny-unrolled",
 ]
@@ -86,6 +87,19 @@ SIZES: dict[LlamaName, LlamaSize] = {
     "70b-unrolled": dataclasses.replace(_LARGE, unrolled=True),
     "405b": LlamaSize(
         layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256
+    ),
+    # Of DeepSeek-V3 (https://arxiv.org/abs/2412.19437) layers, width, experts and choices; experts
+    # are half as wide again, attention is grouped, and all layers are mixtures.
+    "1t": LlamaSize(
+        layers=61,
+        width=7168,
+        hidden=3072,
+        heads=56,
+        kv_heads=8,
+        vocabulary=129280,
+        experts=256,
+        choices=8,
+        sorts_tokens=True,
     ),
     "tiny": _TINY,
     "tiny-unrolled": dataclasses.replace(_TINY, unrolled=True),
@@ -156,6 +170,7 @@ _LLAMAS: dict[LlamaName, str] = {
     "gemma-untied": "Gemma-2B, untied 256k vocabulary, scanned",
     "70b": "Llama-70B, scanned",
     "405b": "Llama-405B, scanned",
+    "1t": "1.0T, 256 experts, scanned",
     "70b-unrolled": "Llama-70B, unrolled",
     "tiny": "tiny, scanned",
     "tiny-unrolled": "tiny, unrolled",

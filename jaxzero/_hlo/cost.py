@@ -4,7 +4,8 @@ Compute takes the maximum of its operations at the rate `flops` and its memory t
 `memory`. A collective takes 10 us plus the maximum of the time for the bytes that a device receives
 inside its node and of the time for the bytes that enter the node, each of them counted once. What
 crosses the link between host and device is counted there (rate `host`), not as memory traffic.
-A kernel that is a whole exchange inside a node is compute that takes as long as a collective.
+A kernel that is a whole exchange inside a node takes as long as a collective, and no less than its
+own arithmetic and memory traffic.
 """
 
 from __future__ import annotations
@@ -64,13 +65,16 @@ def compute_seconds(
         return sum(compute_seconds(x, inner, program, rates) for x in inner.instructions)
     moved = traffic(instruction, within, program)
     seconds = max(flops(instruction, within, program) / rates.flops, moved.device / rates.memory)
-    if not (received := exchanged_bytes(instruction, within)):
+    if not (received := exchanged_bytes(instruction, within, program)):
         return seconds
     return rates.launch + max(seconds, received / rates.local)
 
 
-def exchanged_bytes(instruction: Instruction, within: Computation) -> int:
+def exchanged_bytes(instruction: Instruction, within: Computation, program: Program) -> int:
     """What a device receives in a kernel that is a whole exchange (`pallas_kernels._remote`)."""
+    if instruction.op == "call-start":
+        inner = program.computations[instruction.called["to_apply"][0]]
+        return sum(exchanged_bytes(x, inner, program) for x in inner.instructions)
     if instruction.op != "custom-call" or not _EXCHANGE.search(instruction.text):
         return 0
     # An inbox is [senders, thread blocks, slots, *tile], and what is sent [runs, pieces, tiles of

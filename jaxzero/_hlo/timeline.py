@@ -4,10 +4,11 @@ It is a model with assumed rates, for comparing programs: nothing is run, the ti
 depends on its arithmetic and memory traffic only, and links have no other traffic. Instructions
 are simulated in the order of the compiler's schedule. One stream computes, and another runs the
 collectives one after the other: an asynchronous one begins at its `-start`, once the stream is
-free, and is waited for at its `-done`. Copies from the host's memory run in the same way on a third
-stream, and copies to it on a fourth; an instruction that is not asynchronous and reads or writes
-host memory is waited for at once. The body of a loop is simulated once, with nothing in flight at
-its start, and multiplied by the trip count.
+free, and is waited for at its `-done`. A kernel beside compute that is a whole exchange
+(`call-start`) is on that stream too: it takes the same links. Copies from the host's memory run in
+the same way on a third stream, and copies to it on a fourth; an instruction that is not
+asynchronous and reads or writes host memory is waited for at once. The body of a loop is simulated
+once, with nothing in flight at its start, and multiplied by the trip count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ import dataclasses
 from collections import Counter, defaultdict
 
 from .collectives import Collective
-from .cost import Rates, collective_of, collective_seconds, compute_seconds, link_bytes
+from .cost import (
+    Rates,
+    collective_of,
+    collective_seconds,
+    compute_seconds,
+    exchanged_bytes,
+    link_bytes,
+)
 from .instructions import Computation, Instruction, Program, parse
 from .traffic import NO_WORK, Traffic, traffic
 
@@ -30,9 +38,9 @@ class Timeline:
     Attributes:
         seconds: from beginning to end.
         compute_seconds: spent computing.
-        communication_seconds: that collectives take, hidden or not.
-        exposed_seconds: spent waiting for collectives.
-        launches: collectives that are run, by name.
+        communication_seconds: that collectives and exchanges take, hidden or not.
+        exposed_seconds: spent waiting for collectives and exchanges.
+        launches: collectives that are run, by name; "exchange": by a kernel beside compute.
         local_bytes: that a device receives inside its node.
         node_bytes: that enter a node.
         asynchronous_bytes: that a device receives, in collectives with compute between
@@ -86,9 +94,9 @@ class Timeline:
 
 @dataclasses.dataclass
 class _Flight:
-    """A collective or a copy from or to the host that has been started."""
+    """A collective, an exchange or a copy from or to the host that has been started."""
 
-    collective: Collective | None
+    received: int | None  # bytes from other devices; None: a copy
     end: float
     compute_before: float
 
@@ -141,16 +149,20 @@ class Walk:
                 continue
             collective = collective_of(instruction, self.program)
             moved = traffic(instruction, within, self.program)
-            begun = line.compute_seconds
+            begun, received = line.compute_seconds, None
             if collective is not None:
+                received = collective.entering_bytes
                 end = self._send(line, free, collective)
+            elif instruction.op == "call-start":
+                received = exchanged_bytes(instruction, within, self.program)
+                end = self._exchange(line, free, instruction, received)
             elif moved.crossing:
                 end = self._copy(line, free, moved)
                 line.add(*self.inner(instruction, within))
             else:
                 line.add(*self.inner(instruction, within))
                 continue
-            flight = _Flight(collective, end, begun)
+            flight = _Flight(received, end, begun)
             if instruction.op.endswith("-start"):
                 flights[instruction.name] = flight
             else:
@@ -171,6 +183,19 @@ class Walk:
         free["collectives"] = max(line.seconds, free["collectives"]) + cost
         return free["collectives"]
 
+    def _exchange(
+        self, line: Timeline, free: _Free, instruction: Instruction, received: int
+    ) -> float:
+        """Run a kernel that is an exchange on the stream of collectives; the time of its end."""
+        called = self.program.computations[instruction.called["to_apply"][0]]
+        cost = self.computation(called).seconds
+        line.communication_seconds += cost
+        line.launches["exchange"] += 1
+        line.local_bytes += received
+        line.received_bytes += received
+        free["collectives"] = max(line.seconds, free["collectives"]) + cost
+        return free["collectives"]
+
     def _copy(self, line: Timeline, free: _Free, moved: Traffic) -> float:
         """Run a copy on the streams from and to the host; the time of its end."""
         line.host_bytes_in += moved.from_host
@@ -187,12 +212,12 @@ class Walk:
         """Wait for what was started."""
         waited = max(0.0, flight.end - line.seconds)
         line.seconds += waited
-        if flight.collective is None:
+        if flight.received is None:
             line.host_exposed_seconds += waited
             return
         line.exposed_seconds += waited
         if line.compute_seconds > flight.compute_before:
-            line.asynchronous_bytes += flight.collective.entering_bytes
+            line.asynchronous_bytes += flight.received
 
     def inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
         """What an instruction does by itself, and how often."""
@@ -209,7 +234,7 @@ class Walk:
             branches = called.get("branch_computations", [])
             lines = [self.computation(computations[name]) for name in branches]
             return max(lines, key=lambda x: x.seconds, default=Timeline()), 1
-        if instruction.op == "call":
+        if instruction.op in ("call", "call-start"):
             return self.computation(computations[called["to_apply"][0]]), 1
         seconds = compute_seconds(instruction, within, self.program, self.rates)
         return Timeline(seconds=seconds, compute_seconds=seconds), 1

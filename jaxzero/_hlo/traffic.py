@@ -26,7 +26,7 @@ NO_WORK = {
     "replica-id",
     "opt-barrier",
 }
-_CALLERS = {"while", "conditional", "call"}  # what they call does the work
+_CALLERS = {"while", "conditional", "call", "call-start"}  # what they call does the work
 _MOVES = {"copy", "copy-start", "slice", "dynamic-slice", "dynamic-update-slice"}
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _PLACEMENTS = {  # custom calls that say where an array is, and copy nothing

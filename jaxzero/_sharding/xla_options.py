@@ -49,6 +49,12 @@ _GPU_OFFLOAD: _Changes = {
     # With arrays in host memory it ends the process (JAX 0.10.2).
     "xla_gpu_enable_analytical_latency_estimator": None,
 }
+_GPU_NVLINK: _Changes = {
+    # How many kernels that are exchanges may be under way. With the default of 2, of a layer's
+    # seven half have ended before what could compute beside them begins (4 layers of Llama-7B on
+    # 1 x 8: 4.3 ms of a step waited for, then 0.9; JAX 0.12.0).
+    "xla_gpu_experimental_parallel_async_compute_limit": 64,
+}
 _GPU_LOCAL_STEPS: _Changes = {
     # XLA gives the collectives of a program to as many streams as this, in turn. One that shares
     # the stream of a fragment's message, which spans whole steps, would wait for it; so there must
@@ -82,11 +88,13 @@ class _Platform:
     before_0_11: Options = dataclasses.field(default_factory=dict)
     offload: _Changes = dataclasses.field(default_factory=dict)
     local_steps: _Changes = dataclasses.field(default_factory=dict)
+    nvlink: _Changes = dataclasses.field(default_factory=dict)
 
-    def options(self, offload: bool, local_steps: bool) -> _Changes:
+    def options(self, offload: bool, local_steps: bool, nvlink: bool) -> _Changes:
         """The options for the installed version of JAX; None for one that an argument takes out."""
         options: _Changes = {**self.always, **(self.before_0_11 if IS_BEFORE_0_11 else {})}
         options |= self.local_steps if local_steps else {}
+        options |= self.nvlink if nvlink else {}
         return options | (self.offload if offload else {})
 
 
@@ -95,6 +103,7 @@ _GPUS = _Platform(
     _GPU_BEFORE_0_11,
     _GPU_OFFLOAD,
     _GPU_LOCAL_STEPS,
+    _GPU_NVLINK,
 )
 _PLATFORMS: dict[str, _Platform] = {
     "cpu": _Platform(before_0_11=_CPU_BEFORE_0_11),
@@ -139,6 +148,7 @@ def compiler_options(
     *,
     offload: bool = False,
     local_steps: bool = False,
+    nvlink: bool = False,
 ) -> Options:
     """The options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
 
@@ -152,6 +162,7 @@ def compiler_options(
             Nothing has been compiled for them.
         offload: whether the program has arrays in host memory (`jz.Offload`).
         local_steps: whether the program is a round of `Zero.local_steps`.
+        nvlink: whether exchanges inside a node are kernels (`implementation="nvlink"` of a codec).
 
     Returns:
         Names and values, of the XLA in the installed version of JAX (0.10 to 0.12).
@@ -170,6 +181,6 @@ def compiler_options(
             "`jax.devices()[0].platform`, or add a platform with "
             "`jaxzero.extend.register_compiler_options`."
         )
-    options = _PLATFORMS.get(platform, _Platform()).options(offload, local_steps)
+    options = _PLATFORMS.get(platform, _Platform()).options(offload, local_steps, nvlink)
     changed = options | _registered.get(platform, {})
     return {name: value for name, value in changed.items() if value is not None}

@@ -150,27 +150,25 @@ _PHASES = ("zero", "meet", "enter", "run")
 
 
 class World:
-    """Devices with blocks that all run the same `calls` times.
+    """Devices that run one kernel after the other, in the same memory.
 
     Args:
-        programs: steps of each block of each device.
-        calls: how often each device runs its kernel, with the same memory.
+        kernels: of each the steps of each block of each device.
         resident: how many blocks of a device run at once; None: all.
         device_barrier: whether devices wait for each other once semaphores are zero.
     """
 
     def __init__(
         self,
-        programs: list[list[list[Any]]],
+        kernels: list[list[list[list[Any]]]],
         *,
-        calls: int,
         resident: int | None = None,
         device_barrier: bool = True,
     ):
-        self.programs, self.calls = programs, calls
-        self.resident = resident or len(programs[0])
+        self.kernels, self.calls = kernels, len(kernels)
+        self.resident = resident or max(len(blocks) for blocks, *_ in kernels)
         self.device_barrier = device_barrier
-        self.devices = [_Device() for _ in programs]
+        self.devices = [_Device() for _ in kernels[0]]
         self.reads = 0
 
     def __deepcopy__(self, memo: dict) -> World:
@@ -228,7 +226,7 @@ class World:
         elif kind == "start":
             (b,) = rest
             device.waiting.remove(b)
-            block = device.running[b] = _Block(self.programs[d][b])
+            block = device.running[b] = _Block(self.kernels[device.call][d][b])
             self._see_all(device, block)
         else:
             b, number, way = rest
@@ -247,7 +245,7 @@ class World:
             device.is_zeroed = device.call
         elif phase == "enter":
             device.inside = True
-            device.waiting = list(range(len(self.programs[d])))
+            device.waiting = list(range(len(self.kernels[device.call][d])))
         elif phase == "run":
             device.inside = False
             if left := +device.semaphores:

@@ -13,9 +13,17 @@ import functools
 import hypothesis
 import hypothesis.errors
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jaxzero as jz
+from benchmarks.shared import _llama
+from benchmarks.shared._llama import LlamaSize
+from jaxzero import pallas_kernels
+from jaxzero.pallas_kernels import _collectives
 from jaxzero.pallas_kernels._protocol import Party, exchange
+from jaxzero.pallas_kernels._remote import Tiling
 
 from ._remote_memory import Broken, Read, Scheduler, Signal, Wait, World, Write, explore
 
@@ -63,15 +71,28 @@ class Size:
     calls: int = 2
 
 
-def programs(size, change=lambda steps: steps):
-    """The steps of each block of each device."""
+SLOW = [hypothesis.HealthCheck.too_slow]
+
+
+def unchanged(steps):
+    return steps
+
+
+def kernel(size, change=unchanged, first=0):
+    """The steps of each block of each device; the number of the first block is `first`."""
 
     def steps(device, block, tiles):
         recorder = Recorder(device, size.devices, block)
         exchange(recorder, num_tiles=tiles, most_tiles=max(size.tiles), slots=size.slots)
         return change(recorder.steps)
 
-    return [[steps(d, b, n) for b, n in enumerate(size.tiles)] for d in range(size.devices)]
+    blocks = list(enumerate(size.tiles, first))
+    return [[steps(d, b, n) for b, n in blocks] for d in range(size.devices)]
+
+
+def kernels(size, change=unchanged):
+    """One kernel, in each of the calls."""
+    return [kernel(size, change)] * size.calls
 
 
 schedulers = st.builds(
@@ -94,15 +115,18 @@ SIZES = [
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_tile_arrives_whole_and_in_time(size):
-    found = programs(size)
+    arrives(kernels(size), [size] * size.calls, examples=60)
 
-    @hypothesis.settings(max_examples=60)
+
+def arrives(found, sizes, *, examples):
+    """Every tile of kernels of these sizes is read, whatever happens when."""
+
+    @hypothesis.settings(max_examples=examples, suppress_health_check=SLOW)
     @hypothesis.given(schedulers)
     def check(scheduler):
-        world = World(found, calls=size.calls)
+        world = World(found)
         world.run(scheduler)
-        tiles = sum(size.tiles) * size.devices**2 * size.calls
-        assert world.reads == 2 * tiles  # of two words
+        assert world.reads == sum(2 * sum(s.tiles) * s.devices**2 for s in sizes)  # of two words
 
     check()
 
@@ -233,12 +257,12 @@ MUTATIONS = {
 }
 
 
-def breaks(how, found, size, **options):
+def breaks(how, found, **options):
     """Whether a scheduler is found for which it goes wrong in this way."""
 
     def goes_wrong(scheduler):
         try:
-            World(found, calls=size.calls, **options).run(scheduler)
+            World(found, **options).run(scheduler)
         except Broken as error:
             return how in str(error)
         return False
@@ -256,20 +280,119 @@ def breaks(how, found, size, **options):
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_it_breaks_without(name):
     how, size, change = MUTATIONS[name]
-    changed = programs(size, change)
-    assert changed != programs(size)
-    assert breaks(how, changed, size)
+    changed = kernels(size, change)
+    assert changed != kernels(size)
+    assert breaks(how, changed)
 
 
 def test_it_breaks_if_not_all_blocks_run_at_once():
-    assert breaks("deadlock", programs(MANY), MANY, resident=1)
+    assert breaks("deadlock", kernels(MANY), resident=1)
 
 
 def test_it_breaks_if_semaphores_are_zeroed_late():
     """What JAX's barrier of devices before a kernel is needed for."""
-    assert breaks("deadlock", programs(ONE), ONE, device_barrier=False)
+    assert breaks("deadlock", kernels(ONE), device_barrier=False)
 
 
 def test_nothing_can_go_wrong_in_a_small_case():
     """Two tiles in one place, twice: not some schedules, but all."""
-    assert explore(World(programs(ONE), calls=ONE.calls)) > 10000
+    assert explore(World(kernels(ONE))) > 10000
+
+
+LAYERS = LlamaSize(layers=2, width=750, hidden=1000, heads=6, vocabulary=2003)
+
+
+@functools.cache
+def tilings_of_a_step():
+    """The exchanges of a step on 8 devices, in the order in which they are traced.
+
+    Nothing is divisible by tiles, and weights of a layer share a kernel; forward and backward.
+    """
+    found, of = [], Tiling.of.__func__
+    weights, gradients = (
+        jz.PerAxis(local=dataclasses.replace(codec, implementation="nvlink"))
+        for codec in (jz.Int8(), jz.Int4(rounding="stochastic"))
+    )
+    zero = jz.Zero(jz.make_mesh(1), jz.zero3(weights=weights, gradients=gradients))
+    params = zero.abstract(functools.partial(_llama.init, LAYERS), jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((8, 32), jnp.int32)
+
+    def noting(cls, *args):
+        found.append(of(cls, *args))
+        return found[-1]
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        patch.setattr(_collectives, "_wants_kernel", lambda *_: False)
+        patch.setattr(pallas_kernels, "remote_gap", lambda platform: None)
+        patch.setattr(Tiling, "of", classmethod(noting))
+        zero.plan(functools.partial(_llama.loss, LAYERS), params, batch)
+    return found
+
+
+def kernels_of_a_step(devices):
+    """Their sizes, with one block for each number of tiles that a block has."""
+
+    def size(tiling):
+        fewest = tiling.tiles // tiling.blocks
+        return Size(devices, tuple(sorted({fewest, tiling.most_tiles})), tiling.slots)
+
+    return [size(tiling) for tiling in tilings_of_a_step()]
+
+
+def test_kernels_of_a_step_follow_each_other():
+    """In one memory: gathers and sums of layers and of the embedding, in the order of the step."""
+    sizes = kernels_of_a_step(2)
+    assert len({size.tiles for size in sizes}) == 2
+    assert any(max(size.tiles) > size.slots for size in sizes)  # places are used again
+    parts = [tiling.parts for tiling in tilings_of_a_step()]
+    assert max(map(len, parts)) > 1  # a kernel of several weights
+    assert any(part % tiling.tile for tiling in tilings_of_a_step() for part in tiling.parts)
+    arrives([kernel(size) for size in sizes], sizes, examples=3)
+
+
+def embedding_and_layer(devices):
+    """The gather of the embedding and a kernel of a layer: other tiles, other places."""
+    sizes = kernels_of_a_step(devices)
+    first, last = sizes[0], max(sizes, key=lambda size: sum(size.tiles))
+    assert first != last
+    return first, last
+
+
+def test_two_kernels_of_a_step_may_run_at_once():
+    first, last = embedding_and_layer(3)
+    at_once = together(kernel(first), kernel(last, first=len(first.tiles)))
+    arrives([at_once], [first, last], examples=3)
+    assert breaks("deadlock", [at_once], resident=len(first.tiles))
+    shared = together(kernel(first), kernel(last))
+    assert any(breaks(how, [shared]) for how in (TILE, LEFT))
+
+
+def together(*found):
+    """The blocks of several kernels, on each device."""
+    return [sum(blocks, []) for blocks in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiles are not announced",
+        "no place is given back",
+        "nobody waits at the entry",
+        "no acquire after a tile's flag",
+        "the flag comes before the tile",
+        "a place is used again unasked",
+        "no release before a place is given back",
+        "one peer has not given its place back",
+        "blocks share semaphores",
+    ],
+)
+def test_kernels_of_a_step_break_without(name):
+    """A lost signal or a race in either of two kernels that follow each other."""
+    how, _, change = MUTATIONS[name]
+    first, last = embedding_and_layer(2)
+    assert breaks(how, [kernel(last, change), kernel(first)])
+    assert breaks(how, [kernel(first), kernel(last, change)])

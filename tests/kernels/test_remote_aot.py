@@ -3,8 +3,10 @@
 Needs JAX 0.11.2 or newer, and the plugin and compiler of `jaxzero[aot]` for that version.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -17,7 +19,7 @@ from benchmarks.compiled._h200 import h200_mesh
 from benchmarks.shared import _llama
 from benchmarks.shared._llama import LlamaSize
 from jaxzero._hlo import collectives as _hlo
-from jaxzero._hlo.cost import exchanged_bytes
+from jaxzero._hlo.cost import exchanged_bytes, flops
 from jaxzero._hlo.instructions import parse
 from jaxzero.pallas_kernels import Format
 from tests.zero.test_aot import compiled_step
@@ -142,11 +144,22 @@ def test_every_call_has_semaphores_that_are_zeroed_for_it(mesh):
 def test_nothing_is_copied_around_a_kernel(mesh, operation, dim):
     """Of whole tiles, also where pieces are cut along an inner dim: only semaphores are written."""
     x = jax.ShapeDtypeStruct((DEVICES, 16, 16, 1 << 14), jnp.bfloat16)
-    text = compiled(functools.partial(kernel_of(operation), dim=dim), mesh, x)
-    entry = text[text.index("ENTRY") :]
-    found = set(re.findall(r" = (?:\([^=]*\)|\S+) ([\w-]+)\(", entry))
-    assert found <= {"parameter", "bitcast", "custom-call", "get-tuple-element", "fusion"}, found
-    assert re.findall(r" = (\S+?)\[\S* fusion\(", entry) == ["s32"]
+    program = parse(compiled(functools.partial(kernel_of(operation), dim=dim), mesh, x))
+    assert {x.op for x in program.entry.instructions} <= {
+        *("parameter", "bitcast", "call-start", "call-done"),
+    }
+    (exchange,) = (
+        x.called["to_apply"][0] for x in program.entry.instructions if "to_apply" in x.called
+    )
+    inner = program.computations[exchange].instructions
+    assert {x.op for x in inner} <= {
+        "parameter",
+        "bitcast",
+        "custom-call",
+        "get-tuple-element",
+        "fusion",
+    }
+    assert [x.results[0].dtype for x in inner if x.op == "fusion"] == ["s32"]
 
 
 SMALL = LlamaSize(layers=3, width=256, hidden=704, heads=4, vocabulary=512)
@@ -161,10 +174,21 @@ def config_by_kernel():
     return dataclasses.replace(jz.zeropp(), **options)
 
 
-def test_a_step_has_kernels_in_the_place_of_collectives(mesh):
-    """Of scanned layers: all that is left to XLA is the sum of the loss."""
+@pytest.fixture(scope="session")
+def step(mesh, tmp_path_factory):
+    """A step of scanned layers whose exchanges are kernels: its text, and where XLA puts arrays."""
+    folder = tmp_path_factory.mktemp("step")
+    dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    dump |= jz.compiler_options("cuda", nvlink=True)
     zero = jz.Zero(mesh, config_by_kernel())
-    text = compiled_step(zero, SMALL, (8, 64)).as_text()
+    text = compiled_step(zero, SMALL, (8, 64), **dump).as_text()
+    (file,) = folder.glob("*_gpu_after_optimizations-buffer-assignment.txt")
+    return text, file.read_text()
+
+
+def test_a_step_has_kernels_in_the_place_of_collectives(mesh, step):
+    """Of scanned layers: all that is left to XLA is the sum of the loss."""
+    text, _ = step
     calls = [x for x in text.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in x]
     names = [re.findall(r"/(quantized_\w+)/", x)[0] for x in calls]
     assert names.count("quantized_all_gather") >= 3  # in the loop forward, backward, and outside
@@ -173,7 +197,64 @@ def test_a_step_has_kernels_in_the_place_of_collectives(mesh):
     assert set(in_loops) == set(names)
     found = [(c.op, shape.size) for c in _hlo.collectives(text) for shape in c.results]
     assert found == [("all-reduce", 1)]
-    assert received(text) == planned(zero)
+    assert received(text) == planned(jz.Zero(mesh, config_by_kernel()))
+
+
+def test_exchanges_of_loops_run_beside_products(step):
+    """Between the start of each and its end, XLA has put matrix products of the layer."""
+    program, num = parse(step[0]), 0
+    for loop in program.entry.instructions:
+        if loop.op == "while":
+            body = program.computations[loop.called["body"][0]]
+            for exchange, others in beside_exchanges(body):
+                assert any(flops(x, body, program) for x in others), exchange
+                num += 1
+    assert num == 3  # weights forward and backward, and gradients
+
+
+def beside_exchanges(within):
+    """Each exchange of a computation, with what is between its start and its end."""
+    under_way: dict[str, list] = {}
+    for x in within.instructions:
+        if x.op == "call-done":
+            yield x.operands[0], under_way.pop(x.operands[0])
+        elif x.op == "call-start":
+            under_way[x.name] = []
+        else:
+            for others in under_way.values():
+                others.append(x)
+
+
+def test_memory_of_an_exchange_is_its_own_until_it_ends(step):
+    """What computes beside it writes nowhere into its inbox, semaphores and result."""
+    text, assignment = step
+    program, places, num = parse(text), places_of(assignment), 0
+    for within in program.computations.values():
+        for name, others in beside_exchanges(within):
+            called = within.by_name[name].called["to_apply"][0]
+            kept = [places[x.name] for x in program.computations[called].instructions]
+            for held in itertools.chain(*kept):
+                for place in itertools.chain(*(places[x.name] for x in others)):
+                    assert not overlap(held, place), name
+                    num += 1
+    assert num > 100
+
+
+def places_of(assignment):
+    """Allocation, first byte and that after the last, of the arrays of each instruction."""
+    found, allocation = collections.defaultdict(list), 0
+    for line in assignment.partition("Total bytes used")[0].splitlines():
+        if begins := re.match(r"allocation (\d+):", line):
+            allocation = int(begins[1])
+        value = r" value: <\d+ ([\w.\-]+)(?:\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\)"
+        if match := re.match(value, line):
+            size, offset = int(match[2]), int(match[3])
+            found[match[1]].append((allocation, offset, offset + size))
+    return found
+
+
+def overlap(a, b):
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
 
 
 def received(text):
@@ -181,7 +262,7 @@ def received(text):
     program = parse(text)
 
     def of(within):
-        total = sum(exchanged_bytes(x, within) for x in within.instructions)
+        total = sum(exchanged_bytes(x, within, program) for x in within.instructions)
         for x in within.instructions:
             for body in x.called.get("body", ()):
                 total += x.trips * of(program.computations[body])

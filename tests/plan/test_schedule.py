@@ -298,5 +298,6 @@ def test_compiler_options():
     )
     assert rocm.keys() & jz.compiler_options("tpu").keys() == set() != rocm.keys()
     assert jz.compiler_options("cuda") == jz.compiler_options("gpu") != {}
+    assert cuda.items() < jz.compiler_options("cuda", nvlink=True).items()
     with pytest.raises(ValueError, match="`platform` must be"):
         jz.compiler_options("h200")

@@ -229,6 +229,38 @@ def test_of_branches_the_longest_counts_and_a_call_counts_once():
     assert line.seconds == line.compute_seconds == pytest.approx(3e-3)
 
 
+_EXCHANGE = """HloModule step, is_scheduled=true
+
+%exchange (x: f32[1,1,2,1024]) -> f32[1,8,2,1024] {
+  %x = f32[1,1,2,1024]{3,2,1,0} parameter(0)
+  %k = (f32[1,8,2,1024]{3,2,1,0}, u8[8,2,1,1024], bf16[8,2,1,4]) custom-call(%x), KERNEL
+  ROOT %y = f32[1,8,2,1024]{3,2,1,0} get-tuple-element(%k), index=0
+}
+
+ENTRY %main (a: f32[1,1,2,1024], b: f32[1024]) -> f32[1,8,2,1024] {
+  %a = f32[1,1,2,1024]{3,2,1,0} parameter(0)
+  %b = f32[1024]{0} parameter(1)
+  %s = ((f32[1,1,2,1024]{3,2,1,0}), f32[1,8,2,1024]{3,2,1,0}) call-start(%a), to_apply=%exchange
+  %n = f32[1024]{0} negate(%b)
+  ROOT %d = f32[1,8,2,1024]{3,2,1,0} call-done(%s)
+}
+"""
+
+
+def test_a_kernel_that_is_an_exchange_is_hidden_by_what_is_beside_it():
+    """7 peers send 2 tiles of 1024 codes and 4 scales each; a launch takes 1 ms, a negate 2 ms."""
+    received = 7 * 2 * (1024 + 4 * 2)
+    rates = Rates(memory=4096e3, local=received * 1e3 / 40, launch=1e-3)
+    kernel = 'custom_call_target="mosaic_gpu_v2", metadata={op_name="f/quantized_all_gather/k"}'
+    line = timeline(_EXCHANGE.replace("KERNEL", kernel), rates)
+    assert line.received_bytes == line.local_bytes == line.asynchronous_bytes == received
+    assert line.communication_seconds == pytest.approx(41e-3)  # 22 ms of its own memory traffic
+    assert line.compute_seconds == pytest.approx(2e-3)
+    assert line.seconds == pytest.approx(41e-3)
+    assert line.exposed_seconds == pytest.approx(39e-3)
+    assert line.launches == {"exchange": 1}
+
+
 _FUSIONS = """HloModule step, is_scheduled=true
 
 %row (p: f32[64,1024], i: s32[]) -> f32[1,1024] {

@@ -52,14 +52,16 @@ def scanned(mesh):
     return compiled_step(jz.Zero(mesh), DEEP, (32, 512)).as_text()
 
 
-def compiled_step(zero: jz.Zero, size: LlamaSize, tokens: tuple[int, int]) -> jax.stages.Compiled:
+def compiled_step(
+    zero: jz.Zero, size: LlamaSize, tokens: tuple[int, int], **options
+) -> jax.stages.Compiled:
     """A step of a model, compiled with jaxzero's options; `tokens` is the shape of a batch."""
     loss, init = (functools.partial(each, size) for each in (_llama.loss, _llama.init))
     batch = jax.ShapeDtypeStruct(tokens, jax.numpy.int32)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         params = zero.abstract(init, jax.random.key(0))
         lowered = jax.jit(zero.value_and_grad(loss)).lower(params, batch)
-        return lowered.compile(compiler_options=jz.compiler_options("cuda"))
+        return lowered.compile(compiler_options=jz.compiler_options("cuda") | options)
 
 
 def test_every_message_is_under_way_while_a_layer_computes(scanned):
