@@ -4,9 +4,10 @@ In: queries, keys and values inside a traced function. Out: the mixed values; th
 collectives over the mesh axis `tokens`. Models use `attend_split`, users `attention`.
 """
 
+from .attention import LONG_ROW as LONG_ROW
 from .attention import attention as attention
-from .blocks import Form as Form
-from .blocks import default_scale as default_scale
+from .form import Form as Form
+from .form import default_scale as default_scale
 from .split import attend_heads as attend_heads
 from .split import attend_split as attend_split
 from .split import exchanged as exchanged

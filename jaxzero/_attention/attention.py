@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .._mesh import num_token_parts, split_over_tokens
-from .blocks import Form, default_scale
+from .form import Form, default_scale
 from .split import Method, attend_heads, attend_split, exchanged, method_for
 
-_LONG_ROW = 8192  # tokens: the logits of a head take 256 MiB in float32
+LONG_ROW = 8192  # tokens: the logits of a head take 256 MiB in float32
 
 
 def attention(
@@ -96,7 +96,7 @@ def attention(
         raise ValueError('`implementation="cudnn"` has `method="heads"` only. Leave `method` out.')
     chosen = _checked_method(method, query, key, value, bool(needs_all))
     # JAX computes the softmax in float32, also of 64-bit logits.
-    needs_blocks = max(query.shape[1], key.shape[1]) > _LONG_ROW or query.dtype.itemsize > 4
+    needs_blocks = max(query.shape[1], key.shape[1]) > LONG_ROW or query.dtype.itemsize > 4
     has_marks = segments is not None and key_mask is not None
     if not needs_all and (chosen or chunk or softcap or has_marks or needs_blocks):
         kind = "segments" if segments is not None else None if key_mask is None else "keys"

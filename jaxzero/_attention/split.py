@@ -25,7 +25,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from .._mesh import num_token_parts, on_token_parts, split_over_tokens
 from .._sums import widened
-from .blocks import Form, Keys, Queries, attend_in_blocks
+from .blocks import Keys, Queries, attend_in_blocks
+from .form import Form
 
 Method = Literal["gather", "heads", "ring"]
 
@@ -64,18 +65,21 @@ def attend_split(
     query_marks: Shaped[Array, "b t"] | None = None,
     key_marks: Shaped[Array, "b s"] | None = None,
     reach: Int[Array, ""] | None = None,
+    start: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "b t h"]]:
     """Attend in blocks, with tokens split over devices.
 
     Args:
         form: which keys are seen; the places of tokens are set here.
-        method: the way; None: all on one device.
+        method: the way; None: all on one device. With `start` there is no ring.
         query_bthk: queries.
         key_bsgk: keys.
         value_bsgv: values.
         query_marks: segments of the queries, if `form` looks at them.
         key_marks: marks of the keys.
         reach: a query at position i sees keys at positions j with `|i - j| < reach`.
+        start: the position of the first query; keys start at 0. None: at 0, known when tracing, so
+            that the loop has no blocks that are hidden; with `start` it passes over them.
 
     Returns:
         The mixed values, and the logarithm of the softmax's denominator of each query and head.
@@ -111,8 +115,10 @@ def attend_split(
     if padded[-1].shape != arrays[-1].shape and form.marks is None:
         form = dataclasses.replace(form, marks="keys")
     query, query_marks, *keys = padded
-    reach = None if reach is None else jax.lax.stop_gradient(reach).astype(jnp.int32)
-    made: Any = attend_in_blocks(form, Queries(query, query_marks, reach), Keys(*keys))
+    data = (
+        None if x is None else jax.lax.stop_gradient(x).astype(jnp.int32) for x in (reach, start)
+    )
+    made: Any = attend_in_blocks(form, Queries(query, query_marks, *data), Keys(*keys))
     mixed, logarithm = (_joined(x, num_queries, num_parts, in_turn) for x in made)
     mixed = mixed.reshape(batch, num_queries, heads, -1)
     logarithm = logarithm.reshape(batch, num_queries, heads)

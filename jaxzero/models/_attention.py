@@ -25,7 +25,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from .._attention import Form, attend_heads, attend_split, default_scale, exchanged, method_for
+from .._attention import (
+    LONG_ROW,
+    Form,
+    attend_heads,
+    attend_split,
+    default_scale,
+    exchanged,
+    method_for,
+)
 from .._sums import widened
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
@@ -129,15 +137,21 @@ def attend(
     """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature.
 
     With `start`, the first query is at that key; else there are as many queries as keys. Where
-    their tokens are split over devices, `attend_split` computes it.
+    their tokens are split over devices, and in long rows, `attend_split` computes it.
     """
     has_dropout = dropout_key is not None and dropout_rate > 0
-    method = None if start is not None else method_for(query_bthk, key_bsgk, value_bsgv)
-    if method is not None and not has_dropout and implementation is None:
+    # One query has few logits: where keys are split, each device computes those of its own.
+    is_one = start is not None and query_bthk.shape[1] == 1
+    method = None if is_one else method_for(query_bthk, key_bsgk, value_bsgv)
+    if start is not None and method == "ring":
+        method = "gather"
+    is_long = not is_one and max(query_bthk.shape[1], key_bsgk.shape[1]) > LONG_ROW
+    if (method is not None or is_long) and not has_dropout and implementation is None:
         form = _form(query_bthk.shape[-1], is_causal, window, scale, softcap, mask_bs)
         reach = window if isinstance(window, jax.Array) else None
-        arrays = query_bthk, key_bsgk, value_bsgv, mask_bs, mask_bs
-        return _with_sinks(*attend_split(form, method, *arrays, reach), sinks_h)
+        of_queries = mask_bs if start is None else None
+        arrays = query_bthk, key_bsgk, value_bsgv, of_queries, mask_bs
+        return _with_sinks(*attend_split(form, method, *arrays, reach, start), sinks_h)
     if method is not None and implementation != "cudnn":
         query_bthk, key_bsgk, value_bsgv = exchanged(method, query_bthk, key_bsgk, value_bsgv)
     is_plain = softcap is None and sinks_h is None and key_bsgk.shape == value_bsgv.shape
