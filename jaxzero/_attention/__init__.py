@@ -10,5 +10,6 @@ from .form import Form as Form
 from .form import default_scale as default_scale
 from .split import attend_heads as attend_heads
 from .split import attend_split as attend_split
+from .split import back_to_tokens as back_to_tokens
 from .split import exchanged as exchanged
 from .split import method_for as method_for

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from .._mesh import num_token_parts, split_over_tokens
+from .._mesh import num_token_parts
 from .form import Form, default_scale
-from .split import Method, attend_heads, attend_split, exchanged, method_for
+from .split import Method, attend_heads, attend_split, back_to_tokens, exchanged, method_for
 
 LONG_ROW = 8192  # tokens: the logits of a head take 256 MiB in float32
 
@@ -135,7 +135,7 @@ def _attend_to_all(
         return attend(*arrays, *others)
     if options["implementation"] == "cudnn":
         return attend_heads(attend, *arrays, *others)
-    return split_over_tokens(attend(*exchanged(method, *arrays), *others), 1)
+    return back_to_tokens(attend(*exchanged(method, *arrays), *others), method)
 
 
 def _window(size: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | None, int | None]:

@@ -274,7 +274,11 @@ class _Loop:
         return (*sums[:num_of_queries], *self._passed_on(sums[num_of_queries:]))
 
     def _passed_on(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: self.form.placed(jnp.roll(x, 1, axis=1)), tree)
+        def pass_on(x: Array) -> Array:
+            is_sent = x.ndim > 3 or self.form.marks is not None  # other marks are constants
+            return self.form.placed(jnp.roll(x, 1, axis=1), "permute" if is_sent else None)
+
+        return jax.tree.map(pass_on, tree)
 
     def _over_pairs(
         self,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from jax import Array
 
-from .._mesh import split_over_tokens
+from .._mesh import exchange_over_tokens, split_over_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,12 @@ class Form:
     is_ring: bool = False
     split_dim: int | None = None
 
-    def placed(self, x: Array) -> Array:
-        """`x`, split over devices on `split_dim`, if it has that dim."""
+    def placed(self, x: Array, collective: str | None = None) -> Array:
+        """`x`, split over devices on `split_dim`, if it has that dim; sent by `collective`."""
         if self.split_dim is None or x.ndim <= self.split_dim:
             return x
+        if collective is not None:
+            return exchange_over_tokens(x, self.split_dim, collective)
         return split_over_tokens(x, self.split_dim)
 
 

@@ -54,6 +54,7 @@ from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
 from .table_rows import with_table_shards
 from .to_plan import to_plan
+from .token_parts import note_exchanges
 from .wire_state import DeviceWireState
 
 # The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,
@@ -130,6 +131,7 @@ def run_on_device(
 
     def run(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
         arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
+        note_exchanges(plan.block)
         outputs, sources_now, stacks = run_block(plan, comm, arrays, sources, updates)
         if runs_first and plan is program.top:
             sources.update(sources_now)

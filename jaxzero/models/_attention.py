@@ -30,6 +30,7 @@ from .._attention import (
     Form,
     attend_heads,
     attend_split,
+    back_to_tokens,
     default_scale,
     exchanged,
     method_for,
@@ -167,7 +168,7 @@ def attend(
         arrays = query_bthk, key_bsgk, value_bsgv, None, mask
         if method is not None and implementation == "cudnn":
             return attend_heads(whole, *arrays)
-        return whole(*arrays)
+        return back_to_tokens(whole(*arrays), method)
     if implementation == "cudnn":
         raise NotImplementedError(
             '`attention_implementation="cudnn"` has no cap on logits, no sinks, no latent '
@@ -187,7 +188,7 @@ def attend(
     logits = jnp.where(seen[:, None, None], logits, 0.7 * jnp.finfo(wide).min)
     probabilities = dropout(_softmax(logits, sinks_h), dropout_rate, dropout_key)
     mixed = jnp.einsum("bgnts,bsgv->btgnv", probabilities.astype(value_bsgv.dtype), value_bsgv)
-    return mixed.reshape(*query_bthk.shape[:-1], -1)
+    return back_to_tokens(mixed.reshape(*query_bthk.shape[:-1], -1), method)
 
 
 def _window_size(window: int | None, is_causal: bool) -> tuple[int, int] | None:
