@@ -259,18 +259,22 @@ class _Loop:
             pair: the sums after a pair, from those before it, the block, and the keys.
             num_of_queries: how many of the sums belong to queries; others travel with the keys.
         """
-        sums = self._over_pairs(sums, self.keys, jnp.int32(0), pair)
-        if self.num_steps == 1:
-            return sums
+        last = self.num_steps - 1
+        if not last:
+            return self._over_pairs(sums, self.keys, jnp.int32(0), pair)
 
         def step(carry: Any, number: Array) -> tuple[Any, None]:
             sums, keys = carry
-            fixed, travelling = sums[:num_of_queries], sums[num_of_queries:]
-            keys, travelling = self._passed_on((keys, travelling))
-            return (self._over_pairs((*fixed, *travelling), keys, number, pair), keys), None
+            following = self._passed_on(keys)  # while this step computes
+            sums = self._over_pairs(sums, keys, number, pair)
+            # Otherwise XLA sends keys and sums in one message, once the sums are there.
+            sums, following = lax.optimization_barrier((sums, following))
+            travelling = self._passed_on(sums[num_of_queries:])
+            return ((*sums[:num_of_queries], *travelling), following), None
 
-        numbers = jnp.arange(1, self.num_steps, dtype=jnp.int32)
-        (sums, _), _ = lax.scan(step, (sums, self.keys), numbers)
+        numbers = jnp.arange(last, dtype=jnp.int32)
+        (sums, keys), _ = lax.scan(step, (sums, self.keys), numbers)
+        sums = self._over_pairs(sums, keys, jnp.int32(last), pair)
         return (*sums[:num_of_queries], *self._passed_on(sums[num_of_queries:]))
 
     def _passed_on(self, tree: Any) -> Any:

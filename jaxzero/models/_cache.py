@@ -114,6 +114,12 @@ def check_room(cache: Cache, ids: Int[Array, "b t"]) -> None:
             f"`ids` holds {ids.shape[1]} tokens per row, but of the {size} columns of the `cache` "
             f"{held} are used. Make a cache with more `num_columns`."
         )
+    if size % num_token_parts():
+        raise ValueError(
+            f"The `cache` has {size} columns, and the mesh axis `tokens` splits them over "
+            f"{num_token_parts()} devices. Make it with a multiple of that as `num_columns`, or in "
+            "the function given to `zero`, where `make_cache` adds columns."
+        )
     if len(ids) != batch_size:
         raise ValueError(
             f"`ids` holds {len(ids)} rows, the `cache` {batch_size}. Make a cache with this "

@@ -266,3 +266,7 @@ def test_rows_that_do_not_divide_are_refused():
     run = zero.apply(lambda params, ids: nnx.merge(graph, params)(ids))
     with pytest.raises(ValueError, match="has 6 tokens in dim 1.*over 4 devices"):
         run(params, np.zeros((2, 6), np.int32))
+    cache = jax.device_get(nnx.merge(graph, shapes).make_cache(2, 6))
+    step = zero.apply(lambda params, ids: nnx.merge(graph, params).extend(cache, ids)[0])
+    with pytest.raises(ValueError, match="`cache` has 6 columns.*over 4 devices"):
+        step(params, np.zeros((2, 1), np.int32))
