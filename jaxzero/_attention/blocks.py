@@ -268,7 +268,8 @@ class _Loop:
             following = self._passed_on(keys)  # while this step computes
             sums = self._over_pairs(sums, keys, number, pair)
             # Otherwise XLA sends keys and sums in one message, once the sums are there.
-            sums, following = lax.optimization_barrier((sums, following))
+            sums, sent = lax.optimization_barrier((sums, following[:2]))
+            following = Keys(*sent, following.marks)
             travelling = self._passed_on(sums[num_of_queries:])
             return ((*sums[:num_of_queries], *travelling), following), None
 
