@@ -5,7 +5,10 @@ collectives over the mesh axis `tokens`. Models use `attend_split`, users `atten
 """
 
 from .attention import LONG_ROW as LONG_ROW
+from .attention import Implementation as Implementation
 from .attention import attention as attention
+from .attention import dot_product_attention as dot_product_attention
+from .attention import is_library as is_library
 from .form import Form as Form
 from .form import default_scale as default_scale
 from .split import attend_heads as attend_heads

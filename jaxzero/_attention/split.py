@@ -181,9 +181,9 @@ def attend_heads(
     num, heads = num_token_parts(), query.shape[2]
     if heads % num:
         raise ValueError(
-            f'`implementation="cudnn"` needs whole rows, so that each of the {num} devices along '
-            f"`tokens` has some of the heads; got {heads} heads. Leave it out, or make the mesh "
-            f"with `tokens` that divides {heads}."
+            f"`implementation` needs whole rows, so that each of the {num} devices along `tokens` "
+            f"has some of the heads; got {heads} heads. Leave it out, or make the mesh with "
+            f"`tokens` that divides {heads}."
         )
     query, key, value = (split_over_tokens(x, 1) for x in (query, key, value))
     copies = num // math.gcd(key.shape[2], num)

@@ -18,7 +18,6 @@ k size of queries and keys, v size of values.
 
 import functools
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +27,14 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from .._attention import (
     LONG_ROW,
     Form,
+    Implementation,
     attend_heads,
     attend_split,
     back_to_tokens,
     default_scale,
+    dot_product_attention,
     exchanged,
+    is_library,
     method_for,
 )
 from .._sums import widened
@@ -133,7 +135,7 @@ def attend(
     sinks_h: Float[Array, "h"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "b t h v"]:
     """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature.
 
@@ -153,12 +155,12 @@ def attend(
         of_queries = mask_bs if start is None else None
         arrays = query_bthk, key_bsgk, value_bsgv, of_queries, mask_bs
         return _with_sinks(*attend_split(form, method, *arrays, reach, start), sinks_h)
-    if method is not None and implementation != "cudnn":
+    if method is not None and not is_library(implementation):
         query_bthk, key_bsgk, value_bsgv = exchanged(method, query_bthk, key_bsgk, value_bsgv)
     is_plain = softcap is None and sinks_h is None and key_bsgk.shape == value_bsgv.shape
     if is_plain and not has_dropout and not isinstance(window, jax.Array) and start is None:
         whole = functools.partial(
-            jax.nn.dot_product_attention,
+            dot_product_attention,
             scale=scale,
             is_causal=is_causal,
             local_window_size=_window_size(window, is_causal),
@@ -166,15 +168,15 @@ def attend(
         )
         mask = None if mask_bs is None else _keys_of_queries(mask_bs, of_heads=True)
         arrays = query_bthk, key_bsgk, value_bsgv, None, mask
-        if method is not None and implementation == "cudnn":
+        if method is not None and is_library(implementation):
             return attend_heads(whole, *arrays)
         return back_to_tokens(whole(*arrays), method)
-    if implementation == "cudnn":
+    if is_library(implementation):
         raise NotImplementedError(
-            '`attention_implementation="cudnn"` has no cap on logits, no sinks, no latent '
-            "attention, no cache, no dropout of probabilities, and no window that differs between "
-            "scanned layers. Leave it None, or set `attention_dropout` to 0, or `scan_layers` to "
-            "False."
+            '`attention_implementation`, if it is "cudnn" or a function, has no cap on logits, no '
+            "sinks, no latent attention, no cache, no dropout of probabilities, and no window that "
+            "differs between scanned layers. Leave it None, or set `attention_dropout` to 0, or "
+            "`scan_layers` to False."
         )
     num_groups = key_bsgk.shape[2]
     query = query_bthk.reshape(*query_bthk.shape[:2], num_groups, -1, query_bthk.shape[-1])
