@@ -268,8 +268,8 @@ class _Loop:
             following = self._passed_on(keys)  # while this step computes
             sums = self._over_pairs(sums, keys, number, pair)
             # Otherwise XLA sends keys and sums in one message, once the sums are there.
-            sums, sent = lax.optimization_barrier((sums, following[:2]))
-            following = Keys(*sent, following.marks)
+            sums, (key, value) = lax.optimization_barrier((sums, following[:2]))
+            following = Keys(key, value, following.marks)
             travelling = self._passed_on(sums[num_of_queries:])
             return ((*sums[:num_of_queries], *travelling), following), None
 
@@ -303,7 +303,8 @@ class _Loop:
             if self.start is None:
                 return pair(sums, block, keys), None
             run = functools.partial(pair, block=block, keys=keys)
-            return lax.cond(self._is_seen(block), run, lambda sums: sums, sums), None
+            is_seen = self._is_seen(block, self.start)
+            return lax.cond(is_seen, run, lambda sums: sums, sums), None
 
         for is_edge, pairs in zip((False, True), self.pairs, strict=True):
             if len(pairs):
@@ -311,10 +312,10 @@ class _Loop:
                 sums, _ = lax.scan(run, sums, jnp.asarray(pairs))
         return sums
 
-    def _is_seen(self, block: _Block) -> Any:
-        """Whether a query of the block may see a key of it, where queries start at data."""
+    def _is_seen(self, block: _Block, start: Array) -> Any:
+        """Whether a query of the block may see a key of it, where queries start at `start`."""
         factor, offset = self.form.query_places
-        first = block.query_start * factor + self.start
+        first = block.query_start * factor + start
         last = first + (block.num_queries - 1) * factor + offset * (self.num_parts - 1)
         return some_seen(
             self.form, (first, last), (block.key_start, block.key_start + block.num_keys - 1)
