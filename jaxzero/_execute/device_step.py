@@ -131,8 +131,8 @@ def run_on_device(
 
     def run(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
         arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
-        note_exchanges(plan.block)
         outputs, sources_now, stacks = run_block(plan, comm, arrays, sources, updates)
+        note_exchanges(plan.block)
         if runs_first and plan is program.top:
             sources.update(sources_now)
             updated.update(stacks)
