@@ -165,7 +165,8 @@ def note_exchanges(block: Block) -> None:
     """Record what a program exchanges over `tokens` by itself, such as keys and values.
 
     That is what its constraints ask for by `exchange_over_tokens`; the compiler adds the
-    collectives. It is recorded once for all iterations of the loops that it is in.
+    collectives. It is recorded once for all iterations of the scans that it is in; all branches of
+    a `lax.cond` count, and one iteration of a `lax.while_loop`.
     """
     if num_token_parts() == 1:
         return
