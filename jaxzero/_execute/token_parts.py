@@ -12,7 +12,7 @@ functions do what those of `_collectives` do where there is one part.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,15 +36,13 @@ from .._collectives import (
 )
 from .._mesh import (
     TOKENS,
-    exchange_of,
-    inner_jaxprs,
     num_token_parts,
     on_token_parts,
     split_weight_gradient,
     weight_dim_of_tokens,
     whole_weight,
 )
-from .._program import Barrier, Block, Loop, Operation
+from .._program import Block, token_exchanges
 from .._sharding import DimSharding, unpad
 
 _IN_FLIGHT = 0
@@ -162,42 +160,19 @@ def joined_gradient(x: Any, spec: ReduceSpec) -> Any:
 
 
 def note_exchanges(block: Block) -> None:
-    """Record what a program exchanges over `tokens` by itself, such as keys and values.
+    """Record what a program exchanges over `tokens` by itself (`token_exchanges`).
 
-    That is what its constraints ask for by `exchange_over_tokens`; the compiler adds the
-    collectives. It is recorded once for all iterations of the scans that it is in; all branches of
-    a `lax.cond` count, and one iteration of a `lax.while_loop`.
+    The compiler adds the collectives. Each is recorded once for all that it runs in a step.
     """
     if num_token_parts() == 1:
         return
-    for equation, trips in _equations(block.operations):
-        collective = exchange_of(equation)
-        if collective is not None:
-            x = equation.outvars[0].aval
-            if collective in ("all-to-all", "permute"):  # what a device has of it is sent
-                x = jax.ShapeDtypeStruct((x.size // num_token_parts(),), x.dtype)
-            run, done = repeated(lambda x=x, name=collective: note(name, TOKENS, x), trips)
-            with labelled("activations"):
-                run()
-            done()
-
-
-def _equations(operations: Iterable[Operation]) -> Iterator[tuple[Any, int]]:
-    """The equations of operations, with how often each runs."""
-    for operation in operations:
-        if isinstance(operation, Loop):
-            inner = _equations(operation.body.operations)
-            yield from ((x, trips * operation.length) for x, trips in inner)
-        elif not isinstance(operation, Barrier):  # whose equation is that of `jax.checkpoint`
-            yield from _equations_inside(operation.equation)
-
-
-def _equations_inside(equation: Any) -> Iterator[tuple[Any, int]]:
-    yield equation, 1
-    length = equation.params["length"] if equation.primitive.name == "scan" else 1
-    for jaxpr in inner_jaxprs(equation):
-        for inner in jaxpr.eqns:
-            yield from ((x, trips * length) for x, trips in _equations_inside(inner))
+    for collective, x, trips in token_exchanges(block):
+        if collective in ("all-to-all", "permute"):  # what a device has of it is sent
+            x = jax.ShapeDtypeStruct((x.size // num_token_parts(),), x.dtype)
+        run, done = repeated(lambda x=x, name=collective: note(name, TOKENS, x), trips)
+        with labelled("activations"):
+            run()
+        done()
 
 
 def _note(collective: str, fulls: Sequence[Array | None]) -> None:

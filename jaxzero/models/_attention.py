@@ -17,7 +17,6 @@ k size of queries and keys, v size of values.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -178,19 +177,35 @@ def attend(
             "differs between scanned layers. Leave it None, or set `attention_dropout` to 0, or "
             "`scan_layers` to False."
         )
+    seen = _seen(query_bthk.shape[1], key_bsgk.shape[1], start, is_causal, window, mask_bs)
+    arrays = query_bthk, key_bsgk, value_bsgv, seen
+    mixed = _with_all_logits(*arrays, scale, softcap, sinks_h, dropout_rate, dropout_key)
+    return back_to_tokens(mixed, method)
+
+
+def _with_all_logits(
+    query_bthk: Float[Array, "b t h k"],
+    key_bsgk: Float[Array, "b s g k"],
+    value_bsgv: Float[Array, "b s g v"],
+    seen: Bool[Array, "_ t s"],
+    scale: float | None,
+    softcap: float | None,
+    sinks_h: Float[Array, "h"] | None,
+    dropout_rate: float,
+    dropout_key: Key[Array, ""] | None,
+) -> Float[Array, "b t h v"]:
     num_groups = key_bsgk.shape[2]
     query = query_bthk.reshape(*query_bthk.shape[:2], num_groups, -1, query_bthk.shape[-1])
     wide = widened(query.dtype)
     logits = jnp.einsum("btgnk,bsgk->bgnts", query, key_bsgk, preferred_element_type=wide)
-    logits = logits * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    logits = logits * (default_scale(query.shape[-1]) if scale is None else scale)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    seen = _seen(query.shape[1], key_bsgk.shape[1], start, is_causal, window, mask_bs)
     # A finite value, as in JAX: a row of padding, with all keys masked, gets a mean and not NaN.
     logits = jnp.where(seen[:, None, None], logits, 0.7 * jnp.finfo(wide).min)
     probabilities = dropout(_softmax(logits, sinks_h), dropout_rate, dropout_key)
     mixed = jnp.einsum("bgnts,bsgv->btgnv", probabilities.astype(value_bsgv.dtype), value_bsgv)
-    return back_to_tokens(mixed.reshape(*query_bthk.shape[:-1], -1), method)
+    return mixed.reshape(*query_bthk.shape[:-1], -1)
 
 
 def _window_size(window: int | None, is_causal: bool) -> tuple[int, int] | None:
