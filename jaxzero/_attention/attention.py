@@ -97,11 +97,7 @@ def attention(
             f"`{'`, no `'.join(needs_all)}`. Leave out one of the two; `segments`, `is_causal` and "
             "`local_window_size` say most of what masks do."
         )
-    if is_library(implementation) and method == "gather":
-        raise ValueError(
-            '`implementation` has `method="heads"` only, unless it is "xla". Leave `method` out.'
-        )
-    chosen = _checked_method(method, query, key, value, bool(needs_all))
+    chosen = _checked_method(method, query, key, value, implementation, bool(needs_all))
     # JAX computes the softmax in float32, also of 64-bit logits.
     needs_blocks = max(query.shape[1], key.shape[1]) > LONG_ROW or query.dtype.itemsize > 4
     has_marks = segments is not None and key_mask is not None
@@ -180,11 +176,17 @@ def _marks_of_keys(segments: Any, key_mask: Any, key: Any) -> Int[Array, "b s"] 
     return seen.astype(jnp.int32) if segments is None else jnp.where(seen, segments, 0)
 
 
-def _checked_method(method: Any, query: Any, key: Any, value: Any, needs_all: bool) -> Any:
+def _checked_method(
+    method: Any, query: Any, key: Any, value: Any, implementation: Any, needs_all: bool
+) -> Any:
     """The way that is taken; None where tokens are not split."""
     num = num_token_parts()
     if method not in (None, "gather", "heads", "ring"):
         raise ValueError(f'`method` must be "gather", "heads", "ring" or None; got {method!r}.')
+    if is_library(implementation) and method == "gather":
+        raise ValueError(
+            '`implementation` has `method="heads"` only, unless it is "xla". Leave `method` out.'
+        )
     if num == 1:
         return None
     for name, x in (("query", query), ("key", key)):

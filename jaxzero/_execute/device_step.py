@@ -54,7 +54,6 @@ from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
 from .table_rows import with_table_shards
 from .to_plan import to_plan
-from .token_parts import note_exchanges
 from .wire_state import DeviceWireState
 
 # The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,
@@ -132,7 +131,6 @@ def run_on_device(
     def run(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
         arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
         outputs, sources_now, stacks = run_block(plan, comm, arrays, sources, updates)
-        note_exchanges(plan.block)
         if runs_first and plan is program.top:
             sources.update(sources_now)
             updated.update(stacks)
