@@ -48,7 +48,6 @@ from .loop_inputs import ByLag, LeafUpdate, LoopState
 from .loops import run_loop, start_loop
 from .mean_gradients import host_mean
 from .ticks import Tick
-from .token_parts import note_exchanges
 
 
 def run_block(
@@ -79,7 +78,6 @@ def run_block(
     here.update(zip(plan.block.inputs, inputs, strict=True))
     with alike_once():
         runner.execute(instructions_of(plan))
-    note_exchanges(plan.block)
     outputs = [runner.output(i, 0) for i in range(len(plan.block.outputs))]
     return outputs, {x: here[pipeline.shards(x)] for x in sources}, runner.updated
 
