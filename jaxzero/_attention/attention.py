@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from .._mesh import num_token_parts, split_over_tokens
-from .blocks import Form, default_scale
-from .split import Method, attend_heads, attend_split, exchanged, method_for
+from .._mesh import num_token_parts
+from .form import Form, default_scale
+from .split import Method, attend_heads, attend_split, back_to_tokens, exchanged, method_for
 
-_LONG_ROW = 8192  # tokens: the logits of a head take 256 MiB in float32
+# As in `jax.nn.dot_product_attention`, or a function that is called in its place.
+Implementation = Literal["xla", "cudnn"] | Callable[..., Any] | None
+LONG_ROW = 8192  # tokens: the logits of a head take 256 MiB in float32
 
 
 def attention(
@@ -27,7 +30,7 @@ def attention(
     query_seq_lengths: Int[Array, " b"] | None = None,
     key_value_seq_lengths: Int[Array, " b"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: Implementation = None,
     segments: Int[Array, "_ _"] | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
@@ -57,9 +60,11 @@ def attention(
         local_window_size: how many keys before and after its own position a query sees.
         implementation: as in JAX. "cudnn" keeps the logits on the chip, forward and backward; it
             takes 16-bit arrays with heads of a multiple of 8, up to 128 numbers (256 on Hopper).
-            It gets whole rows, so that on a mesh with `tokens` each device takes some of the
-            heads, as with `method="heads"`; key-value heads that are fewer than the devices are
-            sent to several. There it works inside functions given to `zero` only.
+            Or a function with the arguments of `jax.nn.dot_product_attention` but this one, such
+            as `tokamax.dot_product_attention`. Both get whole rows, so that on a mesh with
+            `tokens` each device takes some of the heads, as with `method="heads"`; key-value heads
+            that are fewer than the devices are sent to several. There they work inside functions
+            given to `zero` only.
         segments: the document of each token, for queries and keys: they see their own document
             only, and nothing sees segment 0, which is padding (`jaxzero.data.PackedRows`).
         softcap: logits x become `softcap * tanh(x / softcap)`.
@@ -92,11 +97,9 @@ def attention(
             f"`{'`, no `'.join(needs_all)}`. Leave out one of the two; `segments`, `is_causal` and "
             "`local_window_size` say most of what masks do."
         )
-    if implementation == "cudnn" and method == "gather":
-        raise ValueError('`implementation="cudnn"` has `method="heads"` only. Leave `method` out.')
-    chosen = _checked_method(method, query, key, value, bool(needs_all))
+    chosen = _checked_method(method, query, key, value, implementation, bool(needs_all))
     # JAX computes the softmax in float32, also of 64-bit logits.
-    needs_blocks = max(query.shape[1], key.shape[1]) > _LONG_ROW or query.dtype.itemsize > 4
+    needs_blocks = max(query.shape[1], key.shape[1]) > LONG_ROW or query.dtype.itemsize > 4
     has_marks = segments is not None and key_mask is not None
     if not needs_all and (chosen or chunk or softcap or has_marks or needs_blocks):
         kind = "segments" if segments is not None else None if key_mask is None else "keys"
@@ -120,22 +123,34 @@ def attention(
     )
 
 
+def is_library(implementation: Implementation) -> bool:
+    """Whether it is a call of a library, which the compiler cannot partition."""
+    return implementation == "cudnn" or callable(implementation)
+
+
+def dot_product_attention(*arrays: Any, implementation: Implementation, **options: Any) -> Any:
+    """That of JAX, or `implementation` if it is a function."""
+    if callable(implementation):
+        return implementation(*arrays, **options)
+    return jax.nn.dot_product_attention(*arrays, implementation=implementation, **options)
+
+
 def _attend_to_all(
     method: Method | None, arrays: tuple[Array, Array, Array], *others: Any, **options: Any
 ) -> Float[Array, "b t h v"]:
-    """Call `jax.nn.dot_product_attention` with all keys of a row, as `method` exchanges them."""
+    """Call `dot_product_attention` with all keys of a row, as `method` exchanges them."""
 
     def attend(
         query: Any, key: Any, value: Any, bias: Any, mask: Any, of_queries: Any, of_keys: Any
     ) -> Any:
         given = {"query_seq_lengths": of_queries, "key_value_seq_lengths": of_keys, **options}
-        return jax.nn.dot_product_attention(query, key, value, bias, mask, **given)
+        return dot_product_attention(query, key, value, bias, mask, **given)
 
     if method is None:
         return attend(*arrays, *others)
-    if options["implementation"] == "cudnn":
+    if is_library(options["implementation"]):
         return attend_heads(attend, *arrays, *others)
-    return split_over_tokens(attend(*exchanged(method, *arrays), *others), 1)
+    return back_to_tokens(attend(*exchanged(method, *arrays), *others), method)
 
 
 def _window(size: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | None, int | None]:
@@ -161,11 +176,17 @@ def _marks_of_keys(segments: Any, key_mask: Any, key: Any) -> Int[Array, "b s"] 
     return seen.astype(jnp.int32) if segments is None else jnp.where(seen, segments, 0)
 
 
-def _checked_method(method: Any, query: Any, key: Any, value: Any, needs_all: bool) -> Any:
+def _checked_method(
+    method: Any, query: Any, key: Any, value: Any, implementation: Any, needs_all: bool
+) -> Any:
     """The way that is taken; None where tokens are not split."""
     num = num_token_parts()
     if method not in (None, "gather", "heads", "ring"):
         raise ValueError(f'`method` must be "gather", "heads", "ring" or None; got {method!r}.')
+    if is_library(implementation) and method == "gather":
+        raise ValueError(
+            '`implementation` has `method="heads"` only, unless it is "xla". Leave `method` out.'
+        )
     if num == 1:
         return None
     for name, x in (("query", query), ("key", key)):

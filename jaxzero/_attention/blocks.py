@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,46 +33,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from .._mesh import split_over_tokens
 from .._sums import widened
+from .form import Form, pairs_of_blocks, some_seen
 
 _NOT_SEEN = -1e30  # below every logit, and finite, so that a difference of two of them is a number
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """Which keys a query sees, and the formula of its logits.
-
-    Attributes:
-        scale: factor of the products of queries and keys.
-        softcap: the logits x become `softcap * tanh(x / softcap)`; None: as they are.
-        before: a query at position i sees keys from `i - before` on; None: from the first on.
-        after: and up to `i + after`; None: up to the last.
-        marks: what `marks` of queries and keys mean. "segments": they must be equal, and not 0;
-            "keys": that of the key must not be 0; None: nothing.
-        chunk: the most queries, and keys, of a block.
-        query_places: `(factor, offset)`: token x of part p is at position `factor x + offset p`.
-        key_places: likewise, of keys.
-        is_ring: whether each part has only its keys, and those of the others come to it in turn.
-        split_dim: the dim of `[b, p, ...]` that is split over devices: 1 the parts, 3 the heads.
-    """
-
-    scale: float
-    softcap: float | None
-    before: int | None
-    after: int | None
-    marks: Literal["segments", "keys"] | None
-    chunk: int
-    query_places: tuple[int, int] = (1, 0)
-    key_places: tuple[int, int] = (1, 0)
-    is_ring: bool = False
-    split_dim: int | None = None
-
-    def placed(self, x: Array) -> Array:
-        """`x`, split over devices on `split_dim`, if it has that dim."""
-        if self.split_dim is None or x.ndim <= self.split_dim:
-            return x
-        return split_over_tokens(x, self.split_dim)
 
 
 class Keys(NamedTuple):
@@ -85,11 +48,12 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries with their marks, and how far they see at most: `|i - j| < reach` (None: all)."""
+    """Queries with their marks, and what is data of the keys that they see."""
 
     query: Float[Array, "b p t g n k"]
     marks: Int[Array, "b p t"]
-    reach: Int[Array, ""] | None
+    reach: Int[Array, ""] | None = None  # they see keys with `|i - j| < reach`; None: all
+    start: Int[Array, ""] | None = None  # what is added to their positions; None: 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -176,9 +140,9 @@ def _backward(
     )
     of_query, of_key, of_value = loop.over_keys(start, pair, num_of_queries=1)
     none: Any = functools.partial(np.zeros, dtype=jax.dtypes.float0)
-    of_reach = None if queries.reach is None else none(())
+    of_data = (None if x is None else none(()) for x in (queries.reach, queries.start))
     return (
-        Queries(of_query.astype(queries.query.dtype), none(queries.marks.shape), of_reach),
+        Queries(of_query.astype(queries.query.dtype), none(queries.marks.shape), *of_data),
         Keys(
             of_key.astype(keys.key.dtype), of_value.astype(keys.value.dtype), none(keys.marks.shape)
         ),
@@ -248,6 +212,7 @@ class _Block:
         key_index = starts[1] + jnp.arange(self.num_keys, dtype=jnp.int32)
         at = _places(form.query_places, query_index, parts)[:, :, None]
         distance = at - _places(form.key_places, key_index, sources)[:, None]
+        distance = distance if queries.start is None else distance + queries.start
         seen = jnp.ones(distance.shape, bool)
         if queries.reach is not None:
             seen = jnp.abs(distance) < queries.reach
@@ -268,11 +233,15 @@ class _Loop:
     """The loop over the pairs of blocks in which queries see keys."""
 
     def __init__(self, form: Form, queries: Queries, keys: Keys):
-        self.form, self.keys = form, keys
-        num_parts, num_queries, num_keys = *queries.query.shape[1:3], keys.key.shape[2]
-        self.num_steps = num_parts if form.is_ring else 1
+        self.form, self.keys, self.start = form, keys, queries.start
+        self.num_parts, num_queries, num_keys = *queries.query.shape[1:3], keys.key.shape[2]
+        self.num_steps = self.num_parts if form.is_ring else 1
         self.sizes = min(num_queries, form.chunk), min(num_keys, form.chunk)
-        pairs = _pairs(form, num_queries, num_keys, num_parts, self.sizes)
+        if self.start is not None:
+            shape = -(-num_queries // self.sizes[0]), -(-num_keys // self.sizes[1])
+            self.pairs = np.empty((0, 2), np.int32), np.argwhere(np.ones(shape)).astype(np.int32)
+            return
+        pairs = pairs_of_blocks(form, num_queries, num_keys, self.num_parts, self.sizes)
         if form.marks is not None or queries.reach is not None:  # which are data
             pairs = pairs[0][:0], np.concatenate(pairs)
         self.pairs = pairs
@@ -290,22 +259,31 @@ class _Loop:
             pair: the sums after a pair, from those before it, the block, and the keys.
             num_of_queries: how many of the sums belong to queries; others travel with the keys.
         """
-        sums = self._over_pairs(sums, self.keys, jnp.int32(0), pair)
-        if self.num_steps == 1:
-            return sums
+        last = self.num_steps - 1
+        if not last:
+            return self._over_pairs(sums, self.keys, jnp.int32(0), pair)
 
         def step(carry: Any, number: Array) -> tuple[Any, None]:
             sums, keys = carry
-            fixed, travelling = sums[:num_of_queries], sums[num_of_queries:]
-            keys, travelling = self._passed_on((keys, travelling))
-            return (self._over_pairs((*fixed, *travelling), keys, number, pair), keys), None
+            following = self._passed_on(keys)  # while this step computes
+            sums = self._over_pairs(sums, keys, number, pair)
+            # Otherwise XLA sends keys and sums in one message, once the sums are there.
+            sums, (key, value) = lax.optimization_barrier((sums, following[:2]))
+            following = Keys(key, value, following.marks)
+            travelling = self._passed_on(sums[num_of_queries:])
+            return ((*sums[:num_of_queries], *travelling), following), None
 
-        numbers = jnp.arange(1, self.num_steps, dtype=jnp.int32)
-        (sums, _), _ = lax.scan(step, (sums, self.keys), numbers)
+        numbers = jnp.arange(last, dtype=jnp.int32)
+        (sums, keys), _ = lax.scan(step, (sums, self.keys), numbers)
+        sums = self._over_pairs(sums, keys, jnp.int32(last), pair)
         return (*sums[:num_of_queries], *self._passed_on(sums[num_of_queries:]))
 
     def _passed_on(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: self.form.placed(jnp.roll(x, 1, axis=1)), tree)
+        def pass_on(x: Array) -> Array:
+            is_sent = x.ndim > 3 or self.form.marks is not None  # other marks are constants
+            return self.form.placed(jnp.roll(x, 1, axis=1), "permute" if is_sent else None)
+
+        return jax.tree.map(pass_on, tree)
 
     def _over_pairs(
         self,
@@ -322,7 +300,11 @@ class _Loop:
             starts = numbers * jnp.asarray([num_queries, num_keys], jnp.int32)
             sizes = num_queries, num_keys
             block = _Block(starts[0], starts[1], *sizes, step, is_edge, self.form.placed)
-            return pair(sums, block, keys), None
+            if self.start is None:
+                return pair(sums, block, keys), None
+            run = functools.partial(pair, block=block, keys=keys)
+            is_seen = self._is_seen(block, self.start)
+            return lax.cond(is_seen, run, lambda sums: sums, sums), None
 
         for is_edge, pairs in zip((False, True), self.pairs, strict=True):
             if len(pairs):
@@ -330,30 +312,14 @@ class _Loop:
                 sums, _ = lax.scan(run, sums, jnp.asarray(pairs))
         return sums
 
-
-def _pairs(
-    form: Form, num_queries: int, num_keys: int, num_parts: int, sizes: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs of blocks `[pairs, 2]` in which the queries of all parts see all keys of all parts,
-    and those in which some may see some.
-    """
-
-    def bounds(places: tuple[int, int], num: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        factor, offset = places
-        first = np.arange(0, num, size) * factor
-        return first, first + (size - 1) * factor + offset * (num_parts - 1)
-
-    query_first, query_last = bounds(form.query_places, num_queries, sizes[0])
-    key_first, key_last = bounds(form.key_places, num_keys, sizes[1])
-    some = np.ones((len(query_first), len(key_first)), bool)
-    every = some.copy()
-    if form.after is not None:
-        some &= key_first[None] <= query_last[:, None] + form.after
-        every &= key_last[None] <= query_first[:, None] + form.after
-    if form.before is not None:
-        some &= key_last[None] >= query_first[:, None] - form.before
-        every &= key_first[None] >= query_last[:, None] - form.before
-    return np.argwhere(every).astype(np.int32), np.argwhere(some & ~every).astype(np.int32)
+    def _is_seen(self, block: _Block, start: Array) -> Any:
+        """Whether a query of the block may see a key of it, where queries start at `start`."""
+        factor, offset = self.form.query_places
+        first = block.query_start * factor + start
+        last = first + (block.num_queries - 1) * factor + offset * (self.num_parts - 1)
+        return some_seen(
+            self.form, (first, last), (block.key_start, block.key_start + block.num_keys - 1)
+        )
 
 
 def _exp_of_difference(
@@ -379,8 +345,3 @@ def _to_queries(x: Float[Array, "b p g n t"]) -> Float[Array, "b p t g n"]:
 
 def _to_logits(x: Float[Array, "b p t g n"]) -> Float[Array, "b p g n t 1"]:
     return jnp.moveaxis(x, 2, -1)[..., None]
-
-
-def default_scale(size: int) -> float:
-    """The factor of logits of queries of this size, if none is given."""
-    return 1 / math.sqrt(size)

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from .._mesh import num_token_parts, on_token_parts, split_over_tokens
+from .._mesh import exchange_over_tokens, num_token_parts, on_token_parts, split_over_tokens
 from .._sums import widened
-from .blocks import Form, Keys, Queries, attend_in_blocks
+from .blocks import Keys, Queries, attend_in_blocks
+from .form import Form
 
 Method = Literal["gather", "heads", "ring"]
 
@@ -64,18 +65,21 @@ def attend_split(
     query_marks: Shaped[Array, "b t"] | None = None,
     key_marks: Shaped[Array, "b s"] | None = None,
     reach: Int[Array, ""] | None = None,
+    start: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "b t h"]]:
     """Attend in blocks, with tokens split over devices.
 
     Args:
         form: which keys are seen; the places of tokens are set here.
-        method: the way; None: all on one device.
+        method: the way; None: all on one device. With `start` there is no ring.
         query_bthk: queries.
         key_bsgk: keys.
         value_bsgv: values.
         query_marks: segments of the queries, if `form` looks at them.
         key_marks: marks of the keys.
         reach: a query at position i sees keys at positions j with `|i - j| < reach`.
+        start: the position of the first query; keys start at 0. None: at 0, known when tracing, so
+            that the loop has no blocks that are hidden; with `start` it passes over them.
 
     Returns:
         The mixed values, and the logarithm of the softmax's denominator of each query and head.
@@ -107,18 +111,25 @@ def attend_split(
     cut_keys = functools.partial(_keys_for_each_part, num=num_parts) if method == "gather" else cut
     arrays = [cut(query_btgnk), cut(query_marks)]
     arrays += [cut_keys(x) for x in (key_bsgk, value_bsgv, key_marks)]
-    padded = [form.placed(_padded(x, form.chunk)) for x in arrays]
+    moves = method == "heads" or in_turn
+    of_keys = moves and method != "gather"  # which are where they belong
+    has_marks = form.marks is not None  # others are constants
+    is_moved = moves, moves and has_marks, of_keys, of_keys, of_keys and has_marks
+    padded = [
+        form.placed(_padded(x, form.chunk), "all-to-all" if each else None)
+        for x, each in zip(arrays, is_moved, strict=True)
+    ]
     if padded[-1].shape != arrays[-1].shape and form.marks is None:
         form = dataclasses.replace(form, marks="keys")
     query, query_marks, *keys = padded
-    reach = None if reach is None else jax.lax.stop_gradient(reach).astype(jnp.int32)
-    made: Any = attend_in_blocks(form, Queries(query, query_marks, reach), Keys(*keys))
+    data = (
+        None if x is None else jax.lax.stop_gradient(x).astype(jnp.int32) for x in (reach, start)
+    )
+    made: Any = attend_in_blocks(form, Queries(query, query_marks, *data), Keys(*keys))
     mixed, logarithm = (_joined(x, num_queries, num_parts, in_turn) for x in made)
     mixed = mixed.reshape(batch, num_queries, heads, -1)
     logarithm = logarithm.reshape(batch, num_queries, heads)
-    if method is None:
-        return mixed, logarithm
-    return split_over_tokens(mixed, 1), split_over_tokens(logarithm, 1)
+    return back_to_tokens(mixed, method, moves), back_to_tokens(logarithm, method, moves)
 
 
 def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
@@ -128,8 +139,21 @@ def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[A
     """
     query, key, value = (split_over_tokens(x, 1) for x in (query, key, value))
     if method == "heads":
-        return tuple(split_over_tokens(x, 2) for x in (query, key, value))  # pyright: ignore
-    return split_over_tokens(query, 1), split_over_tokens(key, None), split_over_tokens(value, None)
+        arrays = query, key, value
+        return tuple(exchange_over_tokens(x, 2, "all-to-all") for x in arrays)  # pyright: ignore
+    key, value = (exchange_over_tokens(x, None, "all-gather") for x in (key, value))
+    return query, key, value
+
+
+def back_to_tokens(x: Array, method: Method | None, moves: bool | None = None) -> Array:
+    """Split what attention returns over tokens, dim 1; unchanged if `method` is None.
+
+    `moves` says whether it was split otherwise, by default that heads were exchanged.
+    """
+    if method is None:
+        return x
+    moves = method == "heads" if moves is None else moves
+    return exchange_over_tokens(x, 1, "all-to-all") if moves else split_over_tokens(x, 1)
 
 
 def attend_heads(
@@ -157,9 +181,9 @@ def attend_heads(
     num, heads = num_token_parts(), query.shape[2]
     if heads % num:
         raise ValueError(
-            f'`implementation="cudnn"` needs whole rows, so that each of the {num} devices along '
-            f"`tokens` has some of the heads; got {heads} heads. Leave it out, or make the mesh "
-            f"with `tokens` that divides {heads}."
+            f"`implementation` needs whole rows, so that each of the {num} devices along `tokens` "
+            f"has some of the heads; got {heads} heads. Leave it out, or make the mesh with "
+            f"`tokens` that divides {heads}."
         )
     query, key, value = (split_over_tokens(x, 1) for x in (query, key, value))
     copies = num // math.gcd(key.shape[2], num)
@@ -168,7 +192,7 @@ def attend_heads(
     dims = [1 if x is not None and x.ndim > 2 and x.shape[1] == heads else None for x in others]
     attend = on_token_parts(attend, (2, 2, 2, *dims), 2)
     mixed = attend(*exchanged("heads", query, key, value), *others)
-    return split_over_tokens(mixed, 1)
+    return back_to_tokens(mixed, "heads")
 
 
 def _parts(x: Shaped[Array, "b t *_"], num: int, in_turn: bool) -> Shaped[Array, "b p u *_"]:
@@ -196,7 +220,7 @@ def _padded(x: Shaped[Array, "b p t *_"], chunk: int) -> Shaped[Array, "b p u *_
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _keys_for_each_part(x: Shaped[Array, "b s *_"], num: int) -> Shaped[Array, "b p s *_"]:
     """All tokens for each part: an all-gather, and for gradients a reduce-scatter."""
-    whole = split_over_tokens(x, None)
+    whole = exchange_over_tokens(x, None, "all-gather")
     copies = jnp.broadcast_to(whole[:, None], (x.shape[0], num, *x.shape[1:]))
     return split_over_tokens(copies, 1)
 
@@ -210,7 +234,8 @@ def _keys_for_each_part_backward(num: int, _: None, gradient: Array) -> tuple[An
     if gradient.dtype == jax.dtypes.float0:
         return (np.zeros((gradient.shape[0], *gradient.shape[2:]), gradient.dtype),)
     wide = gradient.astype(widened(gradient.dtype))
-    return (split_over_tokens(jnp.sum(wide, axis=1), 1).astype(gradient.dtype),)
+    total = exchange_over_tokens(jnp.sum(wide, axis=1), 1, "reduce-scatter")
+    return (total.astype(gradient.dtype),)
 
 
 _keys_for_each_part.defvjp(_keys_for_each_part_forward, _keys_for_each_part_backward)

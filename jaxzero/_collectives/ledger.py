@@ -29,9 +29,10 @@ class Transfer:
     """One collective of a program.
 
     Attributes:
-        purpose: "weights", "gradients", "activations" (between stages, cotangents too), "fragments"
-            (of parameters, `Zero.local_steps`), "tangents" (all that the program of tangents sends
-            of leaves), or "other" (losses, weights of examples, aux).
+        purpose: "weights", "gradients", "activations" (between stages, and of attention over the
+            axis `tokens`; cotangents too), "fragments" (of parameters, `Zero.local_steps`),
+            "tangents" (all that the program of tangents sends of leaves), or "other" (losses,
+            weights of examples, aux).
         name: name of the leaf, or of the first of several; or "".
         collective: "all-gather", "all-to-all", "reduce-scatter", "all-reduce" or "permute".
         axis: the mesh axis that it runs over, of those with more than one device; or "node+local".
@@ -168,7 +169,7 @@ class Ledger:
                 num_bytes,
                 # In a permute each device receives all that another one sends.
                 entering_bytes=sent if is_permute else sent * (num - 1) // num,
-                node_bytes=sent if is_permute else sent * (nodes - 1) // nodes,
+                node_bytes=sent if is_permute and nodes > 1 else sent * (nodes - 1) // nodes,
                 parts=parts,
                 forms=tuple(dict.fromkeys(map(str, forms or (dtype,)))),
             )

@@ -54,6 +54,7 @@ from .microbatches import Accumulators, accumulate, split_microbatches
 from .program_plan import Parameters, ProgramPlan, plan_program
 from .table_rows import with_table_shards
 from .to_plan import to_plan
+from .token_parts import note_exchanges
 from .wire_state import DeviceWireState
 
 # The user's function on flat lists: `(parameters, inputs) -> (loss, weight, gradients, others)`,
@@ -111,10 +112,9 @@ def run_on_device(
         share_of_gradients: what `flat` has multiplied the gradients by, and not the loss.
         all_halves: what becomes of the sums over half-batches before they are compared.
     """
-    updates, comm = updates or {}, _with_loop_limit(comm)
+    updates, comm, updated = updates or {}, _with_loop_limit(comm), dict[int, list[Array]]()
     if share_of_loss is not None:
         inputs, specs = [*inputs, jnp.asarray(share_of_loss)], [*specs, PartitionSpec()]
-    updated: dict[int, list[Array]] = {}
     full = _full_weights(stored, parameters)
     block, traced = _trace(flat, parameters, stored, full, inputs, specs, microbatches, comm)
     shapes, bare = traced.shapes, share_of_loss is None and share_of_gradients is None
@@ -131,6 +131,7 @@ def run_on_device(
     def run(plan: BlockPlan, index: Array | None, inputs: list[Any]) -> Any:
         arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
         outputs, sources_now, stacks = run_block(plan, comm, arrays, sources, updates)
+        note_exchanges(plan.block)
         if runs_first and plan is program.top:
             sources.update(sources_now)
             updated.update(stacks)

@@ -26,9 +26,11 @@ from .._collectives import (
     ReduceSpec,
     arrays,
     gather_hop,
+    labelled,
     note,
     picked,
     reduce_next_axis,
+    repeated,
     start_gather,
     start_reduction,
 )
@@ -40,6 +42,7 @@ from .._mesh import (
     weight_dim_of_tokens,
     whole_weight,
 )
+from .._program import Block, token_exchanges
 from .._sharding import DimSharding, unpad
 
 _IN_FLIGHT = 0
@@ -154,6 +157,22 @@ def joined_gradient(x: Any, spec: ReduceSpec) -> Any:
         return x
     dim = weight_dim_of_tokens(spec.shape, spec.layout.dim, num_token_parts())
     return on_token_parts(lambda x: jax.tree.map(lambda x: x[0], x), (_IN_FLIGHT,), dim)(x)
+
+
+def note_exchanges(block: Block) -> None:
+    """Record what a program exchanges over `tokens` by itself (`token_exchanges`).
+
+    The compiler adds the collectives. Each is recorded once for all that it runs in a step.
+    """
+    if num_token_parts() == 1:
+        return
+    for collective, x, trips in token_exchanges(block):
+        if collective in ("all-to-all", "permute"):  # what a device has of it is sent
+            x = jax.ShapeDtypeStruct((x.size // num_token_parts(),), x.dtype)
+        run, done = repeated(lambda x=x, name=collective: note(name, TOKENS, x), trips)
+        with labelled("activations"):
+            run()
+        done()
 
 
 def _note(collective: str, fulls: Sequence[Array | None]) -> None:

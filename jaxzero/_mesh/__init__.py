@@ -56,6 +56,7 @@ from .per_device import equations_inside as equations_inside
 from .per_device import evaluate as evaluate
 from .per_device import forward_only as forward_only
 from .per_device import in_host as in_host
+from .per_device import inner_jaxprs as inner_jaxprs
 from .per_device import is_traced as is_traced
 from .per_device import is_tracing as is_tracing
 from .per_device import known_together as known_together
@@ -69,6 +70,8 @@ from .token_exchange import ROWS_APART as ROWS_APART
 from .token_exchange import exchange_tokens as exchange_tokens
 from .tokens import MIN_FEATURES as MIN_FEATURES
 from .tokens import TOKENS as TOKENS
+from .tokens import exchange_of as exchange_of
+from .tokens import exchange_over_tokens as exchange_over_tokens
 from .tokens import num_token_parts as num_token_parts
 from .tokens import on_token_parts as on_token_parts
 from .tokens import split_over_tokens as split_over_tokens

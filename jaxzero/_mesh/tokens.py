@@ -8,6 +8,7 @@ function computes does not depend on the axis.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Shaped
 
 TOKENS = "tokens"
+_EXCHANGE = "tokens by "
 MIN_FEATURES = (
     256  # a dim of at least this size is taken for features: large models have fewer layers
 )
@@ -74,6 +76,24 @@ def split_over_tokens(x: Any, dim: int | None) -> Any:
     if dim is not None:
         entries[dim] = TOKENS
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
+def exchange_over_tokens(x: Any, dim: int | None, collective: str) -> Any:
+    """`split_over_tokens` of an array that lies otherwise, and is sent by this collective.
+
+    The name of the collective is a scope of the constraint, by which `exchange_of` finds it, and
+    its transpose in backward, which sends as many bytes.
+    """
+    with jax.named_scope(f"{_EXCHANGE}{collective}"):
+        return split_over_tokens(x, dim)
+
+
+def exchange_of(equation: Any) -> str | None:
+    """The collective of a constraint of `exchange_over_tokens`; None for other equations."""
+    if equation.primitive.name != "sharding_constraint":
+        return None
+    found = re.search(f"{_EXCHANGE}([a-z-]+)", str(equation.source_info.name_stack))
+    return None if found is None else found[1]
 
 
 def weight_dim_of_tokens(shape: tuple[int, ...], other: int, num: int) -> int | None:

@@ -30,6 +30,7 @@ from .ir import exchanges as exchanges
 from .ir import has_host_effect as has_host_effect
 from .ir import is_mutable as is_mutable
 from .layout_requests import asks_to_split_over as asks_to_split_over
+from .layout_requests import token_exchanges as token_exchanges
 from .one_hot import with_lookups as with_lookups
 from .operation_kinds import Branch as Branch
 from .operation_kinds import CarriedSum as CarriedSum

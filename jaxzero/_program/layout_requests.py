@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._mesh import NODE, axes_of_dims, equations_inside, is_one_node, is_simulating, rewrite
+from .._mesh import (
+    NODE,
+    axes_of_dims,
+    equations_inside,
+    exchange_of,
+    inner_jaxprs,
+    is_one_node,
+    is_simulating,
+    rewrite,
+)
 from .._warnings import warn
-from .ir import Block
+from .ir import Barrier, Block, Loop, Operation
 
 _OURS = ("node", "local")
 _REQUEST = "sharding_constraint"
@@ -82,6 +91,39 @@ def asks_to_split_over(block: Block, axis: str) -> bool:
     requests = (x.params["sharding"] for x in equations if x.primitive.name == _REQUEST)
     specs = [x.spec for x in requests if isinstance(x, NamedSharding)]
     return any(axis in axes for spec in specs for axes in axes_of_dims(spec))
+
+
+def token_exchanges(block: Block) -> Iterator[tuple[str, Any, int]]:
+    """What the program exchanges over the axis `tokens` by `exchange_over_tokens`.
+
+    These are the keys and values of attention, for instance, in forward and backward.
+
+    Yields:
+        `(collective, array, trips)`: the shape and dtype of the full array, and how often it is
+        sent. All branches of a `lax.cond` count, and one iteration of a `lax.while_loop`.
+    """
+    for equation, trips in _equations(block.operations):
+        collective = exchange_of(equation)
+        if collective is not None:
+            yield collective, equation.outvars[0].aval, trips
+
+
+def _equations(operations: Iterable[Operation]) -> Iterator[tuple[Any, int]]:
+    """The equations of operations, with how often each runs."""
+    for operation in operations:
+        if isinstance(operation, Loop):
+            inner = _equations(operation.body.operations)
+            yield from ((x, trips * operation.length) for x, trips in inner)
+        elif not isinstance(operation, Barrier):  # whose equation is that of `jax.checkpoint`
+            yield from _equations_inside(operation.equation)
+
+
+def _equations_inside(equation: Any) -> Iterator[tuple[Any, int]]:
+    yield equation, 1
+    length = equation.params["length"] if equation.primitive.name == "scan" else 1
+    for jaxpr in inner_jaxprs(equation):
+        for inner in jaxpr.eqns:
+            yield from ((x, trips * length) for x, trips in _equations_inside(inner))
 
 
 def without_our_axes(closed: Any) -> Any:

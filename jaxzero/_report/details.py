@@ -166,7 +166,7 @@ def _traffic(report: ReportData) -> TextTable:
     if has_microbatches:
         footer.append("micro-batch: the part that is sent for every micro-batch anew.")
     if TOKENS in traffic.axes:
-        footer.append(f"{TOKENS}: weights and gradients; keys and values are not counted.")
+        footer.append(f"{TOKENS}: what attention exchanges are activations.")
     if traffic.slice_bytes:
         footer.append(f"A device keeps {readable_bytes(traffic.slice_bytes)} of slices (hpZ).")
     table = TextTable(

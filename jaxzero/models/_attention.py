@@ -17,15 +17,25 @@ k size of queries and keys, v size of values.
 """
 
 import functools
-import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from .._attention import Form, attend_heads, attend_split, default_scale, exchanged, method_for
+from .._attention import (
+    LONG_ROW,
+    Form,
+    Implementation,
+    attend_heads,
+    attend_split,
+    back_to_tokens,
+    default_scale,
+    dot_product_attention,
+    exchanged,
+    is_library,
+    method_for,
+)
 from .._sums import widened
 from ._cache import Slots
 from ._decoder_config import DecoderConfig
@@ -124,26 +134,32 @@ def attend(
     sinks_h: Float[Array, "h"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "b t h v"]:
     """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature.
 
     With `start`, the first query is at that key; else there are as many queries as keys. Where
-    their tokens are split over devices, `attend_split` computes it.
+    their tokens are split over devices, and in long rows, `attend_split` computes it.
     """
     has_dropout = dropout_key is not None and dropout_rate > 0
-    method = None if start is not None else method_for(query_bthk, key_bsgk, value_bsgv)
-    if method is not None and not has_dropout and implementation is None:
+    # One query has few logits: where keys are split, each device computes those of its own.
+    is_one = start is not None and query_bthk.shape[1] == 1
+    method = None if is_one else method_for(query_bthk, key_bsgk, value_bsgv)
+    if start is not None and method == "ring":
+        method = "gather"
+    is_long = not is_one and max(query_bthk.shape[1], key_bsgk.shape[1]) > LONG_ROW
+    if (method is not None or is_long) and not has_dropout and implementation is None:
         form = _form(query_bthk.shape[-1], is_causal, window, scale, softcap, mask_bs)
         reach = window if isinstance(window, jax.Array) else None
-        arrays = query_bthk, key_bsgk, value_bsgv, mask_bs, mask_bs
-        return _with_sinks(*attend_split(form, method, *arrays, reach), sinks_h)
-    if method is not None and implementation != "cudnn":
+        of_queries = mask_bs if start is None else None
+        arrays = query_bthk, key_bsgk, value_bsgv, of_queries, mask_bs
+        return _with_sinks(*attend_split(form, method, *arrays, reach, start), sinks_h)
+    if method is not None and not is_library(implementation):
         query_bthk, key_bsgk, value_bsgv = exchanged(method, query_bthk, key_bsgk, value_bsgv)
     is_plain = softcap is None and sinks_h is None and key_bsgk.shape == value_bsgv.shape
     if is_plain and not has_dropout and not isinstance(window, jax.Array) and start is None:
         whole = functools.partial(
-            jax.nn.dot_product_attention,
+            dot_product_attention,
             scale=scale,
             is_causal=is_causal,
             local_window_size=_window_size(window, is_causal),
@@ -151,24 +167,40 @@ def attend(
         )
         mask = None if mask_bs is None else _keys_of_queries(mask_bs, of_heads=True)
         arrays = query_bthk, key_bsgk, value_bsgv, None, mask
-        if method is not None and implementation == "cudnn":
+        if method is not None and is_library(implementation):
             return attend_heads(whole, *arrays)
-        return whole(*arrays)
-    if implementation == "cudnn":
+        return back_to_tokens(whole(*arrays), method)
+    if is_library(implementation):
         raise NotImplementedError(
-            '`attention_implementation="cudnn"` has no cap on logits, no sinks, no latent '
-            "attention, no cache, no dropout of probabilities, and no window that differs between "
-            "scanned layers. Leave it None, or set `attention_dropout` to 0, or `scan_layers` to "
-            "False."
+            '`attention_implementation`, if it is "cudnn" or a function, has no cap on logits, no '
+            "sinks, no latent attention, no cache, no dropout of probabilities, and no window that "
+            "differs between scanned layers. Leave it None, or set `attention_dropout` to 0, or "
+            "`scan_layers` to False."
         )
+    seen = _seen(query_bthk.shape[1], key_bsgk.shape[1], start, is_causal, window, mask_bs)
+    arrays = query_bthk, key_bsgk, value_bsgv, seen
+    mixed = _with_all_logits(*arrays, scale, softcap, sinks_h, dropout_rate, dropout_key)
+    return back_to_tokens(mixed, method)
+
+
+def _with_all_logits(
+    query_bthk: Float[Array, "b t h k"],
+    key_bsgk: Float[Array, "b s g k"],
+    value_bsgv: Float[Array, "b s g v"],
+    seen: Bool[Array, "_ t s"],
+    scale: float | None,
+    softcap: float | None,
+    sinks_h: Float[Array, "h"] | None,
+    dropout_rate: float,
+    dropout_key: Key[Array, ""] | None,
+) -> Float[Array, "b t h v"]:
     num_groups = key_bsgk.shape[2]
     query = query_bthk.reshape(*query_bthk.shape[:2], num_groups, -1, query_bthk.shape[-1])
     wide = widened(query.dtype)
     logits = jnp.einsum("btgnk,bsgk->bgnts", query, key_bsgk, preferred_element_type=wide)
-    logits = logits * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    logits = logits * (default_scale(query.shape[-1]) if scale is None else scale)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    seen = _seen(query.shape[1], key_bsgk.shape[1], start, is_causal, window, mask_bs)
     # A finite value, as in JAX: a row of padding, with all keys masked, gets a mean and not NaN.
     logits = jnp.where(seen[:, None, None], logits, 0.7 * jnp.finfo(wide).min)
     probabilities = dropout(_softmax(logits, sinks_h), dropout_rate, dropout_key)

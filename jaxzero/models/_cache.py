@@ -9,6 +9,10 @@ values (see `_latent_attention`).
 
 Dimensions: b batch, t columns that are written, s columns of the cache, g key-value heads, k size
 of keys, v size of values.
+
+On a mesh with the axis `tokens` the columns are split over it, `num_columns / tokens` neighbours on
+each device. New columns are written by each device on its own part: where an update starts at a
+traced column, the compiler would gather the cache.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +21,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from .._mesh import num_token_parts, on_token_parts, split_over_tokens
 from ._decoder_config import DecoderConfig
+
+_COLUMNS = -2  # the dim of columns
 
 
 class LayerCache(NamedTuple):
@@ -44,7 +51,8 @@ def make_cache(config: DecoderConfig, batch_size: int, num_columns: int) -> Cach
     Args:
         config: the config of the decoder.
         batch_size: number of rows.
-        num_columns: tokens of a row that the cache has room for, padding included.
+        num_columns: tokens of a row that the cache has room for, padding included. On a mesh with
+            the axis `tokens` it is rounded up to a multiple of that, and columns are split over it.
 
     Raises:
         ValueError: a size is not positive, or `num_columns` is more than the model's positions or
@@ -53,6 +61,7 @@ def make_cache(config: DecoderConfig, batch_size: int, num_columns: int) -> Cach
     for name, size in (("batch_size", batch_size), ("num_columns", num_columns)):
         if size < 1:
             raise ValueError(f"`{name}` must be a positive integer; got {size}.")
+    num_columns += -num_columns % num_token_parts()
     _check_positions(config, num_columns)
     latent = config.latent
     if latent is None:
@@ -64,8 +73,8 @@ def make_cache(config: DecoderConfig, batch_size: int, num_columns: int) -> Cach
     dtype = jnp.dtype(config.compute_dtype)
 
     def layer() -> LayerCache:
-        zeros = jnp.zeros(shape, dtype)
-        return LayerCache(zeros, None if latent is not None else jnp.zeros(shape, dtype))
+        keys, values = (_split(jnp.zeros(shape, dtype)) for _ in range(2))
+        return LayerCache(keys, None if latent is not None else values)
 
     return Cache(
         layer() if config.scan_layers else tuple(layer() for _ in range(config.num_layers)),
@@ -104,6 +113,12 @@ def check_room(cache: Cache, ids: Int[Array, "b t"]) -> None:
         raise ValueError(
             f"`ids` holds {ids.shape[1]} tokens per row, but of the {size} columns of the `cache` "
             f"{held} are used. Make a cache with more `num_columns`."
+        )
+    if size % num_token_parts():
+        raise ValueError(
+            f"The `cache` has {size} columns, and the mesh axis `tokens` splits them over "
+            f"{num_token_parts()} devices. Make it with a multiple of that as `num_columns`, or in "
+            "the function given to `zero`, where `make_cache` adds columns."
         )
     if len(ids) != batch_size:
         raise ValueError(
@@ -150,12 +165,60 @@ class Slots:
     def _written(self, held: Array, new: Array) -> tuple[Array, Array]:
         """The array with new columns; and its layer, with heads behind columns."""
         update = jnp.swapaxes(new, 1, 2).astype(held.dtype)
-        zero = jnp.int32(0)
-        if held.ndim == update.ndim:
-            held = jax.lax.dynamic_update_slice(held, update, (zero, zero, self.start, zero))
-            return held, jnp.swapaxes(held, 1, 2)
-        number = jnp.asarray(self.number, jnp.int32)
-        start = (number, zero, zero, self.start, zero)
-        held = jax.lax.dynamic_update_slice(held, update[None], start)
-        layer = jax.lax.dynamic_index_in_dim(held, number, keepdims=False)
-        return held, jnp.swapaxes(layer, 1, 2)
+        is_layer = held.ndim == update.ndim
+        number = None if is_layer else jnp.asarray(self.number, jnp.int32)
+        held = _split(_with_columns(held, update, self.start, number))
+        layer = held if is_layer else jax.lax.dynamic_index_in_dim(held, number, keepdims=False)
+        return held, jnp.swapaxes(_split(layer), 1, 2)
+
+
+def _split(x: Float[Array, "*_ s k"]) -> Float[Array, "*_ s k"]:
+    return split_over_tokens(x, x.ndim + _COLUMNS)
+
+
+def _with_columns(
+    held: Float[Array, "*layers b g s k"],
+    update: Float[Array, "b g t k"],
+    start: Int[Array, ""],
+    number: Int[Array, ""] | None,
+) -> Float[Array, "*layers b g s k"]:
+    """Write columns from `start` on; of layer `number` if `held` is a stack."""
+    num_parts = num_token_parts()
+    if num_parts == 1:
+        return _update(held, update, start, number)
+    dim = held.ndim + _COLUMNS
+    write = on_token_parts(_write_part, (dim, None, None, None, 0), dim)
+    return write(held, update, start, number, jnp.arange(num_parts, dtype=jnp.int32))
+
+
+def _write_part(
+    held: Float[Array, "*layers b g u k"],
+    update: Float[Array, "b g t k"],
+    start: Int[Array, ""],
+    number: Int[Array, ""] | None,
+    part: Int[Array, "1"],
+) -> Float[Array, "*layers b g u k"]:
+    """`_with_columns` of the part of the columns that a device has."""
+    num_new, num_held = update.shape[_COLUMNS], held.shape[_COLUMNS]
+    num = min(num_new, num_held)
+    from_here = start - part[0] * num_held  # the first new column, counted in this part
+    first = jnp.clip(from_here, 0, num_held - num)
+    sources = first + jnp.arange(num, dtype=jnp.int32) - from_here
+    is_new = (sources >= 0) & (sources < num_new)
+    layer = held if number is None else jax.lax.dynamic_index_in_dim(held, number, keepdims=False)
+    old = jax.lax.dynamic_slice_in_dim(layer, first, num, axis=_COLUMNS)
+    new = jnp.take(update, jnp.clip(sources, 0, num_new - 1), axis=_COLUMNS)
+    return _update(held, jnp.where(is_new[:, None], new, old), first, number)
+
+
+def _update(
+    held: Float[Array, "*layers b g s k"],
+    update: Float[Array, "b g t k"],
+    start: Int[Array, ""],
+    number: Int[Array, ""] | None,
+) -> Float[Array, "*layers b g s k"]:
+    zero = jnp.int32(0)
+    begin = zero, zero, start, zero
+    if number is None:
+        return jax.lax.dynamic_update_slice(held, update, begin)
+    return jax.lax.dynamic_update_slice(held, update[None], (number, *begin))

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from .._cross_entropy import softmax_cross_entropy
-from .._mesh import split_tokens
+from .._mesh import num_token_parts, split_tokens
 from ._attention import is_among, make_linear, turns_if, window_if
 from ._block import Block, scaled
 from ._cache import Cache, Slots, check_room, make_cache
@@ -217,7 +217,9 @@ class Decoder(nnx.Module):
         mask = mask if segments is None else segments != 0
         x_btd = self._embed(as_indices(ids, mask, config.vocabulary_size), positions)
         x_btd = dropout(x_btd, config.embedding_dropout, embedding_key)
-        split = split_tokens if cache is None else lambda x: x
+        # New tokens of a text that is being written may be too few.
+        divides = cache is None or ids.shape[1] % num_token_parts() == 0
+        split = split_tokens if divides else lambda x: x
         all_turns = [turns(rope, positions) for rope in (config.rope, config.sliding_rope) if rope]
         seen: Any = mask if segments is None else segments
         if cache is not None:

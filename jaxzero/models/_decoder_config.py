@@ -8,6 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+from .._attention import Implementation
 from ._config_json import (
     family_of,
     make_config,
@@ -77,7 +78,8 @@ class DecoderConfig:
             experts of a layer in memory; "scan" computes one expert after another for every token,
             so that ZeRO gathers one at a time, for num_experts / num_experts_per_token times the
             arithmetic.
-        attention_implementation: as in `jax.nn.dot_product_attention`.
+        attention_implementation: as in `jax.nn.dot_product_attention`, or a function with the
+            arguments of that, but this one.
     """
 
     vocabulary_size: int
@@ -121,7 +123,7 @@ class DecoderConfig:
     scan_layers: bool = False
     remat: Remat = "none"
     expert_loop: Literal["scan", "ragged"] = "ragged"
-    attention_implementation: Literal["xla", "cudnn"] | None = None
+    attention_implementation: Implementation = None
 
     def __post_init__(self):
         check_positive(self)

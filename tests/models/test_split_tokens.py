@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxzero as jz
+import jaxzero.models._attention
 from jaxzero.models import Decoder, DecoderConfig, Encoder, EncoderConfig, LatentConfig, Rope
 
 from .drawn import drawn
@@ -189,6 +190,74 @@ def test_encoders(monkeypatch: Any):
         _check(lambda: Encoder(config, rngs=nnx.Rngs(0)), loss, 2, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "windows that are data",
+        "sinks",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("latent", "heads, tied")),
+    ],
+)
+def test_the_columns_of_a_cache_are_split(name: str, monkeypatch: Any):
+    """A prompt in two pieces and single tokens, against all tokens at once on one device."""
+    tokens, changes = CONFIGS[name]
+    config = dataclasses.replace(PLAIN, **{"max_length": 16, **changes})
+    ids = jnp.asarray(np.random.default_rng(1).integers(0, 37, (4, 14)).astype(np.int32))
+    mask = jnp.arange(14)[None] >= jnp.array([0, 3, 1, 0])[:, None]
+
+    def run(params: Any, ids: Any, mask: Any) -> Any:
+        model = nnx.merge(graph, params)
+        cache, pieces = model.make_cache(len(ids), 14), []
+        for part in (slice(0, 8), slice(8, 12)):
+            hidden, cache = model.extend(cache, ids[:, part], mask[:, part])
+            pieces.append(hidden)
+
+        def step(cache: Any, one: Any) -> Any:
+            hidden, cache = model.extend(cache, one[:, None])
+            return cache, hidden[:, 0]
+
+        _, last = jax.lax.scan(step, cache, ids[:, 12:].T)
+        return jnp.concatenate([*pieces, jnp.swapaxes(last, 0, 1)], axis=1)
+
+    with jax.enable_x64(True):
+        graph, params = drawn(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
+        places = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax.nn, "dot_product_attention", _written_out)
+            want = nnx.merge(graph, params).hidden(ids, mask, positions=places)
+        zero = jz.Zero(jz.make_mesh(nodes=2, tokens=tokens))
+        step = jax.jit(zero.apply(run, batch_argnums=("ids", "mask")))
+        step = step.lower(zero.shard(params), ids, mask).compile()
+        found = np.asarray(step(zero.shard(params), ids, mask))
+    limit = 1e-12 if config.rope is None else 1e-6
+    np.testing.assert_allclose(found[mask], np.asarray(want)[mask], rtol=limit, atol=limit)
+    if name == "windows that are data":  # 2 layers, 2 rows of a device, 2 heads of 8 numbers
+        text = step.as_text() or ""
+        assert "f64[2,2,2,4,8]" in text
+        assert "f64[2,2,2,16,8]" not in text
+
+
+def test_long_rows_on_one_device_have_no_logits_of_all_pairs(monkeypatch: Any):
+    monkeypatch.setattr(jaxzero.models._attention, "LONG_ROW", TOKENS // 2)
+    config = dataclasses.replace(PLAIN, attention_softcap=0.5)
+
+    def loss(model: Any, batch: Any) -> Any:
+        return jnp.mean(model.hidden(batch["ids"], segments=batch["segments"]) ** 2)
+
+    with jax.enable_x64(True):
+        graph, params = drawn(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
+
+        def gradient(params: Any) -> Any:
+            return jax.grad(lambda x: loss(nnx.merge(graph, x), _rows()))(params)
+
+        blocks = jax.jit(gradient)(params)
+        monkeypatch.undo()
+        for x, y in zip(*map(jax.tree.leaves, (blocks, jax.jit(gradient)(params))), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12 * np.abs(y).max())
+
+
 def test_rows_that_do_not_divide_are_refused():
     config = dataclasses.replace(PLAIN, compute_dtype="float32")
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
@@ -197,3 +266,7 @@ def test_rows_that_do_not_divide_are_refused():
     run = zero.apply(lambda params, ids: nnx.merge(graph, params)(ids))
     with pytest.raises(ValueError, match="has 6 tokens in dim 1.*over 4 devices"):
         run(params, np.zeros((2, 6), np.int32))
+    cache = jax.device_get(nnx.merge(graph, shapes).make_cache(2, 6))
+    step = zero.apply(lambda params, ids: nnx.merge(graph, params).extend(cache, ids)[0])
+    with pytest.raises(ValueError, match="`cache` has 6 columns.*over 4 devices"):
+        step(params, np.zeros((2, 1), np.int32))

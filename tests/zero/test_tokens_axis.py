@@ -51,9 +51,10 @@ def whole(x):
     return x
 
 
-def logits(params, ids, split):
+def logits(params, ids, split, method):
     """A small model that mixes tokens; `split` says how activations lie."""
-    attend = written_out if split is whole else functools.partial(jz.attention, is_causal=True)
+    attend = functools.partial(jz.attention, is_causal=True, method=method)
+    attend = written_out if split is whole else attend
 
     @jax.checkpoint
     def layer(x, weights):
@@ -67,13 +68,13 @@ def logits(params, ids, split):
     return x @ params["head"]
 
 
-def losses(params, batch, split):
-    found = logits(params, batch["ids"], split)
+def losses(params, batch, split, method=None):
+    found = logits(params, batch["ids"], split, method)
     return optax.softmax_cross_entropy_with_integer_labels(found, batch["labels"])
 
 
-def mean(params, batch, split=jz.split_tokens):
-    return losses(params, batch, split).mean()
+def mean(params, batch, split=jz.split_tokens, method=None):
+    return losses(params, batch, split, method).mean()
 
 
 def total_and_weight(params, batch, split=jz.split_tokens):
@@ -202,23 +203,43 @@ def test_a_device_computes_and_holds_its_part_of_the_tokens():
     assert f"f64[1,{TOKENS},{3 * WIDTH}]" not in text
 
 
-def test_the_report_counts_what_the_program_sends():
-    """Weights and gradients; what attention exchanges is sent by all-to-all, and not counted."""
+@pytest.mark.parametrize(
+    "method",
+    ["ring", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("heads", "gather"))],
+)
+def test_the_report_counts_what_the_program_sends(method):
+    """Weights, gradients, and what attention exchanges in forward, again for backward, and back."""
     zero = make_zero(2)
     params, batch = zero.init(init, jax.random.key(0)), make_batch()
-    traffic = zero.report(params, plan=zero.plan(mean, params, batch)).traffic
-    text = jax.jit(zero.value_and_grad(mean)).lower(params, batch).compile().as_text()
+    loss = functools.partial(mean, method=method)
+    traffic = zero.report(params, plan=zero.plan(loss, params, batch)).traffic
+    text = jax.jit(zero.value_and_grad(loss)).lower(params, batch).compile().as_text()
     assert traffic is not None
     sent = collectives(text)
-    over_tokens = [x for x in sent if set(x.groups[0]) == {0, 1}]
-    for op, purpose in (("all-gather", "weights"), ("all-reduce", "gradients")):
-        counted = sum(x.entering_bytes * x.trips for x in over_tokens if x.op == op)
-        found = traffic.amount(lambda x, y=purpose: x.axis == "tokens" and x.purpose == y)
-        assert 0 <= counted - found.device_bytes <= 8  # the loss
+    over_tokens = [x for x in sent if {0, 1} in map(set, x.groups)]
+
+    def counted(op):
+        return sum(x.entering_bytes * x.trips for x in over_tokens if x.op == op)
+
+    def found(collective):
+        chosen = traffic.amount(lambda x: x.axis == "tokens" and x.collective == collective)
+        return chosen.device_bytes
+
+    for op, name in {"all-gather": "all-gather", "collective-permute": "permute"}.items():
+        assert counted(op) == found(name)
+    assert counted("all-to-all") == found("all-to-all") > 0
+    # XLA on CPUs has no reduce-scatter. The last 8 bytes are the loss.
+    sums = counted("all-reduce") - found("all-reduce") - 2 * found("reduce-scatter")
+    assert 0 <= sums <= 8
+    assert (found("permute") > 0, found("reduce-scatter") > 0) == (
+        method == "ring",
+        method == "gather",
+    )
     # All devices of a node receive parts of their own.
     assert sum(4 * x.node_bytes(4) * x.trips for x in sent) == traffic.node_bytes
     of_groups = sum(traffic.of_group(x, "tokens").device_bytes for x in traffic.groups)
-    assert of_groups == traffic.amount(lambda x: x.axis == "tokens").device_bytes
+    of_leaves = traffic.amount(lambda x: x.axis == "tokens" and x.purpose != "activations")
+    assert of_groups == of_leaves.device_bytes
     assert {x["axis"] for x in traffic.as_dict()["groups"]} == {"node", "local", "tokens"}
 
 

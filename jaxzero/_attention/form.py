@@ -1,0 +1,87 @@
+"""Which keys a query sees, and the formula of logits; and so, which blocks of keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import numpy as np
+from jax import Array
+
+from .._mesh import exchange_over_tokens, split_over_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Which keys a query sees, and the formula of its logits.
+
+    Attributes:
+        scale: factor of the products of queries and keys.
+        softcap: the logits x become `softcap * tanh(x / softcap)`; None: as they are.
+        before: a query at position i sees keys from `i - before` on; None: from the first on.
+        after: and up to `i + after`; None: up to the last.
+        marks: what `marks` of queries and keys mean. "segments": they must be equal, and not 0;
+            "keys": that of the key must not be 0; None: nothing.
+        chunk: the most queries, and keys, of a block.
+        query_places: `(factor, offset)`: token x of part p is at position `factor x + offset p`.
+        key_places: likewise, of keys.
+        is_ring: whether each part has only its keys, and those of the others come to it in turn.
+        split_dim: the dim of `[b, p, ...]` that is split over devices: 1 the parts, 3 the heads.
+    """
+
+    scale: float
+    softcap: float | None
+    before: int | None
+    after: int | None
+    marks: Literal["segments", "keys"] | None
+    chunk: int
+    query_places: tuple[int, int] = (1, 0)
+    key_places: tuple[int, int] = (1, 0)
+    is_ring: bool = False
+    split_dim: int | None = None
+
+    def placed(self, x: Array, collective: str | None = None) -> Array:
+        """`x`, split over devices on `split_dim`, if it has that dim; sent by `collective`."""
+        if self.split_dim is None or x.ndim <= self.split_dim:
+            return x
+        if collective is not None:
+            return exchange_over_tokens(x, self.split_dim, collective)
+        return split_over_tokens(x, self.split_dim)
+
+
+def pairs_of_blocks(
+    form: Form, num_queries: int, num_keys: int, num_parts: int, sizes: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs of blocks `[pairs, 2]` in which the queries of all parts see all keys of all parts,
+    and those in which some may see some.
+    """
+
+    def bounds(places: tuple[int, int], num: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        factor, offset = places
+        first = np.arange(0, num, size) * factor
+        return first, first + (size - 1) * factor + offset * (num_parts - 1)
+
+    query_first, query_last = (x[:, None] for x in bounds(form.query_places, num_queries, sizes[0]))
+    key_first, key_last = (x[None] for x in bounds(form.key_places, num_keys, sizes[1]))
+    every = np.ones((query_first.size, key_first.size), bool)
+    some = every & some_seen(form, (query_first, query_last), (key_first, key_last))
+    if form.after is not None:
+        every &= key_last <= query_first + form.after
+    if form.before is not None:
+        every &= key_first >= query_last - form.before
+    return np.argwhere(every).astype(np.int32), np.argwhere(some & ~every).astype(np.int32)
+
+
+def some_seen(form: Form, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> Any:
+    """Whether some of the queries may see some of the keys, by their distance.
+
+    Queries and keys are given by the positions of the first and the last.
+    """
+    seen = True if form.after is None else keys[0] <= queries[1] + form.after
+    return seen if form.before is None else seen & (keys[1] >= queries[0] - form.before)
+
+
+def default_scale(size: int) -> float:
+    """The factor of logits of queries of this size, if none is given."""
+    return 1 / math.sqrt(size)
