@@ -3,7 +3,9 @@
 [Note: messages beside layers] XLA starts a `ppermute` only after the layer loop that it should
 overlap with. So a message is cut into as many parts as a stage has layers. One part is sent in each
 iteration, and a barrier makes its receipt wait for the layer: activations travel to the next stage
-beside backward, cotangents to the stage before beside forward.
+beside backward, cotangents to the stage before beside forward. Another barrier makes the layer wait
+for the part to be taken out of the message: XLA would take it out, and so send it, only once the
+layer gathers weights of the next one, which it would wait for.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ def scan_beside(
 
     def with_part(carry: list[Any], given: Any) -> tuple[list[Any], Any]:
         layers, parts = given
+        carry, parts = lax.optimization_barrier((carry, parts))
         parts = sent(Message(parts, shift))
         carry, stacked = layer(carry, layers)
         carry, parts = lax.optimization_barrier((carry, parts))
