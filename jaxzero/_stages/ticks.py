@@ -29,7 +29,7 @@ from .._collectives import accumulator_dtype, all_reduce, labelled, repeated
 from .._mesh import STAGE
 from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
-from .evaluation import Evaluation, Sums, run_block
+from .evaluation import Evaluation, Sums, before_widening, run_block
 from .layers import Layer, Layers, StageLayers, passing_padding
 from .messages import Message, scan_beside, sent
 from .state import MicroBatch, State, masked, num_slots
@@ -67,7 +67,7 @@ class Pipeline:
         outputs = cut.block.outputs
         gradients = {*cut.stack_gradients, *outer}
         self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
-        self.outer = {k: outputs[k] for k in outer}
+        self.outer = {k: before_widening(cut.block, outputs[k]) for k in outer}
         self.sums = Sums(cut.block, cut.from_backward)
         # Casts of weights, once: loops that hold a weight then hold what is read of it.
         whole = weights.keys() - cut.stacks.keys()
@@ -162,8 +162,9 @@ class Pipeline:
         """Zeros for the sums of gradients of a stage: of its layers, and of the other weights."""
         stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
         shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
-        shapes += [shape_of(x) for x in self.outer.values()]
-        dtypes = [accumulator_dtype(dtype_of(x)) for x in (*stacks, *self.outer.values())]
+        outer = [self.cut.block.outputs[k] for k in self.outer]
+        shapes += map(shape_of, outer)
+        dtypes = [accumulator_dtype(dtype_of(x)) for x in (*stacks, *outer)]
         return list(map(jnp.zeros, shapes, dtypes))
 
     def _tick(
