@@ -31,7 +31,7 @@ from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
 from .evaluation import Evaluation, Sums, before_widening, run_block
 from .layers import Layer, Layers, StageLayers, passing_padding
-from .messages import Message, scan_beside, sent
+from .messages import Encoding, Message, scan_beside, sent
 from .state import MicroBatch, State, masked, num_slots
 
 
@@ -46,6 +46,7 @@ class Pipeline:
         outer: its outputs that are gradients of weights outside of the layers.
         microbatches: how many.
         share: what gradients are multiplied by before they are added up.
+        encoding: of messages.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Pipeline:
         outer: Sequence[int],
         microbatches: int,
         share: float,
+        encoding: Encoding,
     ):
         self.cut = cut
+        self._message = functools.partial(Message, encoding=encoding)
         self.rows = rows
         self.microbatches = microbatches
         self.share = share
@@ -179,9 +182,9 @@ class Pipeline:
         activations, cotangents, saved, outputs = state
         first = number - self.stage
         if not forward:
-            cotangents = sent(Message(cotangents, -1))
+            cotangents = sent(self._message(cotangents, -1))
         else:
-            beside = Message(cotangents, -1) if backward else None
+            beside = self._message(cotangents, -1) if backward else None
             micro = self._micro(first)
             activations, rows, received = self._forward(micro, activations, beside)
             cotangents = received if backward else cotangents
@@ -193,8 +196,8 @@ class Pipeline:
             outputs = [_put(x, y, micro.index) for x, y in zip(outputs, made, strict=True)]
         if not backward:
             terms = [*([] for _ in self.cut.stack_gradients), *rest] if head else []
-            return State(sent(Message(activations, 1)), cotangents, saved, outputs), terms
-        beside = Message(activations, 1) if forward else None
+            return State(sent(self._message(activations, 1)), cotangents, saved, outputs), terms
+        beside = self._message(activations, 1) if forward else None
         cotangents, stacks, outer, received = self._backward(micro, cotangents, saved, beside)
         activations = received if forward else activations
         outer = [[*x, *y] for x, y in zip(outer, rest, strict=True)]

@@ -185,7 +185,10 @@ class VerifiedCall:
         """The `Zero` with the same layouts and without codecs; one, so that it compiles once."""
         config = self.zero.config
         hpz = config.hpz and HpZ(codec=None)
-        config = dataclasses.replace(config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz)
+        stages = config.stages and dataclasses.replace(config.stages, messages=None)
+        config = dataclasses.replace(
+            config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz, stages=stages
+        )
         if config == self.zero.config:
             return self.zero
         zero = type(self.zero)(self.zero._devices, config)
