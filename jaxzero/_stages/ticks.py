@@ -164,9 +164,9 @@ class Pipeline:
     def _no_sums(self) -> list[Array]:
         """Zeros for the sums of gradients of a stage: of its layers, and of the other weights."""
         stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
-        shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
         outer = [self.cut.block.outputs[k] for k in self.outer]
-        shapes += map(shape_of, outer)
+        shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
+        shapes += [shape_of(x) for x in outer]
         dtypes = [accumulator_dtype(dtype_of(x)) for x in (*stacks, *outer)]
         return list(map(jnp.zeros, shapes, dtypes))
 
