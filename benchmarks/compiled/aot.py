@@ -54,6 +54,7 @@ Variant = Literal[
     "local8-mosaic_gpu",
     "local8-nvlink",
     "pipeline",
+    "pipeline-int8",
 ]
 
 LINKS = (400e9, 50e9, 12.5e9)  # bytes a second that enter a node
@@ -262,8 +263,8 @@ def lowered_step(
 
 
 def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
-    if variant == "pipeline":
-        return jz.pipeline(microbatches)
+    if variant.startswith("pipeline"):
+        return jz.pipeline(microbatches, messages=jz.Int8() if "int8" in variant else None)
     if variant.startswith("local8-"):
         return step_config(variant.removeprefix("local8-"))
     if variant == "zero3-slices":
