@@ -75,7 +75,7 @@ VARIANTS: dict[str, tuple[str, jz.ZeroConfig]] = {
     ),
     "messages": (
         "int8 messages of stages only",
-        jz.pipeline(2, messages=jz.Int8()),
+        dataclasses.replace(jz.pipeline(2, messages=jz.Int8()), min_quantized_size=1024),
     ),
 }
 
