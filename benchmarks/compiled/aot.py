@@ -169,6 +169,8 @@ def main(
         lowered, lower_seconds = timed("lower", lambda args=args: lowered_step(*args))
         for program in missing:
             chosen = OPTION_SETS[program["option_set"]]
+            if variant.startswith("pipeline") and chosen is _OURS:
+                chosen = jz.compiler_options("cuda", stages=True)
             compiled, compile_seconds = timed(
                 "compile", functools.partial(_compiled, lowered, chosen, cluster)
             )
