@@ -60,8 +60,7 @@ _GPU_LOCAL_STEPS: _Changes = {
     "xla_gpu_all_gather_combine_threshold_bytes": None,  # not tried
 }
 _GPU_STAGES: _Changes = {
-    # With a conditional that gathers weights, such as the ends of a pipeline, it ends the process
-    # (JAX 0.10.2).
+    # At the conditionals of the first and last stage it ends the process (JAX 0.10.2).
     "xla_gpu_enable_analytical_latency_estimator": None,
 }
 _TPU: Options = {
