@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -50,8 +49,8 @@ class Encoding(NamedTuple):
         codec = self.codec_of(x)
         return x if codec is None else codec.encode(x)
 
-    def decode(self, message: Array, like: jax.ShapeDtypeStruct) -> Array:
-        """The array that a message was made of."""
+    def decode(self, message: Array, like: Any) -> Array:
+        """The array that a message was made of, of the shape and dtype of `like`."""
         codec = self.codec_of(like)
         return message if codec is None else codec.decode(message, like.shape[-1], like.dtype)
 
