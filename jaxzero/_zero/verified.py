@@ -8,6 +8,7 @@ from typing import Any
 
 import optax
 
+from .._sharding import ZeroConfig
 from .._verify import Verification, VerifyReport
 from .._warnings import RowsMixedWarning
 from .batch_choice import BatchArgnums
@@ -112,12 +113,7 @@ class VerifiedTrees(ShardedTrees):
         """
         more = bool(halves or shares)
         _check(f, tx, argnums, in_one_program, more)
-        stages = self.config.stages
-        if codecs and stages is not None and stages.messages is not None:
-            raise NotImplementedError(
-                "`messages` of `Stages` is a codec of activations, for whose errors no bound is "
-                "known. Give `codecs=False`, which verifies the step without codecs."
-            )
+        _check_messages(self.config, codecs)
         given = args, kwargs
         if local_steps is not None:
             is_plain = argnums == 0 and in_specs is None and not (in_one_program or more)
@@ -149,6 +145,15 @@ class VerifiedTrees(ShardedTrees):
                 )
             verification = Verification(call.problem, call.runs, reference, codecs, say)
             return verification.report(variations, float64)
+
+
+def _check_messages(config: ZeroConfig, codecs: bool) -> None:
+    """Raise `NotImplementedError` if stages encode messages and the codecs are to be verified."""
+    if codecs and config.stages is not None and config.stages.messages is not None:
+        raise NotImplementedError(
+            "`messages` of `Stages` is a codec of activations, for whose errors no bound is known. "
+            "Give `codecs=False`, which verifies the step without codecs."
+        )
 
 
 def _check(

@@ -76,7 +76,7 @@ def test_verify_needs_messages_without_a_codec():
     assert zero.verify(loss, params, batch, codecs=False).ok
     assert "float32[4, 4, 8] as int8/32" in str(zero.plan(loss, params, batch))
     with pytest.raises(ValueError, match="`messages` of `Stages` must be a codec"):
-        jz.Stages(microbatches=2, messages=jz.PerAxis())  # type: ignore[arg-type]
+        jz.Stages(microbatches=2, messages=jz.Int8(implementation="nvlink"))
 
 
 def test_two_stages_prefetch_before_and_after_the_steady_ticks():
