@@ -71,7 +71,7 @@ def configs() -> list[jz.ZeroConfig]:
         jz.zeropp(),
         dataclasses.replace(jz.zeropp4(), schedule=schedule),
         jz.pipeline(4, layers="layers"),
-        jz.ZeroConfig(stages=jz.Stages(microbatches=4, layers="blocks")),
+        jz.ZeroConfig(stages=jz.Stages(microbatches=4, layers="blocks", messages=jz.Int8())),
         jz.ZeroConfig(
             weights=jz.PerAxis(node=jz.WeightDelta(codecs[1])),
             hpz=jz.HpZ(codec=None),

@@ -57,6 +57,7 @@ Variant = Literal[
     "local8-mosaic_gpu",
     "local8-nvlink",
     "pipeline",
+    "pipeline-int8",
 ]
 
 LINKS = (400e9, 50e9, 12.5e9)  # bytes a second that enter a node
@@ -176,6 +177,8 @@ def main(
             chosen = OPTION_SETS[program["option_set"]]
             if variant == "local8-nvlink" and program["option_set"] == "jaxzero":
                 chosen = jz.compiler_options("cuda", nvlink=True)
+            if variant.startswith("pipeline") and chosen is _OURS:
+                chosen = jz.compiler_options("cuda", stages=True)
             with kernel_reports() as reports:
                 compiled, compile_seconds = timed(
                     "compile", functools.partial(_compiled, lowered, chosen, cluster)
@@ -272,9 +275,9 @@ def lowered_step(
     return jax.jit(step).lower(params, *frozen, batch, **state)
 
 
-def _config(variant: str, microbatches: int) -> jz.ZeroConfig:
-    if variant == "pipeline":
-        return jz.pipeline(microbatches)
+def _config(variant: Variant, microbatches: int) -> jz.ZeroConfig:
+    if variant.startswith("pipeline"):
+        return jz.pipeline(microbatches, messages=jz.Int8() if "int8" in variant else None)
     if variant.startswith("local8-"):
         return step_config(variant.removeprefix("local8-"))
     if variant == "zero3-slices":

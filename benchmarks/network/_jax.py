@@ -9,6 +9,7 @@ losses that all others are compared with.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -31,6 +32,7 @@ from ._link import LinkUse
 
 _CONFIGS = {
     "jaxzero zero3": jz.zero3(),
+    "jaxzero pipeline": jz.pipeline(microbatches=4),  # times those of the run; one row each
     "jaxzero zeropp": jz.zeropp(),
     "jaxzero zeropp4": jz.zeropp4(),
 }
@@ -87,6 +89,9 @@ def connect(run: dict[str, Any], host: int) -> None:
 def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
     """Parameters, optimizer state and wire state, and the jitted step that they go through."""
     size, count = _peers.Size(**run["size"]), run["microbatches"]
+    if zero.config.stages is not None:
+        size = dataclasses.replace(size, layers_in="scan")
+        count *= zero.config.stages.microbatches
     tx = optax.adam(run["learning_rate"])
     ours = run["peer"].startswith("jaxzero")
     params, opt_state = initial_state(run, zero, tx)
@@ -131,6 +136,8 @@ def _trainer(run: dict[str, Any], zero: jz.Zero) -> tuple[tuple, Callable]:
 def initial_state(run: dict[str, Any], zero: jz.Zero, tx: optax.GradientTransformation) -> Any:
     """Parameters and optimizer state, split as the peer's users would."""
     whole = _tree(np.load(run["weights"]))
+    if zero.config.stages is not None:
+        whole["layers"] = jax.tree.map(lambda *x: np.stack(x), *whole["layers"])
     if run["peer"].startswith("jaxzero"):
         params = zero.shard(whole)
         return params, zero.init_optimizer(tx, params)

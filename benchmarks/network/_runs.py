@@ -24,6 +24,7 @@ Peer = Literal[
     "jaxzero zero3",
     "jaxzero zeropp",
     "jaxzero zeropp4",
+    "jaxzero pipeline",
     "jaxzero streaming_diloco",
     "jaxzero streaming_diloco100",
     "jaxzero diloco",

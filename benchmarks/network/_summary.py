@@ -33,6 +33,7 @@ _PEER_NAMES = {
     "jaxzero zero3": "jaxzero `zero3()`",
     "jaxzero zeropp": "jaxzero `zeropp()`",
     "jaxzero zeropp4": "jaxzero `zeropp4()`",
+    "jaxzero pipeline": "jaxzero `pipeline()`",
 }
 _LOCAL_NAMES = {
     "jaxzero streaming_diloco": "jaxzero `streaming_diloco(every=30)`",

@@ -6,6 +6,7 @@ r"""The race over a slow network: jaxzero, GSPMD, PyTorch FSDP2 and DeepSpeed on
         "jaxzero streaming_diloco" "jaxzero diloco" "jaxzero zeropp"   # local steps
     python -m benchmarks.network.race run --sizes 40m --rates 10mbit --microbatches 1 --peers \
         "jaxzero streaming_diloco100" --timeout-seconds 3600   # rounds of 100 steps: four of them
+    python -m benchmarks.network.race run --rates 100mbit --peers "jaxzero pipeline"
     python -m benchmarks.network.race table                     # of the rows, as Markdown
     python -m benchmarks.network.race plot                      # its figure
 
@@ -17,7 +18,9 @@ that the network is what is measured. Every run is fresh processes; in a round a
 turns, in the opposite order in the next. Their losses are compared with those of one device.
 
 What each peer does with micro-batches is what it does unasked. jaxzero gathers and reduces
-between hosts once for all of them under hpZ; the others once for each. jaxzero is compiled with
+between hosts once for all of them under hpZ; the others once for each. A host is a stage of
+`jz.pipeline`, whose micro-batches have one row of a device, and whose layers are a stack that a
+scan runs through; those of the others are a list. jaxzero is compiled with
 `jz.compiler_options`, GSPMD as XLA does by default.
 
 A run of local steps (`_local.py`) alternates rounds with as many steps without exchange between

@@ -73,6 +73,10 @@ VARIANTS: dict[str, tuple[str, jz.ZeroConfig]] = {
         "naive int4, a scale per 8192",
         jz.zero3(weights=_NAIVE4, gradients=_NAIVE4),
     ),
+    "messages": (
+        "int8 messages of stages only",
+        dataclasses.replace(jz.pipeline(2, messages=jz.Int8()), min_quantized_size=1024),
+    ),
 }
 
 _STEPS_PER_CALL = 20  # dispatch to all devices costs more than a small step

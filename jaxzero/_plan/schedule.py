@@ -94,7 +94,8 @@ def _plan_block(
     """Plan a block; `boundary` is the last operation of forward, or None in a loop's body.
 
     `unchanged` are inputs of a body that gathers constants of the loop: those that are the same in
-    each iteration. If it never `repeats`, as a branch, no message can move to another iteration.
+    each iteration. If it never `repeats`, as a branch or a loop of one iteration, no message can
+    move to another iteration.
     """
     in_loop = boundary is None
     loops = _plan_loops(block, uses, gradients, schedule, axes, gather_axes, window)
@@ -160,10 +161,7 @@ def _plan_loops(
     for index, operation in enumerate(block.operations):
         if isinstance(operation, Loop):
             inner = gradients.loops.get(index) or BlockGradients({}, {}, {}, {})
-            inside = schedule
-            is_branch = isinstance(operation, Branch)
-            if operation.length < 2 and not is_branch:  # no next layer to prefetch
-                inside = dataclasses.replace(schedule, prefetch=0)
+            repeats = not isinstance(operation, Branch) and operation.length > 1
             used = uses.loops[index]
             same = unchanged_inputs(operation) if used.constants else frozenset()
             body = _plan_block(
@@ -171,15 +169,15 @@ def _plan_loops(
                 used.body,
                 inner,
                 None,
-                inside,
+                schedule,
                 axes,
                 gather_axes,
                 window,
                 same,
-                not is_branch,
+                repeats,
             )
             in_host = any(stack.in_host for stack in used.stacks)
-            ahead = window if in_host and inside.prefetch else 0
+            ahead = window if in_host and repeats and schedule.prefetch else 0
             loops[index] = LoopPlan(body, index, window=ahead)
     return loops
 

@@ -181,7 +181,9 @@ class Compiler:
 
 
 def _options(candidate: Candidate, is_proxy: bool) -> dict[str, Any]:
-    options = compiler_options("cuda", offload=candidate.has_host_arrays)
+    options = compiler_options(
+        "cuda", offload=candidate.has_host_arrays, stages=candidate.stages > 1
+    )
     return {**options, **_EVERY, **(_PROXY if is_proxy else {})}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._codecs import Int4, Int8
+from .._codecs import Codec, Int4, Int8
 from .config import ZeroConfig
 from .hops import HpZ, PerAxis, WeightDelta
 from .stages import Stages
@@ -73,6 +73,7 @@ def pipeline(
     *,
     weights: PerAxis = PerAxis(),  # noqa: B008
     gradients: PerAxis = PerAxis(),  # noqa: B008
+    messages: Codec | None = None,
 ) -> ZeroConfig:
     """Pipeline stages between nodes, each of which splits its layers over its devices (ZeRO-3).
 
@@ -85,9 +86,10 @@ def pipeline(
         layers: where the layers are; see `Stages`.
         weights: codecs of the weight gathers inside a stage, per axis.
         gradients: codecs of the gradient reductions inside a stage, per axis.
+        messages: codec of the activations and cotangents that stages send; see `Stages`.
 
     References:
         DAPPLE (https://arxiv.org/abs/2007.01045).
     """
-    stages = Stages(layers=layers, microbatches=microbatches)
+    stages = Stages(layers=layers, microbatches=microbatches, messages=messages)
     return ZeroConfig(weights=weights, gradients=gradients, stages=stages)

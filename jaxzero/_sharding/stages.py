@@ -7,8 +7,9 @@ import re
 
 from jax.sharding import PartitionSpec
 
+from .._codecs import Codec
 from .._mesh import STAGE
-from .hops import check_integer
+from .hops import check_codec, check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,9 @@ class Stages:
         layers: the path of the stacks in the parameters, such as "layers" or
             "params.decoder.layers", or several such paths. In the path of a list, `*` stands for
             the number of a layer, as in "layers.*" or "params.block_*".
+        messages: codec of the activations and cotangents that stages send, of arrays with at least
+            `min_quantized_size` elements, such as `Int8()`; None sends them as they are. Each
+            message is rounded: losses and gradients change.
 
     Raises:
         ValueError: one is of another type or out of range.
@@ -37,9 +41,12 @@ class Stages:
 
     microbatches: int
     layers: str | tuple[str, ...] = "layers"
+    messages: Codec | None = None
 
     def __post_init__(self):
         check_integer("microbatches", "Stages", self.microbatches, 1)
+        if self.messages is not None:
+            check_codec("messages", "Stages", self.messages)
         names = self.names
         if not names or not all(isinstance(x, str) and x for x in names):
             raise ValueError(

@@ -65,6 +65,10 @@ _GPU_LOCAL_STEPS: _Changes = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": None,
     "xla_gpu_all_gather_combine_threshold_bytes": None,  # not tried
 }
+_GPU_STAGES: _Changes = {
+    # At the conditionals of the first and last stage it ends the process (JAX 0.10.2).
+    "xla_gpu_enable_analytical_latency_estimator": None,
+}
 _TPU: Options = {
     # By default the exchanges of gradients are synchronous. With it 91% of the bytes that a step
     # of ZeRO-3 receives have compute beside them (TinyLlama on a v5e:2x4, JAX 0.12.0;
@@ -89,13 +93,14 @@ class _Platform:
     offload: _Changes = dataclasses.field(default_factory=dict)
     local_steps: _Changes = dataclasses.field(default_factory=dict)
     nvlink: _Changes = dataclasses.field(default_factory=dict)
+    stages: _Changes = dataclasses.field(default_factory=dict)
 
-    def options(self, offload: bool, local_steps: bool, nvlink: bool) -> _Changes:
-        """The options for the installed version of JAX; None for one that an argument takes out."""
+    def options(self, *uses: str) -> _Changes:
+        """The options for the installed version of JAX; None for one that a use takes out."""
         options: _Changes = {**self.always, **(self.before_0_11 if IS_BEFORE_0_11 else {})}
-        options |= self.local_steps if local_steps else {}
-        options |= self.nvlink if nvlink else {}
-        return options | (self.offload if offload else {})
+        for use in uses:
+            options |= getattr(self, use)
+        return options
 
 
 _GPUS = _Platform(
@@ -104,6 +109,7 @@ _GPUS = _Platform(
     _GPU_OFFLOAD,
     _GPU_LOCAL_STEPS,
     _GPU_NVLINK,
+    _GPU_STAGES,
 )
 _PLATFORMS: dict[str, _Platform] = {
     "cpu": _Platform(before_0_11=_CPU_BEFORE_0_11),
@@ -149,6 +155,7 @@ def compiler_options(
     offload: bool = False,
     local_steps: bool = False,
     nvlink: bool = False,
+    stages: bool = False,
 ) -> Options:
     """The options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
 
@@ -163,6 +170,8 @@ def compiler_options(
         offload: whether the program has arrays in host memory (`jz.Offload`).
         local_steps: whether the program is a round of `Zero.local_steps`.
         nvlink: whether exchanges inside a node are kernels (`implementation="nvlink"` of a codec).
+        stages: whether the program has pipeline stages (`jz.pipeline`). It matters with JAX 0.10
+            only, whose compiler for GPUs ends the process otherwise.
 
     Returns:
         Names and values, of the XLA in the installed version of JAX (0.10 to 0.12).
@@ -181,6 +190,8 @@ def compiler_options(
             "`jax.devices()[0].platform`, or add a platform with "
             "`jaxzero.extend.register_compiler_options`."
         )
-    options = _PLATFORMS.get(platform, _Platform()).options(offload, local_steps, nvlink)
+    chosen = dict(local_steps=local_steps, nvlink=nvlink, stages=stages, offload=offload)
+    uses = [use for use, is_chosen in chosen.items() if is_chosen]
+    options = _PLATFORMS.get(platform, _Platform()).options(*uses)
     changed = options | _registered.get(platform, {})
     return {name: value for name, value in changed.items() if value is not None}

@@ -6,4 +6,5 @@ stage and cotangents to the one before. To what plans gathers it is a program li
 """
 
 from .lists import LayerLists as LayerLists
+from .messages import Encoding as Encoding
 from .staged import Staged as Staged

@@ -31,6 +31,7 @@ from .._program import (
     dtype_of,
     has_host_effect,
     is_zero,
+    movable_ops,
     operations_for,
 )
 
@@ -143,6 +144,19 @@ def run_block(
         if changed is not None:
             known.update((x, changed[x](known[x])) for x in operation.outputs if x in changed)
     return [read(x) for x in block.outputs]
+
+
+def before_widening(block: Block, atom: Atom) -> Atom:
+    """The value that an atom is widened from, whose sum over devices takes fewer bytes to send."""
+    while isinstance(atom, Value) and atom in block.makers:
+        maker = block.makers[atom]
+        op, source = maker.view(), maker.source
+        if not isinstance(op, movable_ops.ConvertDtype) or source is None or op.narrows:
+            break
+        if not jnp.issubdtype(source.dtype, jnp.floating):
+            break
+        atom = source
+    return atom
 
 
 class Sums:

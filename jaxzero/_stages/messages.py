@@ -3,7 +3,9 @@
 [Note: messages beside layers] XLA starts a `ppermute` only after the layer loop that it should
 overlap with. So a message is cut into as many parts as a stage has layers. One part is sent in each
 iteration, and a barrier makes its receipt wait for the layer: activations travel to the next stage
-beside backward, cotangents to the stage before beside forward.
+beside backward, cotangents to the stage before beside forward. Another barrier makes the layer wait
+for the part to be taken out of the message: XLA would take it out, and so send it, only once the
+layer gathers weights of the next one, which it would wait for.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from .._codecs import Codec
 from .._collectives import labelled, permute, repeated
 from .._mesh import STAGE
 from .._program import Loop
@@ -23,19 +26,56 @@ from .layers import Layer, Layers
 _DIVIDED_BYTES = 2**16
 
 
+class Encoding(NamedTuple):
+    """How messages are written.
+
+    Attributes:
+        codec: of floats; None sends all arrays as they are.
+        min_size: arrays with fewer elements are sent as they are, if the codec quantizes.
+    """
+
+    codec: Codec | None = None
+    min_size: int = 0
+
+    def codec_of(self, x: Any) -> Codec | None:
+        """The codec of an array, given by shape and dtype; None if it is sent as it is."""
+        if self.codec is None or not x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+            return None
+        is_used = self.codec.is_used_for(x.size, x.dtype, self.min_size)
+        return self.codec if is_used else None
+
+    def encode(self, x: Array) -> Array:
+        """What is sent of an array: each row of its last dim is a message."""
+        codec = self.codec_of(x)
+        return x if codec is None else codec.encode(x)
+
+    def decode(self, message: Array, like: Any) -> Array:
+        """The array that a message was made of, of the shape and dtype of `like`."""
+        codec = self.codec_of(like)
+        return message if codec is None else codec.decode(message, like.shape[-1], like.dtype)
+
+
 class Message(NamedTuple):
-    """Arrays that are sent to the stage `shift` further."""
+    """Arrays that are sent to the stage `shift` further, and how they are written."""
 
     arrays: list[Any]
     shift: int
+    encoding: Encoding
 
 
 def sent(message: Message) -> list[Any]:
-    """What a stage receives (None for None); zeros on the stages at the end."""
-    num, shift = lax.axis_size(STAGE), message.shift
+    """What a stage receives; without a codec, zeros on the stages at the end."""
+    arrays, shift, encoding = message
+    received = _permuted([encoding.encode(x) for x in arrays], shift)
+    return [encoding.decode(x, like) for x, like in zip(received, arrays, strict=True)]
+
+
+def _permuted(arrays: list[Any], shift: int) -> list[Any]:
+    """Arrays of the stage `shift` before (None for None)."""
+    num = lax.axis_size(STAGE)
     pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
     with labelled("activations"):
-        return [None if x is None else permute(x, STAGE, pairs) for x in message.arrays]
+        return [None if x is None else permute(x, STAGE, pairs) for x in arrays]
 
 
 def scan_beside(
@@ -57,15 +97,17 @@ def scan_beside(
     if beside is None:
         carry, stacked = loop.scan(layer, carry, layers, num)
         return carry, stacked, []
-    arrays, shift = beside
+    given, shift, encoding = beside
+    arrays = [encoding.encode(x) for x in given]
     divided = [_is_divided(x, num) for x in arrays]
     at_once = [None if d else x for x, d in zip(arrays, divided, strict=True)]
-    at_once = sent(Message(at_once, shift))
+    at_once = _permuted(at_once, shift)
     parts = [_divided(x, num) for x, d in zip(arrays, divided, strict=True) if d]
 
-    def with_part(carry: list[Any], given: Any) -> tuple[list[Any], Any]:
-        layers, parts = given
-        parts = sent(Message(parts, shift))
+    def with_part(carry: list[Any], of_layer: Any) -> tuple[list[Any], Any]:
+        layers, parts = of_layer
+        carry, parts = lax.optimization_barrier((carry, parts))
+        parts = _permuted(parts, shift)
         carry, stacked = layer(carry, layers)
         carry, parts = lax.optimization_barrier((carry, parts))
         return carry, (stacked, parts)
@@ -78,6 +120,7 @@ def scan_beside(
         _joined(next(parts), old) if x is None else x
         for x, old in zip(at_once, arrays, strict=True)
     ]
+    received = [encoding.decode(x, like) for x, like in zip(received, given, strict=True)]
     return carry, stacked, received
 
 

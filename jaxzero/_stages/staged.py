@@ -15,6 +15,7 @@ from .._program import Atom, Block, dtype_of, shape_of, trace
 from .._sharding import Activations
 from .cut import cut_at_layers, dtypes_read
 from .frozen import cut_behind_frozen
+from .messages import Encoding
 from .state import num_slots
 from .ticks import Pipeline
 
@@ -35,6 +36,7 @@ class Staged:
         share: without weights of examples, what gradients are multiplied by.
         activations: what forward of a micro-batch keeps for backward.
         num_combined: how many of the last outputs of `flat` are gradients too.
+        encoding: of messages.
 
     Attributes:
         block: the program of one micro-batch, as it was traced.
@@ -55,6 +57,7 @@ class Staged:
         share: float,
         activations: Activations | None = None,
         num_combined: int = 0,
+        encoding: Encoding = Encoding(),  # noqa: B008
     ):
         if not any(paths):
             raise ValueError(
@@ -65,6 +68,7 @@ class Staged:
         self.is_rows = is_rows
         self.microbatches = microbatches
         self.share = share
+        self._encoding = encoding
         self._numbers = [jnp.arange(microbatches)] if microbatches > 1 else []
 
         def function(*arrays: Any) -> Any:
@@ -133,10 +137,7 @@ class Staged:
             "to the next stage, in each micro-batch": cut.activations,
             "to the stage before": cut.cotangents,
         }
-        arrays = {
-            to: ", ".join(f"{dtype_of(x)}{list(shape_of(x))}" for x in atoms)
-            for to, atoms in sent.items()
-        }
+        arrays = {to: ", ".join(map(self._described, atoms)) for to, atoms in sent.items()}
         lines = [first, *(f"{to}: {named}" for to, named in arrays.items() if named)]
         if self._frozen is not None:
             lines.insert(
@@ -145,6 +146,11 @@ class Staged:
                 f"computes all for {-(-microbatches // num)} micro-batches",
             )
         return tuple(lines)
+
+    def _described(self, atom: Atom) -> str:
+        like = jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom))
+        codec = self._encoding.codec_of(like)
+        return f"{like.dtype}{list(like.shape)}{'' if codec is None else f' as {codec}'}"
 
     def __call__(self, parameters: list[Any], inputs: list[Any]) -> Any:
         """Run all micro-batches.
@@ -174,6 +180,7 @@ class Staged:
             self._outer,
             self.microbatches,
             self.share if not self.is_weighted else 1.0,
+            self._encoding,
         ).run()
         program = self.program
         return self._combined(jax.tree.unflatten(program.treedef, outputs), program.shapes)

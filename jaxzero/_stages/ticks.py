@@ -29,9 +29,9 @@ from .._collectives import accumulator_dtype, all_reduce, labelled, repeated
 from .._mesh import STAGE
 from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
-from .evaluation import Evaluation, Sums, run_block
+from .evaluation import Evaluation, Sums, before_widening, run_block
 from .layers import Layer, Layers, StageLayers, passing_padding
-from .messages import Message, scan_beside, sent
+from .messages import Encoding, Message, scan_beside, sent
 from .state import MicroBatch, State, masked, num_slots
 
 
@@ -46,6 +46,7 @@ class Pipeline:
         outer: its outputs that are gradients of weights outside of the layers.
         microbatches: how many.
         share: what gradients are multiplied by before they are added up.
+        encoding: of messages.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Pipeline:
         outer: Sequence[int],
         microbatches: int,
         share: float,
+        encoding: Encoding,
     ):
         self.cut = cut
+        self._message = functools.partial(Message, encoding=encoding)
         self.rows = rows
         self.microbatches = microbatches
         self.share = share
@@ -67,7 +70,7 @@ class Pipeline:
         outputs = cut.block.outputs
         gradients = {*cut.stack_gradients, *outer}
         self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
-        self.outer = {k: outputs[k] for k in outer}
+        self.outer = {k: before_widening(cut.block, outputs[k]) for k in outer}
         self.sums = Sums(cut.block, cut.from_backward)
         # Casts of weights, once: loops that hold a weight then hold what is read of it.
         whole = weights.keys() - cut.stacks.keys()
@@ -161,9 +164,10 @@ class Pipeline:
     def _no_sums(self) -> list[Array]:
         """Zeros for the sums of gradients of a stage: of its layers, and of the other weights."""
         stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
+        outer = [self.cut.block.outputs[k] for k in self.outer]
         shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
-        shapes += [shape_of(x) for x in self.outer.values()]
-        dtypes = [accumulator_dtype(dtype_of(x)) for x in (*stacks, *self.outer.values())]
+        shapes += [shape_of(x) for x in outer]
+        dtypes = [accumulator_dtype(dtype_of(x)) for x in (*stacks, *outer)]
         return list(map(jnp.zeros, shapes, dtypes))
 
     def _tick(
@@ -178,9 +182,9 @@ class Pipeline:
         activations, cotangents, saved, outputs = state
         first = number - self.stage
         if not forward:
-            cotangents = sent(Message(cotangents, -1))
+            cotangents = sent(self._message(cotangents, -1))
         else:
-            beside = Message(cotangents, -1) if backward else None
+            beside = self._message(cotangents, -1) if backward else None
             micro = self._micro(first)
             activations, rows, received = self._forward(micro, activations, beside)
             cotangents = received if backward else cotangents
@@ -192,8 +196,8 @@ class Pipeline:
             outputs = [_put(x, y, micro.index) for x, y in zip(outputs, made, strict=True)]
         if not backward:
             terms = [*([] for _ in self.cut.stack_gradients), *rest] if head else []
-            return State(sent(Message(activations, 1)), cotangents, saved, outputs), terms
-        beside = Message(activations, 1) if forward else None
+            return State(sent(self._message(activations, 1)), cotangents, saved, outputs), terms
+        beside = self._message(activations, 1) if forward else None
         cotangents, stacks, outer, received = self._backward(micro, cotangents, saved, beside)
         activations = received if forward else activations
         outer = [[*x, *y] for x, y in zip(outer, rest, strict=True)]

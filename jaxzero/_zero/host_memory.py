@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from .._host_memory import available_bytes
-from .._mesh import HOST, TOKENS, AnyMesh, SimulatedMesh, physical
+from .._mesh import HOST, STAGE, TOKENS, AnyMesh, SimulatedMesh, physical
 from .._sharding import LeafSpec, Offload, TreeLayout, axes_of
 
 _GIB = 2**30
@@ -56,7 +56,7 @@ def check_offloaded(offload: Offload, layout: TreeLayout, matched: set[str]) -> 
                     f"this tree; its leaves are {known}. If it is for another tree, shard that one "
                     "first."
                 )
-    if any({*axes_of(leaf.other_axes)} - {TOKENS} for leaf in layout.leaves):
+    if any({*axes_of(leaf.other_axes)} - {STAGE, TOKENS} for leaf in layout.leaves):
         raise NotImplementedError(
             "`specs` splits leaves over further mesh axes, which `offload` cannot do yet. Leave "
             "out one of the two."

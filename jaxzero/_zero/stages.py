@@ -31,7 +31,7 @@ from .._execute import (
 )
 from .._mesh import STAGE
 from .._sharding import LeafSpec, ZeroConfig, split_dim
-from .._stages import LayerLists, Staged
+from .._stages import Encoding, LayerLists, Staged
 from .arguments import Options
 
 
@@ -94,6 +94,7 @@ def run_on_stage(
         1 / comm.num_runs(microbatches),
         parameters.activations,
         len(parameters.exact),
+        Encoding(lists.stages.messages, comm.min_quantized_size),
     )
     whole = _of_stage(lists, stored, staged)
     leaves = tuple(map(_on_stage, arrays, whole, is_stack))

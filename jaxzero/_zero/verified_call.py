@@ -197,7 +197,10 @@ class VerifiedCall:
         """The `Zero` without codecs, with the same layouts; one object, so it compiles once."""
         config = self.zero.config
         hpz = config.hpz and HpZ(codec=None)
-        config = dataclasses.replace(config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz)
+        stages = config.stages and dataclasses.replace(config.stages, messages=None)
+        config = dataclasses.replace(
+            config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz, stages=stages
+        )
         if config == self.zero.config:
             return self.zero
         zero = type(self.zero)(self.zero._devices, config)

@@ -81,8 +81,13 @@ def make_round(setup: Setup, rounds: LocalRounds) -> RoundFn:
 
 def _options(setup: Setup, *, local_steps: bool = False) -> dict[str, Any]:
     platform = setup.zero.mesh.devices.flat[0].platform
-    offload = setup.zero.config.offload is not None
-    return compiler_options(platform, offload=offload, local_steps=local_steps)
+    config = setup.zero.config
+    return compiler_options(
+        platform,
+        offload=config.offload is not None,
+        local_steps=local_steps,
+        stages=config.stages is not None,
+    )
 
 
 def _make_uncompiled(setup: Setup, loss: LossFn) -> StepFn:

@@ -35,6 +35,13 @@ def test_a_new_platform_is_known_once_it_is_registered():
         jz.compiler_options("yours")
 
 
+def test_stages_leave_out_what_crashes_at_their_conditionals():
+    name = "xla_gpu_enable_analytical_latency_estimator"  # with JAX 0.10.2
+    options = jz.compiler_options("cuda")
+    options.pop(name, None)
+    assert jz.compiler_options("cuda", stages=True) == options
+
+
 def test_what_is_returned_can_be_changed():
     jz.compiler_options("cuda").clear()
     assert jz.compiler_options("cuda")
