@@ -66,7 +66,7 @@ def _read_by_kernel(message, codec, shape, chunks=1, dtype=jnp.float32):
     ("rows", "chunks", "dtype", "divisor"),
     [(256, 2, jnp.float32, 1), (240, 1, jnp.bfloat16, 4)],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_kernels_write_the_messages_of_xla(name, rows, chunks, dtype, divisor):
     codec = CODECS[name]
     x = _pieces((2, rows, 1024), codec, dtype)
@@ -117,7 +117,7 @@ def _on_two_of(names, cuts):
     ("name", "rows", "chunks", "senders"),
     _on_two_of(CODECS, [(256, 2, 1), (240, 1, 3), (128, 1, 18)]),
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_kernels_read_and_add_up_as_xla(name, rows, chunks, senders):
     codec, shape = CODECS[name], (rows, 1024)
     x = _pieces((senders, *shape), codec)
@@ -150,7 +150,7 @@ def test_kernels_read_weights_as_xla():
         [((512, 1024), 0, 2, 2), ((480, 512), 0, 2, 1), ((240, 2048), 1, 2, 2)],
     ),
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_kernels_sum_and_encode_again_as_xla(name, shape, dim, num, chunks):
     """Pieces are whole rows of lanes; other columns; or blocks of each column."""
     codec = CODECS[name]

@@ -139,7 +139,7 @@ def test_a_loop_inside_another_makes_node_slices(schedule):
 @pytest.mark.parametrize(
     ("schedule", "loss", "init"), [(ENDS, _loss, _init), (DEFAULT, _experts_loss, _init_experts)]
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_so_does_the_compiled_program(config, microbatches, schedule, loss, init):
     """Bytes into a node, of all collectives and all iterations of loops."""
     entering = []
@@ -241,7 +241,7 @@ AUTO, EXPLICIT = BITS[:5], BITS[5:7]
         for kind, is_run in ((AxisType.Auto, case in AUTO), (AxisType.Explicit, case in EXPLICIT))
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_bits_are_those_of_a_plain_loop(config, num_layers, microbatches, nodes, loss, axis_type):
     results = []
     for schedule in (ENDS, UNITS):

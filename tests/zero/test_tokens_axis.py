@@ -247,7 +247,7 @@ IN_HOST = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=1)
 
 
 @pytest.mark.standard_promotion  # optax
-@pytest.mark.parametrize("offload", [None, IN_HOST])
+@pytest.mark.parametrize("offload", [pytest.param(None, marks=pytest.mark.exhaustive), IN_HOST])
 def test_updates_in_the_step_and_after_it_equal_those_of_optax(offload):
     plain, zero = make_zero(), make_zero(2, dataclasses.replace(jz.zero3(), offload=offload))
     tx, batch = optax.adamw(1e-2), make_batch()
