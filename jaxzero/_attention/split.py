@@ -153,7 +153,10 @@ def back_to_tokens(x: Array, method: Method | None, moves: bool | None = None) -
     if method is None:
         return x
     moves = method == "heads" if moves is None else moves
-    return exchange_over_tokens(x, 1, "all-to-all") if moves else split_over_tokens(x, 1)
+    if not moves:
+        return split_over_tokens(x, 1)
+    # Heads first: backward starts from this split, and the compiler would choose its exchanges.
+    return exchange_over_tokens(split_over_tokens(x, 2), 1, "all-to-all")
 
 
 def attend_heads(

@@ -81,7 +81,9 @@ def with_rows(
     """
     first = 1 if microbatches > 1 else 0
     weights, gradients = _candidates(block, shapes, parameters, first, comm)
-    twins = find_twins(block, weights, gradients)
+    lookups_alone = find_tables(with_lookups(block, weights, gradients), weights, gradients)
+    mixed = {x: i for x, i in weights.items() if i not in lookups_alone}
+    twins = find_twins(block, mixed, gradients)
     as_means = divides and microbatches == 1 and shapes[1] is None
     moved: dict[int, MovedRows] = {}
     chosen: dict[int, TableOperations] = {}
@@ -166,8 +168,10 @@ def _choose(
     for i, table in find_tables(looked_up, weights, gradients).items():
         leaf = parameters.leaves[i]
         assert leaf.layout is not None
-        # What is stored encoded is not encoded again, as in a gather.
-        size = 0 if leaf.codec else leaf.layer_size
+        weight_number = i if i < num else parameters.twins[i - num]
+        # As in a gather, values are never encoded, and what is stored encoded is not again.
+        is_exact = leaf.codec is not None or weight_number in parameters.exact
+        size = 0 if is_exact else leaf.layer_size
         exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm, size)
         rows, weight = _bytes_of_rows(table, exchange), _bytes_of_weight(table, leaf, comm)
         if comm.hpz is not None:  # between nodes, weights are sent once in a step

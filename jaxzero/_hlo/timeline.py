@@ -153,9 +153,12 @@ class Walk:
             if collective is not None:
                 received = collective.entering_bytes
                 end = self._send(line, free, collective)
-            elif instruction.op == "call-start":
-                received = exchanged_bytes(instruction, within, self.program)
-                end = self._exchange(line, free, instruction, received)
+            elif num_bytes := self._exchanged(instruction, within):
+                received = num_bytes
+                end = self._exchange(line, free, instruction, num_bytes)
+            elif instruction.op == "call-start":  # other compute on a stream of its own
+                line.add(*self.inner(instruction, within))
+                end = line.seconds
             elif moved.crossing:
                 end = self._copy(line, free, moved)
                 line.add(*self.inner(instruction, within))
@@ -182,6 +185,11 @@ class Walk:
         line.received_bytes += collective.entering_bytes
         free["collectives"] = max(line.seconds, free["collectives"]) + cost
         return free["collectives"]
+
+    def _exchanged(self, instruction: Instruction, within: Computation) -> int:
+        """The bytes that a kernel on a stream of its own receives."""
+        starts = instruction.op == "call-start"
+        return exchanged_bytes(instruction, within, self.program) if starts else 0
 
     def _exchange(
         self, line: Timeline, free: _Free, instruction: Instruction, received: int

@@ -191,6 +191,8 @@ def _one_hot(x: Atom, makers: Mapping[Any, Operation]) -> _OneHot | None:
         dim = _counting_dim(numbers, makers)
         if dim is None or not isinstance(ids, Value) or not jnp.issubdtype(ids.dtype, jnp.integer):
             continue
+        if len(ids.shape) != len(shape):  # a number
+            continue
         fits = shape[dim] - 1 <= jnp.iinfo(ids.dtype).max  # or numbers begin anew
         if fits and shape_of(numbers)[dim] == shape[dim] and _is_constant_along(dim, ids, makers):
             return _OneHot(ids, dim, shape)

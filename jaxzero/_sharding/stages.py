@@ -28,9 +28,10 @@ class Stages:
         layers: the path of the stacks in the parameters, such as "layers" or
             "params.decoder.layers", or several such paths. In the path of a list, `*` stands for
             the number of a layer, as in "layers.*" or "params.block_*".
-        messages: codec of the activations and cotangents that stages send, of arrays with at least
-            `min_quantized_size` elements, such as `Int8()`; None sends them as they are. Each
-            message is rounded: losses and gradients change.
+        messages: codec of the activations and cotangents that stages send, such as `Int8()`, where
+            it makes them smaller, and if it quantizes, of arrays with at least `min_quantized_size`
+            elements; None sends them as they are. Each message is rounded: losses and gradients
+            change.
 
     Raises:
         ValueError: one is of another type or out of range.

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from .._codecs import Codec
 from .._collectives import labelled, permute, repeated
-from .._mesh import STAGE
+from .._mesh import AXES, STAGE, device_index
 from .._program import Loop
 from .layers import Layer, Layers
 
@@ -38,21 +38,26 @@ class Encoding(NamedTuple):
     min_size: int = 0
 
     def codec_of(self, x: Any) -> Codec | None:
-        """The codec of an array, given by shape and dtype; None if it is sent as it is."""
+        """The codec of an array, given by shape and dtype; None if it is sent as it is.
+
+        An array that a codec would not make smaller is sent as it is.
+        """
         if self.codec is None or not x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
             return None
         is_used = self.codec.is_used_for(x.size, x.dtype, self.min_size)
-        return self.codec if is_used else None
+        num = x.shape[-1]
+        is_smaller = self.codec.num_bytes(num, x.dtype) < num * jnp.dtype(x.dtype).itemsize
+        return self.codec if is_used and is_smaller else None
 
     def encode(self, x: Array) -> Array:
         """What is sent of an array: each row of its last dim is a message."""
         codec = self.codec_of(x)
-        return x if codec is None else codec.encode(x)
+        return x if codec is None else codec.encode_rows(x, seed=device_index((STAGE, *AXES)))
 
     def decode(self, message: Array, like: Any) -> Array:
         """The array that a message was made of, of the shape and dtype of `like`."""
         codec = self.codec_of(like)
-        return message if codec is None else codec.decode(message, like.shape[-1], like.dtype)
+        return message if codec is None else codec.decode_rows(message, like.shape[-1], like.dtype)
 
 
 class Message(NamedTuple):

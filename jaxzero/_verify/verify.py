@@ -31,7 +31,8 @@ class Runs:
             takes.
         extras: from a run of the step, returns the update, or None without an optimizer; and, with
             `halves`, the inner products of the gradients of the half-batches.
-        tables: returns the paths of the tables of which the step sends rows.
+        tables: returns the paths of the tables of which the step sends rows, and for each whether
+            it is gathered too.
         mesh: the mesh.
         config: the configuration.
         comm: how the step communicates.
@@ -40,7 +41,7 @@ class Runs:
 
     step: Callable[[Sequence[Any], int, bool], tuple[list[Any], Any]]
     extras: Callable[[Any], tuple[Update | None, list[Any] | None]]
-    tables: Callable[[], frozenset[str]]
+    tables: Callable[[], dict[str, bool]]
     mesh: AnyMesh
     config: ZeroConfig
     comm: CommSpec
@@ -61,7 +62,7 @@ class Verification:
         self.problem, self.runs = problem, runs
         self.encoded = codecs and has_codecs(runs.config)
         self.comm, counted = runs.comm, problem.of_counted
-        self.tables = runs.tables() if self.encoded else frozenset()
+        self.tables = runs.tables() if self.encoded else {}
         spread = self._spread() if self.encoded else None
         self.one = OneDevice.chosen(counted, problem, runs.mesh, reference, spread, say)
         self.memory = self.one.described()
@@ -82,8 +83,11 @@ class Verification:
         ]
 
     def _bound_of_weight(self, leaf: LeafSpec, x: Any) -> Any:
-        of_leaf = row_bound if leaf.path in self.tables else weight_bound
-        return of_leaf(leaf, x, self.comm)
+        if leaf.path not in self.tables:
+            return weight_bound(leaf, x, self.comm)
+        bound = row_bound(leaf, x, self.comm)
+        is_gathered = self.tables[leaf.path]
+        return np.maximum(bound, weight_bound(leaf, x, self.comm)) if is_gathered else bound
 
     def report(self, variations: bool, float64: bool) -> VerifyReport:
         """Run everything, and say what holds."""

@@ -151,12 +151,13 @@ class VerifiedCall:
         results = on_host([loss, *values_of(aux), *full])
         return results, (zero, args, kwargs, *outputs[1:])
 
-    def tables(self) -> frozenset[str]:
+    def tables(self) -> dict[str, bool]:
         """The tables of which the configured step sends rows: see `Runs.tables`."""
         args, kwargs = self._arguments(self.problem.arrays)
         kwargs |= self._wire_state(self.zero, args)
         plan = self.zero.plan(self.f, *args, **self.options, **kwargs)
-        return frozenset(x.name for x in plan.rows)
+        gathered = {step.name for step in plan.steps if step.action == "gather"}
+        return {x.name: x.name in gathered for x in plan.rows}
 
     def _wire_state(self, zero: Any, args: Sequence[Any]) -> dict[str, Any]:
         """The argument with a new wire state, if the config needs one."""

@@ -61,8 +61,8 @@ def make_cache(config: DecoderConfig, batch_size: int, num_columns: int) -> Cach
     for name, size in (("batch_size", batch_size), ("num_columns", num_columns)):
         if size < 1:
             raise ValueError(f"`{name}` must be a positive integer; got {size}.")
-    num_columns += -num_columns % num_token_parts()
     _check_positions(config, num_columns)
+    num_columns += -num_columns % num_token_parts()  # those that are added hold no tokens
     latent = config.latent
     if latent is None:
         num_heads, key_size = config.num_key_value_heads, config.head_size

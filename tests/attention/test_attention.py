@@ -306,6 +306,8 @@ def test_mistakes():
         jz.attention(query, key, value, mask=jnp.zeros((2, 1, 1, 32)), chunk=8)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="Leave `method` out"):
         jz.attention(query, key, value, implementation="cudnn", method="gather")
+    with pytest.raises(ValueError, match=r"`implementation` must return an array of shape \(2, 32"):
+        jz.attention(query, key, value, implementation=lambda query, *_, **__: query[:, :3])
     with jax.set_mesh(devices(4)):
         with pytest.raises(ValueError, match="`query` has 22 tokens.* Pad rows"):
             jax.jit(jz.attention)(query[:, :22], key, value)

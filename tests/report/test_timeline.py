@@ -261,6 +261,12 @@ def test_a_kernel_that_is_an_exchange_is_hidden_by_what_is_beside_it():
     assert line.launches == {"exchange": 1}
 
 
+def test_a_call_on_another_stream_that_is_no_exchange_is_compute():
+    line = timeline(_EXCHANGE.replace("KERNEL", 'custom_call_target="other"'), Rates(memory=4096e3))
+    assert not line.launches and line.received_bytes == line.communication_seconds == 0
+    assert line.seconds == line.compute_seconds == pytest.approx(24e-3, rel=0.01)  # 22 and 2 ms
+
+
 _FUSIONS = """HloModule step, is_scheduled=true
 
 %row (p: f32[64,1024], i: s32[]) -> f32[1,1024] {

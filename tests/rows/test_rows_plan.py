@@ -89,6 +89,18 @@ def test_a_table_that_is_multiplied_too():
     assert not _plan(tied).rows
 
 
+def test_a_table_that_is_looked_up_in_a_loop_and_outside_is_one():
+    def loss(params, ids):
+        def step(x, ids):
+            return jnp.tanh((x + params["t"][ids]) @ params["w"]), None
+
+        rows = params["t"][ids[:, 0]]
+        return jnp.mean(jax.lax.scan(step, rows, ids.T)[0])
+
+    plan = _plan(loss)
+    assert [x.name for x in plan.rows] == ["t"]
+
+
 def _small(key):
     return {"t": jax.random.normal(key, (NUM // 16, WIDTH)), "w": jnp.ones((WIDTH, WIDTH))}
 

@@ -13,17 +13,18 @@ from jax import lax
 
 import jaxzero as jz
 from jaxzero._hlo.collectives import collectives
+from jaxzero.extend import Codec
 
 from . import models
 
 
-def _zero(codec: jz.Codec | None = None, microbatches: int = 2) -> jz.Zero:
+def _zero(codec: Codec | None = None, microbatches: int = 2) -> jz.Zero:
     config = jz.pipeline(microbatches, messages=codec)
     config = dataclasses.replace(config, min_quantized_size=1)
     return jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]), config)
 
 
-def _rounding_between_halves(codec: jz.Codec) -> Any:
+def _rounding_between_halves(codec: Codec) -> Any:
     """The loss "untied" on one device, with activations and cotangents as two stages pass them."""
 
     def trip(x: jax.Array) -> jax.Array:

@@ -53,7 +53,8 @@ def whole(x):
 
 def logits(params, ids, split, method):
     """A small model that mixes tokens; `split` says how activations lie."""
-    attend = functools.partial(jz.attention, is_causal=True, method=method)
+    way = {"implementation": "xla"} if method == "xla" else {"method": method}
+    attend = functools.partial(jz.attention, is_causal=True, **way)
     attend = written_out if split is whole else attend
 
     @jax.checkpoint
@@ -205,7 +206,10 @@ def test_a_device_computes_and_holds_its_part_of_the_tokens():
 
 @pytest.mark.parametrize(
     "method",
-    ["ring", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("heads", "gather"))],
+    [
+        pytest.param("xla", marks=pytest.mark.standard_promotion),
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("ring", "heads", "gather")),
+    ],
 )
 def test_the_report_counts_what_the_program_sends(method):
     """Weights, gradients, and what attention exchanges in forward, again for backward, and back."""
