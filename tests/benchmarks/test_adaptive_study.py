@@ -238,3 +238,22 @@ def test_settings_that_do_not_fit_are_refused():
         Bytes(budget=100)
     with pytest.raises(ValueError, match="`sizes` must rise, from 2"):
         Bytes(sizes=(1, 2))
+
+
+@pytest.mark.parametrize(
+    "new, same",
+    [
+        ('"""Twice x."""\n    if x is None:\n        raise ValueError\n    return 2 * x', True),
+        ('"""Twice x."""\n    if x is None:\n        raise ValueError\n    return 3 * x', False),
+        ('"""Twice x."""\n    return 2 * x', False),
+    ],
+    ids=["other_texts", "other_number", "no_check"],
+)
+def test_a_row_holds_until_the_program_changes(new, same, tmp_path, monkeypatch):
+    old = "if x is None:  # no number\n        raise ValueError('None')\n    return 2 * x"
+    old, new = ("def f(x):\n    " + body for body in (old, new))
+    (tmp_path / "f.py").write_text(new)
+    answers = {"rev-parse": str(tmp_path), "diff": "f.py", "show": old}
+    monkeypatch.setattr(_rows, "_git", lambda command, *_: answers[command])
+    assert _rows.is_current({"commit": "abc", "uncommitted_changes": False}, "f.py") is same
+    assert not _rows.is_current({"commit": "abc", "uncommitted_changes": True}, "f.py")
