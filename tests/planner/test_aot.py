@@ -238,7 +238,7 @@ def test_a_budget_is_chosen_where_it_is_best(tmp_path):
         seconds[x] = bounds.predicted(compiled.timeline(CLUSTER.rates).seconds, 0.0)[0]
     whole = next(x for x in memory if x.activation_budget is None)
     limit = 0.6 * memory[whole]
-    assert len(memory) > 3 and memory[whole] == max(memory.values())
+    assert len(memory) > 2 and memory[whole] == max(memory.values())
     search = dataclasses.replace(search, compiler=compiler, limit=limit, deadline=math.inf)
     search.run([])
     best = ranked(search)[0].candidate
