@@ -64,11 +64,11 @@ class Parameters:
     twins: tuple[int, ...] = ()
 
     def with_twins(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays of the sharded arguments, with those of the last leaves."""
+        """Arrays of the sharded arguments, and for each twin that of its weight."""
         return [*arrays, *(arrays[i] for i in self.twins)]
 
     def merged(self, gradients: Sequence[Any]) -> list[Any]:
-        """Mean gradients of the sharded arguments: with those of the last leaves added."""
+        """The gradients of the sharded arguments: that of a twin is added to its weight's."""
         found = dict(zip(self.differentiated, gradients, strict=True))
         for k, i in enumerate(self.twins, len(self.leaves) - len(self.twins)):
             if k in found:

@@ -81,13 +81,13 @@ def with_rows(
     """
     first = 1 if microbatches > 1 else 0
     weights, gradients = _candidates(block, shapes, parameters, first, comm)
+    if not weights:
+        return block, shapes, parameters
     lookups_alone = find_tables(with_lookups(block, weights, gradients), weights, gradients)
     mixed = {x: i for x, i in weights.items() if i not in lookups_alone}
     twins = find_twins(block, mixed, gradients)
     as_means = divides and microbatches == 1 and shapes[1] is None
-    moved: dict[int, MovedRows] = {}
-    chosen: dict[int, TableOperations] = {}
-    while weights:
+    while True:
         program = _with_twins(block, shapes, parameters, twins, weights, first)
         weights, gradients = _candidates(*program, first, comm)
         moved, chosen = _choose(program, weights, gradients, microbatches, comm, as_means)

@@ -167,7 +167,7 @@ class _Emitter:
         return loop.issue == self.at and loop.is_pipelined and loop.continues is None
 
     def _send(self, number: int, group: GatherGroup) -> None:
-        """Send a group over the axes that it is sent over here."""
+        """Encode a group, and send it over each axis whose place is before this operation."""
         for axis, issue in enumerate(group.issues):
             if issue != self.at:
                 continue

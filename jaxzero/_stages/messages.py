@@ -69,7 +69,7 @@ class Message(NamedTuple):
 
 
 def sent(message: Message) -> list[Any]:
-    """What a stage receives; without a codec, zeros on the stages at the end."""
+    """What a stage receives. One to which none sends gets zeros (decoded, with a codec)."""
     arrays, shift, encoding = message
     received = _permuted([encoding.encode(x) for x in arrays], shift)
     return [encoding.decode(x, like) for x, like in zip(received, arrays, strict=True)]
