@@ -297,11 +297,11 @@ class BlockRunner:
 
     def _write(self, operation: Operation, outputs: Sequence[Any]) -> None:
         """Keep the arrays that an operation made; outputs of a barrier that are views have none."""
-        made = operation.outputs
+        kept = operation.outputs
         if isinstance(operation, Barrier):
-            pairs = zip(operation.inputs, made, strict=True)
-            made = [out for given, out in pairs if given not in self.plan.uses.views]
-        self.by_lag[0].update(zip(made, outputs, strict=True))
+            pairs = zip(operation.inputs, kept, strict=True)
+            kept = [out for given, out in pairs if given not in self.plan.uses.views]
+        self.by_lag[0].update(zip(kept, outputs, strict=True))
 
     def _run_on_shards(self, each: instructions.RunOnShards) -> None:
         operation = self.plan.block.operations[each.operation]

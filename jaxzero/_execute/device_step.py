@@ -132,6 +132,7 @@ def run_on_device(
         arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
         outputs, sources_now, stacks = run_block(plan, comm, arrays, sources, updates)
         note_exchanges(plan.block)
+        # In a loop over micro-batches these arrays are its tracers, which must not leave it.
         if runs_first and plan is program.top:
             sources.update(sources_now)
             updated.update(stacks)
@@ -148,13 +149,15 @@ def run_on_device(
     means, residuals = _means(
         sums, program, parameters, wire_state, microbatches, comm, share, all_halves
     )
-    made = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
+    kept_in_program = {
+        i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices
+    }
     return dataclasses.replace(
         result,
         loss=means.loss.astype(shapes[0].dtype),
         gradients=means.gradients,
         # The slices of tables, which are not gathered, stay as they are.
-        wire_state=DeviceWireState({**wire_state.slices, **made, **slices}, residuals),
+        wire_state=DeviceWireState({**wire_state.slices, **kept_in_program, **slices}, residuals),
         halves=means.halves,
         updated=updated,
     )
@@ -333,5 +336,6 @@ def _trace(
         with microbatch_index(index):
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
+    # `accumulate` counts with `jnp.arange`, whose integers have 64 bits under x64.
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
     return trace(function, *index, *full, *rows)

@@ -172,6 +172,8 @@ class _BlockSteps:
 
     def in_order(self) -> Iterator[PlanStep]:
         groups = self.plan.gather_groups
+        # Fractions put in order what happens at one operation: copies, gathers, the loop,
+        # reductions.
         events: list[tuple[float, int, Callable[[int], Iterator[PlanStep]]]] = [
             (x.fetch - 0.25, i, self._fetches) for i, x in enumerate(groups) if x.fetch is not None
         ]
