@@ -40,9 +40,8 @@ class Instruction:
         computations: dict[str, list[str]] = {}
         for kind, names in _CALLED.findall(self.text):
             kind = "branch_computations" if kind in _BRANCHES else kind
-            computations.setdefault(kind, []).extend(
-                x.strip(" %") for x in names.strip("{}").split(",")
-            )
+            listed = (x.strip(" %") for x in names.strip("{}").split(","))
+            computations.setdefault(kind, []).extend(listed)
         return computations
 
     @property

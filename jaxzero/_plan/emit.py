@@ -86,7 +86,7 @@ class _Emitter:
         # For each operation, the groups of weights for which something is done before it.
         self._gathers_at: dict[int | None, list[int]] = {}
         for i, group in enumerate(plan.gather_groups):
-            # A group may be fetched, sent and decoded before one operation, where it is listed once.
+            # Once for an operation before which a group is both sent and decoded.
             for at in {group.fetch, *group.issues, group.at}:
                 self._gathers_at.setdefault(at, []).append(i)
         groups = plan.reduce_groups

@@ -251,6 +251,7 @@ def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
     products: list[Operation] = []
     for operation in operations:
         keys = [values.key[x] for x in operation.outputs]
+        # Values of a leaf with one key are equal: one stack is made for them.
         if stack_of.keys().isdisjoint(keys):
             new, outputs = _on_stacks(operation, values, stack_of)
             products += new

@@ -146,6 +146,7 @@ class _Rolled:
             return new, ([results[x] for x in self.stacked], of_weights)
 
         start = [_typed(_value(x, known), self._value(place).dtype) for place, x in window.carried]
+        # Only what the last layer leaves of these is read.
         extra = [jnp.zeros(x.shape, x.dtype) for x in map(self._value, self.extra)]
         segments = []
         for a, b in layers.segments():
