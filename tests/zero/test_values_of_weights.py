@@ -25,6 +25,7 @@ def _stacks(*names):
     shapes = {
         **dict.fromkeys("wqkv", (LAYERS, WIDTH, WIDTH)),
         "gain": (LAYERS, 1, WIDTH),
+        "bias": (LAYERS, WIDTH),
         "a": (LAYERS, WIDTH, 4),
         "b": (LAYERS, 4, WIDTH),
     }
@@ -76,7 +77,9 @@ def _low_rank_sum(p, x):
 
 
 def _regularized(p, x):
-    return _scan(p["w"], x) + 0.01 * jnp.sum(p["w"] ** 2)
+    """Matrices and vectors."""
+    loss = _scan(p, x, lambda x, p: jnp.tanh(x @ p["w"] + p["bias"][None]))
+    return loss + 0.01 * (jnp.sum(p["w"] ** 2) + jnp.sum(p["bias"] ** 2))
 
 
 def _regularized_before(p, x):
@@ -119,7 +122,7 @@ CASES = [
     (_case(_norm_outside_of_a_checkpoint, "w", "gain"), "4x2-auto"),
     (_case(_concatenation, "q", "k", "v"), "2x3-explicit"),
     (_case(_low_rank_sum, "w", "a", "b"), "2x4-explicit"),
-    (_case(_regularized, "w"), "2x3-auto"),
+    (_case(_regularized, "w", "bias"), "2x3-auto"),
     (_case(_regularized_before, "w"), "2x4-explicit"),
     (_case(_norms_of_layers, "w"), "2x3-explicit"),
     (_case(_straight_through, "w"), "2x4-explicit"),
