@@ -13,7 +13,6 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._hlo import collectives as _hlo
 from tests import zoo
 
 LAYERS, WIDTH = 4, 24
@@ -142,7 +141,7 @@ def test_a_device_holds_a_layer(loss):
     assert max(step.num_bytes for step in plan.steps) <= LAYER
     if loss is not _without_checkpoint:  # which keeps activations of all layers
         text = jax.jit(zero.value_and_grad(loss)).lower(params, batch, which).compile().as_text()
-        wide = _hlo.floats_of_at_least(text, LAYERS * WIDTH * WIDTH)
+        wide = zoo.hlo.floats_of_at_least(text, LAYERS * WIDTH * WIDTH)
         assert not wide, "\n".join(wide)
 
 

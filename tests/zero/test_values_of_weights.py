@@ -13,7 +13,6 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._hlo import collectives as _hlo
 from tests import zoo
 
 LAYERS, WIDTH = 4, 24  # eight devices would divide neither the layers nor nine columns
@@ -146,7 +145,7 @@ def test_no_stack_is_whole_and_results_are_those_of_one_device(case, mesh):
         compiled = jax.jit(zero.value_and_grad(case.loss)).lower(params, batch).compile()
         loss, grads = compiled(params, batch)
         want, want_grads = jax.jit(jax.value_and_grad(case.loss))(tree, batch)
-    wide = _hlo.floats_of_at_least(compiled.as_text(), LAYERS * WIDTH * WIDTH)
+    wide = zoo.hlo.floats_of_at_least(compiled.as_text(), LAYERS * WIDTH * WIDTH)
     # A mask for each layer is an array of the program, and not made of weights.
     assert not wide or case.loss is _mask_of_each_layer, "\n".join(wide)
     zoo.assert_close(jax.device_get(loss), np.asarray(want), 1e-5, "loss")
