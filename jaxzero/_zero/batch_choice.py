@@ -129,6 +129,7 @@ def asked_batches(
         return None
     positions = []
     for item in (asked,) if isinstance(asked, int | str) else tuple(asked):
+        # `True` and `False` are integers too.
         if isinstance(item, bool) or not isinstance(item, int | str):
             raise ValueError(
                 "`batch_argnums` must be a position, the name of an argument, or several of them; "

@@ -108,6 +108,7 @@ def check_kept(name: str, tree: Any, wanted: Any, nodes: int | None) -> None:
     """
     (paths, leaves, treedef), (_, right, right_treedef) = flatten(tree), flatten(wanted)
     what = "it is another tree" if treedef != right_treedef else ""
+    # Trees of another structure, which may have fewer leaves, are refused below.
     for path, x, like in zip(paths, leaves, right, strict=False):
         if what or not (is_array(x) or is_array(like)):
             continue
