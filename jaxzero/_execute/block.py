@@ -129,12 +129,12 @@ class BlockRunner:
                     self._execute((each,))
 
     def _execute(self, listed: Iterable[instructions.Instruction]) -> None:
-        for each in listed:
-            if type(each) in _HANDLERS:
-                _HANDLERS[type(each)](self, each)
+        for instruction in listed:
+            if type(instruction) in _HANDLERS:
+                _HANDLERS[type(instruction)](self, instruction)
             else:
                 assert self.tick is not None
-                self.tick.do(each)
+                self.tick.do(instruction)
 
     def _region(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Record copies from and to host memory as those of forward or backward."""
