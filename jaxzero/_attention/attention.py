@@ -132,16 +132,16 @@ def dot_product_attention(*arrays: Any, implementation: Implementation, **option
     """That of JAX, or `implementation` if it is a function."""
     if callable(implementation):
         query, _, value, *_ = arrays
-        made = implementation(*arrays, **options)
+        result = implementation(*arrays, **options)
         want = (*query.shape[:-1], value.shape[-1]), query.dtype
-        got = getattr(made, "shape", None), getattr(made, "dtype", None)
+        got = getattr(result, "shape", None), getattr(result, "dtype", None)
         if got != want:
             raise ValueError(
                 f"`implementation` must return an array of shape {want[0]} and dtype {want[1]}, as "
-                f"`jax.nn.dot_product_attention` does; got {type(made).__name__} of shape {got[0]} "
-                f"and dtype {got[1]}."
+                f"`jax.nn.dot_product_attention` does; got {type(result).__name__} of shape "
+                f"{got[0]} and dtype {got[1]}."
             )
-        return made
+        return result
     return jax.nn.dot_product_attention(*arrays, implementation=implementation, **options)
 
 

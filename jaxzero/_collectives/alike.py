@@ -61,6 +61,7 @@ def for_alike(function: Callable[..., Any], *args: Any) -> Any:
 
         with noted() as transfers:
             recording = Recording(of_arrays, arrays)
+        # One that reads an array of this trace has it in its equations, which fit nowhere else.
         recordings[key] = (recording, transfers) if recording.is_closed else None
     if (recorded := recordings[key]) is None:
         return function(*args)

@@ -129,12 +129,12 @@ class BlockRunner:
                     self._execute((each,))
 
     def _execute(self, listed: Iterable[instructions.Instruction]) -> None:
-        for each in listed:
-            if type(each) in _HANDLERS:
-                _HANDLERS[type(each)](self, each)
+        for instruction in listed:
+            if type(instruction) in _HANDLERS:
+                _HANDLERS[type(instruction)](self, instruction)
             else:
                 assert self.tick is not None
-                self.tick.do(each)
+                self.tick.do(instruction)
 
     def _region(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Record copies from and to host memory as those of forward or backward."""
@@ -297,11 +297,11 @@ class BlockRunner:
 
     def _write(self, operation: Operation, outputs: Sequence[Any]) -> None:
         """Keep the arrays that an operation made; outputs of a barrier that are views have none."""
-        made = operation.outputs
+        kept = operation.outputs
         if isinstance(operation, Barrier):
-            pairs = zip(operation.inputs, made, strict=True)
-            made = [out for given, out in pairs if given not in self.plan.uses.views]
-        self.by_lag[0].update(zip(made, outputs, strict=True))
+            pairs = zip(operation.inputs, kept, strict=True)
+            kept = [out for given, out in pairs if given not in self.plan.uses.views]
+        self.by_lag[0].update(zip(kept, outputs, strict=True))
 
     def _run_on_shards(self, each: instructions.RunOnShards) -> None:
         operation = self.plan.block.operations[each.operation]

@@ -132,7 +132,7 @@ def run_on_device(
         arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
         outputs, sources_now, stacks = run_block(plan, comm, arrays, sources, updates)
         note_exchanges(plan.block)
-        if runs_first and plan is program.top:
+        if runs_first and plan is program.top:  # in a loop they are its tracers: they stay there
             sources.update(sources_now)
             updated.update(stacks)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -148,13 +148,13 @@ def run_on_device(
     means, residuals = _means(
         sums, program, parameters, wire_state, microbatches, comm, share, all_halves
     )
-    made = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
+    kept = {i: sources[x].data for i, x in program.weights.items() if i in wire_state.slices}
     return dataclasses.replace(
         result,
         loss=means.loss.astype(shapes[0].dtype),
         gradients=means.gradients,
         # The slices of tables, which are not gathered, stay as they are.
-        wire_state=DeviceWireState({**wire_state.slices, **made, **slices}, residuals),
+        wire_state=DeviceWireState({**wire_state.slices, **kept, **slices}, residuals),
         halves=means.halves,
         updated=updated,
     )
@@ -333,5 +333,6 @@ def _trace(
         with microbatch_index(index):
             return flat(list(arrays[: len(stored)]), list(arrays[len(stored) :]))
 
+    # `accumulate` counts with `jnp.arange`, whose integers have 64 bits under x64.
     index = [jax.ShapeDtypeStruct((), jnp.arange(1).dtype)] if microbatches > 1 else []
     return trace(function, *index, *full, *rows)

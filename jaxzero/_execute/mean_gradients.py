@@ -184,6 +184,7 @@ def _mean(
     """Average one gradient; return the mean as stored, the residual, and the half-batch sums."""
     if x is None:
         return None, error, None
+    # Rows of tables are sent without error feedback: their residual stays as it is.
     leaf, residual = target.leaf, error if target.is_summed else None
     if target.is_mean or in_host(x):
         return x, residual, None
@@ -205,6 +206,7 @@ def _mean(
         half_sum = jax.tree.map(lambda part: part / nodes.astype(part.dtype), half_sum)
         x = x.astype(accumulator_dtype(leaf.dtype)) / nodes.astype(accumulator_dtype(leaf.dtype))
     x = x.astype(leaf.dtype)
+    # Shards have the padding of storage already.
     return leaf.pad(x) if target.reduce_spec is None else x, residual, half_sum
 
 

@@ -125,16 +125,17 @@ def accumulate(
         return _widened(sums), others
 
     def body(carry, scanned):
-        sums, others = each(*scanned)
+        sums, others = step_of_one(*scanned)
         return jax.tree.map(jnp.add, carry, sums), others
 
     scanned = jnp.arange(num), rows
     before = jax.tree.map(lambda x: x[0], scanned)
-    each, note = repeated(
+    step_of_one, note = repeated(
         functools.partial(step, run), num - (first is not None), microbatches=True
     )
     if first is None:
-        each, shapes = traced_once(each, *before)
+        # The shapes of the sums are needed before the scan, which would trace the program again.
+        step_of_one, shapes = traced_once(step_of_one, *before)
         start, before_others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0]), []
     else:
         start, before_others = step(first, *before)

@@ -69,11 +69,11 @@ class Parameters:
 
     def merged(self, gradients: Sequence[Any]) -> list[Any]:
         """The gradients of the sharded arguments: that of a twin is added to its weight's."""
-        found = dict(zip(self.differentiated, gradients, strict=True))
+        by_leaf = dict(zip(self.differentiated, gradients, strict=True))
         for k, i in enumerate(self.twins, len(self.leaves) - len(self.twins)):
-            if k in found:
-                found[i] += found.pop(k)
-        return [*found.values()]
+            if k in by_leaf:
+                by_leaf[i] += by_leaf.pop(k)
+        return [*by_leaf.values()]
 
     def weight_layout(self, i: int) -> DimSharding | None:
         """How the program gets leaf `i` as a weight to gather; None if it does not."""
@@ -173,8 +173,10 @@ def plan_program(
     top, later = mark_kept_slices(planned(bool(kept_weights)), kept_weights), None
     if microbatches > 1 and kept_weights:
         later = planned(keeps_slices=False)
+        # Without kept slices the first micro-batch is like the others.
         if not slices_kept_in_program(top):
             top, later = later, None
+    # Only then is the divisor known while the program runs: half-batches have their own.
     if microbatches == 1 and not comm.halves and shapes[1] is None:
         top, targets = _with_means(top, shapes, targets, parameters, updates)
         top = cut_last_updates(top)
@@ -272,12 +274,12 @@ def _slices_to_keep(
     if not _makes_slices(microbatches, comm):
         return frozenset()
     leaves = parameters.leaves
-    found = {i: weight for i, weight in weights.items() if leaves[i].layout == weight.layout}
+    candidates = {i: weight for i, weight in weights.items() if leaves[i].layout == weight.layout}
     for i in wire_state.slices:
-        kept = i in found and kept_slice(wire_state.slices[i], leaves[i], comm)
+        kept = i in candidates and kept_slice(wire_state.slices[i], leaves[i], comm)
         if kept and kept.codec is not None and kept.lead != depths[i]:
-            del found[i]
-    return frozenset(found.values())
+            del candidates[i]
+    return frozenset(candidates.values())
 
 
 def _targets(

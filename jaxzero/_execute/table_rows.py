@@ -91,6 +91,8 @@ def with_rows(
         program = _with_twins(block, shapes, parameters, twins, weights, first)
         weights, gradients = _candidates(*program, first, comm)
         moved, chosen = _choose(program, weights, gradients, microbatches, comm, as_means)
+        # Twins that do not pay are left out. The others then have other indices, so all are chosen
+        # again.
         left = [x for i, x in enumerate(twins, len(parameters.leaves)) if i in chosen]
         if left == twins:
             block, shapes, parameters = program

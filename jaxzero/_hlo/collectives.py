@@ -92,8 +92,10 @@ class Collective:
         if self.op == "collective-permute":
             return held if parts > 1 else 0
         if self.op == "reduce-scatter":
+            # Its result is one part of what is summed.
             held *= len(self.groups[0])
         if self.op == "all-reduce":
+            # A reduce-scatter, and an all-gather of what it leaves.
             held *= 2
         return held * (parts - 1) // parts
 

@@ -37,11 +37,12 @@ class Instruction:
     @functools.cached_property
     def called(self) -> dict[str, list[str]]:
         """The computations that it runs, by what for."""
-        found: dict[str, list[str]] = {}
+        computations: dict[str, list[str]] = {}
         for kind, names in _CALLED.findall(self.text):
             kind = "branch_computations" if kind in _BRANCHES else kind
-            found.setdefault(kind, []).extend(x.strip(" %") for x in names.strip("{}").split(","))
-        return found
+            listed = (x.strip(" %") for x in names.strip("{}").split(","))
+            computations.setdefault(kind, []).extend(listed)
+        return computations
 
     @property
     def trips(self) -> int | None:

@@ -165,12 +165,12 @@ def _written_by_fusion(inner: Computation) -> _Parts:
     """What a fusion writes: of what it updates, that part."""
     root, parts = inner.root, []
     for result in [inner.by_name[x] for x in root.operands] if root.op == "tuple" else [root]:
-        x = result
-        while x.op in ("bitcast", "copy") and x.operands:
-            x = inner.by_name[x.operands[0]]
-        updates = x.op == "dynamic-update-slice"
-        shape = inner.by_name[x.operands[1]].results[0] if updates else None
-        parts.append((shape.num_bytes if shape else x.num_bytes, result.results[0].on_host))
+        source = result
+        while source.op in ("bitcast", "copy") and source.operands:
+            source = inner.by_name[source.operands[0]]
+        updates = source.op == "dynamic-update-slice"
+        shape = inner.by_name[source.operands[1]].results[0] if updates else None
+        parts.append((shape.num_bytes if shape else source.num_bytes, result.results[0].on_host))
     return parts
 
 

@@ -212,6 +212,7 @@ def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any
         return mesh.map(function, in_specs, out_specs)
     if uses_gloo(devices):
         function = with_workaround(function)
+    # Only XLA for CPUs needs the tokens of `loop_order`.
     if devices.devices.flat[0].platform != "cpu":
         return _mapped(without_mesh(function), mesh, in_specs, out_specs)
     everywhere = PartitionSpec()  # of tokens

@@ -86,6 +86,7 @@ class _Emitter:
         # For each operation, the groups of weights for which something is done before it.
         self._gathers_at: dict[int | None, list[int]] = {}
         for i, group in enumerate(plan.gather_groups):
+            # Once for an operation before which a group is both sent and decoded.
             for at in {group.fetch, *group.issues, group.at}:
                 self._gathers_at.setdefault(at, []).append(i)
         groups = plan.reduce_groups
@@ -119,6 +120,7 @@ class _Emitter:
             if self.at < len(self.operations):
                 self._run(self.operations[self.at])
                 self._drop()
+        # No tie is left that the last gradients could wait for.
         while any(done < self._num_axes(group) for group, done in self._in_flight):
             self._reduce_in_flight()
         self.store_all(self.take_reduced())

@@ -99,11 +99,11 @@ def mark_sums(plan: BlockPlan) -> BlockPlan:
         if operations[index].name not in ADDITIONS or len(sums) != 1:
             continue
         (term,) = (x for x in operations[index].inputs if x not in sums)
-        made = _before_casts(plan, makers, term)
-        loop = makers.get(made, -1) if isinstance(made, Value) else -1
+        stack = _before_casts(plan, makers, term)
+        loop = makers.get(stack, -1) if isinstance(stack, Value) else -1
         operation = operations[loop] if loop in plan.gradients.loops else None
-        if isinstance(operation, Loop) and made not in plan.gradients.reduces:
-            number = operation.outputs.index(made)
+        if isinstance(operation, Loop) and stack not in plan.gradients.reduces:
+            number = operation.outputs.index(stack)
             if number >= operation.num_carry and number not in added.get(loop, {}):
                 added.setdefault(loop, {})[number] = sums[0]
                 additions.append(index)

@@ -170,12 +170,12 @@ class _Search:
         if index not in self._sums:
             loop = self.operations[index]
             assert isinstance(loop, Loop)
-            found = carried_sums(loop, self._starts_sum)
-            arrays = [x for x in found.values() if x.before.is_array]
+            sums = carried_sums(loop, self._starts_sum)
+            arrays = [x for x in sums.values() if x.before.is_array]
             size = sum(x.before.num_bytes for x in arrays)
             at_once = max((_most_at_once(loop.body, x) for x in arrays), default=0)
             is_inside = is_better_inside(loop, size, at_once, self.loop_constant_bytes)
-            self._sums[index] = found if is_inside else {}
+            self._sums[index] = sums if is_inside else {}
         return self._sums[index]
 
     def _starts_sum(self, atom: Atom) -> bool:

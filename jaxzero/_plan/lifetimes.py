@@ -118,6 +118,7 @@ def find_gathers(
             live.add(gather, gather.at, gather.until + 1)
     else:
         gathers = _held_within_limits(list(by_weight.values()), live)
+    # Weights on their way are bounded by `schedule`; `holding` is for those that wait for a use.
     live.schedule = schedule
     return sorted(gathers, key=lambda gather: gather.at), live
 

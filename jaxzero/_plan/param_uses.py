@@ -167,6 +167,7 @@ class _UseFinder:
         self.views[operation.outputs[0]] = view.then(op)
         if isinstance(op, (movable_ops.Slice, movable_ops.Reverse)):
             pushed = movable_ops.push(view.ops, view.weight.layout, view.weight.shape)
+            # A slice or a reversal along the split dim needs elements of other devices.
             if pushed and op.through(*pushed) is None:
                 self.conflicts.add(view.weight.leaf)
         return True

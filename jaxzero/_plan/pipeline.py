@@ -156,22 +156,22 @@ class Pipeline:
         a barrier reads a value, XLA does not replace the transpose of a product by a swap of its
         factors, which may sum in another order.
         """
-        for each in self.instructions:
-            if self.has_iteration(each, ticks):
-                yield each
-            elif isinstance(each, (Encode, Send, PinGradients)) and ticks.stop <= self.length:
-                yield Hold(at=each.at, tie=getattr(each, "tie", None), pin=each.pin)
+        for step in self.instructions:
+            if self.has_iteration(step, ticks):
+                yield step
+            elif isinstance(step, (Encode, Send, PinGradients)) and ticks.stop <= self.length:
+                yield Hold(at=step.at, tie=getattr(step, "tie", None), pin=step.pin)
 
     def carried(self, ticks: range) -> list[Entry]:
         """What a loop over some ticks carries: whatever one of its ticks finds or leaves."""
         span = 1 + self.last_tick - self.length - self.first_lag
         # Far from both ends all ticks find the same.
         near = {*ticks[: span + 1], *ticks[-span:], ticks.stop}
-        found: set[Entry] = set()
+        entries: set[Entry] = set()
         for tick in near:
-            found |= self.found_by(tick)
+            entries |= self.found_by(tick)
         order = {key: i for i, key in enumerate(self._events)}
-        return sorted(found, key=lambda entry: (order[entry[0]], entry[1]))
+        return sorted(entries, key=lambda entry: (order[entry[0]], entry[1]))
 
     def found_by(self, tick: int) -> set[Entry]:
         """The values of earlier ticks that a tick, or a later one, reads."""
@@ -196,12 +196,12 @@ class Pipeline:
     def __str__(self) -> str:
         """The list, with the lags, and for how many ticks what an instruction makes is carried."""
         rows = [("lag", "instruction", "carried")]
-        for each in self.instructions:
-            text = described(each, self.plan.body)
-            if text and isinstance(each, Run) and rows[-1][1].startswith("run "):
+        for step in self.instructions:
+            text = described(step, self.plan.body)
+            if text and isinstance(step, Run) and rows[-1][1].startswith("run "):
                 rows[-1] = ("0", f"{rows[-1][1]}, {text.removeprefix('run ')}", "")
             elif text:
-                rows.append((f"{each.lag:+d}" if each.lag else "0", text, self._carried_for(each)))
+                rows.append((f"{step.lag:+d}" if step.lag else "0", text, self._carried_for(step)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)

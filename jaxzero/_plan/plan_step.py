@@ -172,6 +172,8 @@ class _BlockSteps:
 
     def in_order(self) -> Iterator[PlanStep]:
         groups = self.plan.gather_groups
+        # Fractions put in order what happens at one operation: copies, gathers, the loop,
+        # reductions.
         events: list[tuple[float, int, Callable[[int], Iterator[PlanStep]]]] = [
             (x.fetch - 0.25, i, self._fetches) for i, x in enumerate(groups) if x.fetch is not None
         ]
@@ -195,10 +197,15 @@ class _BlockSteps:
     @functools.cached_property
     def _reduces(self) -> list[ReduceGroup]:
         """The groups of reductions, then outputs that are reduced last, each by itself."""
-        outputs = (self.plan.block.outputs[i] for i in self.plan.gradients.at_end)
         last = len(self.plan.block.operations)
-        at_end = [ReduceGroup((x,), last) for x in outputs if isinstance(x, Value)]
-        return [*self.plan.reduce_groups, *at_end]
+        return [*self.plan.reduce_groups, *(ReduceGroup((x,), last) for x, _ in self._at_end)]
+
+    @functools.cached_property
+    def _at_end(self) -> list[tuple[Value, ReduceSpec]]:
+        """The outputs that are reduced last; two leaves may have one gradient."""
+        outputs, specs = self.plan.block.outputs, self.plan.gradients.at_end
+        pairs = ((outputs[i], spec) for i, spec in specs.items())
+        return [(x, spec) for x, spec in pairs if isinstance(x, Value)]
 
     @functools.cached_property
     def _hops(self) -> dict[tuple[type[Instruction], int], tuple[Hop, ...]]:
@@ -276,7 +283,7 @@ class _BlockSteps:
                 region=region_name(path) or "backward",
                 action="reduce",
                 group=number,
-                name=self._demand(value).name,
+                name=self._spec_of(number, value).name,
                 shape=value.shape,
                 dtype=str(value.dtype),
                 num_bytes=math.prod(value.shape) * value.dtype.itemsize,
@@ -295,12 +302,10 @@ class _BlockSteps:
                 at = group.at
                 yield _copy(x, x.region, path, trips, start=at, needed=at, stop=at)
 
-    def _demand(self, value: Value) -> ReduceSpec:
-        gradients = self.plan.gradients
-        if value in gradients.reduces:
-            return gradients.reduces[value]
-        pairs = gradients.at_end.items()
-        return next(spec for i, spec in pairs if self.plan.block.outputs[i] is value)
+    def _spec_of(self, number: int, value: Value) -> ReduceSpec:
+        """The reduction of a value of group `number`."""
+        last = number - len(self.plan.reduce_groups)
+        return self.plan.gradients.reduces[value] if last < 0 else self._at_end[last][1]
 
     def _of_loop(self, index: int) -> Iterator[PlanStep]:
         loop, plan = self.plan.block.operations[index], self.plan.loops[index]

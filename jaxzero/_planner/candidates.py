@@ -211,13 +211,13 @@ def microbatches_by_tokens(
     Returns:
         By number of devices, 1 included; those without a number of micro-batches are left out.
     """
-    found: dict[int, list[int]] = {}
+    by_tokens: dict[int, list[int]] = {}
     for k in microbatches:
         for num in (n for n in range(1, cluster.local + 1) if cluster.local % n == 0):
             if num_rows * num % (cluster.num_devices * k) == 0:
-                found.setdefault(num, []).append(k)
+                by_tokens.setdefault(num, []).append(k)
                 break
-    return found
+    return by_tokens
 
 
 def _with_stages(

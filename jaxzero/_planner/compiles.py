@@ -131,16 +131,16 @@ class Compiler:
         After `key` it may be called in another thread, unless something is in host memory.
         """
         name = self.file_name(candidate, is_proxy=is_proxy)
-        known = self._read(name)
-        if known is not None:
-            return known
+        on_disk = self._read(name)
+        if on_disk is not None:
+            return on_disk
         kernels = self._kernel_files.get()
         try:
-            found = self._compile(candidate, is_proxy, kernels)
+            compiled = self._compile(candidate, is_proxy, kernels)
         finally:
             self._kernel_files.put(kernels)
-        self._write(name, found)
-        return found
+        self._write(name, compiled)
+        return compiled
 
     def _compile(self, candidate: Candidate, is_proxy: bool, kernels: str) -> Compiled:
         options = {**_options(candidate, is_proxy), "xla_gpu_kernel_cache_file": kernels}

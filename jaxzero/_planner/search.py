@@ -331,11 +331,11 @@ class Search:
             row.candidate, compiled.temporary, line.seconds, is_proxy=stage == "proxy"
         )
         waited = line.exposed_seconds + line.host_exposed_seconds
-        for each in self._with_program_of(row):
-            bounds = self.bounds[each.candidate]
-            self.temporaries[each.candidate] = compiled.temporary
+        for alike in self._with_program_of(row):
+            bounds = self.bounds[alike.candidate]
+            self.temporaries[alike.candidate] = compiled.temporary
             yield PlanRow(
-                each.candidate,
+                alike.candidate,
                 stage,
                 *bounds.predicted(line.seconds, waited),
                 int(bounds.with_temporaries(compiled.temporary)),

@@ -157,11 +157,11 @@ def tune(
 
 def _without_host_arrays(candidates: Iterable[Candidate], notes: list[str]) -> list[Candidate]:
     """Plans without offload, and a note on the others: simulated devices have no host memory."""
-    found = list(candidates)
-    kept = [each for each in found if not each.offload]
-    if len(kept) < len(found):
+    plans = list(candidates)
+    kept = [each for each in plans if not each.offload]
+    if len(kept) < len(plans):
         notes.append(
-            f"{len(found) - len(kept)} plans with arrays in host memory were left out: without a "
+            f"{len(plans) - len(kept)} plans with arrays in host memory were left out: without a "
             "compiler they have no bounds"
         )
     return kept

@@ -240,8 +240,8 @@ def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
     stack_of: dict[int, Any] = {}  # by key
     of_leaves: dict[int, dict[int, Value]] = collections.defaultdict(dict)  # by key and leaf
     for leaf in leaves:
-        for x in values.given(by_leaf[leaf]):
-            of_leaves[values.key[x]][leaf] = x
+        for value in values.given(by_leaf[leaf]):
+            of_leaves[values.key[value]][leaf] = value
     stacking: list[Operation] = []
     for key, of_leaf in of_leaves.items():
         each = [of_leaf[leaf] for leaf in leaves]
@@ -251,18 +251,19 @@ def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
     products: list[Operation] = []
     for operation in operations:
         keys = [values.key[x] for x in operation.outputs]
+        # Values of a leaf with one key are equal: one stack is made for them.
         if stack_of.keys().isdisjoint(keys):
             new, outputs = _on_stacks(operation, values, stack_of)
             products += new
             stack_of.update(zip(keys, outputs, strict=True))
-    made: dict[Value, None] = {}
+    of_products: dict[Value, None] = {}
     rows: list[Operation] = []
     for i, leaf in enumerate(leaves):
-        for x in values.read_by_others(by_leaf[leaf]):
-            stack = stack_of[values.key[x]]
-            made[stack] = None
-            rows += _row(by_leaf[leaf][0], stack, i, x)
-    return MatrixStack(leaves, given, [*made], products, stacking, rows)
+        for value in values.read_by_others(by_leaf[leaf]):
+            stack = stack_of[values.key[value]]
+            of_products[stack] = None
+            rows += _row(by_leaf[leaf][0], stack, i, value)
+    return MatrixStack(leaves, given, [*of_products], products, stacking, rows)
 
 
 def _on_stacks(

@@ -40,15 +40,15 @@ class Copies:
 
     def _copy(self, value: Value) -> None:
         """Append copies of all that a value is made of, as far as there are none yet."""
-        found: set[Operation] = set()
+        needed: set[Operation] = set()
         waiting = [value]
         while waiting:
-            x = waiting.pop()
-            maker = self._makers.get(x)
-            if maker is not None and x not in self._made and maker not in found:
-                found.add(maker)
+            current = waiting.pop()
+            maker = self._makers.get(current)
+            if maker is not None and current not in self._made and maker not in needed:
+                needed.add(maker)
                 waiting += maker.values
-        for operation in sorted(found, key=self._order.__getitem__):
+        for operation in sorted(needed, key=self._order.__getitem__):
             inputs = [self._input(x, operation) for x in operation.inputs]
             copy = _renewed(operation, inputs)
             self._made.update(zip(operation.outputs, copy.outputs, strict=True))

@@ -149,6 +149,7 @@ def _scan(equation: Any, inputs: list[Any]) -> list[Any]:
     cut, constants, carry = split[0].cut, before[:num_constants], before[num_constants:]
     lengths = (cut, params["length"] - cut)
     stacked: dict[int, list[Any]] = {}
+    # A reversed loop begins with the last layers.
     for i in (1, 0) if params["reverse"] else (0, 1):
         xs = [_parts(x, cut)[i] for x in stacks]
         unroll = max(1, min(params["unroll"], lengths[i]))
@@ -270,6 +271,7 @@ def known_part(
             "`zero.freeze`); and a `jax.checkpoint` or `jax.custom_vjp` may not hold the whole "
             "model, but one layer of it."
         )
+    # Nothing that runs here reads an active parameter.
     given = [*[None] * len(jax.tree.leaves(active)), *jax.tree.leaves((frozen, batch))]
     made = {var: None for var in program.saved}
     _run_part(program, given, lambda flags: not flags & _ACTIVE, made)

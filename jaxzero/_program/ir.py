@@ -134,12 +134,12 @@ class Operation:
         if self.name not in ("dot_general", "conv_general_dilated"):
             return 0
         left, right = (x.aval.shape for x in self.equation.invars)
-        numbers, made = self.equation.params["dimension_numbers"], math.prod(self.outputs[0].shape)
+        numbers, size = self.equation.params["dimension_numbers"], math.prod(self.outputs[0].shape)
         if self.name == "conv_general_dilated":
             channels = right[numbers.rhs_spec[0]]
-            return made * math.prod(right) // max(channels, 1)
+            return size * math.prod(right) // max(channels, 1)
         (contracted, _), _ = numbers
-        return made * math.prod(left[dim] for dim in contracted)
+        return size * math.prod(left[dim] for dim in contracted)
 
     @property
     def where(self) -> str:

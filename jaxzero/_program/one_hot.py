@@ -70,7 +70,7 @@ def _rewritten(
 
     `outside` has what makes integers that count, for the inputs of a body.
     """
-    views, made, makers = dict(views), [], {**outside, **block.makers}
+    views, new, makers = dict(views), [], {**outside, **block.makers}
     sums, of_loops = _sums(block, roots)
     for operation in block.operations:
         views |= views_after(operation, views)
@@ -89,8 +89,8 @@ def _rewritten(
             replaced = _read(operation, views, makers)
         elif operation.name in ("dot_general", "transpose") and operation.outputs[0] in sums:
             replaced = _added(operation, makers)
-        made += [operation] if replaced is None else replaced
-    return block if made == [*block.operations] else Block(block.inputs, block.outputs, (*made,))
+        new += [operation] if replaced is None else replaced
+    return block if new == [*block.operations] else Block(block.inputs, block.outputs, (*new,))
 
 
 def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation, list[Atom]]]:

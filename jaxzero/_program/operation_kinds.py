@@ -168,6 +168,7 @@ def layer_form(operation: Operation) -> LayerForm | None:
     outputs, params = operation.outputs, operation.equation.params
     if not outputs or not all(out.is_array and out.shape for out in outputs):
         return None
+    # What is requested names an axis for each dim of the stack, of which a layer has one fewer.
     if is_split(params.get("sharding")) or is_split(params.get("out_sharding")):
         return None
     if operation.name == "reshard":

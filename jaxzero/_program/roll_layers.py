@@ -94,21 +94,21 @@ class _Rolled:
     def run(self, given: Sequence[Any]) -> list[Any]:
         """The outputs of the program, of arrays for its inputs."""
         layers = self.layers
-        known: dict[Atom, Any] = dict(zip(layers.block.inputs, given, strict=True))
-        _run(self.before, known)
+        arrays: dict[Atom, Any] = dict(zip(layers.block.inputs, given, strict=True))
+        _run(self.before, arrays)
         with at_line_of(self.first[0]):
-            carry, stacked, of_weights = self._scan(known)
+            carry, stacked, of_weights = self._scan(arrays)
         final = dict(zip([x for x, _ in self.window.carried], carry, strict=False))
         num = len(self.window.carried)
         final |= zip(self.extra, carry[num:], strict=True)
         of_places = dict(zip(self.stacked, stacked, strict=True))
         for x, (number, place) in self.places.items():
-            known[x] = _row(of_places[place], number) if place in of_places else final[place]
+            arrays[x] = _row(of_places[place], number) if place in of_places else final[place]
         of_keys = dict(zip(self.keys, of_weights, strict=True))
         for x, key in self.weights.items():
-            known[x] = _row(of_keys[key], layers.number[x])
-        _run(self.after, known)
-        return [_value(x, known) for x in layers.block.outputs]
+            arrays[x] = _row(of_keys[key], layers.number[x])
+        _run(self.after, arrays)
+        return [_value(x, arrays) for x in layers.block.outputs]
 
     def _scan(self, known: dict[Atom, Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Run the layers: the carry, what is stacked of places, and what of weights alone."""
@@ -123,13 +123,13 @@ class _Rolled:
         def body(carry: list[Any], given: Any) -> tuple[list[Any], Any]:
             stacks, differing = given
             weights = _Weights(layers, stacks)
-            made: dict[Place, Any] = {}
+            results: dict[Place, Any] = {}
             for k, operation in enumerate(self.first):
                 inputs = []
                 for j, (kind, what) in enumerate(window.reads[k]):
                     match kind:
                         case "inside":
-                            inputs.append(made[what])
+                            inputs.append(results[what])
                         case "carry":
                             inputs.append(carry[what])
                         case "weights":
@@ -140,20 +140,21 @@ class _Rolled:
                             inputs.append(differing[k, j])
                 with at_line_of(operation):
                     outputs = operation.bind(inputs)
-                made |= {(k, i): x for i, x in enumerate(outputs)}
-            new = [made[x] for x, _ in window.carried] + [made[x] for x in self.extra]
+                results |= {(k, i): x for i, x in enumerate(outputs)}
+            new = [results[x] for x, _ in window.carried] + [results[x] for x in self.extra]
             of_weights = [weights(layers.of_key[key]) for key in self.keys]
-            return new, ([made[x] for x in self.stacked], of_weights)
+            return new, ([results[x] for x in self.stacked], of_weights)
 
         start = [_typed(_value(x, known), self._value(place).dtype) for place, x in window.carried]
+        # Only what the last layer leaves of these is read.
         extra = [jnp.zeros(x.shape, x.dtype) for x in map(self._value, self.extra)]
-        made = []
+        segments = []
         for a, b in layers.segments():
             given = layers.between(a, b, known), {k: rows(x, a, b) for k, x in differing.items()}
             carry, new = lax.scan(body, [*start, *extra], given)
             start = carry[: len(start)]
-            made.append(new)
-        return carry, *jax.tree.map(lambda *xs: lax.concatenate(xs, 0), *made)
+            segments.append(new)
+        return carry, *jax.tree.map(lambda *xs: lax.concatenate(xs, 0), *segments)
 
     def _value(self, place: Place) -> Value:
         return self.first[place[0]].outputs[place[1]]

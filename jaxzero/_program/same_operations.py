@@ -58,12 +58,12 @@ class Kinds:
             return self._num
         inputs = [(x.aval.shape, x.aval.dtype) for x in equation.invars]
         key = operation.name, *inputs, None, *((x.shape, x.dtype) for x in operation.outputs)
-        known = self._known.setdefault(key, [])
-        for number, other in known:
+        numbered = self._known.setdefault(key, [])
+        for number, other in numbered:
             if _Comparison().same(other.equation.params, equation.params):
                 return number
         self._num += 1
-        known.append((self._num, operation))
+        numbered.append((self._num, operation))
         return self._num
 
 

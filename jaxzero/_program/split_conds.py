@@ -282,6 +282,7 @@ def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
     for number, block in enumerate(cond.blocks):
         (taken,) = emit(functools.partial(_is_taken, number, num), index)
         made_in = enumerate(block.outputs)
+        # A branch that does not use a weight adds nothing to its gradient.
         results = [i for i, x in made_in if not (is_sum[i] and is_zero(x, block.makers))]
         before = [zeros[i] if is_sum[i] else latest[i] for i in results]
         branch = _branch(cond, number, results, is_sum, [*before, taken])

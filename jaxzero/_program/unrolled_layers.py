@@ -140,11 +140,11 @@ class LayersOf:
 
     def between(self, start: int, end: int, known: Mapping[Any, Any]) -> dict[int, Any]:
         """Some layers of each stack, which lie in one part of it, of `known` values."""
-        found = {}
+        by_stack = {}
         for value, (stack, first) in self.parts.items():
             if first <= start < first + value.shape[0]:
-                found[stack] = rows(known[value], start - first, end - first)
-        return found
+                by_stack[stack] = rows(known[value], start - first, end - first)
+        return by_stack
 
     def _first_row(self, operation: Operation) -> int | None:
         """The layer that an operation takes out of a stack, or the first; None: it takes none."""
@@ -233,23 +233,23 @@ def _find_window(layers: LayersOf, places: Sequence[Sequence[int]]) -> Window:
     size = max(sizes)  # others are of sums over the weights, such as a weight decay
     first, last = places[0][sizes[size][0]], places[0][sizes[size][-1]]
     kinds = list(map(layers.kind, layers.rest))
-    length, found = layers.length, []
+    length, windows = layers.length, []
     problems: list[tuple[int, str]] = []
     for start in range(max(0, last - size + 1), min(first, len(kinds) - length * size) + 1):
         problem = _difference_of_kinds(layers, kinds, start, size)
         if problem is None:
-            made = _reads(layers, start, size)
-            if not isinstance(made, str):
-                found.append(Window(start, size, *made))
+            reads = _reads(layers, start, size)
+            if not isinstance(reads, str):
+                windows.append(Window(start, size, *reads))
                 continue
-            problem = length * size, made
+            problem = length * size, reads
         problems.append(problem)
-    if not found:
+    if not windows:
         # Of all boundaries between layers, that which holds for the most operations.
         _, why = max(problems, key=lambda x: x[0], default=(0, _first_difference(layers, places)))
         raise NotImplementedError(_not_alike(why))
     # The boundary between two layers is where the least passes from one to the next.
-    return min(found, key=lambda x: sum(_num_bytes(layers, x, place) for place, _ in x.carried))
+    return min(windows, key=lambda x: sum(_num_bytes(layers, x, place) for place, _ in x.carried))
 
 
 def _num_bytes(layers: LayersOf, window: Window, place: Place) -> int:
@@ -259,8 +259,8 @@ def _num_bytes(layers: LayersOf, window: Window, place: Place) -> int:
 
 def _first_difference(layers: LayersOf, places: Sequence[Sequence[int]]) -> str:
     """Say in which line a layer reads its weights in another way than the first one."""
-    for number, found in enumerate(places[1:], 1):
-        for i, j in zip(places[0], found, strict=False):
+    for number, positions in enumerate(places[1:], 1):
+        for i, j in zip(places[0], positions, strict=False):
             if layers.kind(layers.rest[i]) != layers.kind(layers.rest[j]):
                 return _named(layers, i, j, number)
     counts = sorted({len(found) for found in places})
@@ -300,22 +300,22 @@ def _reads(
     layers: LayersOf, start: int, size: int
 ) -> tuple[list[list[Read]], list[tuple[Place, Atom]]] | str:
     """Where the inputs of all operations come from; or why that is not alike in all layers."""
-    made: dict[Value, tuple[int, Place]] = {}
+    place_of: dict[Value, tuple[int, Place]] = {}
     for i in range(layers.length * size):
         for j, out in enumerate(layers.rest[start + i].outputs):
-            made[out] = i // size, (i % size, j)
+            place_of[out] = i // size, (i % size, j)
     carried: dict[tuple[Place, Atom], int] = {}
     reads: list[list[Read]] = []
     for k in range(size):
         operations = [layers.rest[start + i * size + k] for i in range(layers.length)]
-        found: list[Read] = []
+        reads_of_one: list[Read] = []
         for atoms in zip(*(x.inputs for x in operations), strict=True):
-            read = _read(layers, made, atoms, carried)
+            read = _read(layers, place_of, atoms, carried)
             if read is None:
                 first = operations[0]
                 return f"`{first.name}` at {first.where} reads other values in some of the layers"
-            found.append(read)
-        reads.append(found)
+            reads_of_one.append(read)
+        reads.append(reads_of_one)
     return reads, list(carried)
 
 

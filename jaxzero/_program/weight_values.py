@@ -76,17 +76,17 @@ class Fixed:
     def _walk(self, operation: Operation) -> None:
         if isinstance(operation, Barrier):
             for given, out in zip(operation.inputs, operation.outputs, strict=True):
-                if (found := self.of(given)) is not None:
-                    self.weights[out] = found
+                if (weights := self.of(given)) is not None:
+                    self.weights[out] = weights
                 if given in self.views:
                     self.views.add(out)
             return
-        found = [self.of(atom) for atom in operation.inputs]
-        if isinstance(operation, Loop) or any(x is None for x in found):
+        weights = [self.of(atom) for atom in operation.inputs]
+        if isinstance(operation, Loop) or any(x is None for x in weights):
             return
         if operation.name == "axis_index" or exchanged_or_effect(operation):
             return
-        union = frozenset().union(*(x for x in found if x is not None))
+        union = frozenset().union(*(x for x in weights if x is not None))
         self.weights |= dict.fromkeys(operation.outputs, union)
         if operation.source in self.views and operation.view() is not None:
             self.views |= {*operation.outputs}

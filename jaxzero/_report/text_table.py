@@ -169,11 +169,11 @@ def merge_layers(rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[Na
     for index, (names, cells) in enumerate(rows):
         paths = tuple(tuple(name.split(".")) for name in names)
         equal.setdefault((paths, tuple(cells)), []).append(index)
-    found: list[_Row] = [(*row, tuple(members)) for row, members in equal.items()]
-    depth = max((len(path) for paths, _, _ in found for path in paths), default=0)
+    merged: list[_Row] = [(*row, tuple(members)) for row, members in equal.items()]
+    depth = max((len(path) for paths, _, _ in merged for path in paths), default=0)
     for place in reversed(range(depth)):
-        found = _merge_at(place, found)
-    return [NamedRow(tuple(map(_text, paths)), cells, each) for paths, cells, each in found]
+        merged = _merge_at(place, merged)
+    return [NamedRow(tuple(map(_text, paths)), cells, each) for paths, cells, each in merged]
 
 
 def ranges(numbers: Sequence[int]) -> str:

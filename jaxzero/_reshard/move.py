@@ -221,11 +221,11 @@ def pairs(step: MoveStep, mesh: Mesh) -> tuple[tuple[int, int], ...]:
     """The `(sender, receiver)` pairs of a permutation, by index over its digits."""
     sizes = [mesh.shape[digit] for digit in step.digits]
     source_of = [step.after.index(factor) for factor in step.before]
-    found = []
+    messages = []
     for target, coordinates in enumerate(np.ndindex(*sizes)):
         source = [coordinates[i] for i in source_of]
-        found.append((int(np.ravel_multi_index(source, sizes)), target))
-    return tuple(found)
+        messages.append((int(np.ravel_multi_index(source, sizes)), target))
+    return tuple(messages)
 
 
 _RUN = {"slice": _slice, "exchange": _exchange, "gather": _gather, "permute": _permute}

@@ -357,6 +357,7 @@ class ZeroConfig:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that split a leaf, major first."""
+        # Weights are gathered over `node` first, and what arrives there has to be neighbours.
         return ("local", "node") if self.split == "all" else ("local",)
 
     def axes_at(self, stage: int) -> tuple[str, ...]:

@@ -108,6 +108,7 @@ class _Lockstep:
         self.whole = _traced(results, self.one, arrays)
         parts = _parts(problem, arrays, self.num)
         self.part = _traced(results, self.mesh, parts[0])
+        # A collective needs one part for each device; without one, parts may be micro-batches.
         if microbatches > 1 and not any(map(_is_collective, self.part.operations)):
             self.num *= microbatches
             parts = _parts(problem, arrays, self.num)

@@ -102,6 +102,7 @@ class Problem:
             for i, x in zip(self.differentiated, trained, strict=True):
                 merged[i] = x
             value, weight, aux = self.function(merged)
+            # As in a step, which divides the gradients of the sum.
             if weight is not None and divide:
                 value = value / lax.stop_gradient(weight).astype(value.dtype)
             return value, (value, weight, aux)

@@ -152,6 +152,7 @@ class _Part:
                     self._reductions, self._num_operands, results, strict=True
                 )
             ]
+            # Padding stays zero: an update such as `+ eps` would change it.
             new = [where_valid([inside], x, jnp.zeros((), x.dtype)) for x in values]
             return results, dict(zip(numbers, new, strict=True))
 

@@ -255,11 +255,11 @@ class LayerUpdate:
         Returns:
             The new shards; None for an array that does not change.
         """
-        known = {self.update.gradients[self.leaf.number]: gradient}
+        values = {self.update.gradients[self.leaf.number]: gradient}
         pairs = zip(self.values, layers, strict=True)
-        known |= {value: x for value, x in pairs if x is not None}
+        values |= {value: x for value, x in pairs if x is not None}
         new, shape = self.leaf.updates, gradient.shape
-        made = in_window(self.update.analysis, self.program, known, scalars, shape)
+        made = in_window(self.update.analysis, self.program, values, scalars, shape)
         inside = [self._is_inside(shape)]
         masked = (where_valid(inside, x, jnp.zeros((), x.dtype)) for x in made)
         found = dict(zip(new, masked, strict=True))

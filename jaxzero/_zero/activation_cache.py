@@ -97,12 +97,12 @@ class ActivationCache:
             return tuple(_on_devices(x) for x in entry.arrays)
         self.misses += 1
         static, arrays = _split(args)
-        found = self._compute(static, self.frozen, arrays)
-        num_bytes = sum(shard.data.nbytes for x in found for shard in x.addressable_shards)
+        activations = self._compute(static, self.frozen, arrays)
+        num_bytes = sum(shard.data.nbytes for x in activations for shard in x.addressable_shards)
         if self._max_bytes is None or self.num_bytes + num_bytes <= self._max_bytes:
-            self._kept[key] = _Entry(digest, tuple(_on_host(x) for x in found))
+            self._kept[key] = _Entry(digest, tuple(_on_host(x) for x in activations))
             self.num_bytes += num_bytes
-        return found
+        return activations
 
     def rest(self, active: Any, frozen: Any, activations: Sequence[Any], *args: Any) -> Any:
         """The function `f`, given the activations: what `value_and_grad` is applied to.
@@ -177,11 +177,11 @@ def _digest(tree: Any) -> bytes:
         if isinstance(leaf, jax.Array):
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             data = jax.random.key_data(leaf) if is_key else leaf
-            found = [np.asarray(shard.data) for shard in data.addressable_shards]
+            parts = [np.asarray(shard.data) for shard in data.addressable_shards]
         else:
-            found = [np.asarray(leaf)] if is_array(leaf) else []
+            parts = [np.asarray(leaf)] if is_array(leaf) else []
             digest.update(b"" if is_array(leaf) else repr(leaf).encode())
-        for x in found:
+        for x in parts:
             digest.update(f"{x.shape} {x.dtype}".encode())
             digest.update(np.ascontiguousarray(x).view(np.uint8).reshape(-1).data)
     return digest.digest()

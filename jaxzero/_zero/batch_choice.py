@@ -103,12 +103,12 @@ def _reading(value: Any, registry: Registry, states: Registry) -> bool | None:
     """
     if registry.holds_laid_out(value):
         return False
-    known = registry.find(value) or states.find(value)
-    if known is None:
+    layout = registry.find(value) or states.find(value)
+    if layout is None:
         return True
     if _common_rows(value) is None:
         return False
-    return True if registry.is_placed_otherwise(value, known) else None
+    return True if registry.is_placed_otherwise(value, layout) else None
 
 
 def asked_batches(
@@ -129,6 +129,7 @@ def asked_batches(
         return None
     positions = []
     for item in (asked,) if isinstance(asked, int | str) else tuple(asked):
+        # `True` and `False` are integers too.
         if isinstance(item, bool) or not isinstance(item, int | str):
             raise ValueError(
                 "`batch_argnums` must be a position, the name of an argument, or several of them; "
@@ -214,23 +215,25 @@ def _choose(
             rows and, with a batch of 2 or 4 rows, an array that is either a raw key or a label for
             each row.
     """
-    found = list(candidates)
-    if len(found) == 1:
-        num_rows = rows_of(names[found[0]], values[found[0]])
-        found += [i for i in doubtful if i not in found and _common_rows(values[i]) == num_rows]
-        found += [
+    possible = list(candidates)
+    if len(possible) == 1:
+        num_rows = rows_of(names[possible[0]], values[possible[0]])
+        possible += [
+            i for i in doubtful if i not in possible and _common_rows(values[i]) == num_rows
+        ]
+        possible += [
             i
             for i, x in enumerate(values)
-            if is_array(x) and _is_like_raw_key(x) and x.shape[0] == num_rows and i not in found
+            if is_array(x) and _is_like_raw_key(x) and x.shape[0] == num_rows and i not in possible
         ]
-    if len(found) > 1:
-        listed = ", ".join(names[i] for i in sorted(found))
+    if len(possible) > 1:
+        listed = ", ".join(names[i] for i in sorted(possible))
         raise ValueError(
             f"{listed}: each of these arguments can be the batch, whose rows are split over all "
             "devices, and the others are given whole to every device. Say which is the batch, "
             "with `batch_argnums=`: a position, the name of an argument, or several of them."
         )
-    return found[0]
+    return possible[0]
 
 
 def _has_rows(value: Any) -> bool:

@@ -108,15 +108,16 @@ def check_kept(name: str, tree: Any, wanted: Any, nodes: int | None) -> None:
     """
     (paths, leaves, treedef), (_, right, right_treedef) = flatten(tree), flatten(wanted)
     what = "it is another tree" if treedef != right_treedef else ""
+    # Trees of another structure, which may have fewer leaves, are refused below.
     for path, x, like in zip(paths, leaves, right, strict=False):
         if what or not (is_array(x) or is_array(like)):
             continue
-        now, then = (
+        got, expected = (
             f"{y.dtype}{list(y.shape)}" if is_array(y) else type(y).__name__
             for y in (data_of(x), data_of(like))
         )
-        if now != then:
-            what = f"its leaf `{path_name(path)}` is {now} in place of {then}"
+        if got != expected:
+            what = f"its leaf `{path_name(path)}` is {got}, not {expected}"
             what += f", which has a value for each of {nodes} nodes" if nodes else ""
     if what:
         raise ValueError(

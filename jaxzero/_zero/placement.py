@@ -284,11 +284,11 @@ def gather_full(layout: TreeLayout, leaves: list[Any], programs: Programs) -> li
         return [unpad_leaf(layout.leaves[i], to_device(x)) for i, x in pairs]
 
     if any(is_traced(x) for x in given):
-        made = unpadded([constrain(x, programs.mesh, PartitionSpec()) for x in given])
+        full = unpadded([constrain(x, programs.mesh, PartitionSpec()) for x in given])
     else:
         replicated = NamedSharding(auto_mesh(programs.mesh), PartitionSpec())
-        made = run_automatic(unpadded, replicated, programs, given)
-    by_number = dict(zip(arrays, made, strict=True))
+        full = run_automatic(unpadded, replicated, programs, given)
+    by_number = dict(zip(arrays, full, strict=True))
     return [
         by_number[i] if i in by_number else np.zeros(leaf.shape, float0)
         for i, leaf in enumerate(layout.leaves)

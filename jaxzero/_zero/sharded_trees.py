@@ -100,6 +100,7 @@ class ShardedTrees:
             return [x.data if is_stored(x) else pad_leaf(leaf, x) for leaf, x in pairs]
 
         check_room("parameters", layout.leaves, self.mesh, self._weight_axes)
+        # Here, where processes are about as far: later one may still compile when others send.
         gloo_workaround.connect_groups(self.mesh)
         made = make_leaves(stored, layout.leaves, self._programs, self._weight_axes, *args)
         return layout.stored(made)

@@ -162,11 +162,11 @@ def copy_slices(
             held[bounds] = get(index)
         return held[bounds]
 
-    made = jax.make_array_from_callback(shape, sharding, slice_of)
-    made.block_until_ready()
+    array = jax.make_array_from_callback(shape, sharding, slice_of)
+    array.block_until_ready()
     if not any(x.flags.c_contiguous for x in held.values()):
-        return made  # only such arrays are used in place
-    copies = [_apart(shard.data, slice_of(shard.index)) for shard in made.addressable_shards]
+        return array  # only such arrays are used in place
+    copies = [_apart(shard.data, slice_of(shard.index)) for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, jax.block_until_ready(copies))
 
 

@@ -70,6 +70,7 @@ class VerifiedCall:
         grads = [
             i for i in self._places() if jax.numpy.issubdtype(whole[i].dtype, jax.numpy.inexact)
         ]
+        # The names of `aux` are known once `_function` has been traced, which adds them.
         self.problem = Problem(
             function=self._function,
             arrays=whole,

@@ -62,11 +62,11 @@ def prepare(command: tuple[str, ...]) -> Prepared:
     program = command[0]
     if program.endswith(".py") and Path(program).is_file():
         return Prepared((sys.executable, *command), _message_for_script(program))
-    found = _find(command)
+    executable = _find(command)
     if not _BARE_PYTHON.fullmatch(program):
         return Prepared(command)
     # The full path is used, so that the interpreter that was queried is the one that is started.
-    return Prepared((found, *command[1:]), _message_for_python(command, found))
+    return Prepared((executable, *command[1:]), _message_for_python(command, executable))
 
 
 def _find(command: tuple[str, ...]) -> str:

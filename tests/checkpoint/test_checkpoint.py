@@ -1,6 +1,5 @@
 """Checkpoints: true shapes on disk, any mesh takes them up, mistakes are named."""
 
-import io
 import re
 import shutil
 import threading
@@ -12,11 +11,9 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from rich.console import Console
 
 import jaxzero as jz
-from jaxzero.commands import Inspect
-from jaxzero.commands._inspect import inspect
+from jaxzero import cli
 
 pytestmark = pytest.mark.standard_promotion  # optax
 
@@ -149,20 +146,20 @@ def test_save_returns_before_the_write_has_ended(tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, zero.unshard(restored["params"]), want)
 
 
-def test_inspect_shows_what_a_checkpoint_says_of_itself(saved, tmp_path):
+def test_inspect_shows_what_a_checkpoint_says_of_itself(saved, tmp_path, capsys, monkeypatch):
     directory, _, _ = saved
+    monkeypatch.setenv("COLUMNS", "300")
     for path in (directory, directory / "3"):
-        written = io.StringIO()
-        inspect(Inspect(path=path), Console(file=written, width=100))
-        said = written.getvalue()
+        assert cli.main(["inspect", str(path)]) == 0
+        said = capsys.readouterr().out
         assert f"step 3, in {directory / '3'}" in said
         assert "processes: 1, mesh: node=2, local=3;" in said and "stage=3" in said
         assert re.search(r"params\.odd +float32\[7,5\]", said)
         assert re.search(r"params\.even +bfloat16\[16,8\]", said)
     shutil.copytree(directory / "3", tmp_path / "3")
     (tmp_path / "3" / "jaxzero.json").write_text("{")
-    with pytest.raises(ValueError, match="jaxzero.json' is damaged"):
-        inspect(Inspect(path=tmp_path), Console(file=io.StringIO()))
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "jaxzero.json' is damaged" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(saved, tmp_path):

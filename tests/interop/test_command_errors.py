@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxzero import cli, interop
-from jaxzero._processes import FILE_ERROR, MISTAKE
 from jaxzero.interop import ArrayTensor
 
+MISTAKE, FILE_ERROR = 2, 74  # exit codes, as the documentation has them
 FORMS = {"safetensors": "new/folder/out", "torch": "new/folder/out.pt", "dcp": "new/folder/out"}
 
 

@@ -11,9 +11,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxzero import interop
-from jaxzero.interop._torch.unpickle import DTYPES
 
 torch = pytest.importorskip("torch", reason="needs torch: it writes the files")
+
+DTYPES = [
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2"),
+]
 
 
 def saved(path: Path, **content: Any) -> Path:

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxzero as jz
-from jaxzero._hlo.collectives import collectives
 from jaxzero.distributed import check_replicas
+from tests import zoo
 
 NODES, EVERY, WIDTH, LAYERS = 2, 4, 8, 4
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -266,7 +266,7 @@ def test_only_fragments_cross_between_nodes(streaming):
     _, rounds, run, _, _ = streaming
     crossing = [
         found
-        for found in collectives(run.as_text())
+        for found in zoo.hlo.collectives(run.as_text())
         if any(len({device // 2 for device in group}) > 1 for group in found.groups)
     ]
     assert [found.op for found in crossing] == ["all-gather"]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from jaxzero import models
-from jaxzero._hlo.collectives import collectives
+from tests import zoo
 
 from .drawn import drawn
 
@@ -96,7 +96,9 @@ def test_logits_are_those_of_one_device_and_no_weight_is_gathered(name):
     text = program.lower(graph, served, IDS).compile().as_text()
     weights = {x.size for x in jax.tree.leaves(full) if x.ndim > 1}
     gathered = [
-        x.line for x in collectives(text) if x.op == "all-gather" and x.results[0].size in weights
+        x.line
+        for x in zoo.hlo.collectives(text)
+        if x.op == "all-gather" and x.results[0].size in weights
     ]
     assert not gathered
     matrices = [x for x in jax.tree.leaves(served) if x.ndim > 1]

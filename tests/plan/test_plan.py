@@ -120,6 +120,14 @@ def test_unused_leaves_cost_nothing(zero):
     assert {s.name for s in plan.steps if s.action == "gather"} <= {"used"}
 
 
+def test_two_leaves_with_one_gradient_are_both_reduced(zero):
+    params = zero.shard({name: np.ones((16, 16), np.float32) for name in "ab"})
+    plan = zero.plan(
+        lambda p, x: jnp.mean((x @ (p["a"] + p["b"])) ** 2), params, np.ones((8, 16), np.float32)
+    )
+    assert [step.name for step in plan.steps if step.action == "reduce"] == ["a", "b"]
+
+
 def test_a_plan_is_of_the_arguments_given(zero):
     """Also where a program for arguments of those shapes has been traced before."""
 

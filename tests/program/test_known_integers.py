@@ -12,7 +12,8 @@ from jaxzero._program.uniform import known_integers
 
 def _counters(x):
     i = jnp.arange(2, 8)
-    return i[::-1], i[1:5], (-i).reshape(2, 3), jnp.where(i < 4, i, i - 10), jnp.clip(i, 3, 5)
+    chosen = jnp.where(i < 4, i, i - 10), jnp.clip(i, 3, 5)
+    return i[::-1], i[1:5], (-i).reshape(2, 3), jnp.broadcast_to(i[:, None], (6, 2)), *chosen
 
 
 def _scan(x):

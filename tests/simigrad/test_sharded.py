@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxzero as jz
-from jaxzero._hlo import collectives as _hlo
+from tests import zoo
 
 from .helpers import assert_same_bits, feed_all, make_gradients, make_params, make_simigrad
 
@@ -121,7 +121,7 @@ def test_only_scalars_travel(axis_type):
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        return _hlo.collectives(step.lower(params, state, _batch(zero, 0)).compile().as_text())
+        return zoo.hlo.collectives(step.lower(params, state, _batch(zero, 0)).compile().as_text())
 
     def sizes(found):
         return sorted((c.op, s.size) for c in found for s in c.results if s.size > 1)
@@ -135,8 +135,8 @@ def test_only_scalars_travel(axis_type):
     _, params, state = _sharded(axis_type, tx)
     text = jax.jit(tx.update).lower(params, state, params).compile().as_text()
     branches, program = text.split("\nENTRY")
-    assert not _hlo.collectives("ENTRY" + program)
-    (sums,) = _hlo.collectives(branches)
+    assert not zoo.hlo.collectives("ENTRY" + program)
+    (sums,) = zoo.hlo.collectives(branches)
     leaves = len(jax.tree.leaves(params))
     assert sums.op == "all-reduce" and len(sums.results) <= 3 * leaves
     assert all(s.size == 1 for s in sums.results)

@@ -13,7 +13,6 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._hlo import collectives as _hlo
 from tests import zoo
 
 LAYERS, WIDTH = 4, 24
@@ -81,6 +80,18 @@ def _of_the_batch(p, x, which):
     return jnp.mean(_scan(p["c"], both(p, x)) ** 2)
 
 
+def _sums(p, x, which):
+    """Backward reads no weight."""
+
+    def layer(x, p):
+        def add(sign):
+            return lambda: x + sign * sum(jnp.sum(w, 0, keepdims=True) for w in p.values())
+
+        return lax.cond(which > 0, add(1.0), add(-2.0)), None
+
+    return jnp.mean(lax.scan(layer, x, p)[0] ** 2)
+
+
 def _zero(mesh, config=None):
     config = config or jz.zero3()
     schedule = dataclasses.replace(config.schedule, loop_constant_bytes=0)
@@ -130,8 +141,15 @@ def test_a_device_holds_a_layer(loss):
     assert max(step.num_bytes for step in plan.steps) <= LAYER
     if loss is not _without_checkpoint:  # which keeps activations of all layers
         text = jax.jit(zero.value_and_grad(loss)).lower(params, batch, which).compile().as_text()
-        wide = _hlo.floats_of_at_least(text, LAYERS * WIDTH * WIDTH)
+        wide = zoo.hlo.floats_of_at_least(text, LAYERS * WIDTH * WIDTH)
         assert not wide, "\n".join(wide)
+
+
+def test_gradients_are_reduced_in_the_branch_that_runs():
+    zero, (tree,) = _zero("2x2-auto"), _init(jax.random.key(0))
+    plan = zero.plan(_sums, zero.shard(tree), jnp.ones((8, WIDTH)), jnp.int32(0))
+    paths = [step.path for step in plan.steps if step.action == "reduce"]
+    assert {len(path) for path in paths} == {2}, str(plan)  # the loop, and in it a branch
 
 
 @pytest.mark.slow

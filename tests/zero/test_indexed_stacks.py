@@ -9,7 +9,6 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._hlo import collectives as _hlo
 from tests import zoo
 
 LAYERS, WIDTH = 8, 24
@@ -165,7 +164,7 @@ def test_a_device_holds_a_layer_and_results_are_those_of_one_device(loss, mesh):
         compiled = jax.jit(zero.value_and_grad(loss)).lower(params, batch).compile()
         value, grads = compiled(params, batch)
         want, want_grads = jax.jit(jax.value_and_grad(loss))(tree, batch)
-    wide = _hlo.floats_of_at_least(compiled.as_text(), 4 * WIDTH * WIDTH)
+    wide = zoo.hlo.floats_of_at_least(compiled.as_text(), 4 * WIDTH * WIDTH)
     assert not wide, "\n".join(wide)
     zoo.assert_close(jax.device_get(value), np.asarray(want), 1e-5, "loss")
     zoo.assert_close(jax.device_get(zero.unshard(grads)), jax.device_get(want_grads), 1e-5, "grads")

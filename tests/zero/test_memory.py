@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
 from benchmarks.shared import _gspmd
-from jaxzero._hlo import collectives as _hlo
 from tests import zoo
 
 pytestmark = pytest.mark.slow
@@ -100,7 +99,7 @@ def _measure(name: str) -> dict[str, float]:
     return {
         "ours": ours.memory_analysis().temp_size_in_bytes,
         "gspmd": gspmd.memory_analysis().temp_size_in_bytes,
-        "gathers": sum(c.op == "all-gather" for c in _hlo.collectives(ours.as_text())),
+        "gathers": sum(c.op == "all-gather" for c in zoo.hlo.collectives(ours.as_text())),
     }
 
 
@@ -252,9 +251,9 @@ def _compiled(loss, mesh, dtype=jnp.float32, microbatches=1):
 
 def _assert_no_stack(text):
     """The largest array is smaller than a whole stack, and layers are gathered one at a time."""
-    wide = _hlo.floats_of_at_least(text, _DEPTH * _IN * _OUT)
+    wide = zoo.hlo.floats_of_at_least(text, _DEPTH * _IN * _OUT)
     assert not wide, "a whole stack exists:\n" + "\n".join(wide)
-    gathers = [c for c in _hlo.collectives(text) if c.op == "all-gather"]
+    gathers = [c for c in zoo.hlo.collectives(text) if c.op == "all-gather"]
     assert any(shape.size >= _IN * _OUT for c in gathers for shape in c.results)
 
 
@@ -291,21 +290,21 @@ def test_stack_whose_layers_divide_and_whose_dims_do_not():
     params = zero.abstract(init, jax.random.key(0))
     x = jax.ShapeDtypeStruct((8, 9), jnp.float32)
     text = jax.jit(zero.value_and_grad(loss)).lower(params, x).compile().as_text()
-    wide = _hlo.floats_of_at_least(text, 8 * 9 * 9)
+    wide = zoo.hlo.floats_of_at_least(text, 8 * 9 * 9)
     assert not wide, "a whole stack exists:\n" + "\n".join(wide)
 
 
 def test_shapes_and_collectives_are_read():
     text = "%a = f32[2,64]{1,0} all-gather(f32[1,64]{1,0} %p), dimensions={0}\n%b = bf16[] add(...)"
-    assert [str(shape) for shape in _hlo.shapes(text)] == [
+    assert [str(shape) for shape in zoo.hlo.shapes(text)] == [
         "f32[2, 64]",
         "f32[1, 64]",
         "bf16[]",
     ]
-    (gather,) = _hlo.collectives(text)
+    (gather,) = zoo.hlo.collectives(text)
     assert gather.op == "all-gather"
     assert gather.results[0].num_bytes == 512
-    assert np.isclose(len(_hlo.floats_of_at_least(text, 128)), 1)
+    assert np.isclose(len(zoo.hlo.floats_of_at_least(text, 128)), 1)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from jaxzero._hlo.collectives import collectives
+from tests import zoo
 
 WIDTH, TOKENS, LAYERS, WORDS = 256, 16, 2, 40
 
@@ -219,7 +219,7 @@ def test_the_report_counts_what_the_program_sends(method):
     traffic = zero.report(params, plan=zero.plan(loss, params, batch)).traffic
     text = jax.jit(zero.value_and_grad(loss)).lower(params, batch).compile().as_text()
     assert traffic is not None
-    sent = collectives(text)
+    sent = zoo.hlo.collectives(text)
     over_tokens = [x for x in sent if {0, 1} in map(set, x.groups)]
 
     def counted(op):

@@ -13,7 +13,6 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._hlo import collectives as _hlo
 from tests import zoo
 
 LAYERS, WIDTH = 4, 24  # eight devices would divide neither the layers nor nine columns
@@ -25,6 +24,7 @@ def _stacks(*names):
     shapes = {
         **dict.fromkeys("wqkv", (LAYERS, WIDTH, WIDTH)),
         "gain": (LAYERS, 1, WIDTH),
+        "bias": (LAYERS, WIDTH),
         "a": (LAYERS, WIDTH, 4),
         "b": (LAYERS, 4, WIDTH),
     }
@@ -76,7 +76,9 @@ def _low_rank_sum(p, x):
 
 
 def _regularized(p, x):
-    return _scan(p["w"], x) + 0.01 * jnp.sum(p["w"] ** 2)
+    """Matrices and vectors."""
+    loss = _scan(p, x, lambda x, p: jnp.tanh(x @ p["w"] + p["bias"][None]))
+    return loss + 0.01 * (jnp.sum(p["w"] ** 2) + jnp.sum(p["bias"] ** 2))
 
 
 def _regularized_before(p, x):
@@ -119,7 +121,7 @@ CASES = [
     (_case(_norm_outside_of_a_checkpoint, "w", "gain"), "4x2-auto"),
     (_case(_concatenation, "q", "k", "v"), "2x3-explicit"),
     (_case(_low_rank_sum, "w", "a", "b"), "2x4-explicit"),
-    (_case(_regularized, "w"), "2x3-auto"),
+    (_case(_regularized, "w", "bias"), "2x3-auto"),
     (_case(_regularized_before, "w"), "2x4-explicit"),
     (_case(_norms_of_layers, "w"), "2x3-explicit"),
     (_case(_straight_through, "w"), "2x4-explicit"),
@@ -143,7 +145,7 @@ def test_no_stack_is_whole_and_results_are_those_of_one_device(case, mesh):
         compiled = jax.jit(zero.value_and_grad(case.loss)).lower(params, batch).compile()
         loss, grads = compiled(params, batch)
         want, want_grads = jax.jit(jax.value_and_grad(case.loss))(tree, batch)
-    wide = _hlo.floats_of_at_least(compiled.as_text(), LAYERS * WIDTH * WIDTH)
+    wide = zoo.hlo.floats_of_at_least(compiled.as_text(), LAYERS * WIDTH * WIDTH)
     # A mask for each layer is an array of the program, and not made of weights.
     assert not wide or case.loss is _mask_of_each_layer, "\n".join(wide)
     zoo.assert_close(jax.device_get(loss), np.asarray(want), 1e-5, "loss")

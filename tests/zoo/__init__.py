@@ -1,5 +1,7 @@
 """A zoo of models and losses for the oracle tests. `_case.py` says what a case is."""
 
+from jaxzero._hlo import collectives
+
 from . import _collectives as _collectives
 from . import _control as _control
 from . import _custom_rules as _custom_rules
@@ -26,3 +28,5 @@ from ._quantised import PRESETS as PRESETS
 from ._quantised import assert_within as assert_within
 from ._quantised import check_quantised as check_quantised
 from ._quantised import expected_and_sizes as expected_and_sizes
+
+hlo = collectives  # reads from HLO what is sent, in which types, and how often
