@@ -44,7 +44,7 @@ from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, most_held, unchanged_inputs
 from .layer_memory import NO_PEAK, LayerMemory, Peak, work_done
 from .lifetimes import Gather, Live, find_gathers, find_passes
-from .lookahead import Room, hops_in_turn, issued_early, latest_issues
+from .lookahead import Room, behind_exchanges, hops_in_turn, issued_early, latest_issues
 from .param_uses import BlockUses, ShardedParam, View
 from .ties import find_ties, largest_input, start_of_backward
 
@@ -131,6 +131,10 @@ def _plan_block(
         if not in_loop and any(gather.weight.in_host for gather in gathers):
             group = dataclasses.replace(group, fetch=fetched_at, fetch_tie=ties[fetched_at])
         gather_groups.append(group)
+    if in_loop and schedule.prefetch:
+        others = {*uses.views, *gradients.reduces}
+        sent = behind_exchanges(block, gather_groups, reduces, gather_axes, others)
+        gather_groups, reduces = sent
     return BlockPlan(
         block,
         uses,

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxzero._planner.flops import matrix_flops
+from jaxzero._program import matrix_flops
 
 
 def test_flops_count_loops_and_batches():

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from .ir import Operation
+
 
 def matrix_flops(function: Callable, *args: Any, **kwargs: Any) -> float:
     """Operations of the matrix products of `function(*args, **kwargs)`, over all devices.
@@ -17,6 +19,11 @@ def matrix_flops(function: Callable, *args: Any, **kwargs: Any) -> float:
     A `while` loop, whose length is not known, counts once; of a `cond`, its largest branch.
     """
     return _flops(jax.make_jaxpr(function)(*args, **kwargs).jaxpr)
+
+
+def flops_of(operation: Operation) -> float:
+    """Those of an operation, as `matrix_flops` counts them."""
+    return _of_equation(operation.equation)
 
 
 def _flops(jaxpr: Any) -> float:
