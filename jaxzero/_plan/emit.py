@@ -282,8 +282,9 @@ class _Emitter:
         plan names; over others once `tie` exists.
         """
         for i, (group, done) in enumerate(self._in_flight):
-            after = self.plan.reduce_groups[group].after
-            is_early = not done and after is not None and after not in self._known
+            wanted = None if done else self.plan.reduce_groups[group].after
+            after, is_end = self._if_known(wanted), self.at == len(self.operations)
+            is_early = wanted is not None and after is None and not is_end
             if done < self._num_axes(group) and not is_early:
                 waits = tie if done else after
                 self.done.append(Reduce(at=self.at, group=group, axis=done, after=waits))
