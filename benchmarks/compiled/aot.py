@@ -311,8 +311,9 @@ def _lowered_gspmd(variant: str, model: Model, mesh: jax.sharding.Mesh, batch: A
 
     def on_devices(function: Callable) -> Callable:
         specs = of_rows, of_rows, of_rows, PartitionSpec("local")
-        options = {"mesh": mesh, "check_vma": False}
-        return jax.shard_map(function, in_specs=specs, out_specs=of_rows, **options)
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=specs, out_specs=of_rows, check_vma=False
+        )
 
     options: dict[str, Any] = {} if variant == "gspmd" else {"constrain": constrain}
     options |= {"on_devices": on_devices} if names else {}

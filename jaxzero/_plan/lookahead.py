@@ -189,10 +189,9 @@ def behind_exchanges(
         axes: that weights are gathered over.
         others: values that nothing can wait for.
     """
-    exchanged = _Exchanged(block, others)
-    if not exchanged.places:
+    if not any(map(_exchanges, block.operations)):
         return [*groups], [*reduces]
-    late_reduces = []
+    exchanged, late_reduces = _Exchanged(block, others), []
     for group in reduces:
         num_bytes = sum(value.num_bytes for value in group.values)
         _, after = exchanged.behind(group.at + 1, _work_to_send(num_bytes, group.axes))
@@ -232,7 +231,7 @@ class _Exchanged:
         last = 0
         for i, operation in enumerate(block.operations):
             made = [x for x in operation.outputs if x.is_array and x not in others]
-            if not made or not _sends_rows(operation):
+            if not made or not _exchanges(operation):
                 continue
             tie, stop, first = max(made, key=lambda x: x.num_bytes), i + 1, i
             if self.places and self._work[self.places[-1][0].stop] == self._work[i]:
@@ -264,7 +263,7 @@ class _Exchanged:
         return min([(start, None), *later], key=lambda x: waiting(x[0]))
 
 
-def _sends_rows(operation: Operation) -> bool:
+def _exchanges(operation: Operation) -> bool:
     """Whether an operation of the loss is a collective over an axis that messages cross."""
     return any(not {*AXES}.isdisjoint(axes) for _, axes in exchanges(operation))
 
