@@ -23,13 +23,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from .._mesh import AXES, NODE
 from .._program import Block, Operation, Value, exchanges, flops_of
-from .block_plan import GatherGroup, ReduceGroup
+from .block_plan import BlockPlan, ReduceGroup
 from .gradient_reductions import BlockGradients
 from .held_by_loops import WORK_PER_BYTE
 from .layer_memory import LayerMemory, work_needed
@@ -173,42 +173,31 @@ def hops_in_turn(
     return issues if best is None or least(best) <= 0 else (*issues[:-1], best)
 
 
-def behind_exchanges(
-    block: Block,
-    groups: Sequence[GatherGroup],
-    reduces: Sequence[ReduceGroup],
-    axes: Sequence[str],
-    others: Container[Value],
-) -> tuple[list[GatherGroup], list[ReduceGroup]]:
+def behind_exchanges(plan: BlockPlan) -> BlockPlan:
     """Send messages of a loop's body behind its own exchanges ([Note: exchanges]).
 
-    Args:
-        block: the body.
-        groups: the groups of weights; those for later iterations may be sent later.
-        reduces: the groups of gradients; likewise those that are reduced in their own iteration.
-        axes: that weights are gathered over.
-        others: values that nothing can wait for.
+    Later are sent weights for later iterations, and gradients that are reduced in their own.
     """
-    if not any(map(_exchanges, block.operations)):
-        return [*groups], [*reduces]
-    exchanged, late_reduces = _Exchanged(block, others), []
-    for group in reduces:
+    if not plan.overlaps or not any(map(_exchanges, plan.block.operations)):
+        return plan
+    exchanged, reduces = _Exchanged(plan), []
+    for group in plan.reduce_groups:
         num_bytes = sum(value.num_bytes for value in group.values)
         _, after = exchanged.behind(group.at + 1, _work_to_send(num_bytes, group.axes))
-        late_reduces.append(group if group.deferred else dataclasses.replace(group, after=after))
-    ahead = [x for x in groups if x.prefetched]
+        reduces.append(group if group.deferred else dataclasses.replace(group, after=after))
+    ahead = [x for x in plan.gather_groups if x.prefetched]
     num_bytes = sum(gather.num_bytes for group in ahead for gather in group.gathers)
     start = max((x.issues[0] for x in ahead), default=0)
-    place, tie = exchanged.behind(start, _work_to_send(num_bytes, axes))
-    late_groups = []
-    for group in groups:
+    place, tie = exchanged.behind(start, _work_to_send(num_bytes, plan.gather_axes))
+    gathers = []
+    for group in plan.gather_groups:
         if group.prefetched and tie is not None:
             issues = tuple(max(x, place) for x in group.issues)
             ties = zip(issues, group.ties, strict=True)
             ties = tuple(tie if issue == place else value for issue, value in ties)
             group = dataclasses.replace(group, issues=issues, ties=ties)
-        late_groups.append(group)
-    return late_groups, late_reduces
+        gathers.append(group)
+    return dataclasses.replace(plan, gather_groups=tuple(gathers), reduce_groups=tuple(reduces))
 
 
 def _work_to_send(num_bytes: int, axes: Sequence[str]) -> int:
@@ -224,12 +213,13 @@ class _Exchanged:
             that after the last, and the result of the one that most of the body comes before.
     """
 
-    def __init__(self, block: Block, others: Container[Value]):
-        self._work = np.cumsum([0, *(flops_of(x) / 2 for x in block.operations)])
-        needed = work_needed(block.operations)
+    def __init__(self, plan: BlockPlan):
+        operations, others = plan.block.operations, {*plan.uses.views, *plan.gradients.reduces}
+        self._work = np.cumsum([0, *(flops_of(x) / 2 for x in operations)])
+        needed = work_needed(operations)
         self.places: list[tuple[range, Value]] = []
         last = 0
-        for i, operation in enumerate(block.operations):
+        for i, operation in enumerate(operations):
             made = [x for x in operation.outputs if x.is_array and x not in others]
             if not made or not _exchanges(operation):
                 continue

@@ -131,10 +131,6 @@ def _plan_block(
         if not in_loop and any(gather.weight.in_host for gather in gathers):
             group = dataclasses.replace(group, fetch=fetched_at, fetch_tie=ties[fetched_at])
         gather_groups.append(group)
-    if in_loop and schedule.prefetch:
-        others = {*uses.views, *gradients.reduces}
-        sent = behind_exchanges(block, gather_groups, reduces, gather_axes, others)
-        gather_groups, reduces = sent
     return BlockPlan(
         block,
         uses,
@@ -182,7 +178,7 @@ def _plan_loops(
             )
             in_host = any(stack.in_host for stack in used.stacks)
             ahead = window if in_host and repeats and schedule.prefetch else 0
-            loops[index] = LoopPlan(body, index, window=ahead)
+            loops[index] = LoopPlan(behind_exchanges(body), index, window=ahead)
     return loops
 
 
