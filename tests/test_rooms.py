@@ -72,9 +72,8 @@ JAXPRS = {
     "jaxzero._mesh.emission",
     "jaxzero._mesh.loop_order",
     "jaxzero._mesh.per_device",
-    "jaxzero._planner.flops",
     "jaxzero._verify.roundings",
-    *(f"jaxzero._program.{x}" for x in ("frozen_part", "ir", "same_operations", "trace")),
+    *(f"jaxzero._program.{x}" for x in ("flops", "frozen_part", "ir", "same_operations", "trace")),
 }
 JAXPRS.add("jaxzero._program.layout_requests")
 JAXPR_FIELDS = {"constvars", "eqns", "invars", "jaxpr", "outvars"}

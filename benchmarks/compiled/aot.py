@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxzero as jz
 from benchmarks.shared import _gspmd
+from benchmarks.shared._llama import EXPERTS
 from benchmarks.shared._models import SIZES, Model, ModelName, in_form, step_config
 from benchmarks.shared._rows import append_row, is_current, read_rows
 from jaxzero._hlo import Rates, parse, timeline
@@ -45,6 +46,7 @@ from ._kernel_reports import kernel_reports
 Variant = Literal[
     "gspmd",
     "gspmd-by-hand",
+    "gspmd-experts",
     "zero3",
     "zero3-slices",
     "zero3-experts",
@@ -126,7 +128,8 @@ def main(
         tokens: of each row; of an image the pixels on a side. None: likewise.
         schedule: of jaxzero's variants.
         options: names in `OPTION_SETS` to compile each variant with. If empty, all of them for
-            `gspmd-by-hand`, XLA's defaults for `gspmd`, jaxzero's for its own variants.
+            `gspmd-by-hand` and `gspmd-experts`, XLA's defaults for `gspmd`, jaxzero's for its own
+            variants.
         durations: compile twice, the second time with predicted durations (`jz.compile_for`) at
             50 GB/s into a node. Times to compile are of both.
         form: how the model is written: as `_llama`, or in Flax Linen (scanned and dense only).
@@ -203,9 +206,9 @@ def main(
 
 
 def _default_sets(variant: Variant) -> Sequence[str]:
-    if variant == "gspmd-by-hand":
-        return tuple(OPTION_SETS)
-    return ("xla",) if variant == "gspmd" else ("jaxzero",)
+    if variant == "gspmd":
+        return ("xla",)
+    return tuple(OPTION_SETS) if variant.startswith("gspmd") else ("jaxzero",)
 
 
 def _has_row(program: dict[str, Any], table: str) -> bool:
@@ -258,7 +261,7 @@ def lowered_step(
                 f"`microbatches` must be 1 for {variant!r}, which has none; got {microbatches}. "
                 "Leave it out, or compile jaxzero's variants only."
             )
-        return _lowered_gspmd(model, mesh, batch, by_hand=variant == "gspmd-by-hand")
+        return _lowered_gspmd(variant, model, mesh, batch)
     config = dataclasses.replace(_config(variant, microbatches), schedule=schedule)
     zero = jz.Zero(mesh, config)
     key = jax.random.key(0)
@@ -286,13 +289,18 @@ def _config(variant: str, microbatches: int) -> jz.ZeroConfig:
         return dataclasses.replace(_config(variant.removesuffix("-no-slices"), 1), hpz=None)
     if variant.endswith("-experts"):
         config = _config(variant.removesuffix("-experts"), 1)
-        leaves = ("layers.gate", "layers.up", "layers.down")
-        return dataclasses.replace(config, ungathered=jz.Ungathered(leaves, dim=1))
+        leaves = jz.Ungathered(tuple(f"layers.{x}" for x in EXPERTS), dim=1)
+        return dataclasses.replace(config, ungathered=leaves)
     return getattr(jz, variant)()
 
 
-def _lowered_gspmd(model: Model, mesh: jax.sharding.Mesh, batch: Any, *, by_hand: bool) -> Any:
-    """The step with GSPMD, `by_hand` with sharding constraints on activations."""
+def _lowered_gspmd(variant: str, model: Model, mesh: jax.sharding.Mesh, batch: Any) -> Any:
+    """The step with GSPMD, but for `gspmd` with sharding constraints on activations.
+
+    With `gspmd-experts` a device has the experts that it computes, sent from other nodes for each
+    layer, and tokens are exchanged as with jaxzero, in a `jax.shard_map` around the experts.
+    """
+    names = EXPERTS if variant == "gspmd-experts" else ()
     of_rows, is_long = jz.Zero(mesh).batch_spec, "tokens" in mesh.axis_names
     rows = NamedSharding(mesh, of_rows)
 
@@ -301,9 +309,17 @@ def _lowered_gspmd(model: Model, mesh: jax.sharding.Mesh, batch: Any, *, by_hand
         spec = PartitionSpec(*of_rows, *others) if is_long else of_rows
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    loss = functools.partial(model.loss, constrain=constrain) if by_hand else model.loss
+    def on_devices(function: Callable) -> Callable:
+        specs = of_rows, of_rows, of_rows, PartitionSpec("local")
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=specs, out_specs=of_rows, check_vma=False
+        )
+
+    options: dict[str, Any] = {} if variant == "gspmd" else {"constrain": constrain}
+    options |= {"on_devices": on_devices} if names else {}
+    loss = functools.partial(model.loss, **options)
     trees = [jax.eval_shape(make, jax.random.key(0)) for make in (model.init, model.frozen) if make]
-    split = [_gspmd.shardings(tree, mesh) for tree in trees]
+    split = [_gspmd.shardings(tree, mesh, names) for tree in trees]
     args = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), trees, split)
     batch = jax.tree.map(lambda x: x.update(sharding=rows), batch)
     whole = NamedSharding(mesh, PartitionSpec())

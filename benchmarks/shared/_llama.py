@@ -26,6 +26,7 @@ POLICIES: dict[Policy, Callable[..., Any]] = {
     "names": _saveable.save_only_these_names("attention", "mlp"),
     "offload": _saveable.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
+EXPERTS = ("gate", "up", "down")  # the leaves of experts, `[layers, experts, ...]`
 _FILTER = 4  # numbers that the convolution of Mamba sees, of each channel
 
 
@@ -139,6 +140,7 @@ def loss(
     params: Params,
     tokens: Int[Array, "b t"],
     constrain: Callable[[Array], Array] | None = None,
+    on_devices: Callable[[Callable], Callable] | None = None,
 ) -> Float[Array, ""]:
     """Mean cross-entropy of the next token; computed in bfloat16.
 
@@ -149,12 +151,14 @@ def loss(
         constrain: called on the activations after every layer, and on the logits; in a model of
             long rows on queries, keys and values, `[rows, tokens, heads, size]`, in place of
             the latter. None: `jz.split_tokens` and `jz.attention` in a model of long rows.
+        on_devices: makes of a function of activations, scores, choices and experts one that each
+            device runs on its own; for experts that are split by hand.
     """
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     attend = _attend(size, constrain)
     constrain = constrain or (jz.split_tokens if size.long else lambda x: x)
     x = constrain(params["embedding"][tokens])
-    mlp = functools.partial(_experts, size) if size.experts else _mlp
+    mlp = functools.partial(_experts, size, on_devices) if size.experts else _mlp
 
     def layer(x, weights):
         if size.state:
@@ -239,15 +243,23 @@ def _mlp(x: Array, weights: Params) -> Array:
     return x + checkpoint_name(hidden @ weights["down"], "mlp")
 
 
-def _experts(size: LlamaSize, x: Array, weights: Params) -> Array:
+def _experts(
+    size: LlamaSize,
+    on_devices: Callable[[Callable], Callable] | None,
+    x: Array,
+    weights: Params,
+) -> Array:
     """Every expert on every token, the best of each weighted: the weights are those of a mixture,
     the arithmetic is more (Switch Transformers, https://arxiv.org/abs/2101.03961). Or each token
     on its experts only, where they stay on their devices or `size.sorts_tokens`."""
     y = _norm(x, weights["norm2"])
     scores = jax.nn.softmax((y @ weights["router"]).astype(jnp.float32))
     best, numbers = jax.lax.top_k(scores, size.choices)
-    if size.sorts_tokens or len(weights["gate"]) < size.experts:
-        return x + _by_own_experts(y, best.astype(y.dtype), numbers, weights)
+    own = {name: weights[name] for name in EXPERTS}
+    if on_devices is not None or size.sorts_tokens or len(own["gate"]) < size.experts:
+        function = functools.partial(_by_own_experts, size.experts)
+        function = function if on_devices is None else on_devices(function)
+        return x + function(y, best.astype(y.dtype), numbers, own)
     chosen = jnp.where(scores >= best[..., -1:], scores, 0).astype(y.dtype)
 
     def expert(total, one):
@@ -255,22 +267,21 @@ def _experts(size: LlamaSize, x: Array, weights: Params) -> Array:
         return total + share[..., None] * ((jax.nn.silu(y @ gate) * (y @ up)) @ down), None
 
     shares = jnp.moveaxis(chosen, -1, 0)
-    stacks = (weights["gate"], weights["up"], weights["down"], shares)
+    stacks = (*own.values(), shares)
     return jax.lax.scan(expert, x, stacks)[0]
 
 
-def _by_own_experts(y: Array, best: Array, numbers: Array, weights: Params) -> Array:
-    """Each token on its experts, by the devices that have them."""
+def _by_own_experts(num: int, y: Array, best: Array, numbers: Array, own: Params) -> Array:
+    """Each token on its experts, of `num`, by the devices that have them."""
 
     def expert(one: Params, rows: Array) -> Array:
         return (jax.nn.silu(rows @ one["gate"]) * (rows @ one["up"])) @ one["down"]
 
-    own = {name: weights[name] for name in ("gate", "up", "down")}
     sent = (x.reshape(-1, x.shape[-1]) for x in (y, numbers, best))
     made, _ = jz.exchange_tokens(
         functools.partial(apply_by_group, expert, own),
         *sent,
-        num_experts=weights["router"].shape[-1],
+        num_experts=num,
         num_local=len(own["gate"]),
     )
     return made.reshape(y.shape)

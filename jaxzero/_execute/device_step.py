@@ -277,8 +277,15 @@ def _share(
     *others, _ = block.inputs
     values = values_made_of(block, others)
     first = len(jax.tree.leaves(shapes[:2]))
-    outputs = enumerate(block.outputs[first : first + len(parameters.differentiated)])
-    not_derived = frozenset(i for i, x in outputs if isinstance(x, Constant) or x in values)
+    outputs = block.outputs[first : first + len(parameters.differentiated)]
+    twins = parameters.twins
+    leaves = [*range(len(parameters.leaves) - len(twins)), *twins]
+    of_leaves = [leaves[i] for i in parameters.differentiated]
+    pairs = zip(of_leaves, outputs, strict=True)
+    # A gradient that is a value in one part, and a derivative in that of the twin, is their sum,
+    # which depends on the loss: that rows move changes nothing about it.
+    derived = {i for i, x in pairs if not (isinstance(x, Constant) or x in values)}
+    not_derived = frozenset(k for k, i in enumerate(of_leaves) if i not in derived)
     dtype = shapes[0].dtype
     if not isinstance(share_of_loss, jax.Array):
         return float(np.asarray(share_of_loss).astype(dtype)), not_derived

@@ -183,7 +183,8 @@ def _choose(
             is_mean = as_means and exchange.sum_dtype == leaf.dtype
             chosen[i] = _operations(leaf, exchange, comm.num_devices if is_mean else None)
             reads = sum(x.num * x.trips for x in table.reads)
-            moved[i] = MovedRows(leaf.path, leaf.shape, leaf.dtype, reads, rows, weight, is_mean)
+            sent = reads, rows, weight, is_mean
+            moved[i] = MovedRows(leaf.path, leaf.shape, leaf.dtype, *sent, is_alone=i < num)
     return moved, chosen
 
 

@@ -46,6 +46,7 @@ class ReduceGroup:
     at: int  # the operation that makes the last of these gradients
     deferred: bool = False  # in a loop: sent in later iterations
     axes: tuple[str, ...] = ()  # the mesh axes that they are reduced over, in order
+    after: Value | None = None  # what the first of these hops waits for; None: the gradients only
 
 
 @dataclasses.dataclass(frozen=True)

@@ -280,11 +280,15 @@ class _Emitter:
     def _reduce_in_flight(self, tie: Value | None = None) -> None:
         """Reduce every group in flight over its next axis.
 
-        Over the first axis a group is sent as soon as it is encoded; over others once `tie` exists.
+        Over the first axis a group is sent as soon as it is encoded, and the value exists that its
+        plan names; over others once `tie` exists.
         """
         for i, (group, done) in enumerate(self._in_flight):
-            if done < self._num_axes(group):
-                waits = tie if done else None
+            wanted = None if done else self.plan.reduce_groups[group].after
+            after, is_end = self._if_known(wanted), self.at == len(self.operations)
+            is_early = wanted is not None and after is None and not is_end
+            if done < self._num_axes(group) and not is_early:
+                waits = tie if done else after
                 self.done.append(Reduce(at=self.at, group=group, axis=done, after=waits))
                 self._in_flight[i] = group, done + 1
 

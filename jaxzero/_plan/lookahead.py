@@ -12,19 +12,24 @@ none is used later than that.
 
 Weights that wait take memory. They are sent more than `n` groups ahead only where no more is held
 than at the peak of the program (`Room`).
+
+[Note: exchanges] A loss may exchange rows itself, as tokens of experts are. A device waits for
+them, and they wait for messages that were sent before. So in the body of a loop that does, messages
+are sent once an exchange has ended, that behind which most is computed before the next one.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .._mesh import NODE
-from .._program import Block, Value
-from .block_plan import ReduceGroup
+from .._mesh import AXES, NODE
+from .._program import Block, Operation, Value, exchanges, flops_of
+from .block_plan import BlockPlan, ReduceGroup
 from .gradient_reductions import BlockGradients
 from .held_by_loops import WORK_PER_BYTE
 from .layer_memory import LayerMemory, work_needed
@@ -166,6 +171,91 @@ def hops_in_turn(
     places = (x for x in range(first + 1, at) if ties[x] is not ties[x - 1])
     best = max(places, key=least, default=None)
     return issues if best is None or least(best) <= 0 else (*issues[:-1], best)
+
+
+def behind_exchanges(plan: BlockPlan) -> BlockPlan:
+    """Send messages of a loop's body behind its own exchanges ([Note: exchanges]).
+
+    Later are sent weights for later iterations, and gradients that are reduced in their own.
+    """
+    if not plan.overlaps or not any(map(_exchanges, plan.block.operations)):
+        return plan
+    exchanged, reduces = _Exchanged(plan), []
+    for group in plan.reduce_groups:
+        num_bytes = sum(value.num_bytes for value in group.values)
+        _, after = exchanged.behind(group.at + 1, _work_to_send(num_bytes, group.axes))
+        reduces.append(group if group.deferred else dataclasses.replace(group, after=after))
+    ahead = [x for x in plan.gather_groups if x.prefetched]
+    num_bytes = sum(gather.num_bytes for group in ahead for gather in group.gathers)
+    start = max((x.issues[0] for x in ahead), default=0)
+    place, tie = exchanged.behind(start, _work_to_send(num_bytes, plan.gather_axes))
+    gathers = []
+    for group in plan.gather_groups:
+        if group.prefetched and tie is not None:
+            issues = tuple(max(x, place) for x in group.issues)
+            ties = zip(issues, group.ties, strict=True)
+            ties = tuple(tie if issue == place else value for issue, value in ties)
+            group = dataclasses.replace(group, issues=issues, ties=ties)
+        gathers.append(group)
+    return dataclasses.replace(plan, gather_groups=tuple(gathers), reduce_groups=tuple(reduces))
+
+
+def _work_to_send(num_bytes: int, axes: Sequence[str]) -> int:
+    """The multiplications that a device does while so many bytes are sent over each axis."""
+    return num_bytes * sum(_WORK_BETWEEN if axis == NODE else _WORK_INSIDE for axis in axes)
+
+
+class _Exchanged:
+    """Where exchanges of a body have ended.
+
+    Attributes:
+        places: for exchanges with no products between, the operations from the first of them to
+            that after the last, and the result of the one that most of the body comes before.
+    """
+
+    def __init__(self, plan: BlockPlan):
+        operations, others = plan.block.operations, {*plan.uses.views, *plan.gradients.reduces}
+        self._work = np.cumsum([0, *(flops_of(x) / 2 for x in operations)])
+        needed = work_needed(operations)
+        self.places: list[tuple[range, Value]] = []
+        last = 0
+        for i, operation in enumerate(operations):
+            made = [x for x in operation.outputs if x.is_array and x not in others]
+            if not made or not _exchanges(operation):
+                continue
+            tie, stop, first = max(made, key=lambda x: x.num_bytes), i + 1, i
+            if self.places and self._work[self.places[-1][0].stop] == self._work[i]:
+                before, value = self.places.pop()
+                first = before.start
+                tie, last = (value, last) if needed[i] < needed[last] else (tie, i)
+            else:
+                last = i
+            self.places.append((range(first, stop), tie))
+
+    def behind(self, start: int, needed: int) -> tuple[int, Value | None]:
+        """Where to send messages that could be sent before operation `start`.
+
+        Args:
+            start: the operation.
+            needed: the multiplications that a device does while they are sent.
+
+        Returns:
+            The operation before which to send them, and the value that they then wait for; `start`
+            and None if no exchange waits for them less, sent later.
+        """
+        firsts = [x.start for x, _ in self.places] + [len(self._work) - 1]
+
+        def waiting(place: int) -> float:
+            following = next(i for i in firsts if i >= place)
+            return max(0.0, needed - (self._work[following] - self._work[place]))
+
+        later = [(x.stop, tie) for x, tie in self.places if x.start >= start]
+        return min([(start, None), *later], key=lambda x: waiting(x[0]))
+
+
+def _exchanges(operation: Operation) -> bool:
+    """Whether an operation of the loss is a collective over an axis that messages cross."""
+    return any(not {*AXES}.isdisjoint(axes) for _, axes in exchanges(operation))
 
 
 class Room:

@@ -58,6 +58,7 @@ class MovedRows:
         rows: bytes that enter a device over each axis in a micro-batch, ids included.
         weight: what they would be if the table were gathered and its gradient reduced.
         is_mean: whether the program leaves the mean of its gradient; otherwise the sum.
+        is_alone: whether the table is looked up only, and not gathered for other uses too.
     """
 
     name: str
@@ -67,6 +68,7 @@ class MovedRows:
     rows: Mapping[str, int]
     weight: Mapping[str, int]
     is_mean: bool
+    is_alone: bool = True
 
     def __str__(self) -> str:
         axes = [axis for axis in self.weight if self.weight[axis]]

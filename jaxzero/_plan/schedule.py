@@ -44,7 +44,7 @@ from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, most_held, unchanged_inputs
 from .layer_memory import NO_PEAK, LayerMemory, Peak, work_done
 from .lifetimes import Gather, Live, find_gathers, find_passes
-from .lookahead import Room, hops_in_turn, issued_early, latest_issues
+from .lookahead import Room, behind_exchanges, hops_in_turn, issued_early, latest_issues
 from .param_uses import BlockUses, ShardedParam, View
 from .ties import find_ties, largest_input, start_of_backward
 
@@ -178,7 +178,7 @@ def _plan_loops(
             )
             in_host = any(stack.in_host for stack in used.stacks)
             ahead = window if in_host and repeats and schedule.prefetch else 0
-            loops[index] = LoopPlan(body, index, window=ahead)
+            loops[index] = LoopPlan(behind_exchanges(body), index, window=ahead)
     return loops
 
 

@@ -12,11 +12,10 @@ from .._activations import Point
 from .._hlo import Rates
 from .._mesh import TOKENS, SimulatedMesh, make_mesh
 from .._plan import Plan
-from .._program import asks_to_split_over
+from .._program import asks_to_split_over, matrix_flops
 from .bounds import Bounds, Work
 from .candidates import Candidate, with_budgets
 from .cluster import Cluster
-from .flops import matrix_flops
 from .job import Job, Shapes, placed
 from .rounds import RoundBounds, RoundCost, check_rounds, round_cost
 from .target import absent_mesh

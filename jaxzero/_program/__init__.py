@@ -13,6 +13,8 @@ from .alike_leaves import stack_alike_leaves as stack_alike_leaves
 from .alike_leaves import stack_of_leaf as stack_of_leaf
 from .copies import Copies as Copies
 from .copies import like as like
+from .flops import flops_of as flops_of
+from .flops import matrix_flops as matrix_flops
 from .frozen_part import SplitStack as SplitStack
 from .frozen_part import known_part as known_part
 from .frozen_part import rest_part as rest_part

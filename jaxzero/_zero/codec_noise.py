@@ -10,6 +10,10 @@ of m nodes sends its mean, of |G|^2 + m T. So the noise of the mean is not T but
 with `r_l` and `r_n` for the codecs on the axes `local` and `node`. Both are measured on the mean
 gradient, as an estimate for the gradients of devices. With k micro-batches, each sent by itself, n
 and m are k times as large; with hpZ a node sends the mean over its micro-batches, and m stays.
+
+Of a table whose rows are sent, a device sends cotangents of rows, each encoded by itself. On the
+second axis they are sent on, encoded again if that has another codec: in both cases there are n k
+gradients, and r_l and r_n are those of encoding rows.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32
 
 from .._codecs import Codec
-from .._collectives import CommSpec, accumulator_dtype, all_reduce
+from .._collectives import CommSpec, RowExchange, accumulator_dtype, all_reduce
 from .._execute import check_microbatches
 from .._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, AnyMesh, device_index, map_devices
+from .._plan import MovedRows
 from .._sharding import GradientHop, LeafSpec, ZeroConfig
 from .._simigrad import CodecNoise, dot
 
@@ -48,11 +53,23 @@ def _check(config: ZeroConfig) -> None:
     )
 
 
+def names_of_tables(rows: Sequence[MovedRows]) -> frozenset[str]:
+    """The paths of tables; `NotImplementedError` if one is gathered too."""
+    for table in rows:
+        if not table.is_alone:
+            raise NotImplementedError(
+                f"The noise of codecs is not known for `{table.name}` of `rows`: a part of its "
+                "gradient is sent as rows, the other one as a whole. Leave out `codec_noise`."
+            )
+    return frozenset(table.name for table in rows)
+
+
 def measure_codec_noise(
     leaves: tuple[LeafSpec, ...],
     mesh: AnyMesh,
     config: ZeroConfig,
     microbatches: int,
+    tables: frozenset[str],
     gradients: Sequence[Array],
 ) -> CodecNoise:
     """Measure the errors of encoding gradient shards; sends one all-reduce of three scalars.
@@ -62,6 +79,7 @@ def measure_codec_noise(
         mesh: the mesh that the gradients are on.
         config: gives the codecs.
         microbatches: number of micro-batches of a device that the gradients are means over.
+        tables: paths of the leaves whose rows are sent.
         gradients: mean gradients, in stored form.
 
     Raises:
@@ -72,24 +90,33 @@ def measure_codec_noise(
     _check(config)
     pairs = zip(leaves, gradients, strict=True)
     known = [(leaf, x) for leaf, x in pairs if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    measure = _measurement([leaf for leaf, _ in known], mesh, config)
-    energy, local_error, node_error = measure([x for _, x in known])
+    measure = _measurement([leaf for leaf, _ in known], mesh, config, tables)
+    energy, *errors = measure([x for _, x in known])
     scale = jnp.where(energy > 0, 1 / energy, 0.0)
-    local, node = local_error * scale, node_error * scale  # r_l^2, r_n^2
+    by_devices, by_nodes = (x * scale for x in errors)
     nodes = mesh.shape[NODE]
     sent_by_nodes = nodes * (1 if config.hpz is not None else microbatches)
-    of_signal = local / (nodes * mesh.shape[LOCAL] * microbatches) + node / sent_by_nodes
-    return CodecNoise(local + node, of_signal)
+    sent_by_devices = nodes * mesh.shape[LOCAL] * microbatches
+    of_signal = by_devices / sent_by_devices + by_nodes / sent_by_nodes
+    return CodecNoise(by_devices + by_nodes, of_signal)
 
 
-def _measurement(leaves: Sequence[LeafSpec], mesh: AnyMesh, config: ZeroConfig) -> Callable:
-    """The program that returns `[|x|^2, squared error on local, squared error on node]`."""
+def _measurement(
+    leaves: Sequence[LeafSpec], mesh: AnyMesh, config: ZeroConfig, tables: frozenset[str]
+) -> Callable:
+    """The program that returns `|x|^2`, and squared errors of what devices and nodes encode."""
     comm = CommSpec.of(mesh, config)
 
     def on_device(shards: list[Array]) -> Float32[Array, " 3"]:
         sums = jnp.zeros(3, jnp.float32)
         for leaf, x in zip(leaves, shards, strict=True):
-            errors = [_squared_error(x, _codec(leaf, axis, comm)) for axis in REDUCTION_HOPS]
+            if leaf.path in tables:
+                codecs = _codecs_of_rows(leaf, comm)
+                rows = x.reshape(len(x), -1)
+                errors = [_squared_error(rows, *codecs), jnp.float32(0)]
+            else:
+                codecs = [_codec(leaf, axis, comm) for axis in REDUCTION_HOPS]
+                errors = [_squared_error(x.reshape(1, x.size), codec) for codec in codecs]
             copies = comm.num_devices // (comm.num_shards if leaf.layout else 1)
             wide = x.astype(accumulator_dtype(x.dtype))
             sums += jnp.stack([dot(wide, wide), *errors]) / copies
@@ -104,14 +131,27 @@ def _codec(leaf: LeafSpec, axis: str, comm: CommSpec) -> Codec | None:
     return comm.gradient_codec(axis, num, leaf.dtype) if comm.sizes[axis] > 1 else None
 
 
-def _squared_error(x: Array, codec: Codec | None) -> Float32[Array, ""]:
-    """The squared norm of the error that encoding and decoding makes in `x`."""
-    if codec is None or x.size == 0:
+def _codecs_of_rows(leaf: LeafSpec, comm: CommSpec) -> list[Codec | None]:
+    """The codecs that cotangents of rows pass, in turn; equal ones once, if whole rows are sent."""
+    assert leaf.layout is not None
+    size = leaf.layer_size if leaf.codec is None else 0
+    exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm, size)
+    axes = exchange.axes(back=True)
+    axes = axes if leaf.layout.dim else axes[::-1]
+    codecs = [exchange.codec(axis, leaf.dtype, back=True) for axis in axes]
+    return codecs if leaf.layout.dim else [*dict.fromkeys(codecs)]
+
+
+def _squared_error(rows: Array, *codecs: Codec | None) -> Float32[Array, ""]:
+    """The squared norm of the error that codecs make, one after the other, in each row."""
+    if not any(codecs) or rows.size == 0:
         return jnp.zeros([], jnp.float32)
     # The mean of a few decoded messages lies near the codec's own steps, so encoding the same
     # blocks again would lose less than for a fresh gradient. The roll changes which numbers share
     # a block.
-    rows = jnp.roll(x.reshape(1, x.size), 16, axis=1)
-    message = codec.encode_rows(rows, seed=device_index())
-    change = codec.decode_rows(message, x.size, jnp.float32) - rows.astype(jnp.float32)
+    rows = made = jnp.roll(rows, 16, axis=1)
+    for codec in filter(None, codecs):
+        message = codec.encode_rows(made, seed=device_index())
+        made = codec.decode_rows(message, rows.shape[1], jnp.float32)
+    change = made - rows.astype(jnp.float32)
     return dot(change, change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
@@ -23,7 +23,7 @@ from .._mesh import (
     physical,
     with_stages,
 )
-from .._plan import Plan
+from .._plan import MovedRows, Plan
 from .._report import Report, make_report
 from .._sharding import (
     Registry,
@@ -37,7 +37,7 @@ from .._sharding import (
     unboxed,
 )
 from .._simigrad import CodecNoise
-from .codec_noise import measure_codec_noise
+from .codec_noise import measure_codec_noise, names_of_tables
 from .config_check import checked_config
 from .host_memory import check_offloaded, check_room
 from .optimizer_state import init_state, state_layout, trained_part, true_shapes
@@ -296,20 +296,24 @@ class ShardedTrees:
         make = first_state(self._layout_of(params), self._weight_axes, self._devices, comm)
         return self._programs.run(make, arrays_of(params))
 
-    def codec_noise(self, grads: Any, *, microbatches: int = 1) -> CodecNoise:
+    def codec_noise(
+        self, grads: Any, *, microbatches: int = 1, rows: Sequence[MovedRows] = ()
+    ) -> CodecNoise:
         """Measure the noise that the codecs add to gradients such as `grads`, for `jz.simigrad`.
 
         Devices encode and decode their shards of `grads`, and all-reduce three scalars. Call it in
         the jitted step, or only every few steps. `microbatches` is that of the `value_and_grad`
-        that returned `grads`.
+        that returned `grads`. If it sends rows of tables, `rows` is `zero.plan(...).rows` of that
+        call: rows are encoded one by one, and what that adds cannot be seen in `grads`.
 
         Raises:
             ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
-            NotImplementedError: the config uses error feedback, or encodes sums twice.
+            NotImplementedError: the config uses error feedback, or encodes sums twice; or a table
+                of `rows` is gathered for other uses too.
         """
         grads, layout = trained_part(grads, self._layout_of(grads))
         devices = self._here._devices
-        args = layout.leaves, devices, self.config, microbatches
+        args = layout.leaves, devices, self.config, microbatches, names_of_tables(rows)
         return self._programs.run(functools.partial(measure_codec_noise, *args), arrays_of(grads))
 
     # Shared by the methods above, and with `LocalRounds`.

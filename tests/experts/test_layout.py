@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
+from jaxzero._program import exchanges
 
 from . import mixtures
 
@@ -133,6 +134,25 @@ def test_layout_and_bytes():
     assert sent and {x.axis for x in sent} == {"node"}
     rows = {row.path: row for row in zero.report(params).rows if row.kind == "parameters"}
     assert rows["experts.up"].device_bytes == up.nbytes // 8
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_messages_are_sent_behind_tokens(by_blocks):
+    """Weights while experts compute; gradients of experts once no token is left to send."""
+    zero, loss = _zero(), functools.partial(mixtures.loss, by_blocks=by_blocks)
+    plan = zero.plan(loss, zero.abstract(mixtures.init, None), mixtures.batch()).top
+    forward, backward = (plan.loops[i].body for i in sorted(plan.loops))
+    (group,) = forward.gather_groups
+    sent = _exchanges_of(forward)
+    assert group.prefetched and sent[0] < min(group.issues) <= sent[-1]
+    (group,) = (x for x in backward.reduce_groups if x.axes == ("node",))
+    if by_blocks:  # else a product of backward is left, in which they are sent
+        assert group.after in backward.block.operations[_exchanges_of(backward)[-1]].outputs
+
+
+def _exchanges_of(body):
+    operations = enumerate(body.block.operations)
+    return [i for i, x in operations if any(name != "axis_index" for name, _ in exchanges(x))]
 
 
 @pytest.mark.standard_promotion

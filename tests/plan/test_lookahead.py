@@ -165,3 +165,40 @@ def test_limits_on_weights_keep_to_the_group_before(monkeypatch):
     _, groups = gathers_of(monkeypatch, dataclasses.replace(jz.zero3(), schedule=limited))
     starts = [group.at for group in groups]
     assert all(i - starts.index(x.issues[-1]) <= 1 for i, x in enumerate(groups))
+
+
+def exchanging(params, x):
+    """Two layers that exchange rows twice, before and behind most of what they compute."""
+
+    def layer(x, w):
+        x = x @ w["small"]
+        everyone = jax.lax.all_gather(x, "local", tiled=True)
+        for _ in range(3):
+            everyone = jnp.tanh(everyone @ w["large"])
+        return x + jax.lax.psum_scatter(everyone, "local", tiled=True), None
+
+    return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+
+def test_messages_of_a_loop_are_sent_behind_its_exchanges():
+    """While most is computed before the next exchange: no row waits for a weight or a gradient."""
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+    sizes = {"small": (2, 256, 256), "large": (2, 256, 256)}
+    params = zero.abstract(lambda: {name: jnp.zeros(size) for name, size in sizes.items()})
+    x = jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    plan = zero.plan(exchanging, params, x).top
+    bodies = [loop.body for _, loop in sorted(plan.loops.items())]
+    assert len(bodies) == 2
+    for body in bodies:
+        operations = body.block.operations
+        sends = [i for i, x in enumerate(operations) if x.name in ("all_gather", "reduce_scatter")]
+        products = [sum(x.products for x in operations[i:]) for i in sends]
+        most = products[0] - products[1]
+        assert most > sum(x.products for x in operations) / 2
+        (group,) = (x for x in body.gather_groups if x.prefetched)
+        assert sends[0] < min(group.issues) and max(group.issues) <= sends[1]
+    (forward,) = (x for x in bodies[0].gather_groups if x.prefetched)
+    operations = bodies[0].block.operations
+    gathered = next(i for i, x in enumerate(operations) if x.name == "all_gather")
+    assert forward.issues == (gathered + 1,) * 2
+    assert forward.ties == (operations[gathered].outputs[0],) * 2

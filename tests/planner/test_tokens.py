@@ -23,11 +23,11 @@ from jaxzero._planner import bounder
 from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates, microbatches_by_tokens
 from jaxzero._planner.compiles import Compiled
-from jaxzero._planner.flops import matrix_flops
 from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
 from jaxzero._planner.ranking import ranked
 from jaxzero._planner.search import Search
+from jaxzero._program import matrix_flops
 
 CLUSTER = jz.Cluster(nodes=2, local=4, device="h100", link=25e9)
 WIDTH, TOKENS = 256, 16

@@ -130,6 +130,49 @@ def test_verify_bounds_a_tied_table():
     assert report.ok, report
 
 
+@pytest.mark.parametrize("case", ["same", "other", "columns"])
+def test_noise_of_codecs_of_rows(case):
+    """`zero.codec_noise` expects as much of it as there is, of rows that have noise themselves."""
+    codecs, (rows, width), _ = CODECS[case]
+    config = dataclasses.replace(jz.zero3(gradients=codecs), min_quantized_size=100)
+    zero, exact = (jz.Zero(jz.make_mesh(nodes=2), x) for x in (config, jz.zero3()))
+    noise = np.random.default_rng(0).normal(size=(8 * rows, width))  # each device reads all rows
+    batch = {"ids": np.tile(np.arange(rows), 8), "x": noise}
+
+    def loss(params, batch):
+        return jnp.mean((params["t"][batch["ids"]] * batch["x"]).sum(1))
+
+    params = zero.shard({"t": np.zeros((rows, width))})
+    plan = zero.plan(loss, params, batch)
+    assert [(x.name, x.is_alone) for x in plan.rows] == [("t", True)]
+    coded, whole = (jax.jit(x.value_and_grad(loss))(params, batch)[1]["t"] for x in (zero, exact))
+    added = float(jnp.sum((coded - whole) ** 2))
+
+    def expected(**options):
+        noise_of_mean = width / rows / 8  # its squared norm; there is no signal
+        of_noise, of_signal = zero.codec_noise({"t": coded}, **options)
+        if options:  # all of it is of messages of devices
+            np.testing.assert_allclose(8 * of_signal, of_noise, rtol=1e-6)
+        return float(of_noise) * noise_of_mean
+
+    # Squared errors of 2**14 elements and more, that of each with a deviation of less than 2.
+    np.testing.assert_allclose(expected(rows=plan.rows), added, rtol=5 * 2 / 2**7)
+    if case == "same":  # sums are encoded on both axes, and rows once
+        assert expected() > 1.8 * added
+
+
+def test_noise_of_rows_of_a_tied_table_is_not_known():
+    zero = jz.Zero(jz.make_mesh(nodes=2), jz.zeropp())
+
+    def loss(params, ids):
+        return jnp.mean(params["t"][ids] @ params["t"].T)
+
+    params = zero.shard({"t": np.zeros((64, 32))})
+    rows = zero.plan(loss, params, np.arange(ROWS)).rows
+    with pytest.raises(NotImplementedError, match="not known for `t` of `rows`.*Leave out"):
+        zero.codec_noise(params, rows=rows)
+
+
 def test_rows_of_values_are_not_encoded():
     """`gradient_reduce` says that a leaf is a value; here a row of it is read."""
 

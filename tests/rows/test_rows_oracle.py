@@ -121,6 +121,36 @@ def test_deterministic_sums_gather_tables():
     _check(MODELS["several"], jz.Zero(jz.make_mesh(nodes=2), config), moves=())
 
 
+def test_a_value_beside_derivatives_is_added_up_whether_rows_move_or_not(monkeypatch):
+    """`gradient_reduce` says how a leaf is reduced, and one whose derivatives have a value among
+    them is one leaf, moved or not."""
+
+    @jax.custom_vjp
+    def scored(x, table):
+        return x @ table.T
+
+    def backward(kept, cotangent):
+        x, table = kept
+        return cotangent @ table, jnp.zeros_like(table) + jnp.abs(x).max()
+
+    scored.defvjp(lambda x, table: (scored(x, table), (x, table)), backward)
+
+    def loss(params, batch):
+        return jnp.mean(scored(jnp.tanh(params["t"][batch["ids"]]) + batch["x"], params["t"]) ** 2)
+
+    random = np.random.default_rng(0)
+    params = {"t": random.normal(size=(64, 8))}
+    batch = {"ids": random.integers(0, 64, ROWS), "x": random.normal(size=(ROWS, 8))}
+    zero, found = jz.Zero(jz.make_mesh(nodes=2)), []
+    for moves in (True, False):
+        monkeypatch.setattr(table_rows, "_pays", lambda rows, weight, moves=moves: moves)
+        stored, options = zero.shard(params), {"gradient_reduce": {"t": "mean"}}
+        assert [x.name for x in zero.plan(loss, stored, batch, **options).rows] == ["t"] * moves
+        step = jax.jit(zero.value_and_grad(lambda *args: loss(*args), **options))
+        found.append((step(stored, batch)[0], zero.unshard(step(stored, batch)[1])))
+    _equal(*found)
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_weighted_and_aux(microbatches):
     model, zero = MODELS["several"], jz.Zero(jz.make_mesh(nodes=2))

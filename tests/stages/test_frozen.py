@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 
 import jaxzero as jz
 from jaxzero._hlo.collectives import collectives
-from jaxzero._planner.flops import matrix_flops
+from jaxzero._program import matrix_flops
 
 from . import models, test_lists
 from .test_stages import _assert_close, _zero

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from .ir import Operation
+
 
 def matrix_flops(function: Callable, *args: Any, **kwargs: Any) -> float:
     """Operations of the matrix products of `function(*args, **kwargs)`, over all devices.
@@ -17,6 +19,11 @@ def matrix_flops(function: Callable, *args: Any, **kwargs: Any) -> float:
     A `while` loop, whose length is not known, counts once; of a `cond`, its largest branch.
     """
     return _flops(jax.make_jaxpr(function)(*args, **kwargs).jaxpr)
+
+
+def flops_of(operation: Operation) -> float:
+    """Those of an operation, as `matrix_flops` counts them."""
+    return _of_equation(operation.equation)
 
 
 def _flops(jaxpr: Any) -> float:
@@ -33,6 +40,13 @@ def _of_equation(equation: Any) -> float:
         kernel, numbers = equation.invars[1].aval.shape, params["dimension_numbers"]
         features = kernel[numbers.rhs_spec[0]]
         return 2.0 * equation.outvars[0].aval.size * math.prod(kernel) / features
+    if name == "ragged_dot_general":  # each row with the matrix of one group
+        numbers = params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        left, _, sizes = (x.aval.shape for x in equation.invars[:3])
+        groups = sizes[-1] if {*numbers.lhs_ragged_dimensions} & {*contracted} else 1
+        products = equation.outvars[0].aval.size * math.prod(left[dim] for dim in contracted)
+        return 2.0 * products / groups
     inner = [
         [_flops(getattr(x, "jaxpr", x)) for x in (value if isinstance(value, tuple) else (value,))]
         for value in params.values()
