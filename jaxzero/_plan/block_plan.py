@@ -46,6 +46,7 @@ class ReduceGroup:
     at: int  # the operation that makes the last of these gradients
     deferred: bool = False  # in a loop: sent in later iterations
     axes: tuple[str, ...] = ()  # the mesh axes that they are reduced over, in order
+    tie: Value | None = None  # a value of backward that exists no later than the last of them
 
 
 @dataclasses.dataclass(frozen=True)

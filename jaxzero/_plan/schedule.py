@@ -116,6 +116,8 @@ def _plan_block(
         wanted = latest_issues(groups, reduces, starts, work_done(block), boundary, gather_axes)
         room = Room(block, memory, live, gradients)
         every = issued_early(groups, every, wanted, starts, boundary, room)
+    if not in_loop:
+        reduces = [dataclasses.replace(x, tie=ties[x.at]) if x.at >= 0 else x for x in reduces]
     gather_groups = []
     for number, (gathers, issues) in enumerate(zip(groups, every, strict=True)):
         issues = hops_in_turn(issues, gathers[0].at, ties, block) if in_loop else issues
