@@ -238,8 +238,8 @@ class _Emitter:
         if self._unmade[group]:
             return
         is_deferred = self.plan.reduce_groups[group].deferred
-        early = self._is_reduced(group)
-        if self._in_pipeline and is_deferred and not early and self._num_axes(group):
+        in_turn = self._in_pipeline and is_deferred and self._num_axes(group)
+        if in_turn and not self._is_reduced(group):
             # The message of the iteration before is sent: this one is written in its place.
             self.done.append(Reduce(at=self.at, lag=1, group=group, axis=0))
         waits = self._in_pipeline and is_deferred and not self.plan.reduce_early
