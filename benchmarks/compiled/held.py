@@ -86,13 +86,13 @@ def main(layers: int = 24, nodes: int = 2) -> None:
         params = zero.abstract(init)
         x = jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.float32)
         step = zero.value_and_grad(case.loss)
-        chosen = {"tangent_argnums": 0} if case.is_tangent else {}
-        plan = zero.plan(case.loss, params, x, **chosen)
         if case.is_tangent:
-            compiled = jax.jit(functools.partial(_product, step)).lower(params, params, x).compile()
+            plan = zero.plan(case.loss, params, x, tangent_argnums=0)
+            lowered = jax.jit(functools.partial(_product, step)).lower(params, params, x)
         else:
-            compiled = jax.jit(step).lower(params, x).compile()
-        num_bytes = compiled.memory_analysis().temp_size_in_bytes
+            plan, lowered = zero.plan(case.loss, params, x), jax.jit(step).lower(params, x)
+        memory: Any = lowered.compile().memory_analysis()
+        num_bytes = memory.temp_size_in_bytes
         weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
         results = {"case": name, "layers": layers, "in_body": case.in_body, "nodes": nodes}
         results["share"] = round(num_bytes / weights, 3)
