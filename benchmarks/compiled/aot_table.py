@@ -129,14 +129,15 @@ def compute_table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Markdown: what one device by itself computes, `zero3` beside it, and what of it waits.
 
     Args:
-        rows: as of `comparisons`; programs without a row of `one-device` are left out.
+        rows: as of `comparisons`; programs without a row of `one-device`, or of `zero3` with its
+            `message_seconds`, are left out.
     """
     waits = [f"waits at {link}" for link in _LINKS]
     head = ("", "one device computes", "`jz.zero3()`", "ratio", "of it messages", *waits)
     lines = [_line(head), "|---" * len(head) + "|"]
     for label, sets in _newest(rows).items():
         alone, ours = sets.get(("one-device", "jaxzero")), sets.get(("zero3", "jaxzero"))
-        if alone is None or ours is None:
+        if alone is None or ours is None or "message_seconds" not in ours:
             continue
         links = [ours["predicted"][f"{link} between nodes"] for link in _LINKS]
         mine = links[0]["compute_seconds"]
