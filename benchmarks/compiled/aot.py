@@ -4,19 +4,20 @@
     python -m benchmarks.compiled.aot --model 7b-unrolled --variants gspmd zero3
     python -m benchmarks.compiled.aot --variants zeropp --batch 128 --microbatches 8
     python -m benchmarks.compiled.aot --model tiny --resume
+    python -m benchmarks.compiled.aot --model unet --variants one-device zero3
     python -m benchmarks.compiled.aot_table                    # the table and the plot of all rows
 
 Needs jaxzero[aot]. The same model is compiled ahead of time with GSPMD, once as a user would
 first write it and once with sharding constraints on the activations, and with jaxzero. The program
 with constraints is compiled with each set of XLA options in `OPTION_SETS`; on each link its best
-set is what jaxzero is compared with (`aot_table`). Nothing is run. The time of a step is predicted
-by a cost model over the scheduled program with assumed rates (`jaxzero._hlo.Rates`), for
-comparisons only.
+set is what jaxzero is compared with (`aot_table`). `one-device` is the step of one device by
+itself: the same loss, without collectives, of a device's share of the rows. Nothing is run. The
+time of a step is predicted by a cost model over the scheduled program with assumed rates
+(`jaxzero._hlo.Rates`), for comparisons only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -29,7 +30,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import tyro
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import SingleDeviceSharding
 
 import jaxzero as jz
 from benchmarks.shared import _gspmd
@@ -42,11 +43,13 @@ from jaxzero._xla_of_jax import IS_BEFORE_0_11
 from ._even_choices import if_even
 from ._h200 import h200_mesh
 from ._kernel_reports import kernel_reports
+from ._message_kernels import message_seconds
 
 Variant = Literal[
     "gspmd",
     "gspmd-by-hand",
     "gspmd-experts",
+    "one-device",
     "zero3",
     "zero3-slices",
     "zero3-experts",
@@ -161,7 +164,7 @@ def main(
     run |= {"stages": stages} if stages else {}
     table = "aot_long" if token_parts else "aot_frozen" if frozen else "aot"
     for variant in variants:
-        ours = not variant.startswith("gspmd")
+        ours = _is_ours(variant)
         step = {
             "model": model,
             "form": form,
@@ -205,6 +208,10 @@ def main(
             )
 
 
+def _is_ours(variant: str) -> bool:
+    return not variant.startswith(("gspmd", "one-device"))
+
+
 def _default_sets(variant: Variant) -> Sequence[str]:
     if variant == "gspmd":
         return ("xla",)
@@ -217,7 +224,7 @@ def _has_row(program: dict[str, Any], table: str) -> bool:
     return any(
         wanted <= row["results"].items()
         and row["versions"]["jax"] == jax.__version__
-        and is_current(row, *_CODE[program["variant"].startswith("gspmd") :])
+        and is_current(row, *_CODE[not _is_ours(program["variant"]) :])
         for row in read_rows(table)
     )
 
@@ -255,13 +262,15 @@ def lowered_step(
     num_frozen: int = 0,
 ) -> Any:
     """One step's loss and gradients, split as the parameters are."""
-    if variant.startswith("gspmd"):
+    if not _is_ours(variant):
         if microbatches > 1:
             raise ValueError(
                 f"`microbatches` must be 1 for {variant!r}, which has none; got {microbatches}. "
                 "Leave it out, or compile jaxzero's variants only."
             )
-        return _lowered_gspmd(variant, model, mesh, batch)
+        if variant == "one-device":
+            return _lowered_alone(model, mesh, batch)
+        return _gspmd.lowered(variant, model, mesh, batch)
     config = dataclasses.replace(_config(variant, microbatches), schedule=schedule)
     zero = jz.Zero(mesh, config)
     key = jax.random.key(0)
@@ -294,38 +303,13 @@ def _config(variant: str, microbatches: int) -> jz.ZeroConfig:
     return getattr(jz, variant)()
 
 
-def _lowered_gspmd(variant: str, model: Model, mesh: jax.sharding.Mesh, batch: Any) -> Any:
-    """The step with GSPMD, but for `gspmd` with sharding constraints on activations.
-
-    With `gspmd-experts` a device has the experts that it computes, sent from other nodes for each
-    layer, and tokens are exchanged as with jaxzero, in a `jax.shard_map` around the experts.
-    """
-    names = EXPERTS if variant == "gspmd-experts" else ()
-    of_rows, is_long = jz.Zero(mesh).batch_spec, "tokens" in mesh.axis_names
-    rows = NamedSharding(mesh, of_rows)
-
-    def constrain(x: jax.Array) -> jax.Array:
-        others = (None, "tokens") if x.ndim == 4 else ("tokens",)  # heads, or tokens
-        spec = PartitionSpec(*of_rows, *others) if is_long else of_rows
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    def on_devices(function: Callable) -> Callable:
-        specs = of_rows, of_rows, of_rows, PartitionSpec("local")
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=specs, out_specs=of_rows, check_vma=False
-        )
-
-    options: dict[str, Any] = {} if variant == "gspmd" else {"constrain": constrain}
-    options |= {"on_devices": on_devices} if names else {}
-    loss = functools.partial(model.loss, **options)
+def _lowered_alone(model: Model, mesh: jax.sharding.Mesh, batch: Any) -> Any:
+    """The step of a device's share of the rows on one device, which has all weights."""
+    share = jax.tree.map(lambda x: x.update(shape=(x.shape[0] // mesh.size, *x.shape[1:])), batch)
     trees = [jax.eval_shape(make, jax.random.key(0)) for make in (model.init, model.frozen) if make]
-    split = [_gspmd.shardings(tree, mesh, names) for tree in trees]
-    args = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), trees, split)
-    batch = jax.tree.map(lambda x: x.update(sharding=rows), batch)
-    whole = NamedSharding(mesh, PartitionSpec())
-    step = jax.jit(jax.value_and_grad(loss), out_shardings=(whole, split[0]))
-    with jax.set_mesh(mesh) if is_long else contextlib.nullcontext():
-        return step.lower(*args, batch)
+    device = SingleDeviceSharding(mesh.devices.flat[0])
+    args = jax.tree.map(lambda x: x.update(sharding=device), (*trees, share))
+    return jax.jit(jax.value_and_grad(model.loss)).lower(*args)
 
 
 def _user_seconds() -> float:
@@ -361,6 +345,7 @@ def figures(compiled: Any, text: str, local: int) -> dict[str, Any]:
         "received_gib_per_device": round(line.received_bytes / 2**30, 3),
         "gib_into_a_node": round(line.node_bytes / 2**30, 3),
         "asynchronous_share": round(line.asynchronous_share, 4),
+        "message_seconds": round(message_seconds(program, rates), 5),
         "predicted": {
             f"{node / 1e9:g} GB/s between nodes": {
                 "step_seconds": round(line.seconds, 4),

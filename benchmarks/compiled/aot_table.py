@@ -1,9 +1,10 @@
-"""The steps of jaxzero over those of the best GSPMD, from the rows of `aot`: one table, one plot.
+"""The steps of jaxzero over those of the best GSPMD and of one device, from the rows of `aot`.
 
     python -m benchmarks.compiled.aot_table
 
 GSPMD by hand is compiled with several sets of XLA options (`aot.OPTION_SETS`). On each link the set
-with the shortest predicted step is the one that jaxzero is compared with.
+with the shortest predicted step is the one that jaxzero is compared with. A second table has what
+`zero3` computes over what one device by itself computes, with as many rows.
 """
 
 from __future__ import annotations
@@ -58,6 +59,21 @@ def comparisons(rows: Iterable[Mapping[str, Any]]) -> list[Comparison]:
             schedule that is not the default, with predicted durations or with micro-batches are
             left out.
     """
+    every = [
+        Comparison(
+            label,
+            _best(sets.values(), "gspmd-by-hand"),
+            {preset: best for preset in _PRESETS if (best := _best(sets.values(), preset))},
+        )
+        for label, sets in _newest(rows).items()
+    ]
+    return [each for each in every if each.gspmd and each.presets]
+
+
+def _newest(
+    rows: Iterable[Mapping[str, Any]],
+) -> dict[str, dict[tuple[str, str], Mapping[str, Any]]]:
+    """By the program's label, in the order of `MODELS`, and by variant and set of options."""
     default = json.loads(json.dumps(dataclasses.asdict(jz.CommSchedule())))
     newest: dict[tuple, dict[tuple[str, str], Mapping[str, Any]]] = {}
     for row in rows:
@@ -67,16 +83,7 @@ def comparisons(rows: Iterable[Mapping[str, Any]]) -> list[Comparison]:
             newest.setdefault(program, {})[row["variant"], row["option_set"]] = row
     order = list(MODELS)
     known = sorted((x for x in newest if x[0] in order), key=lambda x: (order.index(x[0]), -x[2]))
-    found = ((_label(program), newest[program].values()) for program in known)
-    every = [
-        Comparison(
-            label,
-            _best(sets, "gspmd-by-hand"),
-            {preset: best for preset in _PRESETS if (best := _best(sets, preset))},
-        )
-        for label, sets in found
-    ]
-    return [each for each in every if each.gspmd and each.presets]
+    return {_label(program): newest[program] for program in known}
 
 
 def _label(program: Sequence[Any]) -> str:
@@ -115,6 +122,31 @@ def table(compared: Sequence[Comparison]) -> str:
         for preset, links in each.presets.items():
             cells = (_emphasised(each.ratio(preset, link)) for link in links)
             lines.append(_line(("", f"`jz.{preset}()`", *cells, _memory(links))))
+    return "\n".join(lines)
+
+
+def compute_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown: what one device by itself computes, `zero3` beside it, and what of it waits.
+
+    Args:
+        rows: as of `comparisons`; programs without a row of `one-device`, or of `zero3` with its
+            `message_seconds`, are left out.
+    """
+    waits = [f"waits at {link}" for link in _LINKS]
+    head = ("", "one device computes", "`jz.zero3()`", "ratio", "of it messages", *waits)
+    lines = [_line(head), "|---" * len(head) + "|"]
+    for label, sets in _newest(rows).items():
+        alone, ours = sets.get(("one-device", "jaxzero")), sets.get(("zero3", "jaxzero"))
+        if alone is None or ours is None or "message_seconds" not in ours:
+            continue
+        links = [ours["predicted"][f"{link} between nodes"] for link in _LINKS]
+        mine = links[0]["compute_seconds"]
+        other = alone["predicted"][f"{_LINKS[0]} between nodes"]["compute_seconds"]
+        cells = (f"{other:.4f} s", f"{mine:.4f} s", f"{mine / other:.3f}")
+        handled = f"{ours['message_seconds'] / mine:.1%}"
+        lines.append(
+            _line((label, *cells, handled, *(f"{1 - x['hidden_share']:.0%}" for x in links)))
+        )
     return "\n".join(lines)
 
 
@@ -160,7 +192,7 @@ def figure(compared: Sequence[Comparison]) -> Figure:
 
 
 def main(jax: str = "0.12.0.1", plot: Path = RESULTS / "aot.png") -> None:
-    """Print the table and draw the plot.
+    """Print the tables and draw the plot.
 
     Args:
         jax: version whose rows are read.
@@ -168,7 +200,7 @@ def main(jax: str = "0.12.0.1", plot: Path = RESULTS / "aot.png") -> None:
     """
     rows = [row["results"] for row in read_rows("aot") if row["versions"]["jax"] == jax]
     compared = comparisons(rows)
-    print(table(compared))
+    print(table(compared), compute_table(rows), sep="\n\n")
     figure(compared).savefig(plot, dpi=150)
 
 

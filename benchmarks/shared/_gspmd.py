@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxzero as jz
+
+from ._llama import EXPERTS
 
 
 def shardings(tree: Any, mesh: Mesh, experts: Sequence[str] = ()) -> Any:
@@ -37,3 +43,37 @@ def init(function: Callable, *args: Any, mesh: Mesh) -> Any:
     """What `function(*args)` makes, made on the devices and split there."""
     split = shardings(jax.eval_shape(function, *args), mesh)
     return jax.jit(function, out_shardings=split)(*args)
+
+
+def lowered(variant: str, model: Any, mesh: Mesh, batch: Any) -> Any:
+    """The step of a model of `_models`; but for `gspmd`, with sharding constraints on activations.
+
+    With `gspmd-experts` a device has the experts that it computes, sent from other nodes for each
+    layer, and tokens are exchanged as with jaxzero, in a `jax.shard_map` around the experts.
+    """
+    names = EXPERTS if variant == "gspmd-experts" else ()
+    of_rows, is_long = jz.Zero(mesh).batch_spec, "tokens" in mesh.axis_names
+    rows = NamedSharding(mesh, of_rows)
+
+    def constrain(x: jax.Array) -> jax.Array:
+        others = (None, "tokens") if x.ndim == 4 else ("tokens",)  # heads, or tokens
+        spec = PartitionSpec(*of_rows, *others) if is_long else of_rows
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def on_devices(function: Callable) -> Callable:
+        specs = of_rows, of_rows, of_rows, PartitionSpec("local")
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=specs, out_specs=of_rows, check_vma=False
+        )
+
+    options: dict[str, Any] = {} if variant == "gspmd" else {"constrain": constrain}
+    options |= {"on_devices": on_devices} if names else {}
+    loss = functools.partial(model.loss, **options)
+    trees = [jax.eval_shape(make, jax.random.key(0)) for make in (model.init, model.frozen) if make]
+    split = [shardings(tree, mesh, names) for tree in trees]
+    args = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), trees, split)
+    batch = jax.tree.map(lambda x: x.update(sharding=rows), batch)
+    whole = NamedSharding(mesh, PartitionSpec())
+    step = jax.jit(jax.value_and_grad(loss), out_shardings=(whole, split[0]))
+    with jax.set_mesh(mesh) if is_long else contextlib.nullcontext():
+        return step.lower(*args, batch)

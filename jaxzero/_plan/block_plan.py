@@ -47,6 +47,7 @@ class ReduceGroup:
     deferred: bool = False  # in a loop: sent in later iterations
     axes: tuple[str, ...] = ()  # the mesh axes that they are reduced over, in order
     after: Value | None = None  # what the first of these hops waits for; None: the gradients only
+    tie: Value | None = None  # a value of backward that exists no later than the last of them
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,9 @@
 The operations run in their own order. Gathers are emitted where their group's `issues` say. A
 bucket of gradients is encoded once its last gradient is made; it goes over its first axis at the
 next tie to another value, over the second one tie later, and its gradients pass through the tie
-after that (see [Note: ties]). A deferred group of a loop's body is encoded, and reduced in later
-ticks (`_reduce_early`, `emit_loop`).
+after that (see [Note: ties]). Where several buckets are made between two ties, because weights were
+sent early, each sends those before it on. A deferred group of a loop's body is encoded, and reduced
+in later ticks (`_reduce_early`, `emit_loop`).
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class _Emitter:
         self._finished: list[Value] = []  # reduced gradients that wait for a tie
         self._copied: list[Value] = []  # gradients on their way to host memory
         self._tied_to: Value | None = None  # the value of the last tie
+        self._made_since = False  # whether a group of gradients was made since groups were sent on
         self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Gather] = {}
         # For each operation, the groups of weights for which something is done before it.
         self._gathers_at: dict[int | None, list[int]] = {}
@@ -238,8 +240,8 @@ class _Emitter:
         if self._unmade[group]:
             return
         is_deferred = self.plan.reduce_groups[group].deferred
-        early = self._is_reduced(group)
-        if self._in_pipeline and is_deferred and not early and self._num_axes(group):
+        in_turn = self._in_pipeline and is_deferred and self._num_axes(group)
+        if in_turn and not self._is_reduced(group):
             # The message of the iteration before is sent: this one is written in its place.
             self.done.append(Reduce(at=self.at, lag=1, group=group, axis=0))
         waits = self._in_pipeline and is_deferred and not self.plan.reduce_early
@@ -247,7 +249,11 @@ class _Emitter:
         if is_deferred:
             return
         if self.plan.overlaps:
+            tie = self._if_known(self.plan.reduce_groups[group].tie)
+            if self._made_since and tie is not None:
+                self._reduce_in_flight(tie)
             self._in_flight.append((group, 0))
+            self._made_since = True
         else:
             for axis in range(self._num_axes(group)):
                 self.done.append(Reduce(at=self.at, group=group, axis=axis))
@@ -341,7 +347,7 @@ class _Emitter:
             return None
         start, reduced = len(self.done), ()
         if self._tied_to != value:
-            self._tied_to = value
+            self._tied_to, self._made_since = value, False
             reduced = self.take_reduced()
             self._reduce_in_flight(value)
         return self._tied(value, start, reduced)

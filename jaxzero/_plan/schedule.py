@@ -32,13 +32,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .._collectives import ReduceSpec
 from .._program import Block, Branch, Loop, Value, makes_zeros, movable_ops
 from .._sharding import CommSchedule
-from .block_plan import BlockPlan, GatherGroup, LoopPlan
+from .block_plan import BlockPlan, GatherGroup, LoopPlan, ReduceGroup
 from .bucketing import ReduceAxes, find_reduce_groups, layers_of_body, split_into_groups
 from .gradient_reductions import BlockGradients, find_reduces
 from .held_by_loops import limit_held, most_held, unchanged_inputs
@@ -136,7 +136,7 @@ def _plan_block(
         uses,
         gradients,
         tuple(gather_groups),
-        tuple(reduces),
+        tuple(reduces if in_loop else _with_ties(reduces, ties)),
         gather_axes,
         schedule.prefetch > 0,
         zeros,
@@ -145,6 +145,13 @@ def _plan_block(
         loss_before=start_of_backward(block, uses, gradients, boundary),
         reduce_early=dict(x.reduce_before for x in peaks.values() if x.reduce_before),
     )
+
+
+def _with_ties(
+    reduces: Sequence[ReduceGroup], ties: Sequence[Value | None]
+) -> Iterator[ReduceGroup]:
+    """The groups, each with the value at which those before it go on; an input has none."""
+    return (dataclasses.replace(x, tie=ties[x.at]) if x.at >= 0 else x for x in reduces)
 
 
 def _plan_loops(

@@ -10,6 +10,8 @@ import pytest
 
 import jaxzero as jz
 from benchmarks.compiled import aot, aot_table
+from benchmarks.compiled._message_kernels import message_seconds
+from jaxzero._hlo import Rates, parse
 
 SCHEDULE = dataclasses.asdict(jz.CommSchedule())
 
@@ -140,3 +142,53 @@ def test_a_rival_whose_loops_have_no_trip_count_has_a_row_that_says_so():
     compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
     read = aot._figures_if_priced(compiled, LOOP, 8)
     assert "no known trip count" in read["not_priced"] and "predicted" not in read
+
+
+def test_what_zero3_computes_is_beside_what_one_device_does():
+    def computes(variant, seconds, **changed):
+        made = row(variant, "jaxzero", **changed)
+        for x in made["predicted"].values():
+            x |= {"compute_seconds": seconds, "hidden_share": 0.75}
+        return made
+
+    ours = computes("zero3", 0.5, message_seconds=0.01)
+    alone = computes("one-device", 0.4, schedule=None)
+    (line,) = aot_table.compute_table([*ROWS[:2], ours, alone]).splitlines()[2:]
+    assert line.endswith("| 0.4000 s | 0.5000 s | 1.250 | 2.0% | 25% | 25% | 25% |")
+    assert len(aot_table.compute_table([ours]).splitlines()) == 2  # no row of one device
+
+
+MESSAGES = """HloModule m, is_scheduled=true
+
+%cast (p: f32[1000]) -> bf16[1000] {
+  %p = f32[1000]{0} parameter(0)
+  ROOT %c = bf16[1000]{0} convert(%p), metadata={op_name="jit(f)/jaxzero/gather/w/convert"}
+}
+
+%body (x: (s32[], f32[1000])) -> (s32[], f32[1000]) {
+  %x = (s32[], f32[1000]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%x), index=0
+  %w = f32[1000]{0} get-tuple-element(%x), index=1
+  %n = s32[] negate(%i), metadata={op_name="jit(f)/jaxzero/gather/w/negate"}
+  %v = f32[1000]{0} negate(%w), metadata={op_name="jit(f)/negate"}
+  %m = bf16[1000]{0} fusion(%v), kind=kLoop, calls=%cast
+  %u = f32[1000]{0} convert(%m), metadata={op_name="jit(f)/model/convert"}
+  ROOT %t = (s32[], f32[1000]{0}) tuple(%n, %u)
+}
+
+%more (x: (s32[], f32[1000])) -> pred[] {
+  %x = (s32[], f32[1000]{0}) parameter(0)
+  ROOT %y = pred[] constant(true)
+}
+
+ENTRY %main (x: (s32[], f32[1000])) -> (s32[], f32[1000]) {
+  %x = (s32[], f32[1000]{0}) parameter(0)
+  ROOT %z = (s32[], f32[1000]{0}) while(%x), condition=%more, body=%body, LOOP
+}
+"""
+
+
+def test_kernels_of_messages_are_told_by_their_names_in_every_iteration():
+    text = MESSAGES.replace("LOOP", 'backend_config={"known_trip_count":{"n":"3"}}')
+    seconds = message_seconds(parse(text), Rates(memory=1000.0))
+    assert seconds == pytest.approx(3 * (4000 + 2000) / 1000)  # casts; neither counters nor others

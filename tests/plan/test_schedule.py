@@ -11,7 +11,9 @@ import pytest
 
 import jaxzero as jz
 from jaxzero._hlo import collectives as _hlo
+from jaxzero._plan import instructions_of
 from jaxzero._plan.block_plan import BlockPlan
+from jaxzero._plan.instructions import EncodeGradients, Reduce, Send
 
 WIDTH, LAYERS = 32, 4
 
@@ -301,3 +303,15 @@ def test_compiler_options():
     assert cuda.items() < jz.compiler_options("cuda", nvlink=True).items()
     with pytest.raises(ValueError, match="`platform` must be"):
         jz.compiler_options("h200")
+
+
+def test_gradients_are_sent_on_where_no_weights_are_sent():
+    """Backward holds all weights, so no gather has a tie there: each bucket sends others on."""
+    plan = _plan("unrolled", "zero3", jz.CommSchedule(live_bytes=10**9, bucket_bytes=5000))
+    assert isinstance(plan.top, BlockPlan) and plan.top.last_forward is not None
+    listed = [x for x in instructions_of(plan.top) if x.at > plan.top.last_forward]
+    made = [(i, x.group) for i, x in enumerate(listed) if isinstance(x, EncodeGradients)]
+    assert len(made) > LAYERS and not any(isinstance(x, Send) for x in listed)
+    for (_, group), (third, _) in zip(made, made[3:], strict=False):
+        _, node = [x for x in listed[:third] if isinstance(x, Reduce) and x.group == group]
+        assert node.after is not None
