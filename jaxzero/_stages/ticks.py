@@ -6,9 +6,10 @@ backward part, so `m` micro-batches take the time of `m + S - 1` forwards and as
 in 1F1B. A message takes a tick, since all stages run the same program: at most `2 S - 1`
 micro-batches are in flight, whose saved activations lie in a ring of as many slots.
 
-A part of a tick that has no micro-batch works on the nearest one. Nothing of it is kept: gradients
-are masked before they are reduced, outputs where they are stored. What forward saves is stored in
-its slot: before the first micro-batch comes, or after the last one as a copy of what is there.
+A part of a tick that has no micro-batch works on the nearest one. Nothing of it is kept: backward
+gets cotangents of zero, and gradients that are not zero then are masked before they are reduced.
+What forward saves is stored in its slot: before the first micro-batch comes, or after the last one
+as a copy of what is there. So backward reads what was saved of a micro-batch that exists.
 
 References:
     PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
