@@ -168,7 +168,7 @@ def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
     """
     is_carried = range(loop.num_constants, loop.first_stack).__contains__
     given = [is_carried(i) or x in travelling or None for i, x in enumerate(loop.inputs)]
-    return {x for x, is_zero in _zeros_inside(loop, given).items() if is_zero}
+    return {x for x, zero in _zeros_inside(loop, given).items() if zero}
 
 
 def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]:

@@ -322,9 +322,8 @@ class Pipeline:
             changed = dict.fromkeys(mixed, functools.partial(masked, exists))
             outputs = run_block(loop.body, [*inside, *carry, *stacks], changed, exists)
             for i, x in zip(map(loop.outputs.index, made_of), final, strict=True):
-                if (
-                    x in mixed and x not in loop.body.makers
-                ):  # an input of the layer, which nothing has masked
+                # An input of the layer, which nothing has masked.
+                if x in mixed and x not in loop.body.makers:
                     outputs[i] = masked(exists, jnp.asarray(outputs[i]))
                 outputs[i] = self._shared(outputs[i])
             return outputs[:num], outputs[num:]
