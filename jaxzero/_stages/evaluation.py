@@ -8,6 +8,8 @@ an embedding that is also the head, from the first stage and from the last one. 
 of a part that does not depend on what the backward loop returns, and one that is linear in it. The
 last stage knows what the first part reads, and the first stage what the second one reads. `Sums`
 evaluates either part: additions leave out the terms of the other one.
+
+`zeros_of_layer` finds what is zero in backward of a micro-batch that does not exist.
 """
 
 from __future__ import annotations
