@@ -214,6 +214,8 @@ class Pipeline:
             terms = [*([] for _ in self.cut.stack_gradients), *rest] if head else []
             return State(sent(self._message(activations, 1)), cotangents, saved, outputs), terms
         beside = self._message(activations, 1) if forward else None
+        if self._zeros:
+            cotangents = [masked(micro.exists, x) for x in cotangents]
         cotangents, stacks, outer, received = self._backward(micro, cotangents, saved, beside)
         activations = received if forward else activations
         outer = [[*x, *y] for x, y in zip(outer, rest, strict=True)]
@@ -297,8 +299,6 @@ class Pipeline:
         cut, loop = self.cut, self.cut.backward
         assert loop is not None
         num = loop.num_carry
-        if self._zeros:
-            cotangents = [masked(micro.exists, x) for x in cotangents]
         travelling = dict(zip(cut.travelling, cotangents[num:], strict=True))
         values = Evaluation(cut.block, micro.given | travelling, micro.loops)
         inside = values(loop.inputs[: loop.num_constants])
@@ -322,8 +322,7 @@ class Pipeline:
             changed = dict.fromkeys(mixed, functools.partial(masked, exists))
             outputs = run_block(loop.body, [*inside, *carry, *stacks], changed, exists)
             for i, x in zip(map(loop.outputs.index, made_of), final, strict=True):
-                # An input of the layer, which nothing has masked.
-                if x in mixed and x not in loop.body.makers:
+                if x in mixed and x not in loop.body.makers:  # an input, which nothing has masked
                     outputs[i] = masked(exists, jnp.asarray(outputs[i]))
                 outputs[i] = self._shared(outputs[i])
             return outputs[:num], outputs[num:]

@@ -117,6 +117,17 @@ def run_on_stage(
         share_of_gradients=None if staged.is_weighted else 1 / comm.num_devices,
         all_halves=lambda sums: _of_all_stages(lists, leaves, parameters, comm, sums),
     )
+    return _of_step(lists, parameters, differentiated, staged, result)
+
+
+def _of_step(
+    lists: LayerLists,
+    parameters: Parameters,
+    differentiated: Sequence[int],
+    staged: Staged,
+    result: Result,
+) -> Result:
+    """The results of a step for all leaves, from those of a stage for its arrays."""
     others, num = [x[0] for x in result.others], len(staged.program.shapes[3])
     made = dict(zip(differentiated, result.gradients, strict=True))
     gradients = _of_leaves(lists, made, next(iter(others[num:]), None))
