@@ -4,6 +4,7 @@ In: a loss function, parameter shards, this device's rows of the batch and the w
 loss, shards of the mean gradients, the next wire state. Start reading at `run_on_device`.
 """
 
+from .buckets import known_after as known_after
 from .device_step import Result as Result
 from .device_step import run_on_device as run_on_device
 from .loop_inputs import LeafUpdate as LeafUpdate

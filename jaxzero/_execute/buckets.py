@@ -175,6 +175,20 @@ def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
     return lax.optimization_barrier((arrays, value))[0], after
 
 
+def known_after(number: jax.Array | int, x: jax.Array) -> jax.Array:
+    """`number`, an integer, known only once the floats `x` are.
+
+    XLA drops a barrier before it schedules, so the number is computed from an element: the bits of
+    its absolute value, also of NaN, are no negative integer, which XLA does not know. Until it is
+    dropped, the barrier keeps this sum apart from other uses of `number`, such as the indices of
+    writes. In one kernel with it, they would be late too.
+    """
+    count, element = lax.optimization_barrier((jnp.asarray(number), x[(0,) * x.ndim]))
+    element = jnp.abs(element.astype(jnp.float32))
+    zero = jnp.minimum(lax.bitcast_convert_type(element, jnp.int32), 0)
+    return count + zero.astype(count.dtype)
+
+
 def decode_bucket(
     group: GatherGroup, buckets: Sequence[GatherBucket], sources: GatherSources, comm: CommSpec
 ) -> list[jax.Array]:

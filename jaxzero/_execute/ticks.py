@@ -29,7 +29,7 @@ from jaxtyping import Array
 from .._collectives import EncodedShards, copy_to_device, copy_to_host
 from .._plan import instructions, pipeline
 from .._program import Value
-from .buckets import Bind
+from .buckets import Bind, known_after
 from .loop_inputs import LoopInputs, LoopState, at
 from .mean_gradients import host_mean, mean_of_one_microbatch
 
@@ -102,7 +102,7 @@ class Tick:
         number = self.number
         if when is not None and when in self.runner.by_lag[0]:
             if when not in self._known:
-                self._known[when] = _known_after(number, self.runner.read(when))
+                self._known[when] = known_after(number, self.runner.read(when))
             number = self._known[when]
         return number - each.lag
 
@@ -293,17 +293,3 @@ def _layer_of(stack: EncodedShards, index: Array, kept: Array | None) -> Encoded
 def put(stack: Array, x: Array, index: Array) -> Array:
     """A stack with another element at `index`."""
     return lax.dynamic_update_index_in_dim(stack, x, index, 0)
-
-
-def _known_after(number: Array | int, x: Array) -> Array:
-    """`number`, an integer, known only once the floats `x` are.
-
-    XLA drops a barrier before it schedules, so the number is computed from an element: the bits of
-    its absolute value, also of NaN, are no negative integer, which XLA does not know. Until it is
-    dropped, the barrier keeps this sum apart from other uses of `number`, such as the indices of
-    writes. In one kernel with it, they would be late too.
-    """
-    count, element = lax.optimization_barrier((jnp.asarray(number), x[(0,) * x.ndim]))
-    element = jnp.abs(element.astype(jnp.float32))
-    zero = jnp.minimum(lax.bitcast_convert_type(element, jnp.int32), 0)
-    return count + zero.astype(count.dtype)

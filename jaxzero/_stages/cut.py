@@ -15,6 +15,7 @@ on every stage. `evaluation.Sums` divides the gradients of weights outside of th
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -235,8 +236,14 @@ def _stack_gradient(block: Block, k: int, path: str) -> LayersOf | None:
     raise NotImplementedError(
         f"The gradient of the stack `{path}` is not made by one loop over the layers{where}, so "
         "its layers cannot be on different nodes. Scan each stack of `layers` once, in one loop, "
-        "and read it nowhere else; or leave out `stages`."
+        f"and read it nowhere else; {_hint_of_list(path)}or leave out `stages`."
     )
+
+
+def _hint_of_list(path: str) -> str:
+    """How to name a list of layers, if the path may be that of a leaf of one."""
+    match = re.match(r"(.*?\.)\d+(\.|$)", path)
+    return f'name a list of layers by "{match[1]}*"; ' if match else ""
 
 
 def _backward(

@@ -8,6 +8,8 @@ an embedding that is also the head, from the first stage and from the last one. 
 of a part that does not depend on what the backward loop returns, and one that is linear in it. The
 last stage knows what the first part reads, and the first stage what the second one reads. `Sums`
 evaluates either part: additions leave out the terms of the other one.
+
+`zeros_of_layer` finds what is zero in backward of a micro-batch that does not exist.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from jaxtyping import Array
 from .._program import (
     ADDITIONS,
     Atom,
+    Barrier,
     Block,
     Constant,
     Loop,
@@ -157,6 +160,88 @@ def before_widening(block: Block, atom: Atom) -> Atom:
             break
         atom = source
     return atom
+
+
+def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
+    """The values of a backward layer that are zero for a micro-batch that does not exist.
+
+    Its cotangents are zeros: what the loop carries, and `travelling`. What it reads beside them is
+    that of some micro-batch, so a product of both is zero, or not finite in that micro-batch too.
+    """
+    is_carried = range(loop.num_constants, loop.first_stack).__contains__
+    given = [is_carried(i) or x in travelling or None for i, x in enumerate(loop.inputs)]
+    return {x for x, zero in _zeros_inside(loop, given).items() if zero}
+
+
+def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]:
+    """`_zeros` of the body of a loop; `given` is about its inputs before the first iteration."""
+    given, carry = [*given], slice(loop.num_constants, loop.first_stack)
+    while True:
+        pairs = zip(loop.body.inputs, given, strict=True)
+        inside = _zeros(loop.body, {x: zero for x, zero in pairs if zero is not None})
+        after = (_is_zero(x, inside, loop.body) for x in loop.body.outputs)
+        joined = [x if x == y else False for x, y in zip(given[carry], after, strict=False)]
+        if joined == given[carry]:
+            return inside
+        given[carry] = joined
+
+
+def _zeros(block: Block, given: Mapping[Value, bool]) -> dict[Value, bool]:
+    """Which values of a block are zero.
+
+    Args:
+        block: the block.
+        given: for those of its inputs that cotangents are or have changed: whether they are zero;
+            if not, they may be anything.
+
+    Returns:
+        The same of all values that depend on such an input. What an operation makes is not known
+        to be zero, unless it is known to make zeros of zeros.
+    """
+    known = dict(given)
+    for operation in block.operations:
+        read = [known[x] for x in operation.values if x in known]
+        if not read:
+            continue
+        if isinstance(operation, Barrier):
+            made = [_is_zero(x, known, block) for x in operation.inputs]
+        elif isinstance(operation, Loop):
+            inside = _zeros_inside(operation, [_is_zero(x, known, block) for x in operation.inputs])
+            made = [_is_zero(x, inside, operation.body) for x in operation.body.outputs]
+        else:
+            is_made = all(read) and _makes_zeros(operation, known, block)
+            made = [is_made] * len(operation.outputs)
+        pairs = zip(operation.outputs, made, strict=True)
+        known |= {x: zero for x, zero in pairs if zero is not None}
+    return known
+
+
+def _is_zero(atom: Atom, known: Mapping[Value, bool], block: Block) -> bool | None:
+    """Whether an atom is zero; None if it does not depend on cotangents, and is not known to be."""
+    if is_zero(atom, block.makers):
+        return True
+    return known.get(atom) if isinstance(atom, Value) else None
+
+
+def _makes_zeros(operation: Operation, known: Mapping[Value, bool], block: Block) -> bool:
+    """Whether an operation makes zeros of inputs that are zero, all of those in `known`."""
+    if operation.name in _LINEAR or operation.view() is not None:
+        return True
+    if operation.name in _LINEAR_IN_FIRST:
+        return known.keys().isdisjoint(operation.inputs[1:])
+    if operation.name not in _SUMS | _LINEAR_BESIDE_ZEROS:
+        return False
+    # Indices, and the predicate of a selection, are no floats.
+    added = [x for x in operation.inputs if jnp.issubdtype(dtype_of(x), jnp.inexact)]
+    return bool(added) and all(_is_zero(x, known, block) for x in added)
+
+
+def before_moves(block: Block, output: int) -> Any:
+    """The value that an output is made of by operations that only move, scale or round."""
+    value = block.outputs[output]
+    while value in block.makers and block.makers[value].view() is not None:
+        value = block.makers[value].source
+    return value
 
 
 class Sums:

@@ -59,11 +59,6 @@ class Staged:
         num_combined: int = 0,
         encoding: Encoding = Encoding(),  # noqa: B008
     ):
-        if not any(paths):
-            raise ValueError(
-                "No leaf of the parameters is a stack of layers. Give `jz.Stages` the path of the "
-                'stacks as `layers`, such as "params.layers", or of a list, such as "layers.*".'
-            )
         self.paths = paths
         self.is_rows = is_rows
         self.microbatches = microbatches
@@ -163,7 +158,8 @@ class Staged:
         Returns:
             The loss: its mean over micro-batches, or its sum if there is a weight; the sum of the
             weights; the sums of gradients, times `share` if there is none, of this stage's layers
-            and this stage's part of the others; and other outputs as `[microbatches, ...]`.
+            and this stage's part of the others; and other outputs as `[microbatches, ...]`, the
+            last of them the number that `Pipeline.run` returns, if there is one.
         """
         weights = dict(zip(self._parameters, parameters, strict=True))
         rows = dict(zip(self.block.inputs, self._numbers, strict=False))
@@ -173,7 +169,7 @@ class Staged:
         if self._frozen is not None:
             made = self._frozen.run(weights, rows, self.microbatches)
             rows |= zip(self._frozen.passed, made, strict=True)
-        outputs = Pipeline(
+        outputs, number = Pipeline(
             self._cut,
             weights,
             rows,
@@ -183,7 +179,10 @@ class Staged:
             self._encoding,
         ).run()
         program = self.program
-        return self._combined(jax.tree.unflatten(program.treedef, outputs), program.shapes)
+        *results, others = self._combined(
+            jax.tree.unflatten(program.treedef, outputs), program.shapes
+        )
+        return *results, [*others, *([] if number is None else [number])]
 
     def _combined(self, outputs: Any, shapes: Any) -> Any:
         loss, weight, gradients, others = outputs

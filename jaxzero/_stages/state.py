@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._program import Loop, Value
+from .._program import Loop, Value, dtype_of, shape_of
 
 
 class State(NamedTuple):
@@ -58,3 +58,9 @@ def num_slots(num_stages: int, microbatches: int) -> int:
 def masked(exists: Array, x: Array) -> Array:
     """An array; zeros where nothing exists."""
     return lax.select_n(exists, jnp.zeros_like(x), x)
+
+
+def zeros(like: Any, *lead: int, layers: int | None = None) -> Array:
+    """Zeros of an atom's dtype and shape, behind other dims; of `layers` layers of a stack."""
+    shape = shape_of(like) if layers is None else (layers, *shape_of(like)[1:])
+    return jnp.zeros((*lead, *shape), dtype_of(like))

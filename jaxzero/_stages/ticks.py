@@ -6,9 +6,10 @@ backward part, so `m` micro-batches take the time of `m + S - 1` forwards and as
 in 1F1B. A message takes a tick, since all stages run the same program: at most `2 S - 1`
 micro-batches are in flight, whose saved activations lie in a ring of as many slots.
 
-A part of a tick that has no micro-batch works on the nearest one. Nothing of it is kept: gradients
-are masked before they are reduced, outputs where they are stored. What forward saves is stored in
-its slot: before the first micro-batch comes, or after the last one as a copy of what is there.
+A part of a tick that has no micro-batch works on the nearest one. Nothing of it is kept: backward
+gets cotangents of zero, and gradients that are not zero then are masked before they are reduced.
+What forward saves is stored in its slot: before the first micro-batch comes, or after the last one
+as a copy of what is there. So backward reads what was saved of a micro-batch that exists.
 
 References:
     PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
@@ -27,12 +28,12 @@ from jaxtyping import Array
 
 from .._collectives import accumulator_dtype, all_reduce, labelled, repeated
 from .._mesh import STAGE
-from .._program import Atom, Block, Loop, Value, at_line_of, dtype_of, shape_of
+from .._program import Atom, Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
-from .evaluation import Evaluation, Sums, before_widening, run_block
+from .evaluation import Evaluation, Sums, before_moves, before_widening, run_block, zeros_of_layer
 from .layers import Layer, Layers, StageLayers, passing_padding
 from .messages import Encoding, Message, scan_beside, sent
-from .state import MicroBatch, State, masked, num_slots
+from .state import MicroBatch, State, masked, num_slots, zeros
 
 
 class Pipeline:
@@ -72,6 +73,11 @@ class Pipeline:
         self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
         self.outer = {k: before_widening(cut.block, outputs[k]) for k in outer}
         self.sums = Sums(cut.block, cut.from_backward)
+        # Of a backward layer, what is zero if its cotangents are, and needs no mask. Padding layers
+        # have cotangents.
+        self._zeros = set[Value]()
+        if cut.backward is not None and not self.layers.has_padding:
+            self._zeros = zeros_of_layer(cut.backward, cut.travelling)
         # Casts of weights, once: loops that hold a weight then hold what is read of it.
         whole = weights.keys() - cut.stacks.keys()
         casts: list[Value] = []
@@ -83,37 +89,46 @@ class Pipeline:
         values(casts)
         self.weights = values.known
 
-    def run(self) -> list[Any]:
+    def run(self) -> tuple[list[Any], Array | None]:
         """Run all ticks.
 
         Returns:
             For each output of the program, in order: of a gradient the sum over micro-batches, for
             a stack of this stage's layers, for others this stage's part; of others their values
-            `[microbatches, ...]`, equal on all stages.
+            `[microbatches, ...]`, equal on all stages. And a number out of the first message of the
+            last ticks, None if there is none: what is sent after the step should wait for it.
         """
         with at_line_of(self.cut.forward):
             return self._run()
 
-    def _run(self) -> list[Any]:
+    def _run(self) -> tuple[list[Any], Array | None]:
         num, fill = self.microbatches, self.num_stages - 1
         state, _ = self._ticks(self._start(), range(fill), forward=True)
         steady, drain = range(fill, fill + num), range(fill + num, 2 * fill + num)
         has_backward = self.cut.backward is not None
         parts = {"forward": True, "head": True, "backward": has_backward}
         state, sums = self._ticks(state, steady, self._no_sums(), **parts)
-        if has_backward:
-            state, sums = self._ticks(state, drain, sums, backward=True)
+        number = None
+        if has_backward and drain:
+            received = sent(self._message(state.cotangents, -1))
+            floats = [x for x in received if jnp.issubdtype(x.dtype, jnp.floating)]
+            number = floats[0][(0,) * floats[0].ndim] if floats else None
+            state = state._replace(cotangents=received)
+            # The gradients of the head are final, but these ticks wait for the message, which
+            # comes first. In a loop over all of them it would come last.
+            state, sums = self._ticks(state, drain[:1], sums, backward=True)
+            state, sums = self._ticks(state, drain[1:], sums, receive=True, backward=True)
         found = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
         found |= zip(self.others, map(self._of_last_stage, state.outputs), strict=True)
-        return [found[k] for k in range(len(self.cut.block.outputs))]
+        return [found[k] for k in range(len(self.cut.block.outputs))], number
 
     def _start(self) -> State:
         slots = num_slots(self.num_stages, self.microbatches)
         return State(
-            [_zeros(x) for x in self.cut.activations],
-            [_zeros(x) for x in self.cut.cotangents],
-            [_zeros(self.cut.stacked(i), slots, layers=self.layers.num) for i in self.cut.saved],
-            [_zeros(x, self.microbatches) for x in self.others.values()],
+            [zeros(x) for x in self.cut.activations],
+            [zeros(x) for x in self.cut.cotangents],
+            [zeros(self.cut.stacked(i), slots, layers=self.layers.num) for i in self.cut.saved],
+            [zeros(x, self.microbatches) for x in self.others.values()],
         )
 
     def _ticks(
@@ -177,13 +192,14 @@ class Pipeline:
         forward: bool = False,
         head: bool = False,
         backward: bool = False,
+        receive: bool = False,
     ) -> tuple[State, list[list[Array]]]:
         """Run one tick; also return the terms of the gradients, in the order of `_no_sums`."""
         activations, cotangents, saved, outputs = state
         first = number - self.stage
-        if not forward:
+        if receive:
             cotangents = sent(self._message(cotangents, -1))
-        else:
+        if forward:
             beside = self._message(cotangents, -1) if backward else None
             micro = self._micro(first)
             activations, rows, received = self._forward(micro, activations, beside)
@@ -198,6 +214,8 @@ class Pipeline:
             terms = [*([] for _ in self.cut.stack_gradients), *rest] if head else []
             return State(sent(self._message(activations, 1)), cotangents, saved, outputs), terms
         beside = self._message(activations, 1) if forward else None
+        if self._zeros:
+            cotangents = [masked(micro.exists, x) for x in cotangents]
         cotangents, stacks, outer, received = self._backward(micro, cotangents, saved, beside)
         activations = received if forward else activations
         outer = [[*x, *y] for x, y in zip(outer, rest, strict=True)]
@@ -229,7 +247,7 @@ class Pipeline:
             here = Evaluation(cut.block, values.known, micro.loops)
             here.run(cut.effects("start"), micro.exists)
             start = here(loop.inputs[loop.num_constants : loop.first_stack])
-            return [*start, *map(_zeros, self.cut.activations[num:])]
+            return [*start, *map(zeros, self.cut.activations[num:])]
 
         activations = self._where(self.stage == 0, embedded, activations, self.cut.activations)
 
@@ -295,15 +313,16 @@ class Pipeline:
             return x if ring is None else ring[micro.index % len(ring), x]
 
         made_of = [x.source for x in cut.stack_gradients.values() if x is not None]
-        final = [_made(loop.body, loop.outputs.index(x)) for x in made_of]
+        final = [before_moves(loop.body, loop.outputs.index(x)) for x in made_of]
 
         def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
             exists = micro.runs(layers[1])
             stacks = map(taken, ring_of, layers[0])
-            changed = dict.fromkeys(final, functools.partial(masked, exists))
+            mixed = [x for x in final if x not in self._zeros]
+            changed = dict.fromkeys(mixed, functools.partial(masked, exists))
             outputs = run_block(loop.body, [*inside, *carry, *stacks], changed, exists)
             for i, x in zip(map(loop.outputs.index, made_of), final, strict=True):
-                if x not in loop.body.makers:  # an input of the layer, which nothing has masked
+                if x in mixed and x not in loop.body.makers:  # an input, which nothing has masked
                     outputs[i] = masked(exists, jnp.asarray(outputs[i]))
                 outputs[i] = self._shared(outputs[i])
             return outputs[:num], outputs[num:]
@@ -356,7 +375,7 @@ class Pipeline:
             return [_typed(x, each) for x, each in zip(arrays, like, strict=True)]
 
         def without() -> list[Any]:
-            return typed([*others, *map(_zeros, like[len(others) :])])
+            return typed([*others, *map(zeros, like[len(others) :])])
 
         return lax.cond(condition, lambda: typed(made()), without)
 
@@ -371,23 +390,9 @@ class Pipeline:
             return all_reduce(x.astype(jnp.int32) if x.dtype == bool else x, STAGE).astype(x.dtype)
 
 
-def _made(body: Block, output: int) -> Any:
-    """The value that an output is made of by operations that only move, scale or round."""
-    value = body.outputs[output]
-    while value in body.makers and body.makers[value].view() is not None:
-        value = body.makers[value].source
-    return value
-
-
 def _typed(x: Any, like: Atom) -> Any:
     return lax.convert_element_type(x, dtype_of(like))
 
 
 def _put(x: Array, row: Array, index: Array) -> Array:
     return lax.dynamic_update_index_in_dim(x, row.astype(x.dtype), index, 0)
-
-
-def _zeros(like: Any, *lead: int, layers: int | None = None) -> Array:
-    """Zeros of an atom's dtype and shape, behind other dims; of `layers` layers of a stack."""
-    shape = shape_of(like) if layers is None else (layers, *shape_of(like)[1:])
-    return jnp.zeros((*lead, *shape), dtype_of(like))

@@ -26,6 +26,7 @@ from .._execute import (
     LeafUpdate,
     Parameters,
     Result,
+    known_after,
     run_on_device,
     split_microbatches,
 )
@@ -81,6 +82,8 @@ def run_on_stage(
     assert share_of_loss is None and lists.stages is not None
     arrays, differentiated = lists.arrays, tuple(lists.numbers(parameters.differentiated))
     is_stack = [lists.is_divided(j) for j in range(len(arrays))]
+    if not any(is_stack):
+        raise ValueError(_without_layers(lists))
     given = _by_microbatch(inputs, specs, microbatches)
     staged = Staged(
         flat,
@@ -114,15 +117,40 @@ def run_on_stage(
         share_of_gradients=None if staged.is_weighted else 1 / comm.num_devices,
         all_halves=lambda sums: _of_all_stages(lists, leaves, parameters, comm, sums),
     )
-    gradients = _of_leaves(lists, dict(zip(differentiated, result.gradients, strict=True)))
+    return _of_step(lists, parameters, differentiated, staged, result)
+
+
+def _of_step(
+    lists: LayerLists,
+    parameters: Parameters,
+    differentiated: Sequence[int],
+    staged: Staged,
+    result: Result,
+) -> Result:
+    """The results of a step for all leaves, from those of a stage for its arrays."""
+    others, num = [x[0] for x in result.others], len(staged.program.shapes[3])
+    made = dict(zip(differentiated, result.gradients, strict=True))
+    gradients = _of_leaves(lists, made, next(iter(others[num:]), None))
     return dataclasses.replace(
         result,
         gradients=[gradients[i] for i in parameters.differentiated],
-        others=[x[0] for x in result.others],
+        others=others[:num],
         plan=dataclasses.replace(result.plan, stages=staged.described, activations=staged.chosen),
         program=staged.program,
         block=staged.block,
         updated={lists.members[j][0]: x for j, x in result.updated.items()},
+    )
+
+
+def _without_layers(lists: LayerLists) -> str:
+    assert lists.stages is not None
+    paths = [f"`{leaf.path}`" for leaf in lists.leaves]
+    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
+    return (
+        f"No leaf of the parameters is a stack of layers: `layers` of `jz.Stages` is "
+        f"{lists.stages.layers!r}, and the leaves are {', '.join(paths[:4])}{more}. Give the path "
+        'of the stacks, such as "params.layers", or of a list of layers, with `*` for the number '
+        'of a layer, such as "layers.*".'
     )
 
 
@@ -156,8 +184,13 @@ def _updates_of_arrays(
     return {own[i]: update for i, update in updates.items() if i in own}
 
 
-def _of_leaves(lists: LayerLists, gradients: Mapping[int, Array | None]) -> dict[int, Any]:
-    """The gradients of all leaves, as they are stored, from those that a stage has of arrays."""
+def _of_leaves(
+    lists: LayerLists, gradients: Mapping[int, Array | None], number: Array | None = None
+) -> dict[int, Any]:
+    """The gradients of all leaves, as they are stored, from those that a stage has of arrays.
+
+    Those outside of the layers are sent once `number` is known (see `Pipeline.run`).
+    """
     found: dict[int, Any] = {}
     for j, x in gradients.items():
         members = lists.members[j]
@@ -166,7 +199,8 @@ def _of_leaves(lists: LayerLists, gradients: Mapping[int, Array | None]) -> dict
         elif lists.is_list(j):
             found |= zip(members, lists.to_leaves(j, x), strict=True)
         else:
-            found[members[0]] = x if lists.is_divided(j) else _scattered(x, lists.arrays[j])
+            leaf, divided = lists.arrays[j], lists.is_divided(j)
+            found[members[0]] = x if divided else _scattered(x, leaf, number)
     return found
 
 
@@ -216,8 +250,10 @@ def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
         return all_gather(x.astype(dtype), STAGE, leaf.stages.dim).astype(x.dtype)
 
 
-def _scattered(x: Array, leaf: LeafSpec) -> Array:
+def _scattered(x: Array, leaf: LeafSpec, number: Array | None) -> Array:
     """Reduce-scatter a shard of a gradient over the stages; all-reduce if they hold it whole."""
+    if number is not None:
+        x = x * known_after(1, number).astype(x.dtype)
     with labelled("gradients", leaf.path):
         if leaf.stages is None:
             return all_reduce(x, STAGE)

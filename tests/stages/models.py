@@ -141,4 +141,8 @@ LOSSES: dict[str, Callable] = {
         _end(p | {"layers": lax.stop_gradient(p["layers"])}, rows), p["head"], rows
     ),
     "indexes layers": indexes_layers,
+    # What the layers of a stage make of the zeros that it has before its first micro-batch is NaN.
+    "divides by a norm": _loss(
+        lambda x, w: layer(x, w) / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True))
+    ),
 }

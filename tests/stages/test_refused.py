@@ -36,6 +36,13 @@ def _norm_of_layers(params, batch):
     return models.LOSSES["untied"](params, batch) + lax.stop_gradient(norm)
 
 
+def _loop_over_a_list(params, batch):
+    x = params["embed"][batch["ids"]]
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w @ w.T)
+    return models.cross_entropy(x, params["head"], batch)
+
+
 def _permutes(params, batch):
     everyone = lax.ppermute(params["head"], "local", [(0, 1), (1, 0)])
     return models.LOSSES["untied"](params | {"head": everyone}, batch)
@@ -95,6 +102,9 @@ def test_refused_arguments():
     with pytest.raises(NotImplementedError, match="`layers` of `jz.Stages` does not name"):
         other = jz.Zero(zero.mesh, jz.pipeline(2, layers=("layers.up", "layers.down")))
         other.value_and_grad(models.LOSSES["tied"])(other.shard(params), batch)
-    with pytest.raises(ValueError, match="is a stack of layers"):
+    with pytest.raises(ValueError, match="`layers` of `jz.Stages` is 'blocks', and the leaves are"):
         other = jz.Zero(zero.mesh, jz.pipeline(2, layers="blocks"))
         other.value_and_grad(models.LOSSES["tied"])(other.shard(params), batch)
+    listed = params | {"layers": [params["layers"]["up"][0]] * 2}
+    with pytest.raises(NotImplementedError, match=r'name a list of layers by "layers\.\*"'):
+        zero.plan(_loop_over_a_list, zero.shard(listed), batch)

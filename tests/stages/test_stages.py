@@ -16,6 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxzero as jz
 from jaxzero._hlo.collectives import collectives
+from jaxzero._stages import ticks
 
 from . import models, test_lists
 
@@ -368,3 +369,24 @@ def test_gradients_of_two_half_batches(layers, loss, mesh, weighted):
             size = jax.tree.map(lambda x, y: np.linalg.norm(x) * np.linalg.norm(y), x, y)
             for a, b, scale in zip(*map(jax.tree.leaves, (made, product, size)), strict=True):
                 assert abs(float(a) - b) <= 3e-6 * scale
+
+
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    [("divides by a norm", 0), ("remat", 0), ("shares a weight", 0), ("decays in layers", 1)],
+)
+def test_only_gradients_without_cotangents_are_masked(monkeypatch, name, masks):
+    """Those of weights that the loss reads of each layer are not zero without a micro-batch."""
+    masked: list[tuple[int, ...]] = []
+
+    def spied(exists: jax.Array, x: jax.Array) -> jax.Array:
+        masked.append(x.shape)
+        return of_state(exists, x)
+
+    of_state = ticks.masked
+    monkeypatch.setattr(ticks, "masked", spied)
+    params = models.params()
+    zero = _zero()
+    zero.plan(models.LOSSES[name], zero.shard(params), models.batch())
+    of_layers = {x.shape[1:] for x in params["layers"].values()} - {()}
+    assert len({*masked} & of_layers) == masks
