@@ -18,6 +18,7 @@ from jaxzero._hlo import Rates
 from jaxzero._program import Value
 
 from .test_activations import (
+    LAYERS,
     MODELS,
     ROWS,
     TOKENS,
@@ -67,6 +68,33 @@ def test_what_backward_reads_at_once_is_not_repeated(name):
     """The logits, `[rows of a device, tokens, 32]`, which backward reads first."""
     again = residuals(zero_of(0), MODELS[name], "recompute")
     assert again and not [x for x in again if x.shape == (ROWS // 4, TOKENS, 32)]
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "is_kept"),
+    [("scanned", 960, False), ("scanned", 992, True), ("unrolled", 960, True)],
+)
+def test_products_are_kept_that_take_longer_than_to_keep_them(name, width, is_kept):
+    """In 16 bits, a product of `n` terms takes `2 n / 700e12` seconds for each element.
+
+    To write and to read it takes 4 bytes at 4.3 TB/s, and the copies into the stack of a loop and
+    out of it 8 more, together as long as 977 terms.
+    """
+    layer = lambda x, w: x + jnp.tanh(x @ w)  # noqa: E731
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        if name == "scanned":
+            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, p)
+        else:
+            for i in range(LAYERS):
+                x = layer(x, p[i])
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    zero = zero_of(2**40)
+    params = zero.abstract(lambda: jnp.zeros((LAYERS, width, width), jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((4096, width), jnp.bfloat16)
+    found = zero.plan(loss, params, x).residuals
+    assert any(x.action == "recompute" and x.flops for x in found) is not is_kept
 
 
 def test_joins_are_made_again(monkeypatch):
