@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxzero._activations import priced
+from jaxzero._activations import priced, unrolled
 from jaxzero._activations.loops import Pair
 from jaxzero._activations.min_cut import Choice
 from jaxzero._activations.unrolled import Forward
 from jaxzero._hlo import Rates
-from jaxzero._program import Value
+from jaxzero._program import Barrier, Block, Value
 
 from .test_activations import (
     LAYERS,
@@ -68,6 +68,22 @@ def test_what_backward_reads_at_once_is_not_repeated(name):
     """The logits, `[rows of a device, tokens, 32]`, which backward reads first."""
     again = residuals(zero_of(0), MODELS[name], "recompute")
     assert again and not [x for x in again if x.shape == (ROWS // 4, TOKENS, 32)]
+
+
+def test_backward_reads_what_is_kept_behind_a_barrier(monkeypatch):
+    """Or XLA keeps copies that forward transposes for its products beside the values."""
+    repeating, made = unrolled.repeating, []
+
+    def noted(forward: Forward, choice: Choice) -> Block:
+        made.append((forward, choice, repeating(forward, choice)))
+        return made[-1][-1]
+
+    monkeypatch.setattr(unrolled, "repeating", noted)
+    residuals(zero_of(50_000), MODELS["unrolled"])
+    ((forward, choice, block),) = made
+    backward = block.operations[forward.end :]
+    read = {x for op in backward if not isinstance(op, Barrier) for x in op.values}
+    assert {*choice.kept} & {*forward.wanted} and not {*choice.kept} & read
 
 
 @pytest.mark.parametrize(
