@@ -14,8 +14,9 @@ from .costs import RATES, bytes_of
 from .priced import Chosen, Point, PricedProgram
 from .residuals import by_kind, described, kept_bytes
 
-# Seconds for a byte: what it takes to write and to read it, and as much as to keep nothing.
-_PRICES = 2 / RATES.memory, 1e-7
+# Seconds for a byte: what it takes to write and to read it, and as much as to keep nothing but a
+# number that sums up a layer.
+_PRICES = 2 / RATES.memory, 1e-8
 _STEPS = 12  # of the search for a price
 _NEAR = 0.98  # of the budget: near enough
 _TRIED = 8  # values that are kept one by one, where the next price keeps too much

@@ -186,7 +186,7 @@ class PricedProgram:
         """A pair whose loops inside keep what is cheapest, and the choices, that of its body last.
 
         Where backward repeats a loop inside from its start, that loop is left as it is, so that
-        nothing is repeated twice.
+        nothing is repeated twice, unless what it stacks up in one layer is worth more.
         """
         stacks = {*loops.stacked_values(pair.forward), *self._stack_of.items()}
         keep = {*keep, *(x for x, stack in stacks if stack in keep)}
@@ -257,12 +257,25 @@ def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Valu
 
 
 def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection[Value]) -> float:
-    """Seconds to repeat, and the cost of what is kept, which is that of the last part."""
+    """Seconds to repeat, and the cost of what is kept, which is that of the last part, and held."""
     part, choice = choices[-1]
     kept = [x for x in choice.kept if x not in keep]
     of_kept = sum(price * part.kept_bytes(x) + part.seconds_to_keep(x) for x in kept)
     seconds = (part.seconds_of(x) for part, choice in choices for x in choice.repeated)
-    return of_kept + sum(seconds)
+    return of_kept + price * _held_by_loops(choices) + sum(seconds)
+
+
+def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
+    """Bytes of what loops stack up for one layer, where backward repeats them as a whole."""
+    stacks = (
+        x
+        for part, choice in choices
+        for operation in choice.repeated
+        if isinstance(operation, Loop)
+        for x in operation.outputs[operation.num_carry :]
+        if x in part.wanted
+    )
+    return sum(map(bytes_of, stacks))
 
 
 def _repeated_alone(part: Part, choice: Choice) -> tuple[Part, Choice]:

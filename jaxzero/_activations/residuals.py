@@ -25,7 +25,8 @@ class Residual:
         num_bytes: the bytes of all layers, on one device.
         where: file, line and function that made it.
         action: what becomes of it.
-        flops: operations of the matrix products that recompute it, in all layers.
+        flops: operations of the matrix products that recompute it, in all layers; those of a
+            product that several residuals need count for the first.
     """
 
     shape: tuple[int, ...]
@@ -64,6 +65,7 @@ def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iter
     """What a part keeps, and what else backward reads of it."""
     makers = {x: operation for operation in part.operations for x in operation.outputs}
     repeated = {*choice.repeated}
+    flops = _flops_by_residual(part, choice)
     for value in dict.fromkeys((*choice.kept, *part.wanted)):
         maker = makers.get(value)
         if maker is None and value not in part.carried:
@@ -77,5 +79,21 @@ def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iter
             part.kept_bytes(value),
             maker.where if maker else "what a layer reads of the one before",
             "recompute" if again else kept,
-            part.trips * flops_of(maker) if maker and again else 0,
+            part.trips * flops.get(value, 0),
         )
+
+
+def _flops_by_residual(part: Part, choice: Choice) -> dict[Value, int]:
+    """What is repeated for each residual: its product, and those before it that no other needed."""
+    makers = {x: operation for operation in choice.repeated for x in operation.outputs}
+    left, flops = {*choice.repeated}, {}
+    wanted = {*part.wanted}
+    for value in (x for x in makers if x in wanted):  # in program order
+        waiting, flops[value] = [value], 0
+        while waiting:
+            operation = makers.get(waiting.pop())
+            if operation in left:
+                left.remove(operation)
+                flops[value] += flops_of(operation)
+                waiting += operation.values
+    return flops

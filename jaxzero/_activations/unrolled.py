@@ -83,6 +83,10 @@ class Forward:
         at = self._last[made] if made in self._joined else self._at[made]
         return bisect.bisect_left(self._cuts, at)
 
+    def last_segment(self, value: Value) -> int:
+        """The number of the last segment that reads a value, and else of that which makes it."""
+        return bisect.bisect_left(self._cuts, self._last.get(value, self._at[value]))
+
     def _crosses(self, value: Value, cuts: Sequence[int] | None = None) -> bool:
         cuts = self._cuts if cuts is None else cuts
         first, last = self._at[value], self._last.get(value, -1)
@@ -198,23 +202,41 @@ class _Again(Copies):
     """The operations of backward, and segments of forward that it repeats.
 
     A barrier ties what a segment is repeated from to what backward has reached, so that XLA neither
-    repeats it earlier nor merges it with the first computation.
+    repeats it earlier nor merges it with the first computation. What is kept for backward's own
+    operations passes it too: XLA would keep a transposed copy that forward makes for a product
+    beside the value itself, if backward could use it.
     """
 
     def __init__(self, forward: Forward, choice: Choice):
         super().__init__(choice.repeated)
         self._forward = forward
         self._read_by: dict[int, dict[Value, None]] = {}
+        returned = {*forward.block.outputs}
+        self._kept = {
+            x: forward.last_segment(x)
+            for x in forward.wanted
+            if x not in self._makers and x not in returned and x.is_array
+        }
+        for x, segment in self._kept.items():
+            self._read_by.setdefault(segment, {})[x] = None
         for operation in choice.repeated:
             kept = (x for x in operation.values if x not in self._makers and x.is_array)
             of_segment = self._read_by.setdefault(forward.segment(operation), {})
             of_segment |= dict.fromkeys(x for x in kept if not forward.is_weight(x))
         self._tied: dict[int, dict[Value, Value]] = {}
 
+    def add(self, operation: Operation) -> None:
+        for x in operation.values:
+            if x in self._kept and x not in self._made:
+                self._made[x] = self._tie(x, self._kept[x], operation)
+        super().add(operation)
+
     def read(self, value: Value, copied: Operation) -> Atom:
-        segment = self._forward.segment(copied)
+        return self._tie(value, self._forward.segment(copied), copied)
+
+    def _tie(self, value: Value, segment: int, reader: Operation) -> Value:
         if segment not in self._tied:
-            self._tied[segment] = self._barrier(copied, [*self._read_by[segment]])
+            self._tied[segment] = self._barrier(reader, [*self._read_by[segment]])
         return self._tied[segment].get(value, value)
 
     def _barrier(self, copied: Operation, kept: list[Value]) -> dict[Value, Value]:

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxzero._activations import priced
+from jaxzero._activations import priced, unrolled
 from jaxzero._activations.loops import Pair
 from jaxzero._activations.min_cut import Choice
 from jaxzero._activations.unrolled import Forward
 from jaxzero._hlo import Rates
-from jaxzero._program import Value
+from jaxzero._program import Barrier, Block, Value
 
 from .test_activations import (
+    LAYERS,
     MODELS,
     ROWS,
     TOKENS,
@@ -67,6 +68,49 @@ def test_what_backward_reads_at_once_is_not_repeated(name):
     """The logits, `[rows of a device, tokens, 32]`, which backward reads first."""
     again = residuals(zero_of(0), MODELS[name], "recompute")
     assert again and not [x for x in again if x.shape == (ROWS // 4, TOKENS, 32)]
+
+
+def test_backward_reads_what_is_kept_behind_a_barrier(monkeypatch):
+    """Or XLA keeps copies that forward transposes for its products beside the values."""
+    repeating, made = unrolled.repeating, []
+
+    def noted(forward: Forward, choice: Choice) -> Block:
+        made.append((forward, choice, repeating(forward, choice)))
+        return made[-1][-1]
+
+    monkeypatch.setattr(unrolled, "repeating", noted)
+    residuals(zero_of(50_000), MODELS["unrolled"])
+    ((forward, choice, block),) = made
+    backward = block.operations[forward.end :]
+    read = {x for op in backward if not isinstance(op, Barrier) for x in op.values}
+    assert {*choice.kept} & {*forward.wanted} and not {*choice.kept} & read
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "is_kept"),
+    [("scanned", 960, False), ("scanned", 992, True), ("unrolled", 960, True)],
+)
+def test_products_are_kept_that_take_longer_than_to_keep_them(name, width, is_kept):
+    """In 16 bits, a product of `n` terms takes `2 n / 700e12` seconds for each element.
+
+    To write and to read it takes 4 bytes at 4.3 TB/s, and the copies into the stack of a loop and
+    out of it 8 more, together as long as 977 terms.
+    """
+    layer = lambda x, w: x + jnp.tanh(x @ w)  # noqa: E731
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        if name == "scanned":
+            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, p)
+        else:
+            for i in range(LAYERS):
+                x = layer(x, p[i])
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    zero = zero_of(2**40)
+    params = zero.abstract(lambda: jnp.zeros((LAYERS, width, width), jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((2**20, width), jnp.bfloat16)
+    found = zero.plan(loss, params, x).residuals
+    assert any(x.action == "recompute" and x.flops for x in found) is not is_kept
 
 
 def test_joins_are_made_again(monkeypatch):

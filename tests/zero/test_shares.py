@@ -1,6 +1,7 @@
 """`shares`: nodes run different numbers of micro-batches; results equal those of one device."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -23,6 +24,9 @@ _PRESETS = {
     "no_prefetch": jz.ZeroConfig(schedule=jz.CommSchedule(prefetch=0)),
     "offload": jz.ZeroConfig(
         offload=jz.Offload(weights=True, gradients=True, optimizer=True, min_size=0)
+    ),
+    "budget": dataclasses.replace(
+        jz.zero3(), activations=jz.Activations(budget_bytes=0, override=True)
     ),
     **zoo.PRESETS,
 }
@@ -123,12 +127,13 @@ def _step(preset, scanned, mesh, microbatches=2, loss=_loss, **options):
     return zero, step, (params, batch), state
 
 
-_FEW = [("zero3", True, "auto", 2)]
+_FEW = [("zero3", True, "auto", 2), ("budget", True, "explicit", 2)]
 _IN_CI = [
     ("zero3", False, "explicit", 4),
     ("zeropp", True, "explicit", 2),
     ("zeropp4", False, "auto", 4),
     ("ddp", True, "auto", 2),
+    ("budget", False, "auto", 4),
     ("hsdp", True, "auto", 2),
     ("stage2", False, "explicit", 2),
     ("no_prefetch", True, "auto", 2),
@@ -158,6 +163,10 @@ def test_loss_and_gradients_are_those_of_one_device(preset, scanned, kind, micro
         loss, grads, *_ = step(*args, **state)
     zoo.assert_close(jax.device_get(loss), want_loss, 1e-5, "loss")
     got = jax.device_get(zero.unshard(grads))
+    if preset == "budget":
+        options = {"microbatches": microbatches, "weighted": True, "shares": _SHARES}
+        residuals = zero.plan(_loss, *args, **options).residuals
+        assert {x.action for x in residuals} == {"keep", "recompute"}
     if preset in zoo.PRESETS:
         zoo.assert_within(got, want, _sizes(rows, microbatches))
     else:
