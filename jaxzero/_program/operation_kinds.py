@@ -45,11 +45,10 @@ _ELEMENTWISE = {
     *("cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "cos", "cosh"),
     *("digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"),
     *("gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log"),
-    *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not"),
-    *("one_minus_square", "or"),
-    *("population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n"),
-    *("shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh"),
-    *("sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
+    *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or"),
+    *("one_minus_square", "population_count", "pow", "real", "reduce_precision", "rem", "round"),
+    *("rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign"),
+    *("sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
 }
 _RESHAPES = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
 _FULL_REDUCTIONS = {
