@@ -73,9 +73,9 @@ JAXPRS = {
     "jaxzero._mesh.loop_order",
     "jaxzero._mesh.per_device",
     "jaxzero._verify.roundings",
-    *(f"jaxzero._program.{x}" for x in ("flops", "frozen_part", "ir", "same_operations", "trace")),
+    *(f"jaxzero._program.{x}" for x in ("flops", "frozen_part", "ir", "layout_requests")),
+    *(f"jaxzero._program.{x}" for x in ("multiplications", "same_operations", "trace")),
 }
-JAXPRS.add("jaxzero._program.layout_requests")
 JAXPR_FIELDS = {"constvars", "eqns", "invars", "jaxpr", "outvars"}
 COORDINATION = {f"jax._src.{name}" for name in ("clusters", "distributed", "xla_bridge")}
 

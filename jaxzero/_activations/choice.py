@@ -17,6 +17,7 @@ from .residuals import by_kind, described, kept_bytes
 # Seconds for a byte: what it takes to write and to read it, and as much as to keep nothing but a
 # number that sums up a layer.
 _PRICES = 2 / RATES.memory, 1e-8
+_LAST_PRICE = 1e-7  # tried before a budget is refused: of iterations that make few bytes
 _STEPS = 12  # of the search for a price
 _NEAR = 0.98  # of the budget: near enough
 _TRIED = 8  # values that are kept one by one, where the next price keeps too much
@@ -94,6 +95,8 @@ def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
         if most.num_bytes <= budget:
             return _search(lambda x: program.at(low, x), 0.0, link, over, most, budget)[0]
     least = program.at(high, link)
+    if least.num_bytes > budget > 0:
+        high, least = _LAST_PRICE, program.at(_LAST_PRICE, link)
     if least.num_bytes > budget > 0:
         raise ValueError(_too_little(budget, least))
     if budget == 0:

@@ -267,15 +267,14 @@ def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection
 
 def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
     """Bytes of what loops stack up for one layer, where backward repeats them as a whole."""
-    stacks = (
-        x
+    return sum(
+        bytes_of(x) // part.token_parts
         for part, choice in choices
         for operation in choice.repeated
         if isinstance(operation, Loop)
         for x in operation.outputs[operation.num_carry :]
         if x in part.wanted
     )
-    return sum(map(bytes_of, stacks))
 
 
 def _repeated_alone(part: Part, choice: Choice) -> tuple[Part, Choice]:

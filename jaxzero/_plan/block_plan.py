@@ -46,8 +46,11 @@ class ReduceGroup:
     at: int  # the operation that makes the last of these gradients
     deferred: bool = False  # in a loop: sent in later iterations
     axes: tuple[str, ...] = ()  # the mesh axes that they are reduced over, in order
-    after: Value | None = None  # what the first of these hops waits for; None: the gradients only
-    tie: Value | None = None  # a value of backward that exists no later than the last of them
+    # In a loop, what the first of these hops waits for; None: the gradients only.
+    after: Value | None = None
+    # Outside of loops, a value of backward that exists no later than the last gradient: groups
+    # made before go on by it.
+    tie: Value | None = None
 
 
 @dataclasses.dataclass(frozen=True)

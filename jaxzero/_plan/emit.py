@@ -83,7 +83,7 @@ class _Emitter:
         self._finished: list[Value] = []  # reduced gradients that wait for a tie
         self._copied: list[Value] = []  # gradients on their way to host memory
         self._tied_to: Value | None = None  # the value of the last tie
-        self._made_since = False  # whether a group of gradients was made since groups were sent on
+        self._made_since = False  # whether a group of gradients was made since the last tie
         self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Gather] = {}
         # For each operation, the groups of weights for which something is done before it.
         self._gathers_at: dict[int | None, list[int]] = {}
@@ -291,8 +291,8 @@ class _Emitter:
         """
         for i, (group, done) in enumerate(self._in_flight):
             wanted = None if done else self.plan.reduce_groups[group].after
-            after, is_end = self._if_known(wanted), self.at == len(self.operations)
-            is_early = wanted is not None and after is None and not is_end
+            after = self._if_known(wanted)
+            is_early = wanted is not None and after is None
             if done < self._num_axes(group) and not is_early:
                 waits = tie if done else after
                 self.done.append(Reduce(at=self.at, group=group, axis=done, after=waits))

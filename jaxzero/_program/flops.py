@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from .ir import Operation
+from .multiplications import multiplications
 
 
 def matrix_flops(function: Callable, *args: Any, **kwargs: Any) -> float:
@@ -31,22 +32,9 @@ def _flops(jaxpr: Any) -> float:
 
 
 def _of_equation(equation: Any) -> float:
+    if products := multiplications(equation):
+        return 2.0 * products
     name, params = equation.primitive.name, equation.params
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        left = equation.invars[0].aval.shape
-        return 2.0 * equation.outvars[0].aval.size * math.prod(left[dim] for dim in contracted)
-    if name == "conv_general_dilated":
-        kernel, numbers = equation.invars[1].aval.shape, params["dimension_numbers"]
-        features = kernel[numbers.rhs_spec[0]]
-        return 2.0 * equation.outvars[0].aval.size * math.prod(kernel) / features
-    if name == "ragged_dot_general":  # each row with the matrix of one group
-        numbers = params["ragged_dot_dimension_numbers"]
-        (contracted, _), _ = numbers.dot_dimension_numbers
-        left, _, sizes = (x.aval.shape for x in equation.invars[:3])
-        groups = sizes[-1] if {*numbers.lhs_ragged_dimensions} & {*contracted} else 1
-        products = equation.outvars[0].aval.size * math.prod(left[dim] for dim in contracted)
-        return 2.0 * products / groups
     inner = [
         [_flops(getattr(x, "jaxpr", x)) for x in (value if isinstance(value, tuple) else (value,))]
         for value in params.values()

@@ -34,6 +34,7 @@ from .._mesh import (
 from .._warnings import is_of_user
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import movable_ops
+from .multiplications import multiplications
 
 _ELEMENTWISE = {"neg", "reduce_precision"}
 ADDITIONS = ("add", "add_any")  # of the user, and of differentiation
@@ -131,15 +132,7 @@ class Operation:
     @functools.cached_property
     def products(self) -> int:
         """The multiplications of a matrix product or a convolution; 0 for other operations."""
-        if self.name not in ("dot_general", "conv_general_dilated"):
-            return 0
-        left, right = (x.aval.shape for x in self.equation.invars)
-        numbers, size = self.equation.params["dimension_numbers"], math.prod(self.outputs[0].shape)
-        if self.name == "conv_general_dilated":
-            channels = right[numbers.rhs_spec[0]]
-            return size * math.prod(right) // max(channels, 1)
-        (contracted, _), _ = numbers
-        return size * math.prod(left[dim] for dim in contracted)
+        return multiplications(self.equation)
 
     @property
     def where(self) -> str:

@@ -208,8 +208,11 @@ def _zeros(block: Block, given: Mapping[Value, bool]) -> dict[Value, bool]:
         elif isinstance(operation, Loop):
             inside = _zeros_inside(operation, [_is_zero(x, known, block) for x in operation.inputs])
             made = [_is_zero(x, inside, operation.body) for x in operation.body.outputs]
+            # Without an iteration a loop returns what its carry was; `inside` is of both.
+            carried = operation.body.inputs[operation.num_constants : operation.first_stack]
+            made[: operation.num_carry] = [inside.get(x) for x in carried]
         else:
-            is_made = all(read) and _makes_zeros(operation, known, block)
+            is_made = all(read) and _keeps_zeros(operation, known, block)
             made = [is_made] * len(operation.outputs)
         pairs = zip(operation.outputs, made, strict=True)
         known |= {x: zero for x, zero in pairs if zero is not None}
@@ -223,17 +226,24 @@ def _is_zero(atom: Atom, known: Mapping[Value, bool], block: Block) -> bool | No
     return known.get(atom) if isinstance(atom, Value) else None
 
 
-def _makes_zeros(operation: Operation, known: Mapping[Value, bool], block: Block) -> bool:
+def _keeps_zeros(operation: Operation, known: Mapping[Value, bool], block: Block) -> bool:
     """Whether an operation makes zeros of inputs that are zero, all of those in `known`."""
     if operation.name in _LINEAR or operation.view() is not None:
         return True
-    if operation.name in _LINEAR_IN_FIRST:
+    if _is_linear_in_first(operation):
         return known.keys().isdisjoint(operation.inputs[1:])
     if operation.name not in _SUMS | _LINEAR_BESIDE_ZEROS:
         return False
     # Indices, and the predicate of a selection, are no floats.
     added = [x for x in operation.inputs if jnp.issubdtype(dtype_of(x), jnp.inexact)]
     return bool(added) and all(_is_zero(x, known, block) for x in added)
+
+
+def _is_linear_in_first(operation: Operation) -> bool:
+    """Whether an operation is linear in its first input, the others given."""
+    if operation.name == "gather" and operation.equation.params["fill_value"]:
+        return False  # out of bounds it is a number
+    return operation.name in _LINEAR_IN_FIRST
 
 
 def before_moves(block: Block, output: int) -> Any:
@@ -325,7 +335,7 @@ class Sums:
     def _is_linear(self, operation: Operation, source: Value) -> bool:
         if operation.name in _LINEAR or operation.view() is not None:
             return True
-        if operation.name in _LINEAR_IN_FIRST:
+        if _is_linear_in_first(operation):
             return operation.inputs[0] is source
         floats = [
             x

@@ -13,7 +13,8 @@ and m are k times as large; with hpZ a node sends the mean over its micro-batche
 
 Of a table whose rows are sent, a device sends cotangents of rows, each encoded by itself. On the
 second axis they are sent on, encoded again if that has another codec: in both cases there are n k
-gradients, and r_l and r_n are those of encoding rows.
+gradients, and r_l and r_n are those of encoding rows. Where a table is split on its columns, they
+are measured on a device's columns, and up to a third too small if a block of a codec is wider.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def measure_codec_noise(
         mesh: the mesh that the gradients are on.
         config: gives the codecs.
         microbatches: number of micro-batches of a device that the gradients are means over.
-        tables: paths of the leaves whose rows are sent.
+        tables: paths of the leaves whose rows are sent; those of frozen tables too.
         gradients: mean gradients, in stored form.
 
     Raises:
@@ -112,8 +113,7 @@ def _measurement(
         for leaf, x in zip(leaves, shards, strict=True):
             if leaf.path in tables:
                 codecs = _codecs_of_rows(leaf, comm)
-                rows = x.reshape(len(x), -1)
-                errors = [_squared_error(rows, *codecs), jnp.float32(0)]
+                errors = [_squared_error(_turned(x.reshape(len(x), -1)), *codecs), jnp.float32(0)]
             else:
                 codecs = [_codec(leaf, axis, comm) for axis in REDUCTION_HOPS]
                 errors = [_squared_error(x.reshape(1, x.size), codec) for codec in codecs]
@@ -140,6 +140,21 @@ def _codecs_of_rows(leaf: LeafSpec, comm: CommSpec) -> list[Codec | None]:
     axes = axes if leaf.layout.dim else axes[::-1]
     codecs = [exchange.codec(axis, leaf.dtype, back=True) for axis in axes]
     return codecs if leaf.layout.dim else [*dict.fromkeys(codecs)]
+
+
+def _turned(rows: Array) -> Array:
+    """Rows of the same norms, with each pair of neighbours turned in its plane.
+
+    A row that one device reads was encoded once, and lies on the codec's own steps.
+    """
+    num_pairs = rows.shape[1] // 2
+    pairs, rest = (
+        rows[:, : 2 * num_pairs].reshape(len(rows), num_pairs, 2),
+        rows[:, 2 * num_pairs :],
+    )
+    first, second = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([0.8 * first - 0.6 * second, 0.6 * first + 0.8 * second], -1)
+    return jnp.concatenate([turned.reshape(len(rows), 2 * num_pairs), rest], 1)
 
 
 def _squared_error(rows: Array, *codecs: Codec | None) -> Float32[Array, ""]:

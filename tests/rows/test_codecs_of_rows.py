@@ -130,14 +130,16 @@ def test_verify_bounds_a_tied_table():
     assert report.ok, report
 
 
-@pytest.mark.parametrize("case", ["same", "other", "columns"])
-def test_noise_of_codecs_of_rows(case):
+@pytest.mark.parametrize(
+    ("case", "readers"), [("same", 8), ("other", 8), ("columns", 8), ("same", 1)]
+)
+def test_noise_of_codecs_of_rows(case, readers):
     """`zero.codec_noise` expects as much of it as there is, of rows that have noise themselves."""
     codecs, (rows, width), _ = CODECS[case]
     config = dataclasses.replace(jz.zero3(gradients=codecs), min_quantized_size=100)
     zero, exact = (jz.Zero(jz.make_mesh(nodes=2), x) for x in (config, jz.zero3()))
-    noise = np.random.default_rng(0).normal(size=(8 * rows, width))  # each device reads all rows
-    batch = {"ids": np.tile(np.arange(rows), 8), "x": noise}
+    noise = np.random.default_rng(0).normal(size=(readers * rows, width))
+    batch = {"ids": np.tile(np.arange(rows), readers), "x": noise}  # so many devices read a row
 
     def loss(params, batch):
         return jnp.mean((params["t"][batch["ids"]] * batch["x"]).sum(1))
@@ -149,7 +151,7 @@ def test_noise_of_codecs_of_rows(case):
     added = float(jnp.sum((coded - whole) ** 2))
 
     def expected(**options):
-        noise_of_mean = width / rows / 8  # its squared norm; there is no signal
+        noise_of_mean = width / rows / readers  # its squared norm; there is no signal
         of_noise, of_signal = zero.codec_noise({"t": coded}, **options)
         if options:  # all of it is of messages of devices
             np.testing.assert_allclose(8 * of_signal, of_noise, rtol=1e-6)

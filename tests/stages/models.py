@@ -120,6 +120,29 @@ def indexes_layers(p: Params, rows: Params) -> jax.Array:
     return cross_entropy(x, p["head"], rows)
 
 
+def _with_rule(change: Callable) -> Callable:
+    """A layer whose rule of derivatives changes the cotangent of what it returns."""
+
+    @jax.custom_vjp
+    def same(x):
+        return x
+
+    same.defvjp(lambda x: (x, None), lambda _, cotangent: (change(cotangent),))
+    return lambda x, w: layer(same(x), w)
+
+
+def _filled(cotangent: jax.Array) -> jax.Array:
+    """Its last number is no cotangent, but what an index out of bounds reads."""
+    ids = jnp.arange(1, WIDTH + 1)
+    return cotangent + cotangent.at[..., ids].get(mode="fill", fill_value=0.5)
+
+
+def _behind_no_iteration(cotangent: jax.Array) -> jax.Array:
+    """A loop that runs never returns what it began with, ones."""
+    start = jnp.ones_like(cotangent)
+    return cotangent + lax.fori_loop(0, 0, lambda i, x: 0 * cotangent, start)
+
+
 LOSSES: dict[str, Callable] = {
     "untied": _loss(),
     "tied": _loss(head=lambda p: p["embed"].T),
@@ -145,4 +168,7 @@ LOSSES: dict[str, Callable] = {
     "divides by a norm": _loss(
         lambda x, w: layer(x, w) / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True))
     ),
+    # Cotangents of zeros that are not zero.
+    "fills a cotangent": _loss(_with_rule(_filled)),
+    "adds what a loop began with": _loss(_with_rule(_behind_no_iteration)),
 }
