@@ -7,7 +7,8 @@ in 1F1B. A message takes a tick, since all stages run the same program: at most 
 micro-batches are in flight, whose saved activations lie in a ring of as many slots.
 
 A part of a tick that has no micro-batch works on the nearest one. Nothing of it is kept: backward
-gets cotangents of zero, and gradients that are not zero then are masked before they are reduced.
+gets cotangents of zero, and gradients that are not zero then are masked before they are reduced;
+where stages have padding layers, all are.
 What forward saves is stored in its slot: before the first micro-batch comes, or after the last one
 as a copy of what is there. So backward reads what was saved of a micro-batch that exists.
 
@@ -108,11 +109,11 @@ class Pipeline:
         has_backward = self.cut.backward is not None
         parts = {"forward": True, "head": True, "backward": has_backward}
         state, sums = self._ticks(state, steady, self._no_sums(), **parts)
-        number = None
+        arrived = None
         if has_backward and drain:
             received = sent(self._message(state.cotangents, -1))
-            floats = [x for x in received if jnp.issubdtype(x.dtype, jnp.floating)]
-            number = floats[0][(0,) * floats[0].ndim] if floats else None
+            floats = [x for x in received if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
+            arrived = floats[0][(0,) * floats[0].ndim] if floats else None
             state = state._replace(cotangents=received)
             # The gradients of the head are final, but these ticks wait for the message, which
             # comes first. In a loop over all of them it would come last.
@@ -120,7 +121,7 @@ class Pipeline:
             state, sums = self._ticks(state, drain[1:], sums, receive=True, backward=True)
         found = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
         found |= zip(self.others, map(self._of_last_stage, state.outputs), strict=True)
-        return [found[k] for k in range(len(self.cut.block.outputs))], number
+        return [found[k] for k in range(len(self.cut.block.outputs))], arrived
 
     def _start(self) -> State:
         slots = num_slots(self.num_stages, self.microbatches)

@@ -157,9 +157,10 @@ def test_noise_of_codecs_of_rows(case, readers):
             np.testing.assert_allclose(8 * of_signal, of_noise, rtol=1e-6)
         return float(of_noise) * noise_of_mean
 
-    # Squared errors of 2**14 elements and more, that of each with a deviation of less than 2.
-    np.testing.assert_allclose(expected(rows=plan.rows), added, rtol=5 * 2 / 2**7)
-    if case == "same":  # sums are encoded on both axes, and rows once
+    # Errors go with the largest of 32 numbers, whose square has a relative deviation of 0.4. The
+    # estimate is of 62 rows and more, whose blocks are independent.
+    np.testing.assert_allclose(expected(rows=plan.rows), added, rtol=5 * 0.4 / rows**0.5)
+    if case == "same" and readers > 1:  # sums are encoded on both axes, and rows once
         assert expected() > 1.8 * added
 
 

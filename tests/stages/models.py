@@ -121,7 +121,10 @@ def indexes_layers(p: Params, rows: Params) -> jax.Array:
 
 
 def _with_rule(change: Callable) -> Callable:
-    """A layer whose rule of derivatives changes the cotangent of what it returns."""
+    """A layer whose rule of derivatives changes the cotangent of what it reads.
+
+    What it adds is divided by the rows, as the cotangents of a mean over them are.
+    """
 
     @jax.custom_vjp
     def same(x):
@@ -134,12 +137,12 @@ def _with_rule(change: Callable) -> Callable:
 def _filled(cotangent: jax.Array) -> jax.Array:
     """Its last number is no cotangent, but what an index out of bounds reads."""
     ids = jnp.arange(1, WIDTH + 1)
-    return cotangent + cotangent.at[..., ids].get(mode="fill", fill_value=0.5)
+    return cotangent + cotangent.at[..., ids].get(mode="fill", fill_value=0.5 / len(cotangent))
 
 
 def _behind_no_iteration(cotangent: jax.Array) -> jax.Array:
     """A loop that runs never returns what it began with, ones."""
-    start = jnp.ones_like(cotangent)
+    start = jnp.ones_like(cotangent) / len(cotangent)
     return cotangent + lax.fori_loop(0, 0, lambda i, x: 0 * cotangent, start)
 
 
