@@ -33,11 +33,11 @@ _WIDTH, _ROWS = 256, 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A loss of parameters and rows, and how its parameters are stacked."""
+    """One row of the table: a loss `(params, rows)`, and how many layers its scan's body has."""
 
     loss: Callable[[Any, jax.Array], jax.Array]
     in_body: int = 1  # layers in the body of the scan
-    is_tangent: bool = False  # the product of the Hessian with a vector, in place of the gradient
+    is_tangent: bool = False  # the product of the Hessian with a vector, not the gradient
 
 
 def _layer(x: jax.Array, w: Any) -> jax.Array:

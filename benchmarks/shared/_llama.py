@@ -272,7 +272,7 @@ def _experts(
 
 
 def _by_own_experts(num: int, y: Array, best: Array, numbers: Array, own: Params) -> Array:
-    """Each token on its experts, of `num`, by the devices that have them."""
+    """Apply to each token its experts, out of `num`, on the devices that hold them."""
 
     def expert(one: Params, rows: Array) -> Array:
         return (jax.nn.silu(rows @ one["gate"]) * (rows @ one["up"])) @ one["down"]

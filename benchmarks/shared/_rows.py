@@ -105,7 +105,7 @@ def is_current(row: Mapping[str, Any], *paths: str) -> bool:
 
 
 def _same_program(old: str | None, file: Path) -> bool:
-    """Whether a file differs from its old text in comments, docstrings and errors alone."""
+    """Whether a file differs from its old text only in comments, docstrings and error messages."""
     if old is None or file.suffix != ".py" or not file.exists():
         return False
     trees = (_WithoutTexts().visit(ast.parse(text)) for text in (old, file.read_text()))

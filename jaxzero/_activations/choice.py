@@ -14,10 +14,10 @@ from .costs import RATES, bytes_of
 from .priced import Chosen, Point, PricedProgram
 from .residuals import by_kind, described, kept_bytes
 
-# Seconds for a byte: what it takes to write and to read it, and as much as to keep nothing but a
-# number that sums up a layer.
+# Seconds for a byte: what it takes to write and to read it, and so much that of a layer only what
+# is tiny beside the work to make it again is kept, such as a sum.
 _PRICES = 2 / RATES.memory, 1e-8
-_LAST_PRICE = 1e-7  # tried before a budget is refused: of iterations that make few bytes
+_LAST_PRICE = 1e-7  # tried before a budget is refused: then not even such values are kept
 _STEPS = 12  # of the search for a price
 _NEAR = 0.98  # of the budget: near enough
 _TRIED = 8  # values that are kept one by one, where the next price keeps too much

@@ -257,7 +257,7 @@ def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Valu
 
 
 def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection[Value]) -> float:
-    """Seconds to repeat, and the cost of what is kept, which is that of the last part, and held."""
+    """Seconds to repeat, and the cost of what the last part keeps and repeated loops stack up."""
     part, choice = choices[-1]
     kept = [x for x in choice.kept if x not in keep]
     of_kept = sum(price * part.kept_bytes(x) + part.seconds_to_keep(x) for x in kept)

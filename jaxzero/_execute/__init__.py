@@ -4,7 +4,7 @@ In: a loss function, parameter shards, this device's rows of the batch and the w
 loss, shards of the mean gradients, the next wire state. Start reading at `run_on_device`.
 """
 
-from .buckets import known_after as known_after
+from .buckets import number_after as number_after
 from .device_step import Result as Result
 from .device_step import run_on_device as run_on_device
 from .loop_inputs import LeafUpdate as LeafUpdate
@@ -14,7 +14,7 @@ from .microbatches import REDUCTIONS as REDUCTIONS
 from .microbatches import check_microbatches as check_microbatches
 from .microbatches import combine as combine
 from .microbatches import split_microbatches as split_microbatches
-from .program_plan import Parameters as Parameters
+from .parameters import Parameters as Parameters
 from .total_weight import total_weight as total_weight
 from .wire_state import DeviceWireState as DeviceWireState
 from .wire_state import WireState as WireState

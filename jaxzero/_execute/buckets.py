@@ -175,7 +175,7 @@ def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
     return lax.optimization_barrier((arrays, value))[0], after
 
 
-def known_after(number: jax.Array | int, x: jax.Array) -> jax.Array:
+def number_after(number: jax.Array | int, x: jax.Array) -> jax.Array:
     """`number`, an integer, known only once the floats `x` are.
 
     XLA drops a barrier before it schedules, so the number is computed from an element: the bits of

@@ -51,7 +51,8 @@ from .gather_sources import gather_source, kept_slice, next_slice
 from .loop_inputs import LeafUpdate
 from .mean_gradients import HalfSums, MeanGradients, mean_over_devices
 from .microbatches import Accumulators, accumulate, split_microbatches
-from .program_plan import Parameters, ProgramPlan, plan_program
+from .parameters import Parameters
+from .program_plan import ProgramPlan, plan_program
 from .table_rows import with_table_shards
 from .to_plan import to_plan
 from .token_parts import note_exchanges
@@ -278,14 +279,12 @@ def _share(
     values = values_made_of(block, others)
     first = len(jax.tree.leaves(shapes[:2]))
     outputs = block.outputs[first : first + len(parameters.differentiated)]
-    twins = parameters.twins
-    leaves = [*range(len(parameters.leaves) - len(twins)), *twins]
-    of_leaves = [leaves[i] for i in parameters.differentiated]
-    pairs = zip(of_leaves, outputs, strict=True)
+    weights = [parameters.weight_of[i] for i in parameters.differentiated]
+    pairs = zip(weights, outputs, strict=True)
     # A gradient that is a value in one part, and a derivative in that of the twin, is their sum,
     # which depends on the loss: that rows move changes nothing about it.
     derived = {i for i, x in pairs if not (isinstance(x, Constant) or x in values)}
-    not_derived = frozenset(k for k, i in enumerate(of_leaves) if i not in derived)
+    not_derived = frozenset(k for k, i in enumerate(weights) if i not in derived)
     dtype = shapes[0].dtype
     if not isinstance(share_of_loss, jax.Array):
         return float(np.asarray(share_of_loss).astype(dtype)), not_derived

@@ -18,7 +18,6 @@ from .._mesh import HOST, LOCAL, NODE, REDUCTION_HOPS
 from .._plan import (
     BlockPlan,
     BlockUses,
-    MovedRows,
     ShardedParam,
     View,
     cut_last_updates,
@@ -32,64 +31,13 @@ from .._plan import (
 )
 from .._program import Block, Value
 from .._sharding import (
-    Activations,
     CommSchedule,
-    DimSharding,
-    LeafSpec,
-    Offload,
     layouts_by_preference,
 )
 from .gather_sources import kept_slice, scan_depths
 from .mean_gradients import GradientTarget
+from .parameters import Parameters
 from .wire_state import DeviceWireState
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameters:
-    """The leaves of all sharded arguments, in order, and whether the ZeRO stage shards them."""
-
-    leaves: tuple[LeafSpec, ...]
-    differentiated: tuple[int, ...]  # indices into `leaves` of those that get gradients
-    weights_split: bool  # whether weights are sharded (stage 3)
-    gradients_split: bool  # whether gradients are sharded (stages 2 and 3)
-    num_shards: int = 1  # that a sharded leaf is split into
-    # Indices of those whose gradients are combined with the other outputs, and never encoded.
-    exact: frozenset[int] = frozenset()
-    offload: Offload | None = None
-    activations: Activations | None = None
-    moves_rows: bool = True  # whether rows of tables may be sent in place of tables
-    # Those of which rows are sent, by index.
-    tables: Mapping[int, MovedRows] = dataclasses.field(default_factory=dict)
-    # Those that the program gets twice, by index: the last leaves are their tables.
-    twins: tuple[int, ...] = ()
-
-    def with_twins(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays of the sharded arguments, and for each twin that of its weight."""
-        return [*arrays, *(arrays[i] for i in self.twins)]
-
-    def merged(self, gradients: Sequence[Any]) -> list[Any]:
-        """The gradients of the sharded arguments: that of a twin is added to its weight's."""
-        by_leaf = dict(zip(self.differentiated, gradients, strict=True))
-        for k, i in enumerate(self.twins, len(self.leaves) - len(self.twins)):
-            if k in by_leaf:
-                by_leaf[i] += by_leaf.pop(k)
-        return [*by_leaf.values()]
-
-    def weight_layout(self, i: int) -> DimSharding | None:
-        """How the program gets leaf `i` as a weight to gather; None if it does not."""
-        return self.leaves[i].layout if self.weights_split and i not in self.tables else None
-
-    def has_host_gradient(self, i: int) -> bool:
-        """Whether the gradient of leaf `i` goes to host memory."""
-        leaf = self.leaves[i]
-        return (
-            self.offload is not None
-            and (self.gradient_layout(i) is not None or self.num_shards == 1)
-            and self.offload.takes("gradients", leaf.path, math.prod(leaf.shape))
-        )
-
-    def gradient_layout(self, i: int) -> DimSharding | None:
-        return self.leaves[i].layout if self.gradients_split else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ from .._program import (
     with_twins,
 )
 from .._sharding import LeafSpec
-from .program_plan import Parameters
+from .parameters import Parameters
 
 # Rows are sent if so many bytes fewer enter a device in a micro-batch: about what it receives
 # inside a node while it launches the collectives of rows beside those of other weights.
@@ -170,9 +170,8 @@ def _choose(
     for i, table in find_tables(looked_up, weights, gradients).items():
         leaf = parameters.leaves[i]
         assert leaf.layout is not None
-        weight_number = i if i < num else parameters.twins[i - num]
         # As in a gather, values are never encoded, and what is stored encoded is not again.
-        is_exact = leaf.codec is not None or weight_number in parameters.exact
+        is_exact = leaf.codec is not None or parameters.weight_of[i] in parameters.exact
         size = 0 if is_exact else leaf.layer_size
         exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm, size)
         rows, weight = _bytes_of_rows(table, exchange), _bytes_of_weight(table, leaf, comm)

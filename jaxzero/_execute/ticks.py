@@ -29,7 +29,7 @@ from jaxtyping import Array
 from .._collectives import EncodedShards, copy_to_device, copy_to_host
 from .._plan import instructions, pipeline
 from .._program import Value
-from .buckets import Bind, known_after
+from .buckets import Bind, number_after
 from .loop_inputs import LoopInputs, LoopState, at
 from .mean_gradients import host_mean, mean_of_one_microbatch
 
@@ -102,7 +102,7 @@ class Tick:
         number = self.number
         if when is not None and when in self.runner.by_lag[0]:
             if when not in self._known:
-                self._known[when] = known_after(number, self.runner.read(when))
+                self._known[when] = number_after(number, self.runner.read(when))
             number = self._known[when]
         return number - each.lag
 

@@ -21,7 +21,7 @@ from .._program import (
 )
 from .._sharding import split_dim
 from .microbatches import check_exchanges
-from .program_plan import Parameters
+from .parameters import Parameters
 from .table_rows import with_rows
 
 

@@ -75,7 +75,7 @@ def _in_order(plan: BlockPlan) -> BlockPlan:
         ready.update((weight, index + 1) for weight in weights)
     groups = []
     for group in plan.gather_groups:
-        # A message of several weights waits for the last of their slices.
+        # A message with several weights can be sent only when all their slices exist.
         earliest = max(ready.get(gather.weight, 0) for gather in group.gathers)
         issues = tuple(max(issue, earliest) for issue in group.issues)
         groups.append(dataclasses.replace(group, issues=issues))

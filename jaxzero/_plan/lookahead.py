@@ -14,8 +14,9 @@ Weights that wait take memory. They are sent more than `n` groups ahead only whe
 than at the peak of the program (`Room`).
 
 [Note: exchanges] A loss may exchange rows itself, as tokens of experts are. A device waits for
-them, and they wait for messages that were sent before. So in the body of a loop that does, messages
-are sent once an exchange has ended, that behind which most is computed before the next one.
+them, and they wait for messages that were sent before. So in the body of a loop with exchanges,
+messages are sent when an exchange has ended: the one after which the device computes longest before
+the next exchange.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ def hops_in_turn(
 def behind_exchanges(plan: BlockPlan) -> BlockPlan:
     """Send messages of a loop's body behind its own exchanges ([Note: exchanges]).
 
-    Later are sent weights for later iterations, and gradients that are reduced in their own.
+    This moves the weights that are gathered for later iterations, and the gradients that are
+    reduced in the iteration that makes them.
     """
     if not plan.overlaps or not any(map(_exchanges, plan.block.operations)):
         return plan
@@ -209,28 +211,29 @@ class _Exchanged:
     """Where exchanges of a body have ended.
 
     Attributes:
-        places: for exchanges with no products between, the operations from the first of them to
-            that after the last, and the result of the one that most of the body comes before.
+        places: for each run of exchanges without matrix products between them, its range of
+            operations, and the result of the exchange that needs most of the body's work.
     """
 
     def __init__(self, plan: BlockPlan):
         operations, others = plan.block.operations, {*plan.uses.views, *plan.gradients.reduces}
         self._work = np.cumsum([0, *(flops_of(x) / 2 for x in operations)])
-        needed = work_needed(operations)
-        self.places: list[tuple[range, Value]] = []
-        last = 0
+        results: dict[int, Value] = {}  # of each exchange the largest
+        runs: list[list[int]] = []
         for i, operation in enumerate(operations):
             made = [x for x in operation.outputs if x.is_array and x not in others]
             if not made or not _exchanges(operation):
                 continue
-            tie, stop, first = max(made, key=lambda x: x.num_bytes), i + 1, i
-            if self.places and self._work[self.places[-1][0].stop] == self._work[i]:
-                before, value = self.places.pop()
-                first = before.start
-                tie, last = (value, last) if needed[i] < needed[last] else (tie, i)
+            results[i] = max(made, key=lambda x: x.num_bytes)
+            if runs and self._work[runs[-1][-1] + 1] == self._work[i]:
+                runs[-1].append(i)
             else:
-                last = i
-            self.places.append((range(first, stop), tie))
+                runs.append([i])
+        needed = work_needed(operations)
+        self.places: list[tuple[range, Value]] = []
+        for run in runs:
+            last = max(run, key=lambda i: (needed[i], i))
+            self.places.append((range(run[0], run[-1] + 1), results[last]))
 
     def behind(self, start: int, needed: int) -> tuple[int, Value | None]:
         """Where to send messages that could be sent before operation `start`.
@@ -241,7 +244,7 @@ class _Exchanged:
 
         Returns:
             The operation before which to send them, and the value that they then wait for; `start`
-            and None if no exchange waits for them less, sent later.
+            and None if exchanges would wait as long for messages that are sent later.
         """
         firsts = [x.start for x, _ in self.places] + [len(self._work) - 1]
 

@@ -234,7 +234,7 @@ def _keeps_zeros(operation: Operation, known: Mapping[Value, bool], block: Block
         return known.keys().isdisjoint(operation.inputs[1:])
     if operation.name not in _SUMS | _LINEAR_BESIDE_ZEROS:
         return False
-    # Indices, and the predicate of a selection, are no floats.
+    # Only floats must be zero: indices and the predicate of `select_n` may be anything.
     added = [x for x in operation.inputs if jnp.issubdtype(dtype_of(x), jnp.inexact)]
     return bool(added) and all(_is_zero(x, known, block) for x in added)
 

@@ -69,7 +69,7 @@ class Message(NamedTuple):
 
 
 def sent(message: Message) -> list[Any]:
-    """What a stage receives. One to which none sends gets zeros (decoded, with a codec)."""
+    """What a stage receives; decoded zeros on a stage that no other stage sends to."""
     arrays, shift, encoding = message
     received = _permuted([encoding.encode(x) for x in arrays], shift)
     return [encoding.decode(x, like) for x, like in zip(received, arrays, strict=True)]

@@ -169,7 +169,7 @@ class Staged:
         if self._frozen is not None:
             made = self._frozen.run(weights, rows, self.microbatches)
             rows |= zip(self._frozen.passed, made, strict=True)
-        outputs, number = Pipeline(
+        outputs, arrived = Pipeline(
             self._cut,
             weights,
             rows,
@@ -182,7 +182,7 @@ class Staged:
         *results, others = self._combined(
             jax.tree.unflatten(program.treedef, outputs), program.shapes
         )
-        return *results, [*others, *([] if number is None else [number])]
+        return *results, [*others, *([] if arrived is None else [arrived])]
 
     def _combined(self, outputs: Any, shapes: Any) -> Any:
         loss, weight, gradients, others = outputs

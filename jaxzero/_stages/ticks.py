@@ -8,9 +8,9 @@ micro-batches are in flight, whose saved activations lie in a ring of as many sl
 
 A part of a tick that has no micro-batch works on the nearest one. Nothing of it is kept: backward
 gets cotangents of zero, and gradients that are not zero then are masked before they are reduced;
-where stages have padding layers, all are.
-What forward saves is stored in its slot: before the first micro-batch comes, or after the last one
-as a copy of what is there. So backward reads what was saved of a micro-batch that exists.
+where stages have padding layers, all are. What forward saves is stored in its slot: before the
+first micro-batch comes, or after the last one as a copy of what is there. So backward reads what
+was saved of a micro-batch that exists.
 
 References:
     PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
@@ -315,11 +315,11 @@ class Pipeline:
 
         made_of = [x.source for x in cut.stack_gradients.values() if x is not None]
         final = [before_moves(loop.body, loop.outputs.index(x)) for x in made_of]
+        mixed = {x for x in final if x not in self._zeros}
 
         def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
             exists = micro.runs(layers[1])
             stacks = map(taken, ring_of, layers[0])
-            mixed = [x for x in final if x not in self._zeros]
             changed = dict.fromkeys(mixed, functools.partial(masked, exists))
             outputs = run_block(loop.body, [*inside, *carry, *stacks], changed, exists)
             for i, x in zip(map(loop.outputs.index, made_of), final, strict=True):

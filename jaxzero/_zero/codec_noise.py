@@ -145,16 +145,13 @@ def _codecs_of_rows(leaf: LeafSpec, comm: CommSpec) -> list[Codec | None]:
 def _turned(rows: Array) -> Array:
     """Rows of the same norms, with each pair of neighbours turned in its plane.
 
-    A row that one device reads was encoded once, and lies on the codec's own steps.
+    The gradient of a row that one device reads is a decoded message: its numbers are steps of the
+    codec, which would encode them again without an error.
     """
-    num_pairs = rows.shape[1] // 2
-    pairs, rest = (
-        rows[:, : 2 * num_pairs].reshape(len(rows), num_pairs, 2),
-        rows[:, 2 * num_pairs :],
-    )
-    first, second = pairs[..., 0], pairs[..., 1]
+    even = rows.shape[1] // 2 * 2
+    first, second = rows[:, 0:even:2], rows[:, 1:even:2]
     turned = jnp.stack([0.8 * first - 0.6 * second, 0.6 * first + 0.8 * second], -1)
-    return jnp.concatenate([turned.reshape(len(rows), 2 * num_pairs), rest], 1)
+    return jnp.concatenate([turned.reshape(len(rows), even), rows[:, even:]], 1)
 
 
 def _squared_error(rows: Array, *codecs: Codec | None) -> Float32[Array, ""]:

@@ -322,7 +322,7 @@ class LocalRounds:
         self, layouts: Layouts, found: dict[str, Any], arrays: Arrays, batches: Any
     ) -> Any:
         """The round of one node."""
-        # The leading dim counts nodes, of which there is one here.
+        # Arrays of each node have a leading dim of nodes; here it has length 1.
         mine = layouts.each(lambda kept, xs: [x[0] for x in xs] if kept.is_per_node else xs, arrays)
         inner = Inner(mine["params"], mine["opt_state"])
         outer = Outer(mine["outer_params"], mine["outer_state"], mine["residuals"])

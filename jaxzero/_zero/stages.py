@@ -26,7 +26,7 @@ from .._execute import (
     LeafUpdate,
     Parameters,
     Result,
-    known_after,
+    number_after,
     run_on_device,
     split_microbatches,
 )
@@ -185,11 +185,11 @@ def _updates_of_arrays(
 
 
 def _of_leaves(
-    lists: LayerLists, gradients: Mapping[int, Array | None], number: Array | None = None
+    lists: LayerLists, gradients: Mapping[int, Array | None], arrived: Array | None = None
 ) -> dict[int, Any]:
     """The gradients of all leaves, as they are stored, from those that a stage has of arrays.
 
-    Those outside of the layers are sent once `number` is known (see `Pipeline.run`).
+    Those outside of the layers are sent once `arrived` is known (see `Pipeline.run`).
     """
     found: dict[int, Any] = {}
     for j, x in gradients.items():
@@ -200,7 +200,7 @@ def _of_leaves(
             found |= zip(members, lists.to_leaves(j, x), strict=True)
         else:
             leaf, divided = lists.arrays[j], lists.is_divided(j)
-            found[members[0]] = x if divided else _scattered(x, leaf, number)
+            found[members[0]] = x if divided else _scattered(x, leaf, arrived)
     return found
 
 
@@ -250,10 +250,10 @@ def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
         return all_gather(x.astype(dtype), STAGE, leaf.stages.dim).astype(x.dtype)
 
 
-def _scattered(x: Array, leaf: LeafSpec, number: Array | None) -> Array:
+def _scattered(x: Array, leaf: LeafSpec, arrived: Array | None) -> Array:
     """Reduce-scatter a shard of a gradient over the stages; all-reduce if they hold it whole."""
-    if number is not None:
-        x = x * known_after(1, number).astype(x.dtype)
+    if arrived is not None:
+        x = x * number_after(1, arrived).astype(x.dtype)
     with labelled("gradients", leaf.path):
         if leaf.stages is None:
             return all_reduce(x, STAGE)

@@ -157,8 +157,7 @@ class VerifiedCall:
         args, kwargs = self._arguments(self.problem.arrays)
         kwargs |= self._wire_state(self.zero, args)
         plan = self.zero.plan(self.f, *args, **self.options, **kwargs)
-        gathered = {step.name for step in plan.steps if step.action == "gather"}
-        return {x.name: x.name in gathered for x in plan.rows}
+        return {x.name: not x.is_alone for x in plan.rows}
 
     def _wire_state(self, zero: Any, args: Sequence[Any]) -> dict[str, Any]:
         """The argument with a new wire state, if the config needs one."""

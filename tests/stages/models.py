@@ -135,7 +135,7 @@ def _with_rule(change: Callable) -> Callable:
 
 
 def _filled(cotangent: jax.Array) -> jax.Array:
-    """Its last number is no cotangent, but what an index out of bounds reads."""
+    """The last index is out of bounds, so it adds the fill value, which is no cotangent."""
     ids = jnp.arange(1, WIDTH + 1)
     return cotangent + cotangent.at[..., ids].get(mode="fill", fill_value=0.5 / len(cotangent))
 
