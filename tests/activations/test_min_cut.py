@@ -29,7 +29,8 @@ def _part(seed: int) -> Part:
         inputs = tuple(values[i] for i in rng.choice(len(values), rng.integers(1, 4)))
         outputs = tuple(_value(rng) for _ in range(rng.integers(1, 3)))
         name = str(rng.choice(["add", "gather", "reshape"]))
-        equation: Any = types.SimpleNamespace(params={}, effects=())
+        primitive = types.SimpleNamespace(name=name)
+        equation: Any = types.SimpleNamespace(primitive=primitive, params={}, effects=())
         operations.append(Operation(name, inputs, outputs, equation))
         values = [*values, *outputs]
     carried, loaded, _ = entering
@@ -79,7 +80,8 @@ def test_chains_of_elementwise_operations_are_written_once():
     """Where a product or a gather reads the last; what reductions read is not written at all."""
 
     def made(name: str, *inputs: Value) -> Operation:
-        equation: Any = types.SimpleNamespace(params={}, effects=())
+        primitive = types.SimpleNamespace(name=name)
+        equation: Any = types.SimpleNamespace(primitive=primitive, params={}, effects=())
         return Operation(
             name, inputs, (Value(jax.ShapeDtypeStruct((1000,), np.float32)),), equation
         )
