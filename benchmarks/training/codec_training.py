@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,12 +31,14 @@ from benchmarks.shared._byte_decoder import Size, init, losses
 from benchmarks.shared._byte_training import WARMUP_STEPS, held_out_losses, optimizer
 from benchmarks.shared._corpus import random_windows, read_corpus
 from benchmarks.shared._rows import RESULTS, append_row, is_current, read_rows, rounded
+from benchmarks.training._fp8_matrix import Fp8Matrix
 
 _NAME = "codec_training"
 _BASELINE = "zero3"
 _CODE = (
     "jaxzero",
     "benchmarks/training/codec_training.py",
+    "benchmarks/training/_fp8_matrix.py",
     "benchmarks/shared/_byte_decoder.py",
     "benchmarks/shared/_byte_training.py",
     "benchmarks/shared/_corpus.py",
@@ -49,33 +51,57 @@ _PLAIN4 = jz.PerAxis(node=jz.Int4(block=128), local=jz.Int4(block=128))
 _NAIVE4 = jz.PerAxis(node=jz.Int4(block=8192), local=jz.Int4(block=8192))
 _DIRECT4 = jz.PerAxis(node=_ROTATED4, local=jz.zeropp4().weights.local)
 
-VARIANTS: dict[str, tuple[str, jz.ZeroConfig]] = {
-    "zero3": ("ZeRO-3, float32", jz.zero3()),
-    "zeropp": ("zeropp()", jz.zeropp()),
-    "zeropp4": ("zeropp4()", jz.zeropp4()),
-    "qwz": ("qwZ only (int8 weights)", jz.zero3(weights=jz.zeropp().weights)),
-    "hpz": ("hpZ only (int8 slices)", jz.ZeroConfig(hpz=jz.zeropp().hpz)),
-    "qgz": ("qgZ only (int4 gradients)", jz.zero3(gradients=jz.zeropp().gradients)),
-    "differences": (
+
+class Variant(NamedTuple):
+    """One configuration.
+
+    Attributes:
+        label: in the table and the figure.
+        config: what is trained with.
+        has_fp8_layers: whether the matrices of the layers multiply in 8 bits.
+        baseline: the variant that it is compared with, seed by seed.
+    """
+
+    label: str
+    config: jz.ZeroConfig
+    has_fp8_layers: bool = False
+    baseline: str = _BASELINE
+
+
+VARIANTS: dict[str, Variant] = {
+    "zero3": Variant("ZeRO-3, float32", jz.zero3()),
+    "zeropp": Variant("zeropp()", jz.zeropp()),
+    "zeropp4": Variant("zeropp4()", jz.zeropp4()),
+    "qwz": Variant("qwZ only (int8 weights)", jz.zero3(weights=jz.zeropp().weights)),
+    "hpz": Variant("hpZ only (int8 slices)", jz.ZeroConfig(hpz=jz.zeropp().hpz)),
+    "qgz": Variant("qgZ only (int4 gradients)", jz.zero3(gradients=jz.zeropp().gradients)),
+    "differences": Variant(
         "int4 weight differences only",
         jz.ZeroConfig(weights=jz.zeropp4().weights, hpz=jz.zeropp4().hpz),
     ),
-    "direct": (
+    "direct": Variant(
         "int4 rotated weights only",
         jz.ZeroConfig(weights=_DIRECT4, hpz=jz.zeropp4().hpz),
     ),
-    "mixed": (
+    "mixed": Variant(
         "int8 and int4 gradients only",
         jz.zero3(gradients=jz.zeropp4().gradients),
     ),
-    "unrotated": ("int4 gradients, not rotated", jz.zero3(gradients=_PLAIN4)),
-    "naive": (
+    "unrotated": Variant("int4 gradients, not rotated", jz.zero3(gradients=_PLAIN4)),
+    "naive": Variant(
         "naive int4, a scale per 8192",
         jz.zero3(weights=_NAIVE4, gradients=_NAIVE4),
     ),
-    "messages": (
+    "messages": Variant(
         "int8 messages of stages only",
         dataclasses.replace(jz.pipeline(2, messages=jz.Int8()), min_quantized_size=1024),
+    ),
+    "fp8": Variant("fp8 layers", jz.zero3(), has_fp8_layers=True),
+    "fp8_zeropp": Variant(
+        "zeropp() over ZeRO-3, both with fp8 layers",
+        jz.zeropp(),
+        has_fp8_layers=True,
+        baseline="fp8",
     ),
 }
 
@@ -140,7 +166,7 @@ _NOT_SETTINGS = ("seeds", "variants", "summary")
 def _zero(study: Study, variant: str) -> jz.Zero:
     """Fake devices, or their program on one device."""
     simulate: dict[str, Any] = {"simulate": study.nodes * study.local} if study.simulate else {}
-    return jz.Zero(jz.make_mesh(study.nodes, **simulate), VARIANTS[variant][1])
+    return jz.Zero(jz.make_mesh(study.nodes, **simulate), VARIANTS[variant].config)
 
 
 def _optimizer(study: Study) -> optax.GradientTransformation:
@@ -150,8 +176,8 @@ def _optimizer(study: Study) -> optax.GradientTransformation:
 @functools.cache
 def _steps(study: Study, variant: str) -> Callable:
     """Many steps in one call: `(state, tokens) -> (state, losses)`; compiled for all seeds."""
-    tx = _optimizer(study)
-    value_and_grad = _zero(study, variant).value_and_grad(
+    tx, zero = _optimizer(study), _zero(study, variant)
+    value_and_grad = zero.value_and_grad(
         lambda params, tokens: losses(study.size, params, tokens).mean()
     )
 
@@ -161,17 +187,26 @@ def _steps(study: Study, variant: str) -> Callable:
             loss, grads = value_and_grad(params, tokens)
         else:
             loss, grads, wire_state = value_and_grad(params, tokens, wire_state=wire_state)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, wire_state), loss
+        params, opt_state = zero.apply_gradients(tx, grads, opt_state, params)
+        return (params, opt_state, wire_state), loss
 
     return jax.jit(lambda state, tokens: jax.lax.scan(step, state, tokens))
+
+
+def _init(size: Size, variant: str, key: jax.Array) -> dict[str, Any]:
+    params = init(size, key)
+    if VARIANTS[variant].has_fp8_layers:
+        layers = params["layers"]
+        for name in layers.keys() - {"norm_attention", "norm_mlp"}:
+            layers[name] = Fp8Matrix.of(layers[name])
+    return params
 
 
 def _run(study: Study, variant: str, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
     corpus, length = read_corpus(), study.size.length
     zero, steps = _zero(study, variant), _steps(study, variant)
-    params = zero.init(functools.partial(init, study.size), jax.random.key(seed))
+    params = zero.init(functools.partial(_init, study.size, variant), jax.random.key(seed))
     wire_state = zero.init_wire_state(params) if zero.config.needs_wire_state else None
     state = (params, zero.init_optimizer(_optimizer(study), params), wire_state)
     generator = np.random.default_rng(seed)
@@ -182,13 +217,14 @@ def _run(study: Study, variant: str, seed: int) -> dict[str, Any]:
         # Waited for: two calls under way at once can take each other's threads and stop (XLA:CPU).
         curve.append(np.asarray(step_losses).mean())
     whole = zero.unshard(state[0])
+    initial = jax.eval_shape(functools.partial(init, study.size), jax.random.key(seed))
     parts = held_out_losses(study.size, corpus, whole)
     return {
         "variant": variant,
         "seed": seed,
         "settings": study.settings,
         "config": repr(zero.config),
-        "parameters": sum(x.size for x in jax.tree.leaves(whole)),
+        "parameters": sum(x.size for x in jax.tree.leaves(initial)),
         "held_out_loss": rounded(parts.mean()),
         "held_out_loss_of_parts": [rounded(loss) for loss in parts],
         _CURVE: [rounded(loss) for loss in curve],
@@ -235,14 +271,14 @@ class Summary:
 
 
 def _summarize(rows: list[dict[str, Any]]) -> list[Summary]:
-    """The newest row of each variant and seed, for seeds that the baseline has too."""
+    """The newest row of each variant and seed, for seeds that its baseline has too."""
     newest = {(row["results"]["variant"], row["results"]["seed"]): row["results"] for row in rows}
     summaries = []
-    for i, (variant, (label, _)) in enumerate(VARIANTS.items()):
+    for i, (variant, (label, *_, baseline)) in enumerate(VARIANTS.items()):
         runs = [
-            (run, newest[_BASELINE, seed])
+            (run, newest[baseline, seed])
             for (name, seed), run in sorted(newest.items())
-            if name == variant and (_BASELINE, seed) in newest
+            if name == variant and (baseline, seed) in newest
         ]
         if not runs:
             continue
