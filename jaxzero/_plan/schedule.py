@@ -238,7 +238,7 @@ def _grouped(
     for gather in gathers:
         view = gather.weight, gather.ops
         previous = latest.get(view)
-        start = max(x for x in starts if x <= gather.at)
+        start = starts[bisect.bisect_right(starts, gather.at) - 1]
         if previous and _start_before(start, starts, schedule.prefetch) <= previous.until:
             gather = dataclasses.replace(previous, until=gather.until)
         merged[*view, gather.at] = latest[view] = gather
