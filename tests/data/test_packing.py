@@ -125,6 +125,7 @@ def _losses(graph: Any, params: Any, ids: Any, labels: Any, **options: Any) -> j
     ],
     ids=["learned positions", "of segments", "rotary positions", "windows and caps"],
 )
+@pytest.mark.one_in(3)
 def test_loss_and_gradients_are_those_of_the_documents_one_by_one(
     changes, gives_positions, tolerance
 ):

@@ -67,6 +67,7 @@ def test_gradients(nodes: int, form: str):
 
 
 @pytest.mark.parametrize("choices", [1, 2, 8])
+@pytest.mark.one_in(2)
 def test_choices(choices: int):
     """With fewer experts on a device than choices, as many, and more."""
     _check(_zero(), choices)
@@ -83,6 +84,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.one_in(2)
 def test_configs(config: str):
     _check(_zero(2, CONFIGS[config]), microbatches=2 if config in ("hpz", "zeropp") else 1)
 

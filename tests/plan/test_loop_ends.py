@@ -103,6 +103,7 @@ def _between_nodes(plan):
 @pytest.mark.parametrize("num_layers", [8, 9])
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.one_in(2)
 def test_a_pipelined_loop_sends_each_layer_as_often_as_a_plain_one(config, nodes, num_layers):
     ahead = _plan(_zero(config, ENDS, nodes), num_layers)
     assert any(loop.is_pipelined for loop in ahead.top.loops.values())
@@ -112,6 +113,7 @@ def test_a_pipelined_loop_sends_each_layer_as_often_as_a_plain_one(config, nodes
 
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.one_in(2)
 def test_a_loop_inside_another_does_so_by_default(config, nodes):
     def sent(schedule):
         return _between_nodes(

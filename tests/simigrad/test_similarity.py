@@ -24,6 +24,7 @@ from .helpers import (
 
 @pytest.mark.parametrize("steps", [2, 3, 6, 7])
 @pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.one_in(2)
 def test_similarity_and_noise_scale_of_one_batch(steps, is_weighted):
     gradients = make_gradients(steps, seed=steps)
     weights = np.arange(1.0, steps + 1) if is_weighted else np.ones(steps)

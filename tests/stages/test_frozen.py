@@ -60,7 +60,7 @@ def _check(zero: jz.Zero, loss: Any, prefix: int = 2, **options: Any) -> None:
         "trains the head",
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_step_is_that_of_one_device(name):
     _check(_zero(), models.LOSSES[name])
 
@@ -73,6 +73,7 @@ def test_a_step_is_that_of_one_device(name):
         (2, 4, 1, None, 0),
     ],
 )
+@pytest.mark.one_in(2)
 def test_meshes_and_prefixes(nodes, num_devices, microbatches, stages, prefix):
     zero = _zero(nodes, num_devices, microbatches, stages=stages)
     _check(zero, models.LOSSES["tied"], prefix)
@@ -115,6 +116,7 @@ def test_apply_runs_both_parts():
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.one_in(2)
 def test_each_layer_prints_once(capfd, microbatches):
     """Also if a stage has no micro-batch in the frozen layers."""
 
@@ -219,6 +221,7 @@ def _products(params: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["skip, tied", "shares a weight"])
+@pytest.mark.one_in(2)
 def test_gradients_pass_through_frozen_layers(name):
     """To an embedding before them, which is trained."""
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):

@@ -28,7 +28,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("mesh", ["2x3-auto", "2x3-explicit"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_updates_equal_those_on_one_device(name, mesh):
     extras = ("value", "grad", "value_fn")
     assert_equal_to_one_device(
