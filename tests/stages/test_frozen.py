@@ -14,8 +14,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import jaxzero as jz
-from jaxzero._hlo.collectives import collectives
-from jaxzero._program import matrix_flops
+from tests import zoo
 
 from . import models, test_lists
 from .test_stages import _assert_close, _zero
@@ -241,7 +240,7 @@ def test_what_frozen_layers_cost(prefix):
     freezing, active, frozen = _frozen(zero, _wide(), prefix)
     batch = {"ids": np.zeros((16, 4), np.int32)}
     step = zero.value_and_grad(freezing.wrap(_products))
-    found = matrix_flops(step, active, frozen, batch) / 4
+    found = zoo.flops(step, active, frozen, batch) / 4
     rows, ticks = 2 * 4, 8 + 3
     product = 2 * rows * 64 * 64
     assert found == 2 * prefix * product + ticks * -(-(12 - prefix) // 4) * 3 * product
@@ -262,7 +261,7 @@ def test_frozen_layers_send_their_result_once():
     step = jax.jit(zero.value_and_grad(loss))
     text = step.lower(active, frozen, batch).compile().as_text()
     assert text is not None
-    inside = [x for x in collectives(text) if x.trips > 1 and x.op != "collective-permute"]
+    inside = [x for x in zoo.hlo.collectives(text) if x.trips > 1 and x.op != "collective-permute"]
     assert all(len({device // 2 for device in group}) == 1 for x in inside for group in x.groups)
 
 

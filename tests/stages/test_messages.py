@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._hlo.collectives import collectives
 from jaxzero.extend import Codec
+from tests import zoo
 
 from . import models
 
@@ -65,7 +65,7 @@ def test_a_codec_rounds_each_message(is_divided, monkeypatch):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale)  # the order of float32 sums
         assert not y.any() or np.abs(y - z).max() > 1e-4 * scale
     text = step.lower(zero.shard(params), batch).compile().as_text()
-    sent = [x for x in collectives(text) if x.op == "collective-permute"]
+    sent = [x for x in zoo.hlo.collectives(text) if x.op == "collective-permute"]
     assert sent and all("u8[" in str(x) for x in sent)
 
 

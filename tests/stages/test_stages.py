@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxzero as jz
-from jaxzero._hlo.collectives import collectives
 from jaxzero._stages import ticks
+from tests import zoo
 
 from . import models, test_lists
 
@@ -273,7 +273,8 @@ def test_loops_send_nothing_between_nodes_but_messages():
     """Gathers and reductions in loops stay inside a node; each message crosses once in a tick."""
     zero = _zero(2, 8, 4)
     config = dataclasses.replace(zero.config, schedule=jz.CommSchedule(loop_constant_bytes=0))
-    found = [x for x in collectives(_compiled(jz.Zero(zero.mesh, config))) if x.trips > 1]
+    text = _compiled(jz.Zero(zero.mesh, config))
+    found = [x for x in zoo.hlo.collectives(text) if x.trips > 1]
     permutes = [x for x in found if x.op == "collective-permute"]
     others = [x for x in found if x.op != "collective-permute"]
     assert others and permutes

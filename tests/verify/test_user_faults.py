@@ -13,7 +13,6 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._verify import VerifyReport
 
 AXES = ("node", "local")
 FAULTS = {}
@@ -193,7 +192,7 @@ def dropout_by_device(params, batch, key):
     return jnp.mean((jnp.where(kept, hidden, 0) @ params["v"] - batch["y"]) ** 2)
 
 
-def _verify(loss, **options) -> VerifyReport:
+def _verify(loss, **options):
     random = np.random.default_rng(0)
 
     def normal(*shape):
