@@ -78,6 +78,7 @@ def _tokens():
 
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("mesh", _MESHES)
+@pytest.mark.one_in(2)
 def test_weighted_mean_over_devices_and_microbatches(mesh, num):
     params = _table(jax.random.key(0))
     want_loss, want = jax.device_get(jax.value_and_grad(_weighted_mean)(params, _tokens()))

@@ -61,6 +61,7 @@ def _equal(found, wanted, atol: float) -> None:
         for j, form in enumerate(("scan", "unrolled", "remat"))
     ],
 )
+@pytest.mark.one_in(2)
 def test_gradients(nodes: int, form: str):
     """Of one device, with 4, 2, 8 and 1 devices in a node."""
     _check(_zero(nodes), of_loss={"form": form})
@@ -90,6 +91,7 @@ def test_configs(config: str):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, None])
+@pytest.mark.one_in(2)
 def test_other_meshes(axis_type: AxisType | None):
     options = {"simulate": 8} if axis_type is None else {"axis_type": axis_type}
     _check(_zero(2, **options), of_loss={"by_blocks": True})  # no `ragged_dot` under `vmap`

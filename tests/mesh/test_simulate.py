@@ -90,6 +90,7 @@ def test_gradients_equal_those_of_devices(name):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.one_in(2)
 def test_stages_and_codecs(config):
     mesh = ("2x4", "2x3")[list(CONFIGS).index(config) % 2]
     results = _case_results("scanned_layers", mesh, CONFIGS[config], microbatches=2)

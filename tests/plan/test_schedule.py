@@ -125,6 +125,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "config", "schedule"), CASES)
+@pytest.mark.one_in(2)
 def test_bits_do_not_depend_on_the_schedule(model, config, schedule):
     _assert_same_bits(_step(model, config, SCHEDULES[schedule]), _step(model, config, PLAIN))
 

@@ -52,6 +52,7 @@ def test_training_goes_on_with_other_stages(tmp_path):
     ("layers", "loss"),
     [("layers", models.LOSSES["tied"]), ("layers.*", test_lists.LOSSES["tied"])],
 )
+@pytest.mark.one_in(2)
 def test_optimizer_state_in_host_memory(layers, loss):
     """Of stacks that are padded, on three stages, and of lists; against optax on one device."""
     config = jz.pipeline(2, layers)

@@ -76,6 +76,7 @@ def test_each_config_holds(preset):
     assert all(x.of_step < 1e-4 for x in report.roundings) and report.roundings
 
 
+@pytest.mark.ci
 def test_random_keys_and_aux():
     def loss(params, batch, key):
         kept = jax.random.bernoulli(jz.fold_in_device(key), 0.8, batch["x"].shape)

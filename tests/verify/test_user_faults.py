@@ -235,6 +235,7 @@ def test_a_loss_that_does_not(name):
     assert report.first == ""
 
 
+@pytest.mark.ci
 def test_rows_that_meet_in_a_micro_batch():
     """Over devices the statistics are those of all rows; a micro-batch has others."""
     loss = RIGHT["advantages_normalised_over_devices"]

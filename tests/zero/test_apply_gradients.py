@@ -116,6 +116,7 @@ def test_training_with_state_in_host_memory_is_training_without(axis_type, wrapp
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.one_in(2)
 def test_without_host_memory_it_is_the_update_of_optax(axis_type):
     mesh = mesh_of_four(axis_type)
     assert_bits_equal(trained(jz.Zero(mesh), TX), trained_by_optax(mesh))

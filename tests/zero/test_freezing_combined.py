@@ -62,6 +62,7 @@ def test_updates_in_backward_and_host_memory(kind, offload):
     zoo.assert_close(got, want, TOLERANCE, "params")
 
 
+@pytest.mark.ci
 def test_local_steps():
     """Frozen parameters are passed beside the optimizer state, which nodes do not exchange."""
     loss, tree, zero, freezing, (active, frozen), state = _frozen("scan", jz.zero3())

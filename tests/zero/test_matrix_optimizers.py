@@ -201,6 +201,7 @@ def test_of_other_layouts(kind):
 
 
 @pytest.mark.parametrize("options", [{}, {"mu_dtype": jnp.bfloat16}])
+@pytest.mark.one_in(2)
 def test_in_float32(options):
     with jax.default_matmul_precision("highest"):
         got, want = both(muon(**options), jz.Zero(zoo.make_mesh("2x4-auto")), np.float32)

@@ -177,6 +177,7 @@ def test_forward_and_backward_read_the_same_weights():
 
 
 @pytest.mark.parametrize("preset", [jz.zeropp, jz.zeropp4])
+@pytest.mark.one_in(2)
 def test_bfloat16_parameters_and_gradients(preset):
     plain = jz.PerAxis(
         node=jz.Int8(), local=jz.Int8()
@@ -201,6 +202,7 @@ def test_bfloat16_parameters_and_gradients(preset):
 
 
 @pytest.mark.parametrize("preset", [jz.zeropp, jz.zeropp4])
+@pytest.mark.one_in(2)
 def test_two_hops_equal_those_of_numpy(preset):
     """The presets' own gradient codecs: piece by piece what is sent, summed, and sent again."""
     nodes, local, num = 2, 4, 1280  # pieces of 320, then of 160: blocks are not full
