@@ -120,12 +120,16 @@ def _losses(graph: Any, params: Any, ids: Any, labels: Any, **options: Any) -> j
         pytest.param({}, True, 1e-12, marks=pytest.mark.exhaustive),
         ({}, False, 1e-12),
         # Rotations are computed in float32.
-        ({"rope": Rope(rotary_size=4)}, False, 1e-5),
-        ({"attention_softcap": 2.0, "sliding_window": 3, "sliding_layers": (1,)}, True, 1e-12),
+        pytest.param({"rope": Rope(rotary_size=4)}, False, 1e-5, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"attention_softcap": 2.0, "sliding_window": 3, "sliding_layers": (1,)},
+            True,
+            1e-12,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["learned positions", "of segments", "rotary positions", "windows and caps"],
 )
-@pytest.mark.one_in(3)
 def test_loss_and_gradients_are_those_of_the_documents_one_by_one(
     changes, gives_positions, tolerance
 ):
