@@ -179,9 +179,8 @@ def test_forward_and_backward_read_the_same_weights():
 @pytest.mark.parametrize("preset", [jz.zeropp, jz.zeropp4])
 @pytest.mark.one_in(2)
 def test_bfloat16_parameters_and_gradients(preset):
-    plain = jz.PerAxis(
-        node=jz.Int8(), local=jz.Int8()
-    )  # not rotated: what has one size stays exact
+    # Not rotated: what has one size stays exact.
+    plain = jz.PerAxis(node=jz.Int8(), local=jz.Int8())
     zero = _zero(preset(), gradients=plain)
     whole = {"w": np.full((16, 24), 0.5, jnp.bfloat16), "b": np.zeros(24, jnp.bfloat16)}
     x = np.tile(np.array([1, -1], jnp.bfloat16), (48, 8))
