@@ -49,6 +49,13 @@ def test_what_is_sent_is_what_the_plan_says():
     assert rows.rows == {"local": 2 * 3 * 32 * (4 + 2 * 128), "node": 32 * (4 + 2 * 128)}
 
 
+@pytest.mark.parametrize(("config", "times"), [(jz.zero3(), 1), (jz.zero3(hpz=jz.HpZ()), 2)])
+def test_a_table_would_be_gathered_between_nodes_once_in_a_step_with_hpz(config, times):
+    """Otherwise once in each micro-batch, of which these are the bytes."""
+    one, two = (_plan(config=config, microbatches=x).rows[0].weight for x in (1, 2))
+    assert (one["node"], one["local"]) == (times * two["node"], two["local"])
+
+
 def test_nothing_as_large_as_the_table_is_held_or_sent():
     zero = _zero()
     params = zero.abstract(_init, jax.random.key(0))
