@@ -52,7 +52,6 @@ _ALONE = [
 
 
 @pytest.mark.parametrize("name", _ALONE)
-@pytest.mark.one_in(2)
 def test_models(name):
     _check(MODELS[name], jz.Zero(jz.make_mesh(nodes=2)))
 
