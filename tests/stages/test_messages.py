@@ -93,7 +93,12 @@ def test_two_stages_prefetch_before_and_after_the_steady_ticks():
         schedule=jz.CommSchedule(loop_constant_bytes=0),
     )
     zero = jz.Zero(_zero().mesh, config)
-    lines = str(zero.plan(loss, zero.shard(models.params()), models.batch())).splitlines()
+    plan = zero.plan(loss, zero.shard(models.params()), models.batch())
+    # Stages send each other their slices of the embedding and of the head as they are read.
+    sent = [x for x in plan.transfers if (x.axis, x.purpose) == ("stage", "weights")]
+    dtypes = {x.name: x.dtype for x in sent}
+    assert (dtypes["embed"], dtypes["head"]) == ("bfloat16", "bfloat16")
+    lines = str(plan).splitlines()
     gathers = [x for x in lines if "layers.up[i]" in x and "all-gather" in x]
     assert len(gathers) == 4 and all("prefetched in the iteration before" in x for x in gathers)
     reduces = [x for x in lines if "reduce-scatter" in x]
