@@ -53,6 +53,7 @@ def value_and_grads(function: Any, arguments: tuple[np.ndarray, ...]) -> Any:
     ],
 )
 @pytest.mark.parametrize("vocabulary_dim", [1, 0])
+@pytest.mark.one_in(2)
 def test_losses_and_gradients_are_those_of_full_logits(
     rows_and_tokens, chunk, options, vocabulary_dim
 ):
@@ -179,6 +180,7 @@ def _weighted(params: Any, batch: Any, *, chunk: int) -> tuple[jax.Array, jax.Ar
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.one_in(2)
 def test_the_head_is_gathered_once_in_each_direction(microbatches: int):
     """Not once for each chunk; and the weighted mean is that of one device."""
     zero = jz.Zero(jz.make_mesh(nodes=2))

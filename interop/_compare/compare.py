@@ -292,8 +292,10 @@ def _in_shape_of(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray | None:
 
 def _scale(ours: np.ndarray, theirs: np.ndarray, bound: float) -> float | None:
     """The number that makes PyTorch's output of ours, if there is one."""
+    if ours.shape != theirs.shape or not ours.size:
+        return None
     place = np.unravel_index(np.abs(ours).argmax(), ours.shape)
-    if ours.shape != theirs.shape or not ours.size or not ours[place]:
+    if not ours[place] or not np.isfinite(ours[place]):
         return None
     scale = float((theirs[place] / ours[place]).real)
     return scale if difference_of(ours * scale, theirs) <= bound else None

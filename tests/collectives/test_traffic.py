@@ -16,7 +16,6 @@ from rich.console import Console
 
 import jaxzero as jz
 from jaxzero._collectives.ledger import labelled
-from jaxzero._hlo import collectives as _hlo
 from tests import zoo
 
 MX, NV = jz.MXFloat8(), jz.NVFloat4()
@@ -102,12 +101,30 @@ def _compiled(name, mesh, microbatches):
 )
 def test_groups_are_read_as_each_jax_writes_them(written, groups):
     line = f"%x = u8[4]{{0}} all-gather(%y), replica_groups={written}, dimensions={{0}}"
-    assert _hlo.collectives(line)[0].groups == groups
+    assert zoo.hlo.collectives(line)[0].groups == groups
 
 
 def test_groups_that_cannot_be_read_are_refused():
     with pytest.raises(ValueError, match="who takes part"):
-        _hlo.collectives("%x = u8[4]{0} all-gather(%y), replica_groups=@someone")
+        zoo.hlo.collectives("%x = u8[4]{0} all-gather(%y), replica_groups=@someone")
+
+
+@pytest.mark.parametrize(
+    ("op", "who", "into_device", "into_node"),
+    [
+        ("all-gather", "replica_groups={{0,1,2,3}}", 48, 32),
+        ("all-to-all", "replica_groups={{0,1,2,3}}", 48, 32),
+        ("all-reduce", "replica_groups={{0,1,2,3}}", 96, 64),
+        ("reduce-scatter", "replica_groups={{0,1,2,3}}", 192, 128),
+        ("collective-permute", "source_target_pairs={{0,1},{1,0}}", 64, 0),
+        ("collective-permute", "source_target_pairs={{0,2},{2,0}}", 64, 64),
+    ],
+)
+def test_bytes_of_a_collective(op, who, into_device, into_node):
+    """It leaves 64 bytes on a device; nodes are of two devices."""
+    (found,) = zoo.hlo.collectives(f"%x = u8[64]{{0}} {op}(%y), {who}")
+    assert (found.entering_bytes, found.node_bytes(2)) == (into_device, into_node)
+    assert found.crosses(2) == (into_node > 0)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +151,7 @@ def test_report_equals_the_program(name, mesh, microbatches):
     text, report = _compiled(name, mesh, microbatches)
     nodes, local = (int(n) for n in mesh.split("-")[0].split("x"))
     sent: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0])
-    for c in _hlo.collectives(text):
+    for c in zoo.hlo.collectives(text):
         whole_mesh = len(c.groups[0]) == nodes * local and min(nodes, local) > 1
         axis = "node+local" if whole_mesh else "node" if c.crosses(local) else "local"
         key = (axis, c.op, WIRE_TYPES[c.results[0].dtype])
@@ -152,7 +169,7 @@ def _check_names(name, text):
     """What a profiler shows says what is carried; XLA writes those of joined ones in one list."""
     leaf = r"(?:up|down|scale)(?:\[i\])?(?:\+[12])?"
     named = rf"/jaxzero/\(?(?:(gather|reduce)/(?:{leaf}|whole_leaves)|loss|aux|halves)/"
-    for c in _hlo.collectives(text):
+    for c in zoo.hlo.collectives(text):
         found = re.search(named, c.line)
         assert found, c.line
         assert found[1] != "gather" or c.op == "all-gather", c.line
@@ -195,7 +212,7 @@ def test_only_bytes_scales_and_small_arrays_cross_nodes(preset):
     text, _ = _compiled(preset, "2x4-auto", 1)
     wide = [
         c
-        for c in _hlo.collectives(text)
+        for c in zoo.hlo.collectives(text)
         if c.crosses(4) and any(shape.dtype != "u8" and shape.size >= 100 for shape in c.results)
     ]
     # The stack of norm scales: its layers are small, and their slices are kept together.
@@ -208,7 +225,7 @@ def test_messages_have_the_size_of_their_format():
     Beside those of the weights lies the layer's `scale`, which is small and travels as float32.
     """
     text, _ = _compiled("mx and nv", "2x4-auto", 1)
-    sizes = {(c.op, shape.size) for c in _hlo.collectives(text) for shape in c.results}
+    sizes = {(c.op, shape.size) for c in zoo.hlo.collectives(text) for shape in c.results}
     shard, piece = 40 * 72 // 8, 40 * 72 // 4
     mx, nv = shard + math.ceil(shard / 32), piece // 2 + math.ceil(piece / 16) + 4
     assert ("all-gather", 2 * (2 * mx + 40 // 8 * 4)) in sizes, "The shards of both nodes."
@@ -221,7 +238,7 @@ def test_between_nodes_once_for_all_microbatches(preset):
     mesh = "3x2-explicit" if preset == "zeropp" else "2x4-auto"
     text, report = _compiled(preset, mesh, 3)
     local = int(mesh[2])
-    crossing = [c for c in _hlo.collectives(text) if c.crosses(local)]
+    crossing = [c for c in zoo.hlo.collectives(text) if c.crosses(local)]
     # Slices are gathered in the first micro-batch's loop over 5 layers.
     assert {c.trips for c in crossing} == {1, 5}
     traffic, one = report.traffic, _lowered(preset, mesh, 1)[1].traffic
@@ -255,7 +272,7 @@ def test_halves_of_devices_add_scalars_alone():
     _, plain = _compiled("zero3", "2x4-auto", 1)
     text, halved = _compiled("halves", "2x4-auto", 1)
     added = halved.traffic.amount().device_bytes - plain.traffic.amount().device_bytes
-    (scalars,) = (c for c in _hlo.collectives(text) if "halves" in c.line)
+    (scalars,) = (c for c in zoo.hlo.collectives(text) if "halves" in c.line)
     sizes = [shape.size for shape in scalars.results]  # XLA:CPU joins it with that of the loss
     assert (scalars.op, scalars.trips, sizes) == ("all-reduce", 1, [1, 9])
     assert added == 9 * 4 * 2 * 7 // 8

@@ -75,6 +75,7 @@ def _assert_same(directory: Path, losses: list[float], expected) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.one_in(2)
 def test_processes_train_what_one_device_does(count: int, on_one_device, tmp_path: Path):
     _assert_same(tmp_path, _train_by_processes(tmp_path, count, 4, STEPS), on_one_device)
 

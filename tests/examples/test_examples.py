@@ -169,6 +169,7 @@ def test_finetuning_shows_what_the_model_writes(llama, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion
+@pytest.mark.ci
 def test_finetuning_with_offload(llama, tmp_path):
     """The norm of the gradients, by which they are clipped, is summed up in another order."""
     everything = {"offload": ("weights", "gradients", "optimizer"), "offload_min_size": 64}

@@ -184,6 +184,7 @@ def _noisy_rows(scale, num, dim=_DIM, seed=0):
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(("mesh", "scale"), [("1x8-auto", 3.0), ("3x2-explicit", 0.5)])
+@pytest.mark.one_in(2)
 def test_noise_scale_of_one_micro_batch(mesh, scale):
     """Each batch is one micro-batch, a row for each device."""
     mesh = zoo.make_mesh(mesh)

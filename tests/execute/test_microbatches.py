@@ -30,6 +30,7 @@ def _run(name, mesh, **options):
 
 
 @pytest.mark.parametrize("name", _CASES)
+@pytest.mark.one_in(2)
 def test_microbatches_equal_one_batch(name):
     mesh = _MESHES[_CASES.index(name) % 2]
     with jax.default_matmul_precision("highest"):
@@ -77,6 +78,7 @@ def _tokens():
 
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("mesh", _MESHES)
+@pytest.mark.one_in(2)
 def test_weighted_mean_over_devices_and_microbatches(mesh, num):
     params = _table(jax.random.key(0))
     want_loss, want = jax.device_get(jax.value_and_grad(_weighted_mean)(params, _tokens()))

@@ -37,6 +37,7 @@ def _distances(state, params):
 
 
 @pytest.mark.parametrize("mesh", ["2x4-auto", "3x2-explicit", "4x2-auto"])
+@pytest.mark.one_in(2)
 def test_what_rounding_lost_is_in_the_next_difference(mesh):
     """The slices approach weights that stand still, by a factor of at least 14 each step."""
     zero = _zero(jz.zeropp4(), mesh, hpz=jz.HpZ(codec=None), gradients=jz.PerAxis())

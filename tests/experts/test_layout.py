@@ -61,12 +61,14 @@ def _equal(found, wanted, atol: float) -> None:
         for j, form in enumerate(("scan", "unrolled", "remat"))
     ],
 )
+@pytest.mark.one_in(2)
 def test_gradients(nodes: int, form: str):
     """Of one device, with 4, 2, 8 and 1 devices in a node."""
     _check(_zero(nodes), of_loss={"form": form})
 
 
 @pytest.mark.parametrize("choices", [1, 2, 8])
+@pytest.mark.one_in(2)
 def test_choices(choices: int):
     """With fewer experts on a device than choices, as many, and more."""
     _check(_zero(), choices)
@@ -83,11 +85,13 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.one_in(2)
 def test_configs(config: str):
     _check(_zero(2, CONFIGS[config]), microbatches=2 if config in ("hpz", "zeropp") else 1)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, None])
+@pytest.mark.one_in(2)
 def test_other_meshes(axis_type: AxisType | None):
     options = {"simulate": 8} if axis_type is None else {"axis_type": axis_type}
     _check(_zero(2, **options), of_loss={"by_blocks": True})  # no `ragged_dot` under `vmap`

@@ -72,7 +72,7 @@ def _ungathered(nodes: int, config: DecoderConfig) -> jz.Zero:
         for k, nodes in enumerate((4, 2))
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_families(name: str, nodes: int, tmp_path):
     """2 and 4 ways, in scans, in lists of layers, and with `remat`."""
     remat = "full" if nodes == 2 else "none"
@@ -96,6 +96,7 @@ def test_gathered_experts_by_sorting(name: str, tmp_path):
 @pytest.mark.parametrize(
     "sizes", [[0, 37, 0, 3, 20], [0, 0, 0, 0, 0], [60, 0, 0, 4, 0], [1, 1, 1, 1, 1]]
 )
+@pytest.mark.one_in(2)
 def test_apply_by_group(sizes: list[int]):
     """Equals a product for each group, with rows that belong to none."""
     random = np.random.default_rng(0)

@@ -130,6 +130,7 @@ def test_many_names_one_of_them_twice(tmp_path: Path):
     ],
     ids=["numbers in a name", "names", "five numbers", "ranges of five numbers", "a long number"],
 )
+@pytest.mark.one_in(2)
 def test_names_that_are_matched(names: list[str]):
     tensors = {name: ArrayTensor(np.zeros(3, np.float32), name) for name in names}
     leaf = jax.ShapeDtypeStruct((3,), np.float32)

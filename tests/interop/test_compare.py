@@ -13,7 +13,6 @@ from flax import linen, nnx
 
 from jaxzero import interop
 from jaxzero.interop import Flatten, Rule, Transpose, Unflatten
-from jaxzero.interop._compare.compare import difference_of
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -274,6 +273,15 @@ def test_of_every_library(make: Any):
     assert first is not None and first.torch_name == "layers.1" and not result.agrees
 
 
+class Returns(torch.nn.Module):
+    def __init__(self, function: Any):
+        super().__init__()
+        self.function = function
+
+    def forward(self, **inputs):
+        return self.function(**inputs)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "difference"),
     [
@@ -290,17 +298,9 @@ def test_of_every_library(make: Any):
     ],
 )
 def test_a_difference_is_relative_to_the_largest_value(ours, theirs, difference):
-    found = difference_of(np.array(ours), np.array(theirs))
-    np.testing.assert_allclose(found, difference)
-
-
-class Returns(torch.nn.Module):
-    def __init__(self, function: Any):
-        super().__init__()
-        self.function = function
-
-    def forward(self, **inputs):
-        return self.function(**inputs)
+    module = Returns(lambda x: torch.tensor(theirs, dtype=torch.tensor(ours).dtype))
+    (output,) = interop.compare(lambda x: np.array(ours), module, {"x": X}).outputs
+    np.testing.assert_allclose(output.difference, difference)
 
 
 def test_integers_must_be_equal_and_nan_is_a_difference():

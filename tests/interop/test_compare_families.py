@@ -44,6 +44,7 @@ def test_every_layer_of_a_vit_is_compared(tmp_path):
     assert len(layers) == 8
 
 
+@pytest.mark.ci
 def test_the_command_names_the_layer_that_a_wrong_family_gets_wrong(tmp_path, capsys, monkeypatch):
     llama = interop.decoder_family("llama")
 

@@ -313,6 +313,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the peaks of Linux")
+@pytest.mark.ci
 def test_memory_holds_the_shards_and_one_tensor(tmp_path: Path):
     layer = np.arange(2048 * 1024, dtype=np.float32).reshape(2048, 1024)
     held = {f"layers.{number}.{stack}": layer for number in range(8) for stack in range(2)}

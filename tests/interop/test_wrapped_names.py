@@ -65,6 +65,7 @@ def test_universal_has_both_names(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch._dynamo
+@pytest.mark.ci
 def test_torch_save_of_a_compiled_model(tmp_path: Path):
     torch = pytest.importorskip("torch", reason="needs torch: it writes the file")
     model = torch.nn.Sequential(torch.nn.Linear(3, 4))

@@ -70,6 +70,7 @@ def test_as_many_checkpoints_are_kept_as_asked_for(settings: jobs.Train, console
     assert steps(settings.run.directory / "wire_state") == [2, 3, 4, 5]
 
 
+@pytest.mark.ci
 def test_two_saves_back_there_is_a_wire_state(
     settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
 ):

@@ -237,7 +237,7 @@ print(json.dumps([main(command) for command in commands]))
 @pytest.mark.parametrize(
     ("command", "extra"),
     [
-        ("train", "train"),
+        pytest.param("train", "train", marks=pytest.mark.ci),
         ("plan", None),
         ("verify", None),
         *(

@@ -28,7 +28,7 @@ from .tiny_job import with_run, with_wire
 pytestmark = pytest.mark.standard_promotion  # optax
 
 
-@pytest.mark.parametrize("what", ["loss", "gradients"])
+@pytest.mark.parametrize("what", ["loss", pytest.param("gradients", marks=pytest.mark.ci)])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
     settings: jobs.Train, console: Console, what: str
 ):

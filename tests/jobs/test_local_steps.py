@@ -64,6 +64,7 @@ def loss_of_nodes(session: Session, nodes: int) -> float:
     return float(np.mean([loss_by_hand(x, OPTIMIZATION.temperature) for x in by_node]))
 
 
+@pytest.mark.ci
 def test_the_journal_has_every_step_and_the_bytes(finished: tuple[jobs.Train, str]):
     settings, text = finished
     lines = (settings.run.directory / "metrics.jsonl").read_text().splitlines()
@@ -162,6 +163,7 @@ def test_another_number_of_nodes_goes_on_from_the_mean(
 
 
 @pytest.mark.parametrize(("local", "got"), [(jobs.LocalOptions(), "None"), (4, "4")])
+@pytest.mark.ci
 def test_refuses_to_resume_with_other_rounds(
     finished: tuple[jobs.Train, str], console: Console, local: jobs.LocalOptions | int, got: str
 ):

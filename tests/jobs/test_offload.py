@@ -117,6 +117,7 @@ def test_a_checkpoint_resumes_with_and_without_offload(
             jax.tree.map(np.testing.assert_array_equal, got, whole(tree))
 
 
+@pytest.mark.ci
 def test_a_loss_that_is_not_finite_changes_nothing_in_host_memory(
     settings: jobs.Train, console: Console, monkeypatch: pytest.MonkeyPatch
 ):

@@ -72,6 +72,7 @@ def stacked():
     return loss_fn, init_fn, jax.ShapeDtypeStruct((ROWS, 64), jnp.float32)
 
 
+@pytest.mark.ci
 def test_stages_where_links_are_slow(printed):
     command = f"{JOB.replace(':job', ':stacked')} --link 0.001"
     status, text = printed(f"{command} --layers net.blocks")

@@ -42,13 +42,10 @@ def measured(monkeypatch):
 
 
 def test_slow_links_between_nodes_are_spared(settings, console, measured):
-    configs = {}
-    for link in (1e6, 1e12):
-        measured(link)
-        with open_session(automatic(settings, quantized=True), console) as session:
-            configs[link] = session.setup.zero.config
-    assert configs[1e6].gradients == jz.zeropp4().gradients
-    assert configs[1e6].needs_wire_state and not configs[1e12].needs_wire_state
+    measured(1e6)
+    with open_session(automatic(settings, quantized=True), console) as session:
+        config = session.setup.zero.config
+    assert config.gradients == jz.zeropp4().gradients and config.needs_wire_state
     text = console.export_text()
     assert "Plan: zeropp4" in text and "0.001 GB/s into a node" in text
     assert "ranked by lower bounds alone" in text

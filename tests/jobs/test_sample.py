@@ -114,6 +114,7 @@ def test_mistakes(llama: Written, capsys, arguments: list[str], message: str):
     assert message in " ".join(err.replace("│", " ").split())
 
 
+@pytest.mark.ci
 def test_options_replace_those_of_the_file(llama: Written, capsys, tmp_path: Path):
     """With `do_sample` the file has a temperature."""
     for path in llama.directory.iterdir():
@@ -127,6 +128,7 @@ def test_options_replace_those_of_the_file(llama: Written, capsys, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("num_new", "warns"), [("28", False), ("29", True)])
+@pytest.mark.one_in(2)
 def test_more_tokens_than_a_rotary_model_is_made_for(
     llama: Written, capsys, num_new: str, warns: bool
 ):

@@ -81,6 +81,7 @@ def loss_of_transformers(directory: Path) -> float:
         return float(model(input_ids=rows, labels=rows).loss)
 
 
+@pytest.mark.ci
 def test_scores_are_those_of_transformers(finished: Finished):
     settings, outcome, text = finished
     assert settings.checkpoint is not None and HELD_OUT
@@ -138,6 +139,7 @@ def test_of_one_file_the_end_is_held_out(tmp_path: Path, console: Console):
         load_rows(folder / "one.txt", tmp_path, 9, console)
 
 
+@pytest.mark.ci
 def test_more_tokens_than_the_model_has_positions_for(finished: Finished, console: Console):
     data = dataclasses.replace(finished.settings.data, max_tokens=2**20)
     with pytest.raises(ValueError, match="`max_tokens` must be at most .* positions; got 1048576"):

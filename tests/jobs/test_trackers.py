@@ -202,6 +202,7 @@ def test_steps_are_traced(tmp_path: Path):
     assert traced_steps(tmp_path) == [[3, 4]]
 
 
+@pytest.mark.ci
 def test_rounds_that_hold_steps_to_trace_are_traced(tmp_path: Path):
     with StepProfiler(range(4, 6), tmp_path) as profiler:  # in the second round and in the third
         for first in range(1, 11, 2):

@@ -79,6 +79,7 @@ def test_kernels_write_the_messages_of_xla(name, rows, chunks, dtype, divisor):
 
 
 @pytest.mark.parametrize("name", CODECS)
+@pytest.mark.one_in(2)
 def test_messages_are_those_of_the_codec_in_numpy(name):
     codec = CODECS[name]
     x = oracle.numbers((32, 512)).reshape(1, 128, 512)
@@ -223,6 +224,7 @@ OPERATIONS = {
         jz.Int8(block=32),
     ],
 )
+@pytest.mark.one_in(2)
 def test_kernels_are_chosen_for_tpus(name, codec):
     """Inside a `shard_map` over all axes, for codes of integers in blocks of 128 or more.
 

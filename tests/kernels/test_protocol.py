@@ -114,6 +114,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.one_in(2)
 def test_every_tile_arrives_whole_and_in_time(size):
     arrives(kernels(size), [size] * size.calls, examples=60)
 

@@ -74,6 +74,7 @@ SHAPES = [((40,), 0), ((16, 3, 5), 0), ((3, 8, 7), 1), ((2, 5, 24), 2), ((1,) * 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
+@pytest.mark.one_in(2)
 def test_codes_arrive_as_they_are(kind, shape, dim):
     x = codes(kind, (DEVICES, *shape))
     format = Format(kind=kind, block=32)
@@ -83,6 +84,7 @@ def test_codes_arrive_as_they_are(kind, shape, dim):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
+@pytest.mark.one_in(2)
 def test_codes_are_summed_exactly(kind, shape, dim):
     x = codes(kind, (DEVICES, *shape))
     # Each piece has blocks of its own: its first number is made the largest.

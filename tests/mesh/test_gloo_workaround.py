@@ -137,6 +137,7 @@ CONFIGS = {
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.one_in(2)
 def test_gradients_are_right_and_no_reduce_scatter_is_left(
     nodes, config, microbatches, monkeypatch
 ):

@@ -15,10 +15,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import AxisType
 
 import jaxzero as jz
-from jaxzero._mesh import is_simulating
 from tests import zoo
 
 from .both_meshes import assert_same, make_meshes
@@ -90,6 +90,7 @@ def test_gradients_equal_those_of_devices(name):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.one_in(2)
 def test_stages_and_codecs(config):
     mesh = ("2x4", "2x3")[list(CONFIGS).index(config) % 2]
     results = _case_results("scanned_layers", mesh, CONFIGS[config], microbatches=2)
@@ -269,4 +270,13 @@ def test_mistakes():
     with pytest.raises(ValueError, match=r"`x` \(argument 1\): dim 0 .*split over 8 devices"):
         params = zero.shard(np.ones((8,), np.float32))
         zero.value_and_grad(lambda w, x: jnp.sum(w) * jnp.mean(x))(params, np.ones((6, 1)))
-    assert not is_simulating()
+    # Afterwards devices are no simulated ones, on which an ordered callback is refused.
+    real, heard = jz.Zero(jz.make_mesh(2)), []
+
+    def loss(w, x):
+        io_callback(heard.append, None, jnp.mean(x), ordered=True)
+        return jnp.mean(w)
+
+    jax.block_until_ready(real.apply(loss)(real.shard(np.ones((8,), np.float32)), np.ones((8, 1))))
+    jax.effects_barrier()
+    assert len(heard) == 8

@@ -130,6 +130,7 @@ def _rows(num: int = 4) -> dict[str, Any]:
         for i, name in enumerate(CONFIGS)
     ],
 )
+@pytest.mark.one_in(2)
 def test_decoders(name: str, monkeypatch: Any):
     tokens, changes = CONFIGS[name]
     config = dataclasses.replace(PLAIN, **changes)

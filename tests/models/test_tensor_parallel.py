@@ -81,6 +81,7 @@ def logits(graph, params, ids):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.one_in(2)
 def test_logits_are_those_of_one_device_and_no_weight_is_gathered(name):
     graph, full = split(FAMILIES[name])
     program = jax.jit(logits, static_argnums=0)

@@ -57,6 +57,7 @@ MASK = np.array([[True] * 4, [True, True, False, False]])
         ),
     ],
 )
+@pytest.mark.one_in(2)
 def test_negative_ids(name: str, is_traced: bool):
     graph, params = drawn(lambda: MAKE[name](nnx.Rngs(0)))
 

@@ -69,6 +69,7 @@ def _rows():
         for case in [(preset, schedule, num_devices)]
     ],
 )
+@pytest.mark.one_in(2)
 def test_bits_are_those_of_sums_divided_at_the_end(preset, schedule, num_devices, monkeypatch):
     zero = _zero(preset, schedule, devices=jax.devices()[:num_devices])
     params = zero.shard(_whole())

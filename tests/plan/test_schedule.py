@@ -125,6 +125,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "config", "schedule"), CASES)
+@pytest.mark.one_in(2)
 def test_bits_do_not_depend_on_the_schedule(model, config, schedule):
     _assert_same_bits(_step(model, config, SCHEDULES[schedule]), _step(model, config, PLAIN))
 
@@ -132,6 +133,7 @@ def test_bits_do_not_depend_on_the_schedule(model, config, schedule):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["hpz", "hsdp", "stage 2"])
 @pytest.mark.parametrize("model", ["scanned back", "unrolled"])
+@pytest.mark.one_in(2)
 def test_bits_do_not_depend_on_it_with_other_configs(model, config):
     _assert_same_bits(_step(model, config, jz.CommSchedule()), _step(model, config, PLAIN))
 

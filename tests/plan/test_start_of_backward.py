@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 import jaxzero as jz
-from jaxzero._plan.ties import start_of_backward
 
 ROWS, WIDTH, CLASSES = 16, 8, 40
 BATCH = (
@@ -66,4 +65,3 @@ def test_a_program_without_such_an_operation_has_no_such_place(zero):
 
     top = zero.plan(loss, zero.abstract(_init), BATCH).top
     assert top.loss_before is None
-    assert start_of_backward(top.block, top.uses, top.gradients, None) is None

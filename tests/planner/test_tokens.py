@@ -137,6 +137,7 @@ def test_what_is_enumerated():
 
 
 @pytest.mark.usefixtures("fake_devices")
+@pytest.mark.ci
 def test_rows_that_do_not_fit_are_shared():
     """16 GB of activations for each row: a quarter fits, so four devices share each."""
     plans = searched({"": loss}, 8)

@@ -90,6 +90,7 @@ def test_a_script_runs_and_learns(name: str, version: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 def test_losses_are_those_of_the_original(name: str):
     """Batch statistics of Haiku and noise of NumPyro included: they are the same everywhere."""
     before, after = _execute(name, "before"), _execute(name, "after")

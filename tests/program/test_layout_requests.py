@@ -98,6 +98,7 @@ def _in_a_while_loop(h, sharding):
     ids=["constraint", "jit", "device_put", "scan", "linear_solve", "remat", "while"],
 )
 @pytest.mark.parametrize("mesh", ["2x4-auto", "2x2x2-auto"])
+@pytest.mark.one_in(2)
 def test_our_axes_are_taken_out_of_what_is_asked(mesh, ask):
     zero = _zero(mesh)
     rows = 8 * 8  # so that what one device has divides by the number of devices, as `jit` asks

@@ -33,6 +33,12 @@ def _mean(x: Any) -> Any:
     return jnp.mean(x**2)
 
 
+def _convolved(x: Any, kernel: Any) -> Any:
+    """Along the features of each row."""
+    kernel = jnp.asarray(kernel, jnp.float32)[None, None]
+    return lax.conv_general_dilated(x[:, None], kernel, (1,), "SAME")
+
+
 APART: dict[str, Callable] = {
     "transposed": lambda x, ids: _mean(x.T.sum(0)),
     "merged with another dim": lambda x, ids: _mean(
@@ -71,6 +77,8 @@ APART: dict[str, Callable] = {
     "counted": lambda x, ids: (jnp.zeros(6).at[ids].add(x[:, 0]) * jnp.arange(6.0)).sum() / len(x),
     "sorted inside": lambda x, ids: _mean(jnp.sort(x, axis=1)[:, 1]),
     "products of features": lambda x, ids: (jnp.einsum("bi,bj->ij", x, x)[0, 1]) / len(x),
+    "a cumulative sum of means": lambda x, ids: jnp.cumsum((x**2).mean(0))[2],
+    "a convolution of means": lambda x, ids: _convolved(x.mean(0)[None], np.ones(3)).sum(),
     "a mean of means": lambda x, ids: jnp.mean(x**2 + jnp.mean(x)),
     "by a condition": lambda x, ids: lax.cond(jnp.asarray(True), _mean, lambda x: x.mean(), x),
     "a guard": lambda x, ids: jnp.where(jnp.isfinite(_mean(x)), _mean(x), 0.0),
@@ -96,6 +104,15 @@ MIXED: dict[str, tuple[str, Callable]] = {
     "a ratio by an inverse": ("ratio", lambda x, ids: x.sum() * (1 / x[:, 0].sum())),
     "a product": ("product", lambda x, ids: x.mean() * x[:, 0].mean()),
     "a function": ("function", lambda x, ids: jnp.log(_mean(x))),
+    "a convolution by means": (
+        "statistic",
+        lambda x, ids: _mean(_convolved(x, x.mean(0)[:3])),
+    ),
+    "a function of what is picked": (
+        "function",
+        lambda x, ids: jnp.log(_mean(x[jnp.arange(len(x)), ids])),
+    ),
+    "means in order": ("function", lambda x, ids: jnp.sort(x.mean(0))[3]),
     "pairs": ("pairs", lambda x, ids: _mean(x[:, None] - x[None])),
     "pairs by a product": ("pairs", lambda x, ids: _mean(x @ x.T)),
     "pairs in a loop": (

@@ -82,6 +82,7 @@ def _value_and_grads(function, cut):
 
 @pytest.mark.parametrize("cut", [1, 3])
 @pytest.mark.parametrize("function", SILENT)
+@pytest.mark.one_in(2)
 def test_values_and_gradients(function, cut):
     w, x = _inputs()
     oracle = jax.jit(jax.value_and_grad(lambda w, x: jnp.sum(function(w, x) ** 2), (0, 1)))

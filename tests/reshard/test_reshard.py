@@ -110,6 +110,9 @@ def test_other_specs_over_the_same_mesh(specs, way):
 def test_other_meshes(mesh, axis, ways):
     found = moved(jz.Zero(jz.make_mesh(2)), mesh(), matrix=P(axis), narrow=P(None, None, axis))
     assert (found["matrix"], found["narrow"]) == ways
+    # What is whole on each device is gathered, in whatever order the devices are.
+    whole = "all-gather over node, all-gather over local"
+    assert found["vector"] == ("jax.device_put" if mesh().size < 8 else whole)
 
 
 @pytest.mark.parametrize(

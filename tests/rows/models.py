@@ -9,8 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+
+from jaxzero._execute import table_rows
 
 ROWS = 16  # of a batch
+
+
+def send_rows(monkeypatch: pytest.MonkeyPatch, moves: bool = True) -> None:
+    """Send rows of every table that can have them sent, however small, or of none."""
+    monkeypatch.setattr(table_rows, "_pays", lambda rows, weight: moves)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero._execute import table_rows
 
-from .models import ROWS
+from .models import ROWS, send_rows
 
 
 @pytest.fixture(autouse=True)
 def _any_saving(monkeypatch):
-    """Send rows of small tables too."""
-    monkeypatch.setattr(table_rows, "_pays", lambda rows, weight: True)
+    send_rows(monkeypatch)
     with jax.enable_x64(True):
         yield
 

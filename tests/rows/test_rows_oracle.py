@@ -11,15 +11,13 @@ from flax import linen, nnx
 from jax.sharding import AxisType
 
 import jaxzero as jz
-from jaxzero._execute import table_rows
 
-from .models import MODELS, ROWS, Model, head
+from .models import MODELS, ROWS, Model, head, send_rows
 
 
 @pytest.fixture(autouse=True)
 def _any_saving(monkeypatch):
-    """Send rows of small tables too."""
-    monkeypatch.setattr(table_rows, "_pays", lambda rows, weight: True)
+    send_rows(monkeypatch)
     with jax.enable_x64(True):
         yield
 
@@ -143,7 +141,7 @@ def test_a_value_beside_derivatives_is_added_up_whether_rows_move_or_not(monkeyp
     batch = {"ids": random.integers(0, 64, ROWS), "x": random.normal(size=(ROWS, 8))}
     zero, found = jz.Zero(jz.make_mesh(nodes=2)), []
     for moves in (True, False):
-        monkeypatch.setattr(table_rows, "_pays", lambda rows, weight, moves=moves: moves)
+        send_rows(monkeypatch, moves)
         stored, options = zero.shard(params), {"gradient_reduce": {"t": "mean"}}
         assert [x.name for x in zero.plan(loss, stored, batch, **options).rows] == ["t"] * moves
         step = jax.jit(zero.value_and_grad(lambda *args: loss(*args), **options))

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero._execute import table_rows
-from jaxzero._hlo.collectives import collectives
+from tests import zoo
 
-from .models import MODELS
+from .models import MODELS, send_rows
 
 NUM, WIDTH = 2**15, 32  # rows of a table, of 4 MiB
 IDS = jax.ShapeDtypeStruct((64, 4), jnp.int32)
@@ -50,11 +49,19 @@ def test_what_is_sent_is_what_the_plan_says():
     assert rows.rows == {"local": 2 * 3 * 32 * (4 + 2 * 128), "node": 32 * (4 + 2 * 128)}
 
 
+@pytest.mark.parametrize(("config", "times"), [(jz.zero3(), 1), (jz.zero3(hpz=jz.HpZ()), 2)])
+def test_a_table_would_be_gathered_between_nodes_once_in_a_step_with_hpz(config, times):
+    """Otherwise once in each micro-batch, of which these are the bytes."""
+    one, two = (_plan(config=config, microbatches=x).rows[0].weight for x in (1, 2))
+    assert (one["node"], one["local"]) == (times * two["node"], two["local"])
+
+
 def test_nothing_as_large_as_the_table_is_held_or_sent():
     zero = _zero()
     params = zero.abstract(_init, jax.random.key(0))
     compiled = jax.jit(zero.value_and_grad(_loss)).lower(params, IDS).compile()
-    sizes = [shape.num_bytes for x in collectives(compiled.as_text()) for shape in x.results]
+    sent = zoo.hlo.collectives(compiled.as_text())
+    sizes = [shape.num_bytes for x in sent for shape in x.results]
     assert sizes and max(sizes) < NUM * WIDTH
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     shard = NUM * WIDTH * 4 // 8
@@ -160,7 +167,7 @@ def test_a_bag_is_sent_as_one_row():
 
 
 def test_ids_of_several_tables_are_one_message(monkeypatch):
-    monkeypatch.setattr(table_rows, "_pays", lambda rows, weight: True)
+    send_rows(monkeypatch)
     model, zero = MODELS["several"], _zero()
     params = zero.abstract(model.init, jax.random.key(0))
     batch = jax.tree.map(np.asarray, model.batch())

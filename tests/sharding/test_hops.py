@@ -62,6 +62,7 @@ def _gradients(hop):
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.one_in(2)
 def test_without_decay_it_is_error_feedback(microbatches):
     codec = jz.Int4(block=128)
     want = _run(_gradients(jz.ErrorFeedback(codec)), microbatches)

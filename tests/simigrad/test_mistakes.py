@@ -1,6 +1,7 @@
 """Gradients that are not finite, and wrong options."""
 
 import copy
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ import optax
 import pytest
 
 import jaxzero as jz
-from jaxzero._simigrad import state
 
 from .helpers import (
     assert_same_bits,
@@ -79,11 +79,12 @@ def test_wrong_options(options, message):
 
 
 def test_wrong_types():
-    # Not through `jz.simigrad`: in tests, its annotations are checked first.
+    simigrad = inspect.unwrap(jz.simigrad)  # before annotations are checked
+    options = {"target_similarity": 0.5, "initial": 2, "max_steps": 8}
     with pytest.raises(TypeError, match="`inner` must be an optax transform.*got float"):
-        state.check_inner(0.1)
+        simigrad(0.1, **options)
     with pytest.raises(ValueError, match='`rule` must be "walk", "jump".*got 0.1'):
-        state.check_rule(0.1)
+        simigrad(optax.sgd(0.1), rule=0.1, **options)
 
 
 @pytest.mark.parametrize(

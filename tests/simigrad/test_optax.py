@@ -40,6 +40,7 @@ _OPTIMIZERS = {
     [(name, 3, jnp.float32) for name in _OPTIMIZERS]
     + [("adamw", 1, jnp.float32), ("adamw", 4, jnp.bfloat16)],
 )
+@pytest.mark.one_in(2)
 def test_a_pinned_batch_equals_multi_steps_to_the_bit(name, steps, dtype):
     gradients = make_gradients(4 * steps, dtype=dtype)
     multi = optax.MultiSteps(_OPTIMIZERS[name](), steps)

@@ -130,6 +130,7 @@ def test_the_standard_error_is_that_of_many_runs():
 
 @pytest.mark.parametrize("rule", ["jump", jz.JumpRule(average="ema", window=3)])
 @pytest.mark.parametrize(("initial", "wanted"), [(4, 48), (200, 40)])
+@pytest.mark.one_in(2)
 def test_the_jump_settles_in_three_updates(rule, initial, wanted):
     target = 0.5
     scale = wanted * (1 - target) / (2 * target)

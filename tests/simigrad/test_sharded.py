@@ -37,6 +37,7 @@ _TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit]
 
 @pytest.mark.standard_promotion
 @_TYPES
+@pytest.mark.one_in(2)
 def test_a_split_state_of_whole_gradients(axis_type):
     """At stage 1 updates are split as the state is, also those of a batch that is not full."""
     tx = make_simigrad(optax.adam(1e-2), initial=2, min_steps=2)
@@ -64,6 +65,7 @@ def test_a_split_state_of_whole_gradients(axis_type):
 
 @pytest.mark.standard_promotion
 @_TYPES
+@pytest.mark.one_in(2)
 def test_sharded_gradients(axis_type):
     """Layout of the state, donation, and the numbers of one device."""
     tx = make_simigrad(
@@ -109,6 +111,7 @@ def test_sharded_gradients(axis_type):
 
 @pytest.mark.standard_promotion
 @_TYPES
+@pytest.mark.one_in(2)
 def test_only_scalars_travel(axis_type):
     tx = make_simigrad(optax.adam(1e-2), groups=lambda path: path)
 

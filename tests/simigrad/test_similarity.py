@@ -24,6 +24,7 @@ from .helpers import (
 
 @pytest.mark.parametrize("steps", [2, 3, 6, 7])
 @pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.one_in(2)
 def test_similarity_and_noise_scale_of_one_batch(steps, is_weighted):
     gradients = make_gradients(steps, seed=steps)
     weights = np.arange(1.0, steps + 1) if is_weighted else np.ones(steps)
@@ -85,6 +86,7 @@ def test_one_micro_batch_alone_says_nothing():
 
 
 @pytest.mark.parametrize("combine", ["mean", "median", "min"])
+@pytest.mark.one_in(3)
 def test_groups(combine):
     gradients = [g | {"frozen": jnp.zeros(2)} for g in make_gradients(4)]
     params = make_params() | {"frozen": jnp.zeros(2)}

@@ -14,8 +14,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import jaxzero as jz
-from jaxzero._hlo.collectives import collectives
-from jaxzero._program import matrix_flops
+from tests import zoo
 
 from . import models, test_lists
 from .test_stages import _assert_close, _zero
@@ -60,7 +59,7 @@ def _check(zero: jz.Zero, loss: Any, prefix: int = 2, **options: Any) -> None:
         "trains the head",
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_step_is_that_of_one_device(name):
     _check(_zero(), models.LOSSES[name])
 
@@ -73,6 +72,7 @@ def test_a_step_is_that_of_one_device(name):
         (2, 4, 1, None, 0),
     ],
 )
+@pytest.mark.one_in(2)
 def test_meshes_and_prefixes(nodes, num_devices, microbatches, stages, prefix):
     zero = _zero(nodes, num_devices, microbatches, stages=stages)
     _check(zero, models.LOSSES["tied"], prefix)
@@ -115,6 +115,7 @@ def test_apply_runs_both_parts():
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.one_in(2)
 def test_each_layer_prints_once(capfd, microbatches):
     """Also if a stage has no micro-batch in the frozen layers."""
 
@@ -219,6 +220,7 @@ def _products(params: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["skip, tied", "shares a weight"])
+@pytest.mark.one_in(2)
 def test_gradients_pass_through_frozen_layers(name):
     """To an embedding before them, which is trained."""
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
@@ -238,7 +240,7 @@ def test_what_frozen_layers_cost(prefix):
     freezing, active, frozen = _frozen(zero, _wide(), prefix)
     batch = {"ids": np.zeros((16, 4), np.int32)}
     step = zero.value_and_grad(freezing.wrap(_products))
-    found = matrix_flops(step, active, frozen, batch) / 4
+    found = zoo.flops(step, active, frozen, batch) / 4
     rows, ticks = 2 * 4, 8 + 3
     product = 2 * rows * 64 * 64
     assert found == 2 * prefix * product + ticks * -(-(12 - prefix) // 4) * 3 * product
@@ -259,7 +261,7 @@ def test_frozen_layers_send_their_result_once():
     step = jax.jit(zero.value_and_grad(loss))
     text = step.lower(active, frozen, batch).compile().as_text()
     assert text is not None
-    inside = [x for x in collectives(text) if x.trips > 1 and x.op != "collective-permute"]
+    inside = [x for x in zoo.hlo.collectives(text) if x.trips > 1 and x.op != "collective-permute"]
     assert all(len({device // 2 for device in group}) == 1 for x in inside for group in x.groups)
 
 

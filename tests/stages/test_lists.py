@@ -104,6 +104,7 @@ def test_a_step_is_that_of_one_device(name):
         pytest.param(2, 4, 6, {}, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.one_in(2)
 def test_meshes_and_numbers_of_layers(nodes, num_devices, num_layers, mesh):
     params = functools.partial(_params, num_layers)
     _check(_zero(nodes, num_devices, **mesh), LOSSES["remat, tied, skip"], params)

@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._hlo.collectives import collectives
 from jaxzero.extend import Codec
+from tests import zoo
 
 from . import models
 
@@ -65,7 +65,7 @@ def test_a_codec_rounds_each_message(is_divided, monkeypatch):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale)  # the order of float32 sums
         assert not y.any() or np.abs(y - z).max() > 1e-4 * scale
     text = step.lower(zero.shard(params), batch).compile().as_text()
-    sent = [x for x in collectives(text) if x.op == "collective-permute"]
+    sent = [x for x in zoo.hlo.collectives(text) if x.op == "collective-permute"]
     assert sent and all("u8[" in str(x) for x in sent)
 
 
@@ -93,7 +93,12 @@ def test_two_stages_prefetch_before_and_after_the_steady_ticks():
         schedule=jz.CommSchedule(loop_constant_bytes=0),
     )
     zero = jz.Zero(_zero().mesh, config)
-    lines = str(zero.plan(loss, zero.shard(models.params()), models.batch())).splitlines()
+    plan = zero.plan(loss, zero.shard(models.params()), models.batch())
+    # Stages send each other their slices of the embedding and of the head as they are read.
+    sent = [x for x in plan.transfers if (x.axis, x.purpose) == ("stage", "weights")]
+    dtypes = {x.name: x.dtype for x in sent}
+    assert (dtypes["embed"], dtypes["head"]) == ("bfloat16", "bfloat16")
+    lines = str(plan).splitlines()
     gathers = [x for x in lines if "layers.up[i]" in x and "all-gather" in x]
     assert len(gathers) == 4 and all("prefetched in the iteration before" in x for x in gathers)
     reduces = [x for x in lines if "reduce-scatter" in x]

@@ -59,7 +59,7 @@ def _verify(config=None, aux=False, weighted=False, random=False, microbatches=1
     )
 
 
-_QUICK = ("no_sum_over_nodes", "one_element_not_sent", "a_wrong_scale_of_gradients")
+_QUICK = ("one_element_not_sent", "a_wrong_scale_of_gradients")
 _CASES = [x if x in _QUICK else pytest.param(x, marks=pytest.mark.exhaustive) for x in FAULTS]
 
 
@@ -87,5 +87,6 @@ def test_a_planted_error(name, monkeypatch):
     ],
     ids=str,
 )
+@pytest.mark.one_in(2)
 def test_nothing_is_wrong_without_one(options):
     _verify(**options).raise_if_wrong()

@@ -217,6 +217,7 @@ def test_errors(zero, params):
         pytest.param(_ENCODED, True, 4, 3, marks=pytest.mark.ci),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_it_costs(config, is_random, num_steps, num_samples, monkeypatch):
     steps, samples, parts, compiled = [], [], [], []
 

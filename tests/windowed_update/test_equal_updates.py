@@ -124,6 +124,7 @@ def test_every_mesh_and_placement(mesh, place):
 
 @pytest.mark.parametrize("place", ["all", "but_gradients"])  # with and without a late write
 @pytest.mark.parametrize("window_bytes", [ROW, OVERLAPPING, LAYER, ALL])
+@pytest.mark.one_in(2)
 def test_every_size_of_window(window_bytes, place):
     updater = Updater(ELEMENTWISE["sgd_momentum"], "1x3", place, window_bytes)
     assert_bits_equal(updater.run(), of_optax("sgd_momentum"))
@@ -156,6 +157,7 @@ def test_reductions_are_those_of_full_leaves(name, mesh):
         pytest.param("all", ALL, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.one_in(2)
 def test_a_global_norm_of_leaves_in_both_memories(place, window_bytes):
     tx = REDUCING["clip_by_global_norm"]
     found = Updater(tx, "1x3", place, window_bytes).run()

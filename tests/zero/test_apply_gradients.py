@@ -92,6 +92,7 @@ def assert_bits_equal(found, expected):
         (AxisType.Explicit, {"weights": True}),
     ],
 )
+@pytest.mark.one_in(2)
 def test_state_in_host_memory_on_one_device(axis_type, options):
     """There only leaves in host memory have a layout, so that a state and its parameter differ."""
     mesh = jz.make_mesh(devices=jax.devices()[:1], axis_type=axis_type)
@@ -115,12 +116,14 @@ def test_training_with_state_in_host_memory_is_training_without(axis_type, wrapp
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.one_in(2)
 def test_without_host_memory_it_is_the_update_of_optax(axis_type):
     mesh = mesh_of_four(axis_type)
     assert_bits_equal(trained(jz.Zero(mesh), TX), trained_by_optax(mesh))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.one_in(2)
 def test_parameters_that_are_not_sharded_stay_so(stage):
     mesh = mesh_of_four()
     config = jz.ZeroConfig(stage=stage, offload=OFFLOAD)

@@ -117,6 +117,7 @@ def _assert_bits_equal(got, want):
         ("list", 4, "2x3-explicit"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_loss_and_gradients_are_those_of_stop_gradient(kind, prefix, mesh):
     loss, tree, layers = _model(kind)
     zero = jz.Zero(zoo.make_mesh(mesh))
@@ -142,6 +143,7 @@ def test_loss_and_gradients_are_those_of_stop_gradient(kind, prefix, mesh):
     ("kind", "preset"),
     [("scan", "zeropp"), ("list", "zeropp"), pytest.param("scan", "zeropp4", marks=pytest.mark.ci)],
 )
+@pytest.mark.one_in(2)
 def test_under_zeropp_gradients_are_within_the_codecs_bound(kind, preset):
     loss, tree, layers = _model(kind, two_valued=True)
     zero = jz.Zero(zoo.make_mesh("2x4-auto"), zoo.PRESETS[preset])
@@ -220,6 +222,7 @@ def test_an_active_embedding_gets_its_gradient_through_frozen_layers():
         ("list", "2x4-auto", optax.sgd(1e-3, momentum=0.9)),
     ],
 )
+@pytest.mark.one_in(2)
 def test_training_with_a_split_optimizer_is_training_with_zero_updates(kind, mesh, tx):
     """One whole step, freeze, two steps, thaw, one whole step; as `optax.masked` does it."""
     loss, tree, layers = _model(kind)

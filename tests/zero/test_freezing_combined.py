@@ -46,6 +46,7 @@ def _frozen(kind, config):
 
 
 @pytest.mark.parametrize(("kind", "offload"), [("scan", OFFLOAD), ("list", None)])
+@pytest.mark.one_in(2)
 def test_updates_in_backward_and_host_memory(kind, offload):
     config = dataclasses.replace(jz.zero3(), offload=offload)
     loss, tree, zero, freezing, (active, frozen), state = _frozen(kind, config)
@@ -61,6 +62,7 @@ def test_updates_in_backward_and_host_memory(kind, offload):
     zoo.assert_close(got, want, TOLERANCE, "params")
 
 
+@pytest.mark.ci
 def test_local_steps():
     """Frozen parameters are passed beside the optimizer state, which nodes do not exchange."""
     loss, tree, zero, freezing, (active, frozen), state = _frozen("scan", jz.zero3())

@@ -25,6 +25,7 @@ def _freeze(kind, prefix=4, codec=None, before="embed"):
 
 
 @pytest.mark.parametrize("kind", ["scan", "list"])
+@pytest.mark.one_in(2)
 def test_frozen_layers_in_8_bits(kind):
     """As far off as the codec says; gathered as codes; gradients those of the decoded layers."""
     codec = jz.Int8(block=32)

@@ -97,6 +97,7 @@ def _assert_as_one_device(found, expected):
     ],
     ids=["zero3", "weighted", "ddp", "halves", "shares", "hsdp"],
 )
+@pytest.mark.one_in(2)
 def test_flax_fp8_has_the_numbers_of_one_device(one_device, config, mesh, options):
     zero = jz.Zero(zoo.make_mesh(mesh), config)
     function = _sums if options.get("weighted") else _loss

@@ -26,9 +26,22 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["2x3-auto", "2x3-explicit"])
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("lbfgs", "2x3-auto"),
+        ("backtracking_with_gradients", "2x3-explicit"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("lbfgs", "2x3-explicit"),
+                ("backtracking", "2x3-auto"),
+                ("backtracking", "2x3-explicit"),
+                ("backtracking_with_gradients", "2x3-auto"),
+            )
+        ),
+    ],
+)
 def test_updates_equal_those_on_one_device(name, mesh):
     extras = ("value", "grad", "value_fn")
     assert_equal_to_one_device(

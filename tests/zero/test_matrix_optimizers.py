@@ -190,6 +190,7 @@ def test_leaves_alike_at_first_sight(of_leaf):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.one_in(2)
 def test_of_other_layouts(kind):
     with jax.enable_x64(True):
         mesh = zoo.make_mesh("2x4-explicit" if kind == "explicit" else "2x4-auto")
@@ -200,6 +201,7 @@ def test_of_other_layouts(kind):
 
 
 @pytest.mark.parametrize("options", [{}, {"mu_dtype": jnp.bfloat16}])
+@pytest.mark.one_in(2)
 def test_in_float32(options):
     with jax.default_matmul_precision("highest"):
         got, want = both(muon(**options), jz.Zero(zoo.make_mesh("2x4-auto")), np.float32)
@@ -325,6 +327,7 @@ def test_beside_leaves_in_host_memory():
 
 
 @pytest.mark.parametrize("mesh", ["2x4-auto", "2x3-auto"])
+@pytest.mark.one_in(2)
 def test_checkpoints_restore_the_state(mesh, tmp_path):
     zero = jz.Zero(zoo.make_mesh("2x4-auto"))
     tx = zero.optimizer(muon())
@@ -341,6 +344,7 @@ def test_checkpoints_restore_the_state(mesh, tmp_path):
 
 
 @pytest.mark.parametrize("num_frozen", [2, 4])
+@pytest.mark.one_in(2)
 def test_freezing_cuts_the_state(num_frozen):
     zero, tx = jz.Zero(zoo.make_mesh("2x4-auto")), muon()
     with jax.enable_x64(True):

@@ -132,7 +132,8 @@ def test_unrolled_layers_take_a_third_of_the_memory_of_gspmd():
     assert got["gathers"] >= 2 * (2 * _LAYERS - 1), "backward does not gather again"
 
 
-@pytest.mark.parametrize("name", ["no_remat", pytest.param("indexed_stack", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["no_remat", "indexed_stack"])
 def test_other_unrolled_layers_take_less_memory_than_gspmd(name):
     got = _measured(name)
     assert got["ours"] < got["gspmd"] / 3, got
@@ -258,13 +259,14 @@ def _assert_no_stack(text):
 
 
 @pytest.mark.parametrize("name", _SCANNED)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_no_stack_of_weights_or_gradients_in_a_scan(name):
     mesh = ("2x4-auto", "2x3-auto")[list(_SCANNED).index(name) % 2]
     _assert_no_stack(_compiled(_SCANNED[name], mesh))
 
 
 @pytest.mark.parametrize("mesh", ["1x8-explicit", "3x2-auto", "2x2x2-auto"])
+@pytest.mark.one_in(3)
 def test_no_stack_in_a_scan_on_other_meshes(mesh):
     _assert_no_stack(_compiled(_scan_loss(remat=_checkpoint), mesh))
 

@@ -240,6 +240,7 @@ def test_a_mistake_is_named_at_its_line(wrong: Callable):
 
 
 @WRONG
+@pytest.mark.one_in(2)
 def test_with_the_remedy_it_is_that_of_one_device(wrong: Callable):
     right, _, options = MISTAKES[wrong]
     zero = jz.Zero(jz.make_mesh(nodes=2))

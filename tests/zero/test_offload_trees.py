@@ -46,6 +46,7 @@ def mesh_of(nodes, num_devices):
 
 @pytest.mark.parametrize("with_own", [False, True])
 @pytest.mark.parametrize("devices", [(2, 4), (1, 1)], ids=["2 x 2", "one device"])
+@pytest.mark.one_in(2)
 def test_loops_in_loops_and_scalars(devices, with_own):
     tx, results = optax.sgd(0.1, momentum=0.9), []
     for offload in (None, ALL):

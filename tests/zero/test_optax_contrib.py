@@ -69,7 +69,7 @@ def _each():
 
 
 @pytest.mark.parametrize(("name", "tree"), list(_each()))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_two_updates_equal_those_on_one_device(name, tree):
     (tx, extras), (mesh, shapes) = OPTIMIZERS[name], TREES[tree]
     assert_equal_to_one_device(

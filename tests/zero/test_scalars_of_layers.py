@@ -30,6 +30,7 @@ def _loss(params, batch):
 
 @pytest.mark.parametrize("leaves", ["bs", "s"])
 @pytest.mark.parametrize("in_one_program", [False, True])
+@pytest.mark.one_in(2)
 def test_its_update_is_that_of_one_device(in_one_program, leaves):
     offload = jz.Offload(weights=True, gradients=True, optimizer=True, min_size=1)
     zero = jz.Zero(zoo.make_mesh("2x2-auto"), jz.ZeroConfig(offload=offload))

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero._hlo.collectives import collectives
-from jaxzero._hlo.instructions import parse
 from tests import zoo
 
 _ROWS = 13  # of the batch: of 18 that are computed, on 2 x 2 devices
@@ -175,7 +173,7 @@ def test_loss_and_gradients_are_those_of_one_device(preset, scanned, kind, micro
 
 def test_nodes_run_a_loop_of_their_own_without_waiting_for_others():
     _, step, args, _ = _step("zero3", True, "2x2-auto", 4)
-    program = parse(jax.jit(step).lower(*args).compile().as_text())
+    program = zoo.hlo_program(jax.jit(step).lower(*args).compile().as_text())
 
     def called(name):
         for instruction in program.computations[name].instructions:
@@ -188,10 +186,10 @@ def test_nodes_run_a_loop_of_their_own_without_waiting_for_others():
     loops = [x for x in everywhere if x.op == "while" and x.trips is None]
     assert len(loops) == 1
     inside = set(called(loops[0].called["body"][0]))
-    sent = collectives("\n".join(inside))
+    sent = zoo.hlo.collectives("\n".join(inside))
     assert sent and all(set(x.groups) == {(0, 1), (2, 3)} for x in sent)
     others = {f"{x.name} = {x.text}" for x in everywhere if x.op != "while"} - inside
-    assert any((0, 2) in x.groups for x in collectives("\n".join(others)))
+    assert any((0, 2) in x.groups for x in zoo.hlo.collectives("\n".join(others)))
 
 
 @pytest.mark.parametrize(("codec", "num_bytes"), [(None, 4), (jz.Cast(jnp.bfloat16), 2)])

@@ -56,6 +56,7 @@ def test_frozen_weights_stored_as_messages():
 
 
 @pytest.mark.parametrize("mesh", ["2x4-auto", "2x3-explicit"])
+@pytest.mark.one_in(2)
 def test_a_scanned_stack_of_vectors_stored_as_messages(mesh):
     """It is one message, which cannot be cut into layers: it is decoded before the loop."""
     key = jax.random.key(0)

@@ -129,6 +129,7 @@ def test_a_cast_has_the_cast_of_the_tangent(stage, expected):
         )
 
 
+@pytest.mark.ci
 def test_linearize_vmap_and_second_derivatives_along_a_scalar(zeropp):
     """The scalar is an argument, or closed over."""
     params = zeropp.shard(whole_params())

@@ -57,13 +57,14 @@ _TWO_MESHES = [*_each(0, zoo.THIRD_PARTY), *_each(1, ())]
 
 
 @pytest.mark.parametrize(("name", "mesh"), _TWO_MESHES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_gradients_equal_those_of_one_device(name, mesh):
     dtype = "float64" if name.startswith(_IN_DOUBLE) else "float32"
     zoo.check(zoo.THIRD_PARTY[name], jz.Zero(zoo.make_mesh(mesh)), dtype)
 
 
 @pytest.mark.parametrize(("name", "mesh"), list(_each(2, _QUANTISED_ALWAYS)))
+@pytest.mark.one_in(2)
 def test_quantised_gradients_are_within_the_codecs_error(name, mesh):
     zero = jz.Zero(zoo.make_mesh(mesh), zoo.PRESETS["zeropp"])
     zoo.check_quantised(zoo.THIRD_PARTY[name], zero)

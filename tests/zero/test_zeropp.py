@@ -58,7 +58,7 @@ def _unrotated(hops):
 
 
 @pytest.mark.parametrize(("name", "mesh", "microbatches"), PAIRS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_one_mean_for_every_shape(name, mesh, microbatches):
     """Each device's gradient is constant, which codecs write almost exactly: so means show.
 
@@ -111,6 +111,7 @@ _QUICK = {"zeropp": 2, "rotated feedback": 1, "stochastic": 1}
         for num in (1, 2)
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_has_no_gradient_gets_none(name, microbatches):
     """A padding row, unseen tokens and masked weights, among others in one block of a codec."""
     width, seen = 40, 30  # blocks of 128 hold parts of four rows
@@ -176,10 +177,10 @@ def test_forward_and_backward_read_the_same_weights():
 
 
 @pytest.mark.parametrize("preset", [jz.zeropp, jz.zeropp4])
+@pytest.mark.one_in(2)
 def test_bfloat16_parameters_and_gradients(preset):
-    plain = jz.PerAxis(
-        node=jz.Int8(), local=jz.Int8()
-    )  # not rotated: what has one size stays exact
+    # Not rotated: what has one size stays exact.
+    plain = jz.PerAxis(node=jz.Int8(), local=jz.Int8())
     zero = _zero(preset(), gradients=plain)
     whole = {"w": np.full((16, 24), 0.5, jnp.bfloat16), "b": np.zeros(24, jnp.bfloat16)}
     x = np.tile(np.array([1, -1], jnp.bfloat16), (48, 8))
@@ -200,6 +201,7 @@ def test_bfloat16_parameters_and_gradients(preset):
 
 
 @pytest.mark.parametrize("preset", [jz.zeropp, jz.zeropp4])
+@pytest.mark.one_in(2)
 def test_two_hops_equal_those_of_numpy(preset):
     """The presets' own gradient codecs: piece by piece what is sent, summed, and sent again."""
     nodes, local, num = 2, 4, 1280  # pieces of 320, then of 160: blocks are not full

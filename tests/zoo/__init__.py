@@ -1,6 +1,7 @@
 """A zoo of models and losses for the oracle tests. `_case.py` says what a case is."""
 
-from jaxzero._hlo import collectives
+from jaxzero._hlo import collectives, parse
+from jaxzero._program import matrix_flops
 
 from . import _collectives as _collectives
 from . import _control as _control
@@ -30,3 +31,5 @@ from ._quantised import check_quantised as check_quantised
 from ._quantised import expected_and_sizes as expected_and_sizes
 
 hlo = collectives  # reads from HLO what is sent, in which types, and how often
+hlo_program = parse  # all instructions of HLO, and which computations they call
+flops = matrix_flops  # of the matrix products of a function

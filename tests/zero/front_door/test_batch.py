@@ -187,6 +187,7 @@ _ASKED = r"`x`.*`table`.*can be the batch.*`batch_argnums=`"
 
 @pytest.mark.parametrize("kind", ["numpy", "one_device", "split", "whole"])
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.one_in(2)
 def test_a_batch_with_the_shape_of_the_parameters_beside_a_table_is_asked_about(kind, stage):
     """Otherwise every device would get all of `x`, and `table` would be split as the batch."""
     zero = jz.Zero(zoo.make_mesh("2x4-auto"), jz.ZeroConfig(stage=stage))

@@ -29,6 +29,7 @@ def _module_loss(model, x):
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.one_in(2)
 def test_an_equinox_module_is_a_tree(zero):
     model = zero.init(_mlp, jax.random.key(0))
     whole = jax.device_get(zero.unshard(model))
@@ -66,6 +67,7 @@ def _net(key):
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.one_in(2)
 def test_an_nnx_module_is_a_tree(zero):
     model = zero.init(_net, jax.random.key(0))
     model.eval()

@@ -132,6 +132,7 @@ def _no_decay_on_bias(tree):
         ),
     ],
 )
+@pytest.mark.one_in(2)
 def test_masked_optimizers(auto, name, tx, is_warned_of):
     params, whole = auto.shard(whole_params()), whole_params()
     if is_warned_of:

@@ -121,6 +121,7 @@ def _scaled_by_its_state():
 
 
 @pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.one_in(2)
 def test_python_numbers_in_the_state_of_an_optimizer(zero, wrap):
     tx = zero.optimizer(_scaled_by_its_state()) if wrap else _scaled_by_its_state()
     params, state = zero.shard(whole_params()), None

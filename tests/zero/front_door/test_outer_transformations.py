@@ -11,7 +11,7 @@ from tests import zoo
 from .helpers import assert_equal, make_rows, mean_loss, on_one_device, whole_params
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f])
+@pytest.mark.parametrize("wrap", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.exhaustive)])
 def test_reverse_mode_is_refused(auto, wrap):
     params, x = auto.shard(whole_params()), make_rows(auto)
     evaluate, step = auto.apply(mean_loss), auto.value_and_grad(mean_loss)
@@ -27,6 +27,7 @@ def test_reverse_mode_is_refused(auto, wrap):
             wrap(jax.grad(f))(arg)
 
 
+@pytest.mark.exhaustive
 def test_forward_mode_of_gradients_is_a_hessian_vector_product(auto):
     whole, x = whole_params(), make_rows(auto)
     params = auto.shard(whole)

@@ -24,6 +24,7 @@ from .helpers import (
 )
 
 
+@pytest.mark.one_in(2)
 def test_a_list_of_the_same_leaves(zero):
     whole, params = whole_params(), zero.shard(whole_params())
 
@@ -38,6 +39,7 @@ def test_a_list_of_the_same_leaves(zero):
     assert_equal(zero, step(as_list(params), make_rows(zero)), want)
 
 
+@pytest.mark.one_in(2)
 def test_sub_trees_as_several_arguments(zero):
     whole, params = whole_params(), zero.shard(whole_params())
 
@@ -53,6 +55,7 @@ def test_sub_trees_as_several_arguments(zero):
     assert_equal(zero, (got, grads[1]), (want_loss, want[1]))
 
 
+@pytest.mark.one_in(2)
 def test_frozen_parts_by_keyword_and_a_batch_by_keyword(zero):
     whole, params = whole_params(), zero.shard(whole_params())
 
@@ -67,6 +70,7 @@ def test_frozen_parts_by_keyword_and_a_batch_by_keyword(zero):
     assert_equal(zero, step(params["body"], frozen=frozen(params), x=make_rows(zero)), want)
 
 
+@pytest.mark.one_in(2)
 def test_a_tree_merged_with_another(zero):
     """As LoRA does: adapters that were laid out apart, in one tree with the weights."""
     key = jax.random.key(2)
@@ -99,6 +103,7 @@ def test_sharded_arrays_beside_others(zero):
     assert_equal(zero, step(params["body"], make_rows(zero), rest(params)), want)
 
 
+@pytest.mark.one_in(2)
 def test_leaves_added_and_removed(zero):
     whole, params = whole_params(), zero.shard(whole_params())
     more = {**params, "extra": params["head"]}
@@ -112,6 +117,7 @@ def test_leaves_added_and_removed(zero):
     assert_equal(zero, step(less, make_rows(zero)), want)
 
 
+@pytest.mark.one_in(2)
 def test_a_part_of_the_optimizer_state_and_of_gradients_is_gathered(zero):
     params = zero.shard(whole_params())
     opt_state = zero.init_optimizer(optax.adam(1e-3), params)
@@ -180,6 +186,7 @@ def test_flax_modules_applied_to_padded_leaves_say_what_to_do(auto):
         linear(jnp.ones((2, 15)))
 
 
+@pytest.mark.one_in(2)
 def test_optax_and_tree_map_go_through_padded_leaves(zero):
     params = zero.shard(whole_params())
     doubled = jax.tree.map(lambda x: 2 * x, params)
