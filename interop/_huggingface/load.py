@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxzero._text import matches
-from jaxzero.interop._load import open_checkpoint, tensors_from
+from jaxzero.interop._load import checked_dtype, open_checkpoint, tensors_from
 from jaxzero.interop._rules import Rule, to_ours
 from jaxzero.interop._safetensors import save_tensors
 from jaxzero.interop._tensors import Checkpoint, named_leaves
@@ -214,6 +214,7 @@ def _loaded(opened: _Opened, dtype: np.typing.DTypeLike | None) -> Any:
         remedy=opened.family.remedy,
     )
     if dtype is not None:
+        dtype = checked_dtype(dtype)
         loaded = {path: tensor.astype(dtype) for path, tensor in loaded.items()}
     return named.rebuild(loaded)
 

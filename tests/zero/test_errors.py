@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jaxzero as jz
 from jaxzero._mesh import check_mesh
 from jaxzero._zero.arguments import argument_numbers
+from jaxzero.interop import ArrayTensor
 from tests import zoo
 
 from .compiles import COMPILES
@@ -258,3 +260,26 @@ def test_arguments_of_init_that_are_no_arrays(method):
     zero, key = jz.Zero(jz.make_mesh(nodes=2)), jax.random.key(0)
     with _raises("Argument 1 for `init_fn`", "'gelu'", "functools.partial"):
         getattr(zero, method)(lambda key, activation: key, key, "gelu")
+
+
+def test_parameters_where_init_wants_a_function():
+    """A module that is made is callable, with a batch: `zero.init(model)` called it."""
+    zero, tree = jz.Zero(jz.make_mesh(nodes=2)), {"w": np.ones(8, np.float32)}
+    for made in (tree, nnx.Linear(2, 3, rngs=nnx.Rngs(0))):
+        with pytest.raises(
+            TypeError, match=r"`init_fn` must be a function.*`zero.shard\(params\)`"
+        ):
+            zero.init(made)
+    bound = jax.tree_util.Partial(lambda w, key: {"w": 2 * w}, tree["w"])  # a function with arrays
+    np.testing.assert_array_equal(zero.init(bound, jax.random.key(0))["w"], 2 * tree["w"])
+
+
+def test_parameters_that_are_still_in_files(zero, params):
+    loaded = {"layers": [ArrayTensor(np.ones((8, 4), np.float32), "w")], "bias": params["bias"]}
+    with _raises("`params`", "layers", "is on no device", "zero.shard(tree)"):
+        zero.value_and_grad(_loss)(loaded, _batch())
+
+
+def test_the_batch_in_the_place_of_the_parameters(zero, params):
+    with _raises("`batch` (argument 0)", "x", "first argument", "argnums"):
+        zero.value_and_grad(lambda batch, params: _loss(params, batch))(_batch(), params)
