@@ -139,7 +139,7 @@ def decode(
 def _read(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
 ) -> tuple[Float32[Array, "n k b r"], Float32[Array, "n k 1 r"]]:
-    """The numbers that codes stand for, and the scales, which are negative as in messages."""
+    """The numbers that codes stand for, and the scales, whose sign says what was not rotated."""
     num, _, rows = message.shape
     width = shape[-1] // num_parts(shape, format)
     num_blocks, size = width // format.block, format.code_bytes(format.block)
