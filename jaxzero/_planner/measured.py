@@ -84,7 +84,10 @@ def _product(x: Array) -> Array:
 
 
 def _gathered(axis: str) -> Callable[[Array], Array]:
-    """What every device receives along `axis`; of the result one number is kept."""
+    """What every device receives along `axis`; of the result one number is kept.
+
+    Without the barrier XLA would gather that number alone.
+    """
     return lambda x: jax.lax.optimization_barrier(all_gather(x, axis, 0))[:1]
 
 

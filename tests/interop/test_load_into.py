@@ -6,6 +6,7 @@ import equinox as eqx
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -302,8 +303,9 @@ def test_a_state_dict_in_memory():
             assert loaded["n"].read() == 7
 
 
-def test_modules_and_parts_of_tensors_are_refused():
+def test_modules_and_parts_of_tensors_are_refused(monkeypatch):
     torch = pytest.importorskip("torch", reason="needs torch")
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     tree, rules = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}, [Rule("w", "weight")]
     with pytest.raises(TypeError, match=r"`source` must be .*LayerNorm.*`state_dict\(\)`"):
         interop.load_into(tree, torch.nn.LayerNorm(2), rules=rules)
