@@ -32,7 +32,7 @@ from . import _blockwise as blocks
 from . import _reference
 from ._format import Format
 
-_LANES = 128
+_LANES = 128  # of a vector register of a TPU
 _MATRIX = 128  # rows of the matrix of a rotation: four groups
 _TILE_ROWS = 32  # of an array of bytes
 
