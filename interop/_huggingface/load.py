@@ -80,6 +80,7 @@ def load_decoder(
             and `remat`.
 
     Raises:
+        TypeError: `directory` is not a path, or `DecoderConfig` has no field of a name.
         ValueError: the directory is not such a checkpoint; the decoder does not support its
             `model_type` or one of its options; a tensor is unknown, missing, or has another shape
             than in `config.json`; or a tied head differs from the embeddings. The message names

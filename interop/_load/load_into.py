@@ -50,6 +50,7 @@ def load_into(
         The tree with `LazyTensor`s as leaves.
 
     Raises:
+        TypeError: `source` is neither a path nor tensors by name.
         ValueError: a tensor is missing, unknown, or has another shape or kind than the model needs,
             or the rules do not fit the model. The message names the tensor. Or, without `rules`,
             a proposed rule has to be confirmed or chosen.

@@ -67,7 +67,7 @@ class LazyTensor(abc.ABC):
         return False
 
     def own(self) -> "LazyTensor":
-        """View the tensor as one that is read without a collective, but in `own_boxes` only."""
+        """View the tensor as one of which only `own_boxes` can be read, without a collective."""
         return self
 
     def own_boxes(self) -> list[Box]:

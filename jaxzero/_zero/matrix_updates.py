@@ -107,9 +107,10 @@ class MatrixUpdate:
 
     @property
     def state_by_layer(self) -> list[int | None]:
-        """For each array of the state the stack to be split by layer with, or None.
+        """For each array of the optimizer state, the stack of matrices that it belongs to, or None.
 
-        These are arrays that the products of a stack read, and make anew.
+        The products of the stack read it and make its new value, so it is split by layer as they
+        are.
         """
         new = self._program.block.outputs[self._num_updates :]
         return list(map(self._program.replaced_by_products, self._state, new))

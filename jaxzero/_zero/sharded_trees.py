@@ -88,6 +88,7 @@ class ShardedTrees:
             count of elements, includes the zeros.
 
         Raises:
+            TypeError: `init_fn` is no function, but parameters or a module with parameters.
             ValueError: a leaf or an argument of `init_fn` is not an array, or `specs` names `node`
                 or `local`.
         """
