@@ -20,7 +20,7 @@ def imported_on_first_use(
 
     def find(name: str) -> Any:
         if name not in names:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise _no_attribute(package, name)
         module, extra = names[name]
         with contextlib.nullcontext() if extra is None else extra_for(f"`{name}` needs", extra):
             return getattr(importlib.import_module(f".{module}", package), name)
@@ -61,7 +61,7 @@ def exported_on_first_use(
 
     def find(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise _no_attribute(package, name)
         found = getattr(importlib.import_module(f".{homes[name]}", package), name)
         setattr(sys.modules[package], name, found)  # found without `find` from here on
         return found
@@ -70,3 +70,9 @@ def exported_on_first_use(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return find, names
+
+
+def _no_attribute(package: str, name: str) -> AttributeError:
+    # With `name` and `obj` Python suggests the nearest name of `dir(obj)`.
+    message = f"module {package!r} has no attribute {name!r}"
+    return AttributeError(message, name=name, obj=sys.modules[package])

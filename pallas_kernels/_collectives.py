@@ -161,6 +161,7 @@ def scatter_reference(
 ) -> Float32[Array, "o i"]:
     """Quantize, exchange messages by all-to-all, dequantize and sum in the order of devices."""
     outer, _, inner = x_oni.shape
+    # The barrier keeps the quantization before the exchange, as in `gather_reference`.
     messages = lax.optimization_barrier(reference.quantize(x_oni, format, seed))
     messages = lax.all_to_all(messages, axis, 0, 0, tiled=True)
     return reference.dequantize_sum(messages, format, outer * inner).reshape(outer, inner)

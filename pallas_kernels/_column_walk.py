@@ -18,7 +18,7 @@ from jaxtyping import DTypeLike
 
 from ._format import Format
 
-LANES = 128
+LANES = 128  # of a vector register of a TPU
 TILE_ROWS = 32  # of an array of bytes
 _STEP_BYTES = 2**21  # that a step may read and write, unless a chunk of that size is too small
 _MEMORY = 12 * 2**20  # of 16 MiB that XLA grants a kernel on a v5e

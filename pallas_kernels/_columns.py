@@ -32,7 +32,7 @@ from . import _blockwise as blocks
 from . import _reference
 from ._format import Format
 
-_LANES = 128
+_LANES = 128  # of a vector register of a TPU
 _MATRIX = 128  # rows of the matrix of a rotation: four groups
 _TILE_ROWS = 32  # of an array of bytes
 
@@ -139,7 +139,7 @@ def decode(
 def _read(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
 ) -> tuple[Float32[Array, "n k b r"], Float32[Array, "n k 1 r"]]:
-    """The numbers that codes stand for, and the scales, which are negative as in messages."""
+    """The numbers that codes stand for, and the scales, whose sign says what was not rotated."""
     num, _, rows = message.shape
     width = shape[-1] // num_parts(shape, format)
     num_blocks, size = width // format.block, format.code_bytes(format.block)

@@ -24,8 +24,8 @@ from ._config import Implementation
 from ._dispatch import as_uint32
 from ._format import Format
 
-_LANES = 128
-_TILE = 8 * _LANES
+_LANES = 128  # of a vector register of a TPU
+_TILE = 8 * _LANES  # numbers of 32 bits in a register, and in a tile of an array
 
 
 def quantize_tiled(

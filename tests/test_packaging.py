@@ -86,8 +86,10 @@ def test_the_public_face_is_small_and_explicit():
         home = importlib.import_module(f"jaxzero.{module}")
         assert getattr(jaxzero, name) is getattr(home, name)
     assert names.keys() <= set(dir(jaxzero))
-    with pytest.raises(AttributeError, match="'jaxzero' has no attribute 'Zer'"):
+    with pytest.raises(AttributeError, match="'jaxzero' has no attribute 'Zer'") as refused:
         _ = jaxzero.Zer  # pyright: ignore[reportAttributeAccessIssue]
+    # With these Python asks "Did you mean: 'Zero'?".
+    assert (refused.value.name, refused.value.obj) == ("Zer", jaxzero)
 
 
 @pytest.mark.slow

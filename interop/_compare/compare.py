@@ -29,7 +29,7 @@ from .runs import (
     submodules_of,
 )
 
-_FACTOR = 2.0
+_FACTOR = 2.0  # both models round: see `bound` in `compare`
 _USELESS = 0.5  # a bound that zeros or other weights may keep
 _RECORD = (
     "Pass the model, as `jax_module`, whose submodules are called in `function`; or let `function` "

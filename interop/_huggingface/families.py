@@ -236,7 +236,8 @@ def _decoder_family(model_type: Any, what: str) -> DecoderFamily:
         raise ValueError(
             f"{what} is {model_type!r}; decoders are read of the families {known}. Choose such a "
             "checkpoint, pass a `family=interop.DecoderFamily` of your own, or load the weights "
-            "into a model of your own: `interop.match` proposes the rules (docs/howto/rules.md)."
+            "into a model of your own: `interop.match` proposes the rules (docs/howto/rules.md). "
+            "Encoders are read by `interop.load_encoder`."
         )
     names = DECODER_NAMES[model_type]
     return _KnownDecoders(model_type, names.buffers, names.head)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxzero._text import matches
-from jaxzero.interop._load import open_checkpoint, tensors_from
+from jaxzero.interop._load import checked_dtype, open_checkpoint, tensors_from
 from jaxzero.interop._rules import Rule, to_ours
 from jaxzero.interop._safetensors import save_tensors
 from jaxzero.interop._tensors import Checkpoint, named_leaves
@@ -80,6 +80,7 @@ def load_decoder(
             and `remat`.
 
     Raises:
+        TypeError: `directory` is not a path, or `DecoderConfig` has no field of a name.
         ValueError: the directory is not such a checkpoint; the decoder does not support its
             `model_type` or one of its options; a tensor is unknown, missing, or has another shape
             than in `config.json`; or a tied head differs from the embeddings. The message names
@@ -214,6 +215,7 @@ def _loaded(opened: _Opened, dtype: np.typing.DTypeLike | None) -> Any:
         remedy=opened.family.remedy,
     )
     if dtype is not None:
+        dtype = checked_dtype(dtype)
         loaded = {path: tensor.astype(dtype) for path, tensor in loaded.items()}
     return named.rebuild(loaded)
 

@@ -8,6 +8,7 @@ from .adam import load_adam as load_adam
 from .convert_file import check_copy as check_copy
 from .convert_file import torch_state_dict as torch_state_dict
 from .convert_file import write_checkpoint as write_checkpoint
+from .load_into import checked_dtype as checked_dtype
 from .load_into import load_into as load_into
 from .load_into import tensors_from as tensors_from
 from .open import CheckpointForm as CheckpointForm

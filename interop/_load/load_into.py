@@ -18,7 +18,7 @@ from .open import open_checkpoint
 
 def load_into(
     tree: Any,
-    source: Path | str | Mapping[str, LazyTensor],
+    source: Path | str | Mapping[str, Any],
     *,
     rules: Iterable[Rule] | None = None,
     ignore: Iterable[str] = (),
@@ -33,7 +33,8 @@ def load_into(
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s, in any tree (Flax NNX or
             Linen, Equinox, plain). Only their paths, shapes and dtypes are used.
-        source: path of a checkpoint, as for `open_checkpoint`, or tensors by name.
+        source: path of a checkpoint, as for `open_checkpoint`; or tensors by name: a `Checkpoint`,
+            a `state_dict` of PyTorch, or arrays of numpy. Those in memory are not copied.
         rules: map tensors to parameters. If None, `match` proposes rules. What it cannot decide is
             an error, and so is a rule that may be wrong and is not accepted; the message has the
             rules.
@@ -49,17 +50,23 @@ def load_into(
         The tree with `LazyTensor`s as leaves.
 
     Raises:
+        TypeError: `source` is neither a path nor tensors by name.
         ValueError: a tensor is missing, unknown, or has another shape or kind than the model needs,
             or the rules do not fit the model. The message names the tensor. Or, without `rules`,
             a proposed rule has to be confirmed or chosen.
     """
     if dtype is not None:
-        dtype = _checked(dtype)
+        dtype = checked_dtype(dtype)
     named = named_leaves(tree)
     shapes = {path: tuple(leaf.shape) for path, leaf in named.leaves.items()}
     if isinstance(source, Mapping):
         path = getattr(source, "path", None)  # of a `Checkpoint`
         tensors, where = source, "in `source`" if path is None else f"in {str(path)!r}"
+    elif hasattr(source, "state_dict"):
+        raise TypeError(
+            f"`source` must be the path of a checkpoint, or tensors by name; got {type(source)}. "
+            "Give the `state_dict()` of a module of PyTorch."
+        )
     else:
         tensors, where = open_checkpoint(source), f"in {str(source)!r}"
     rules, ignore = settled(tree, tensors, rules=rules, accept=accept, ignore=ignore)
@@ -110,7 +117,7 @@ def tensors_from(
     if isinstance(dtype, Mapping):
         dtypes = {name: dtype[name].dtype for name in tensors if name in dtype}
     else:
-        dtypes = dict.fromkeys(tensors, _checked(dtype))
+        dtypes = dict.fromkeys(tensors, checked_dtype(dtype))
     return {
         name: x.astype(dtypes[name])
         if name in dtypes and all(jnp.issubdtype(y, jnp.floating) for y in (x.dtype, dtypes[name]))
@@ -142,13 +149,17 @@ def lazy_leaf(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
     return ArrayTensor(np.asarray(leaf), path)
 
 
-def _checked(dtype: np.typing.DTypeLike) -> np.dtype:
+def checked_dtype(dtype: np.typing.DTypeLike) -> np.dtype:
+    """The dtype of a user's argument `dtype`; raises `ValueError` unless it is of floats."""
     try:
         checked = np.dtype(dtype)
     except TypeError:
         checked = None
     if checked is None or not jnp.issubdtype(checked, jnp.floating):
-        raise ValueError(f"`dtype` must be that of floating-point numbers; got {dtype!r}.")
+        raise ValueError(
+            f"`dtype` must be that of floating-point numbers; got {dtype!r}. Give for example "
+            "'float32' or 'bfloat16'."
+        )
     return checked
 
 

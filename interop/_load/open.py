@@ -5,6 +5,7 @@ files decide: a form reads nothing before it is chosen. Forms of the user come b
 """
 
 import abc
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -235,6 +236,7 @@ def open_checkpoint(
         optimizer updates. `checkpoint.adam()` gives the state of Adam, where there is one.
 
     Raises:
+        TypeError: `path` is not a path.
         ValueError: there is no checkpoint, or it is incomplete, broken, or would run code, or
             `key` is given where there is one state dict. The file and the tensor are named. Nothing
             was run.
@@ -244,6 +246,8 @@ def open_checkpoint(
         >>> checkpoint = interop.open_checkpoint("runs/7b")
         >>> params = zero.shard(interop.load_into(shapes, checkpoint, rules=rules))
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"`path` of a checkpoint must be a path; got a {type(path).__name__}.")
     path = Path(path)
     if not path.is_file() and not path.is_dir():
         raise ValueError(f"{str(path)!r} is neither a file nor a directory.{to_download(path)}")

@@ -45,7 +45,7 @@ _LEFT_OUT = ("*num_batches_tracked", "*_extra_state")
 @without_gc()  # a third of the time, with a hundred thousand names
 def match(
     tree: Any,
-    source: Mapping[str, LazyTensor],
+    source: Mapping[str, Any],
     *,
     rules: Iterable[Rule] = (),
     ignore: Iterable[str] = (),
@@ -62,7 +62,7 @@ def match(
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.
-        source: tensors of the checkpoint, by name.
+        source: tensors of the checkpoint, by name: from `open_checkpoint`, or a `state_dict`.
         rules: rules that are known. They are kept, and the others proposed for what they leave.
         ignore: patterns (with `*`) for names of tensors that are not parameters.
 

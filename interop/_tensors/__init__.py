@@ -4,6 +4,8 @@ In: the location of a tensor's data. Out: lazy tensors that read any box of elem
 `Checkpoint` of named tensors. All other packages of `interop` use it.
 """
 
+from .array_tensor import ArrayTensor as ArrayTensor
+from .array_tensor import as_lazy as as_lazy
 from .boxes import MAX_DIMS as MAX_DIMS
 from .boxes import Box as Box
 from .boxes import box_shape as box_shape
@@ -22,10 +24,8 @@ from .file_tensor import called as called
 from .file_tensor import span as span
 from .first_bytes import kind_of_archive as kind_of_archive
 from .first_bytes import kind_of_file as kind_of_file
-from .lazy import ArrayTensor as ArrayTensor
 from .lazy import LazyTensor as LazyTensor
 from .lazy import View as View
-from .lazy import as_lazy as as_lazy
 from .lazy import concatenate as concatenate
 from .lazy import stack as stack
 from .names import by_plain_name as by_plain_name

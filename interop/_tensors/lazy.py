@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxzero._raw import raw
-from jaxzero._text import shown
 
 from .boxes import Box, box_shape, boxes_by_group, replaced, whole_box, with_places
 from .cast import checked_cast
@@ -68,7 +67,7 @@ class LazyTensor(abc.ABC):
         return False
 
     def own(self) -> "LazyTensor":
-        """View the tensor as one that is read without a collective, but in `own_boxes` only."""
+        """View the tensor as one of which only `own_boxes` can be read, without a collective."""
         return self
 
     def own_boxes(self) -> list[Box]:
@@ -191,40 +190,6 @@ def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
 def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
     """Lay equal tensors after each other along a new first dimension."""
     return concatenate([each.reshape((1, *each.shape)) for each in tensors], 0)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class ArrayTensor(LazyTensor):
-    """An array in memory, as a lazy tensor."""
-
-    array: np.ndarray
-    label: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The array's shape."""
-        return self.array.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The array's dtype."""
-        return self.array.dtype
-
-    def _read_box(self, box: Box) -> np.ndarray:
-        return np.asarray(self.array[tuple(slice(start, stop) for start, stop in box)])
-
-
-def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
-    """Return a lazy tensor, or a numpy array as one; `where` says where others are."""
-    if isinstance(value, LazyTensor):
-        return value
-    if isinstance(value, np.ndarray):
-        return ArrayTensor(value, name)
-    raise ValueError(
-        f"{shown(name)} {where} is no `interop.LazyTensor` but a {type(value).__name__}. "
-        "`interop.open_checkpoint` gives those of a file, `interop.tensors_from` those of "
-        "parameters, and `interop.ArrayTensor(array, name)` makes one of a numpy array."
-    )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

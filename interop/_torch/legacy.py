@@ -20,6 +20,7 @@ from jaxzero._text import escaped, shown
 
 from .unpickle import unpickle
 
+# `MAGIC_NUMBER` and `PROTOCOL_VERSION` of torch/serialization.py.
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 HEAD_BYTES = 32  # in which the magic number is

@@ -211,7 +211,7 @@ class PricedProgram:
         return dataclasses.replace(part, layer_sets=self.layer_sets, token_parts=self.token_parts)
 
     def _outside_of_loops(self, block: Block) -> tuple[unrolled.Forward, Part]:
-        """What is not in loops; it is the same for all prices if there are none."""
+        """The operations outside of loops, for the cut; those of the program itself are kept."""
         if block is self.block and self._unrolled is not None:
             return self._unrolled
         forward = unrolled.Forward(block, self.weights, self._end(block))

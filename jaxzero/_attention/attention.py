@@ -189,7 +189,7 @@ def _marks_of_keys(segments: Any, key_mask: Any, key: Any) -> Int[Array, "b s"] 
 def _checked_method(
     method: Any, query: Any, key: Any, value: Any, implementation: Any, needs_all: bool
 ) -> Any:
-    """The way that is taken; None where tokens are not split."""
+    """The `method` of `attention`, checked and filled in; None where tokens are not split."""
     num = num_token_parts()
     if method not in (None, "gather", "heads", "ring"):
         raise ValueError(f'`method` must be "gather", "heads", "ring" or None; got {method!r}.')

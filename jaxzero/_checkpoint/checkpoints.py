@@ -139,13 +139,15 @@ class Checkpoints:
         Raises:
             RuntimeError: the previous save failed, and this one was not started; or the directory
                 cannot be written to.
-            TypeError: `state` is not a mapping by name, a leaf is not an array, or `extra` is not
-                JSON.
+            TypeError: `step` is not an integer, `state` is not a mapping by name, a leaf is not an
+                array, or `extra` is not JSON.
             ValueError: `state` is empty, or differs between processes; two leaves have one name;
                 a NumPy array of 64 bits holds what JAX would not restore; or `extra` has more than
                 64 MiB.
         """
         self._saver.wait()
+        if not hasattr(step, "__index__"):
+            raise TypeError(f"`step` must be an integer; got {type(step).__name__}.")
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"`step` must not be negative; got {step}.")

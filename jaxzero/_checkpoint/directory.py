@@ -223,8 +223,8 @@ def _say_missing(directory: Path, wanted: int | None, steps: list[int]) -> str:
     what = "" if wanted is None else f"of step {wanted} "
     aside = list_damaged(directory)
     found_damaged = f" Damaged and set aside: {', '.join(aside)}." if aside else ""
-    remedy = "Leave out `step` for the newest." if steps else "Is it the directory of another run?"
-    return (
-        f"No checkpoint {what}in {str(directory)!r}. There are: {steps or 'none'}.{found_damaged} "
-        f"{remedy}"
-    )
+    if steps:
+        remedy = f"There are those of steps {steps}. Leave out `step` for the newest."
+    else:
+        remedy = "Check the path; in a run that may be a new one, call `restore_or_none`."
+    return f"No checkpoint {what}in {str(directory)!r}.{found_damaged} {remedy}"

@@ -248,8 +248,8 @@ def check_same_leaves(
     for name, leaf in wanted.items():
         if name not in saved:
             raise ValueError(
-                f"The checkpoint {folder} has no leaf `{name}`. `like` must have the tree that was "
-                "saved."
+                f"The checkpoint {folder} has no leaf `{name}`. Its first is `{min(saved)}`, of "
+                f"{len(saved)}. `like` must have the tree that was saved."
             )
         shape, dtype = saved[name]
         if shape != leaf.shape:

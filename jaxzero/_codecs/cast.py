@@ -33,7 +33,11 @@ class Cast(Codec):
     dtype: DTypeLike
 
     def __post_init__(self):
-        if not jnp.issubdtype(self.dtype, jnp.floating):
+        try:
+            is_float = jnp.issubdtype(self.dtype, jnp.floating)
+        except TypeError:  # of NumPy, for a name that it does not know
+            is_float = False
+        if not is_float:
             raise ValueError(
                 f"`dtype` of `Cast` must be a float type; got {self.dtype!r}. "
                 "Use for example `jz.Cast(jnp.bfloat16)`."

@@ -105,7 +105,7 @@ class RowExchange:
             size = columns * jnp.dtype(dtype).itemsize
             num_bytes[axis] = messages * (codec.num_bytes(columns, dtype) if codec else size)
             if not back or axes != self.axes(back=False):  # ids have not been sent yet
-                num_bytes[axis] += 4 * n * k * from_others
+                num_bytes[axis] += 4 * n * k * from_others  # as int32
         return num_bytes
 
     def codec(self, axis: str, dtype: Any, *, back: bool) -> Codec | None:
@@ -160,6 +160,8 @@ class RowExchange:
         rows = _Rows(rows, lead)
         sent: Any = None
         is_split = self.layout.dim != 0
+        # The major axis, `local`, first: only sums over a node cross between nodes. Columns are
+        # joined from the minor axis on, as a gather joins a leaf.
         for dim, axis in [*enumerate(axes)][:: -1 if is_split else 1]:
             codec = self.codec(axis, dtypes[-1], back=False)
             if is_split:

@@ -45,7 +45,7 @@ from .._mesh import (
 from .._program import Block, token_exchanges
 from .._sharding import DimSharding, unpad
 
-_IN_FLIGHT = 0
+_IN_FLIGHT = 0  # the dim of parts in a bucket, where no weight has its own dims
 
 
 def start_gather_of_parts(

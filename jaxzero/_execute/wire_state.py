@@ -47,7 +47,7 @@ class DeviceWireState:
     errors: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     def without(self, leaves: Collection[int]) -> tuple[DeviceWireState, DeviceWireState]:
-        """This state without that of some leaves, and the state of these."""
+        """Split the state: that of all other leaves, and that of `leaves`."""
         kept, rest = (
             DeviceWireState(
                 {i: x for i, x in self.slices.items() if (i in leaves) is is_in},

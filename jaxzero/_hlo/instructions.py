@@ -36,7 +36,7 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> dict[str, list[str]]:
-        """The computations that it runs, by what for."""
+        """The computations that it calls, by attribute: `body`, `to_apply` and others."""
         computations: dict[str, list[str]] = {}
         for kind, names in _CALLED.findall(self.text):
             kind = "branch_computations" if kind in _BRANCHES else kind

@@ -10,6 +10,7 @@ import optax
 from .._codecs import Codec, Int4
 from .._sharding import check_codec
 
+# What DiLoCo found best for language models (https://arxiv.org/abs/2311.08105, section 3).
 _OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 

@@ -98,9 +98,15 @@ def make_mesh(
         `zero.mesh` is then a mesh of the one device, for shardings.
 
     Raises:
+        TypeError: `devices` is a number.
         ValueError: `nodes` does not divide the number of devices, `stages` not that of nodes,
             `tokens` not that of devices of a node, or hosts have different numbers of devices.
     """
+    if isinstance(devices, int):
+        raise TypeError(
+            f"`devices` must be the devices to use, such as `jax.devices()[:{devices}]`; got "
+            f"{devices}."
+        )
     if simulate is not None:
         devices = jax.local_devices() if devices is None else devices
         if tokens is not None:

@@ -353,10 +353,11 @@ class _Emitter:
         return self._tied(value, start, reduced)
 
     def _tie_loop(self) -> Tie:
-        """The tie of a loop, before which groups go over one axis, and after which over another.
+        """The tie before a loop: groups in flight are reduced over their next axis before it.
 
-        A group is much smaller after its first axis. Without the barrier, XLA may keep the larger
-        ones until the loop, which may take long, has ended.
+        They go on over the last axis after the loop. A group is much smaller after its first axis.
+        Without the barrier, XLA may keep the larger ones until the loop, which may take long, has
+        ended.
         """
         start = len(self.done)
         self._reduce_in_flight()

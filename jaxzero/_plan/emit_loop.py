@@ -191,7 +191,7 @@ class _LoopEmitter:
         yield from self._used(outputs, age, range(early, length))
 
     def _used(self, outputs: list[int], lag: int, iterations: range | None) -> list[Instruction]:
-        """Take, and collect or update with, the deferred outputs of some iterations."""
+        """Take the deferred outputs of some iterations, and collect them or update with them."""
         when = self._writes_after if lag < self._age else None
         uses: list[Instruction] = [*deferred_instructions(self.plan.body, lag)]
         uses += [Output(at=self._end, lag=lag, output=i) for i in outputs]

@@ -147,7 +147,7 @@ def _marked(
 
 
 def slices_kept_in_program(plan: BlockPlan) -> frozenset[ShardedParam]:
-    """The weights of a block whose node slices it makes in their first gather."""
+    """The weights whose node slices a block makes when it first gathers them."""
     here = {x.weight for group in plan.gather_groups for x in group.gathers if x.keeps}
     for index, loop in plan.loops.items():
         here |= _kept_in_loop(plan.uses.loops[index], loop)

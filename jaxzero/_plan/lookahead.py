@@ -39,7 +39,7 @@ from .lifetimes import Gather, Live
 # Multiplications that an H200 does while a byte of the full array is sent inside its node, and
 # between nodes of 8 at 50 GB/s; and while a message is launched.
 _WORK_INSIDE, _WORK_BETWEEN = 4 * WORK_PER_BYTE, 16 * WORK_PER_BYTE
-_WORK_TO_LAUNCH = 3_500_000_000
+_WORK_TO_LAUNCH = 3_500_000_000  # 10 us at 350e12 multiplications per second
 # Only products are counted. Norms and activations may take as long, so groups are sent early enough
 # for a device that computes at either speed.
 _SLOWDOWNS = (1, 2)

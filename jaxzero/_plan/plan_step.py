@@ -320,7 +320,7 @@ class _BlockSteps:
         yield from inside._copies_at_end(plan)
 
     def _fetch_of_layer(self, x: HostTransfer, loop: LoopPlan, layer: ShardedParam) -> PlanStep:
-        """The fetch, in each iteration of the loop that this is the body of, of a layer."""
+        """The fetch of a layer in each iteration of the loop, of which this is the body."""
         issues = (
             group.issues[0]
             for group in self.plan.gather_groups

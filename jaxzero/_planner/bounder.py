@@ -64,8 +64,9 @@ class Bounder:
 
     Attributes:
         job: what is trained.
-        cluster: what for.
-        is_absent: whether there is a compiler for its devices; otherwise they are simulated.
+        cluster: the devices and links.
+        is_absent: whether programs are compiled for the devices, which are not here; otherwise
+            the devices are simulated.
     """
 
     job: Job

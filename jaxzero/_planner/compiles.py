@@ -38,6 +38,7 @@ _PACKAGES = ("jax", "jaxlib") + tuple(
     f"jax-cuda{version}-{part}" for version in (12, 13) for part in ("plugin", "pjrt")
 )
 AT_ONCE = 2  # programs that may be compiled at the same time
+# No kernel runs, so none is tuned, and LLVM need not optimize any.
 _EVERY = {"xla_gpu_autotune_level": 0, "xla_backend_optimization_level": 0}
 _PROXY = {"xla_disable_hlo_passes": "triton-softmax-rewriter"}
 

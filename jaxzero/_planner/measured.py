@@ -22,8 +22,8 @@ from .._collectives import all_gather
 from .._mesh import AXES, HOST, LOCAL, NODE, map_devices
 from .._processes import exchange_json, process_count
 
-_REPEATS = 5
-_MEETING_SECONDS = 300.0
+_REPEATS = 5  # of which the median counts: another program may interrupt one
+_MEETING_SECONDS = 300.0  # in which all processes compile and time a call
 _SPLIT = PartitionSpec(AXES)
 
 
@@ -84,7 +84,10 @@ def _product(x: Array) -> Array:
 
 
 def _gathered(axis: str) -> Callable[[Array], Array]:
-    """What every device receives along `axis`; of the result one number is kept."""
+    """What every device receives along `axis`; of the result one number is kept.
+
+    Without the barrier XLA would gather that number alone.
+    """
     return lambda x: jax.lax.optimization_barrier(all_gather(x, axis, 0))[:1]
 
 

@@ -120,7 +120,7 @@ class RoundBounds:
 
     @property
     def activations(self) -> Point | None:
-        """What a budget of activations gives a node; None: no budget."""
+        """The activations that a device keeps under a budget, and their cost; None: no budget."""
         return self.step.activations
 
     @property

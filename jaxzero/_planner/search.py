@@ -71,7 +71,7 @@ class Search:
 
     @functools.cached_property
     def estimates(self) -> Estimates:
-        """What is expected of all plans."""
+        """The expected step times and memory of all plans, from what was compiled so far."""
         return Estimates(self.bounds, self.cluster, self.limit)
 
     def run(self, candidates: Iterable[Candidate]) -> None:
@@ -149,7 +149,7 @@ class Search:
         return row.seconds, float(row.memory)
 
     def _rank(self) -> bool:
-        """Compile the proxies from which most is expected; whether there were any."""
+        """Compile the most promising plans as proxies; return whether there were any."""
         rows = self._promising(("bound",), MAX_PROXIES - self.proxies, self.compiled_rows())
         for row in rows:
             self.proxies += 1
@@ -159,7 +159,7 @@ class Search:
         return bool(rows)
 
     def _check(self) -> bool:
-        """Compile in full the plans from which most is expected; whether there were any.
+        """Compile the most promising plans in full; return whether there were any.
 
         Once all proxies are spent, these may be plans without a program, too.
         """

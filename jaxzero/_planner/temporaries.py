@@ -198,7 +198,7 @@ class Temporaries:
         return x + self._full[numbers] if is_full else x
 
     def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:
-        """Draws of bytes by full compiles, `[draws, plans]`.
+        """Sample what full compiles of these plans may say, in bytes, `[draws, plans]`.
 
         Args:
             numbers: of the plans.

@@ -18,7 +18,7 @@ import jax
 from jax._src import clusters, distributed, xla_bridge
 
 _PREFIX = "jaxzero"
-_HOST_SECONDS = 60.0
+_HOST_SECONDS = 60.0  # of the first meeting, for which processes start within so long
 _LONGEST = 1e6  # seconds; used for an infinite timeout
 
 _calls: collections.Counter[str] = collections.Counter()

@@ -194,7 +194,10 @@ class _LoopOfBlock:
         self.editor.replace(read.operation.outputs[0], inside)
 
     def _row_sums(self) -> dict[int, dict[Rows, Atom]]:
-        """The carried sums of stacks with one row each: the rows, by index of the carry."""
+        """The rows that an iteration adds to a carried sum, by index of the carry.
+
+        Only of sums to which each iteration adds stacks that are zero but for one row.
+        """
         row_sums = {}
         if not any(x.name in _PLACES for x in self.loop.body.operations):
             return row_sums

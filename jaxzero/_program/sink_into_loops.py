@@ -198,7 +198,7 @@ class _Sinking:
         self.set(block)
 
     def set(self, block: Block) -> None:
-        """Go on with this block."""
+        """Take this block as the one to rewrite from here on."""
         self.block = block
         self.values = StackValues(fixed_of(block, self.weights))
         self.loops = [(i, x) for i, x in enumerate(block.operations) if isinstance(x, Loop)]

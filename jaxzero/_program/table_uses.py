@@ -140,11 +140,11 @@ def find_tables(
     reads: dict[int, list[Lookup]] = {}
     others: set[int] = set()
     _walk(block, {x: TableView(i) for x, i in weights.items()}, 1, reads, others)
-    found = find_gradients(block, {k: i for k, i in gradients.items() if i in reads})
+    row_sums = find_gradients(block, {k: i for k, i in gradients.items() if i in reads})
     trained = {*gradients.values()}
-    others |= trained - found.keys()
+    others |= trained - row_sums.keys()
     return {
-        i: Table(tuple(lookups), tuple(found[i].lookups()) if i in trained else ())
+        i: Table(tuple(lookups), tuple(row_sums[i].lookups()) if i in trained else ())
         for i, lookups in reads.items()
         if i not in others
     }

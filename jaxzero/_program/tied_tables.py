@@ -99,19 +99,19 @@ def with_twins(
         output: where the gradients are inserted.
     """
     new_inputs, new_outputs, outputs = [], [], [*block.outputs]
-    values, renamed, made = {i: x for x, i in weights.items()}, {}, []
+    values, renamed, added = {i: x for x, i in weights.items()}, {}, []
     for twin in twins:
         value = values[twin.weight]
         new_inputs.append(Value(jax.ShapeDtypeStruct(value.shape, value.dtype)))
         for lookup, casts in twin.lookups.items():
-            renamed[lookup] = {lookup.inputs[0]: _cast(new_inputs[-1], casts, made)}
+            renamed[lookup] = {lookup.inputs[0]: _cast(new_inputs[-1], casts, added)}
         if twin.output is not None:
-            outputs[twin.output] = _sum(twin.others, twin.addition, made)
-            new_outputs.append(_sum(twin.rows, twin.addition, made))
+            outputs[twin.output] = _sum(twin.others, twin.addition, added)
+            new_outputs.append(_sum(twin.rows, twin.addition, added))
     inputs = (*block.inputs[:input_], *new_inputs, *block.inputs[input_:])
     outputs[output:output] = new_outputs
     old = [x.reading(renamed[x]) if x in renamed else x for x in block.operations]
-    return without_dead_code(Block(inputs, tuple(outputs), _in_order(inputs, old, made)))
+    return without_dead_code(Block(inputs, tuple(outputs), _in_order(inputs, old, added)))
 
 
 def _with_terms(twin: Twin, block: Block, output: int) -> Twin:
@@ -173,18 +173,18 @@ def _in_order(
 ) -> tuple[Operation, ...]:
     """All operations, those in `made` as soon as their inputs are known."""
     operations: list[Operation] = []
-    known, waiting = {*inputs}, [*made]
+    ready, waiting = {*inputs}, [*made]
 
     def insert() -> None:
         for operation in [*waiting]:
-            if known.issuperset(operation.values):
+            if ready.issuperset(operation.values):
                 waiting.remove(operation)
                 operations.append(operation)
-                known.update(operation.outputs)
+                ready.update(operation.outputs)
 
     insert()
     for operation in old:
         operations.append(operation)
-        known.update(operation.outputs)
+        ready.update(operation.outputs)
         insert()
     return tuple(operations)

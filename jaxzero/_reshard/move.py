@@ -179,7 +179,7 @@ class Move:
 
     @property
     def _factors_first(self) -> list[int]:
-        """The order of the dims of a part that is `_cut` in which factors precede all rests."""
+        """The permutation of the dims made by `_cut` that puts all factors before what is left."""
         num_of_dims = [len(factors) + 1 for factors in self.route.factors]
         rests = [end - 1 for end in itertools.accumulate(num_of_dims)]
         return [*(i for i in range(sum(num_of_dims)) if i not in rests), *rests]

@@ -40,7 +40,7 @@ from .resharding import (
     uneven_dims,
 )
 
-_WINDOW_BYTES = 2**26
+_WINDOW_BYTES = 2**26  # takes far longer to send than to launch; little beside a device's memory
 
 
 def reshard(

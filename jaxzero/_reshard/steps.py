@@ -238,7 +238,10 @@ class Digits:
         return Digits(self.mesh, axes)
 
     def _runs(self, place: np.ndarray, names: tuple[str, ...]) -> dict[str, tuple[str, ...]] | None:
-        """For each axis of an array of places, the digits whose strides it has."""
+        """The digits of this mesh that each axis runs through, by the strides of `place` along it.
+
+        None if the stride along an axis is that of no digit.
+        """
         strides, step = {}, place.size
         for name, size in self.mesh.shape.items():
             step //= size

@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._mesh import AnyMesh, NodeMesh, axes_of_dims, is_traced, physical
@@ -189,20 +190,25 @@ class Registry:
             if not is_array(x) or is_stored(x) or is_traced(x) or not x.shape:
                 continue
             devices = self._devices_of(x)
-            is_movable = is_known and not getattr(x, "committed", False)
+            # `load_decoder` and `load_into` return tensors that are still in files.
+            is_in_file = not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+            is_movable = is_known and not is_in_file and not getattr(x, "committed", False)
             if devices != self._devices and not is_movable:
-                where = f"on {len(devices)} devices" if devices else "not on any device"
+                num = len(devices or ())
+                where = "on no device" if not num else f"on {num} device{'s' * (num > 1)}"
                 raise ValueError(
-                    f"the leaf `{path_name(path)}`, {x.dtype}{tuple(x.shape)}, is {where}, and the "
-                    f"mesh has {len(self._devices)}. {self._known_shape(treedef, path)}Lay the "
-                    "tree out with `zero.init` or `zero.shard` first."
+                    f"the leaf `{path_name(path)}`, {x.dtype}{tuple(x.shape)}, is {where}, and "
+                    f"must be split over the {len(self._devices)} of the mesh. "
+                    f"{self._known_shape(treedef, path, x.shape)}Make the tree with `zero.init`, "
+                    "or shard it: `zero.shard(tree)`. A loss has the parameters as its first "
+                    "argument; `argnums` names another."
                 )
 
-    def _known_shape(self, treedef: Any, path: Any) -> str:
+    def _known_shape(self, treedef: Any, path: Any, shape: tuple[int, ...]) -> str:
         for layout in self._layouts.get(treedef, ()):
             for leaf in layout.leaves:
-                if leaf.path == path_name(path):
-                    return f"A tree like this was laid out with {leaf.shape} there. "
+                if leaf.path == path_name(path) and leaf.shape != tuple(shape):
+                    return f"A tree of this structure was sharded with {leaf.shape} there. "
         return ""
 
     def check_is_ours(self, layout: TreeLayout) -> None:
@@ -222,7 +228,8 @@ class Registry:
                 raise ValueError(
                     f"the leaf `{leaf.path}` was laid out by a `Zero` with another mesh or config: "
                     f"{_named(leaf.layout, leaf.stages)}, where this one has {_named(*ours)}. "
-                    "Take `zero.unshard(tree)` of that one, and `zero.shard` it with this one."
+                    "Move it: `zero.shard(jz.reshard(tree, other, specs=PartitionSpec()))`, with "
+                    "the `Zero` that made it as `other`; or save and restore with `Checkpoints`."
                 )
 
     def _splits(self, leaf: LeafSpec) -> list[DimSharding | None]:

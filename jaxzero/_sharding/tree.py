@@ -235,6 +235,12 @@ def without_layout(leaf: LeafSpec) -> LeafSpec:
 def _check_arrays(tree: Any, paths: Sequence[Any], leaves: Sequence[Any]) -> None:
     for path, leaf, trained in zip(paths, leaves, trained_leaves(tree), strict=True):
         is_empty = isinstance(leaf, StoredArray) and leaf.is_empty
+        if type(leaf).__module__.partition(".")[0] == "torch":
+            raise TypeError(
+                f"The leaf `{path_name(path)}` is a tensor of PyTorch. Fill a model with a "
+                "`state_dict` by `zero.shard(interop.load_into(shapes, state_dict))`; one tensor "
+                "is `tensor.numpy()`."
+            )
         if not is_array(leaf) and trained is None and not is_empty:
             raise ValueError(
                 f"The leaf `{path_name(path)}` is not an array; got {type(leaf).__name__}. Make a "

@@ -96,14 +96,14 @@ class LayerCut:
         Args:
             part: "start", which the first stage runs, "head", the last one, or "end", the first.
         """
-        found = []
+        of_part = []
         for operation in self.block.operations:
             if not operation.outputs and has_host_effect(operation):
                 is_end = not self.from_backward.isdisjoint(operation.inputs)
                 is_head = not self.from_forward.isdisjoint(operation.inputs)
                 if part == ("end" if is_end else "head" if is_head else "start"):
-                    found.append(operation)
-        return found
+                    of_part.append(operation)
+        return of_part
 
     def stacked(self, i: int) -> Value:
         """Stacked output `i` of the forward loop."""
@@ -143,9 +143,9 @@ def cut_at_layers(
     weights = list(stacks)
     block = scan_indexed_stacks(block, weights)
     block = sink_into_loops(block, weights, list(gradients))
-    found = {k: _stack_gradient(block, k, stacks[gradients[k]]) for k in gradients}
+    layer_gradients = {k: _stack_gradient(block, k, stacks[gradients[k]]) for k in gradients}
     views = _views(block, weights)
-    backward = _backward(block, found.values(), views)
+    backward = _backward(block, layer_gradients.values(), views)
     forward = _forward(block, backward, {x: stacks[views[x].source] for x in views}, views)
     _check_loops(forward, backward)
     _check_exchanges(block, forward, backward)
@@ -156,7 +156,7 @@ def cut_at_layers(
         forward,
         backward,
         views,
-        found,
+        layer_gradients,
         frozenset(from_forward),
         frozenset(from_backward),
         *_passed(block, forward, backward, from_forward),
@@ -165,11 +165,11 @@ def cut_at_layers(
 
 def dependents(block: Block, roots: Iterable[Value]) -> set[Value]:
     """The roots, and all values of the block that are computed from one of them."""
-    found = set(roots)
+    reached = set(roots)
     for operation in block.operations:
-        if not found.isdisjoint(operation.inputs):
-            found.update(operation.outputs)
-    return found
+        if not reached.isdisjoint(operation.inputs):
+            reached.update(operation.outputs)
+    return reached
 
 
 def dtypes_read(block: Block, value: Value) -> set[Any]:
@@ -177,37 +177,37 @@ def dtypes_read(block: Block, value: Value) -> set[Any]:
 
     None is among them if something reads it as it is, or in a way that is not known.
     """
-    found: set[Any] = {None} if value in block.outputs else set()
+    dtypes: set[Any] = {None} if value in block.outputs else set()
     for operation in block.operations:
         for i, x in enumerate(operation.inputs):
             if x is not value:
                 continue
             op = operation.view()
             if isinstance(op, movable_ops.ConvertDtype) and op.narrows:
-                found.add(operation.outputs[0].dtype)
+                dtypes.add(operation.outputs[0].dtype)
             elif isinstance(operation, Barrier):
-                found |= dtypes_read(block, operation.outputs[i])
+                dtypes |= dtypes_read(block, operation.outputs[i])
             elif (
                 isinstance(operation, Loop)
                 and not 0 <= i - operation.num_constants < operation.num_carry
             ):
-                found |= dtypes_read(operation.body, operation.body.inputs[i])
+                dtypes |= dtypes_read(operation.body, operation.body.inputs[i])
             else:
-                found.add(None)
-    return found
+                dtypes.add(None)
+    return dtypes
 
 
 def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
     """All stacks of a program: inputs, and what is made of one layer by layer."""
-    found = {x: LayersOf(x) for x in stacks}
+    views = {x: LayersOf(x) for x in stacks}
     for operation in block.operations:
         if isinstance(operation, Barrier):
             for x, out in zip(operation.inputs, operation.outputs, strict=True):
-                if x in found:
-                    found[out] = found[x]
-        elif (op := _of_layer(operation)) is not None and operation.source in found:
-            found[operation.outputs[0]] = found[operation.source].then(op)
-    return found
+                if x in views:
+                    views[out] = views[x]
+        elif (op := _of_layer(operation)) is not None and operation.source in views:
+            views[operation.outputs[0]] = views[operation.source].then(op)
+    return views
 
 
 def _of_layer(operation: Operation) -> movable_ops.Op | None:
@@ -315,7 +315,7 @@ def _forward(
     stacks: Mapping[Value, LayersOf],
 ) -> Loop:
     """The loop that scans the stacks; all of them are read by the two loops alone."""
-    found: dict[Loop, None] = {}
+    scans: dict[Loop, None] = {}
     for operation in block.operations:
         read = [x for x in operation.values if x in stacks]
         is_view = isinstance(operation, Barrier) or stacks.keys() >= {*operation.outputs}
@@ -329,15 +329,15 @@ def _forward(
                 "all layers, which lie on different nodes. Compute it in the loop over the layers, "
                 "or leave out `stages`."
             )
-        found[operation] = None
-    if len(found) != 1:
-        lines = ", ".join(loop.where for loop in found) or "none"
+        scans[operation] = None
+    if len(scans) != 1:
+        lines = ", ".join(loop.where for loop in scans) or "none"
         raise NotImplementedError(
             "Stages need one forward loop over the layers of `jz.Stages`, `jax.lax.scan`; the "
-            f"program has {len(found)} ({lines}). Put all layers into one stack, use "
+            f"program has {len(scans)} ({lines}). Put all layers into one stack, use "
             "`jax.checkpoint` on the body of the loop and not around it, or leave out `stages`."
         )
-    (forward,) = found
+    (forward,) = scans
     if backward is not None and backward.length != forward.length:
         raise NotImplementedError(
             f"The loop at {forward.where} runs {forward.length} layers and its derivative "

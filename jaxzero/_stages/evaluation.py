@@ -136,16 +136,16 @@ def run_block(
         changed: what becomes of some of its values.
         exists: whether it is about a micro-batch; otherwise it has no effects on the host.
     """
-    known = dict(zip(block.inputs, inputs, strict=True))
+    values = dict(zip(block.inputs, inputs, strict=True))
 
     def read(atom: Atom) -> Any:
-        return atom.value if isinstance(atom, Constant) else known[atom]
+        return atom.value if isinstance(atom, Constant) else values[atom]
 
     for operation in block.operations:
-        made = run_operation(operation, [read(x) for x in operation.inputs], exists)
-        known.update(zip(operation.outputs, made, strict=True))
+        outputs = run_operation(operation, [read(x) for x in operation.inputs], exists)
+        values.update(zip(operation.outputs, outputs, strict=True))
         if changed is not None:
-            known.update((x, changed[x](known[x])) for x in operation.outputs if x in changed)
+            values.update((x, changed[x](values[x])) for x in operation.outputs if x in changed)
     return [read(x) for x in block.outputs]
 
 
@@ -198,25 +198,25 @@ def _zeros(block: Block, given: Mapping[Value, bool]) -> dict[Value, bool]:
         The same of all values that depend on such an input. What an operation makes is not known
         to be zero, unless it is known to make zeros of zeros.
     """
-    known = dict(given)
+    zeros = dict(given)
     for operation in block.operations:
-        read = [known[x] for x in operation.values if x in known]
+        read = [zeros[x] for x in operation.values if x in zeros]
         if not read:
             continue
         if isinstance(operation, Barrier):
-            made = [_is_zero(x, known, block) for x in operation.inputs]
+            outputs = [_is_zero(x, zeros, block) for x in operation.inputs]
         elif isinstance(operation, Loop):
-            inside = _zeros_inside(operation, [_is_zero(x, known, block) for x in operation.inputs])
-            made = [_is_zero(x, inside, operation.body) for x in operation.body.outputs]
+            inside = _zeros_inside(operation, [_is_zero(x, zeros, block) for x in operation.inputs])
+            outputs = [_is_zero(x, inside, operation.body) for x in operation.body.outputs]
             # Without an iteration a loop returns what its carry was; `inside` is of both.
             carried = operation.body.inputs[operation.num_constants : operation.first_stack]
-            made[: operation.num_carry] = [inside.get(x) for x in carried]
+            outputs[: operation.num_carry] = [inside.get(x) for x in carried]
         else:
-            is_made = all(read) and _keeps_zeros(operation, known, block)
-            made = [is_made] * len(operation.outputs)
-        pairs = zip(operation.outputs, made, strict=True)
-        known |= {x: zero for x, zero in pairs if zero is not None}
-    return known
+            is_made = all(read) and _keeps_zeros(operation, zeros, block)
+            outputs = [is_made] * len(operation.outputs)
+        pairs = zip(operation.outputs, outputs, strict=True)
+        zeros |= {x: zero for x, zero in pairs if zero is not None}
+    return zeros
 
 
 def _is_zero(atom: Atom, known: Mapping[Value, bool], block: Block) -> bool | None:

@@ -58,20 +58,20 @@ class LayerLists:
         Raises:
             ValueError: the layers of a list are not numbered from 0, or not of equal shapes.
         """
-        found: list[dict[int, int]] = []  # for each array its leaves, by the number of the layer
+        arrays: list[dict[int, int]] = []  # for each array its leaves, by the number of the layer
         lists: dict[tuple[str, int], dict[int, int]] = {}
         frozen: dict[int, None] = {}
         for i, (leaf, tree) in enumerate(zip(leaves, trees, strict=True)):
             place = stages.place_in_list(leaf.path) if stages is not None else None
             if place is None:
                 if stages is not None and stages.has(leaf.path) and leaf.stages is None:
-                    frozen[len(found)] = None
-                found.append({0: i})
+                    frozen[len(arrays)] = None
+                arrays.append({0: i})
                 continue
             path, number = place
             if (path, tree) not in lists:
                 lists[path, tree] = {}
-                found.append(lists[path, tree])
+                arrays.append(lists[path, tree])
             lists[path, tree][number] = i
         for (path, _), layers in lists.items():
             # The layers before the first one are frozen, if another tree has them.
@@ -80,10 +80,10 @@ class LayerLists:
                 for (other, _), x in lists.items()
                 if other == path and {*x} == {*range(min(layers))}
             ]
-            frozen |= dict.fromkeys(map(found.index, before))
+            frozen |= dict.fromkeys(map(arrays.index, before))
             first = min(layers) if before else 0
             _check_list(first, sorted(layers), [leaves[layers[n]] for n in sorted(layers)])
-        members = tuple(tuple(x[number] for number in sorted(x)) for x in found)
+        members = tuple(tuple(x[number] for number in sorted(x)) for x in arrays)
         return cls(tuple(leaves), stages, members, tuple(frozen))
 
     def is_list(self, j: int) -> bool:
@@ -158,11 +158,11 @@ class LayerLists:
 
     def apart(self, arrays: Sequence[Any]) -> list[Any]:
         """The leaves, of arrays of true shapes."""
-        found: dict[int, Any] = {}
+        leaves: dict[int, Any] = {}
         for j, (x, group) in enumerate(zip(arrays, self.members, strict=True)):
             for row, i in enumerate(group):
-                found[i] = lax.index_in_dim(x, row, keepdims=False) if self.is_list(j) else x
-        return [found[i] for i in range(len(self.leaves))]
+                leaves[i] = lax.index_in_dim(x, row, keepdims=False) if self.is_list(j) else x
+        return [leaves[i] for i in range(len(self.leaves))]
 
     def of_stage(self, j: int, shards: Sequence[Array], dtype: Any) -> Array:
         """This stage's layers of a list, `[n, ...]`, from the shards of all leaves.

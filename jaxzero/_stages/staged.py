@@ -106,11 +106,11 @@ class Staged:
     def dtype_read(self, i: int) -> Any:
         """The dtype that a parameter is read in: a narrower one, if all that reads it rounds it."""
         value = self._parameters[i]
-        found = dtypes_read(self._cut.block, value)
+        dtypes = dtypes_read(self._cut.block, value)
         if self._frozen is not None:
-            found |= dtypes_read(self._frozen.first, value)
-        if len(found) == 1 and None not in found:
-            return found.pop()
+            dtypes |= dtypes_read(self._frozen.first, value)
+        if len(dtypes) == 1 and None not in dtypes:
+            return dtypes.pop()
         return value.dtype
 
     @property

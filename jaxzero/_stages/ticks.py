@@ -272,12 +272,12 @@ class Pipeline:
             weights the term that does not depend on that loop, in a list that is empty if there is
             none; and the program's outputs that are no gradients.
         """
-        known = micro.given | dict(zip(self.cut.activations, activations, strict=True))
+        inputs = micro.given | dict(zip(self.cut.activations, activations, strict=True))
         has_rest = [x for x in self.outer.values() if self.sums.has_rest(x)]
         others = [*self.others.values()]
 
         def made() -> list[Any]:
-            values = Evaluation(self.cut.block, known, micro.loops)
+            values = Evaluation(self.cut.block, inputs, micro.loops)
             values.run(self.cut.effects("head"), micro.exists)
             return [*values([*self.cut.cotangents, *others]), *self.sums.rest(has_rest, values)]
 
@@ -333,11 +333,11 @@ class Pipeline:
         of_stacks = [
             [] if x is None else [x.of(made[x.source])] for x in cut.stack_gradients.values()
         ]
-        known = values.known | dict(zip(loop.outputs[:num], carry, strict=True))
+        inputs = values.known | dict(zip(loop.outputs[:num], carry, strict=True))
         from_layers = [x for x in self.outer.values() if self.sums.has_layers(x)]
 
         def outer_terms() -> list[Any]:
-            here = Evaluation(cut.block, known, micro.loops)
+            here = Evaluation(cut.block, inputs, micro.loops)
             here.run(cut.effects("end"), micro.exists)
             return self.sums.of_layers(from_layers, here)
 

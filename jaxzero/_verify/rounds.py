@@ -156,11 +156,12 @@ def _signs(shape: tuple[int, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundRuns:
-    """A configured round, in the forms in which it is run.
+    """How to run the configured round, and what it sends.
 
     Attributes:
-        run: of the method, and whether the parameters are also returned that each node has before
-            it gets those of others (`OWN`); returns the results by kind, on the host.
+        run: runs a round by a method, and returns its results by kind, on the host. The second
+            argument says whether to return, as the kind `OWN`, also the parameters of each node
+            before the exchange.
         codecs: how `method` sends each parameter's pseudo-gradient.
         leaves: the layout of each parameter on the devices of a node, in which it is sent.
         method: as configured.

@@ -127,7 +127,11 @@ class Analysis:
         return is_given and is_scalar(atom) and self.leaf_of(atom) is None
 
     def _kind(self, operation: Operation) -> Kind:
-        """The kind of an output, if the operation is no reduction of values of a leaf."""
+        """The kind of the output of an operation other than a reduction of a leaf.
+
+        Raises:
+            NotImplementedError: windows cannot compute it.
+        """
         kinds = [self._kinds[atom] for atom in operation.inputs if isinstance(atom, Value)]
         level = max((kind.level for kind in kinds), default=0)
         leaves = sorted({kind.leaf for kind in kinds if kind.leaf is not None})

@@ -161,9 +161,9 @@ def _squared_error(rows: Array, *codecs: Codec | None) -> Float32[Array, ""]:
     # The mean of a few decoded messages lies near the codec's own steps, so encoding the same
     # blocks again would lose less than for a fresh gradient. The roll changes which numbers share
     # a block.
-    rows = made = jnp.roll(rows, 16, axis=1)
+    rows = decoded = jnp.roll(rows, 16, axis=1)
     for codec in filter(None, codecs):
-        message = codec.encode_rows(made, seed=device_index())
-        made = codec.decode_rows(message, rows.shape[1], jnp.float32)
-    change = made - rows.astype(jnp.float32)
+        message = codec.encode_rows(decoded, seed=device_index())
+        decoded = codec.decode_rows(message, rows.shape[1], jnp.float32)
+    change = decoded - rows.astype(jnp.float32)
     return dot(change, change)

@@ -107,9 +107,10 @@ class MatrixUpdate:
 
     @property
     def state_by_layer(self) -> list[int | None]:
-        """For each array of the state the stack to be split by layer with, or None.
+        """For each array of the optimizer state, the stack of matrices that it belongs to, or None.
 
-        These are arrays that the products of a stack read, and make anew.
+        The products of the stack read it and make its new value, so it is split by layer as they
+        are.
         """
         new = self._program.block.outputs[self._num_updates :]
         return list(map(self._program.replaced_by_products, self._state, new))
@@ -258,7 +259,7 @@ class _Program:
     @functools.cached_property
     def _branches(self) -> dict[Operation, list[_Program]]:
         """The branches of each `cond` over several leaves of which one branch moves matrices."""
-        found = {}
+        of_conds = {}
         for operation in self.block.operations:
             if operation.name != "cond" or operation.has_effects:
                 continue
@@ -267,8 +268,8 @@ class _Program:
             roles = [self._values.role(x) for x in operation.inputs[1:]]
             branches = [_Program(x, roles, self.params) for x in branch_blocks(operation)]
             if any(branch.moves for branch in branches):
-                found[operation] = branches
-        return found
+                of_conds[operation] = branches
+        return of_conds
 
     def _num_shards(self, leaf: int) -> int:
         layout = self.params[leaf].layout
@@ -302,11 +303,13 @@ class _Program:
             wanted = [block.outputs[i] for i in group]
             for operation in operations_for(block, wanted, env.arrays):
                 is_whole = full_reduction(operation) is not None
-                given, made = places.get(operation, (None if is_whole else False, False))
-                inputs = [env.get(x, given) for x in operation.inputs]
+                reads_by_layer, makes_by_layer = places.get(
+                    operation, (None if is_whole else False, False)
+                )
+                inputs = [env.get(x, reads_by_layer) for x in operation.inputs]
                 new = self._bind(operation, inputs, run)
                 for x, array in zip(operation.outputs, new, strict=True):
-                    env.set(x, array, made)
+                    env.set(x, array, makes_by_layer)
             for i in group:
                 results[i] = env.get(block.outputs[i], i in outputs_by_layer)
             # What the next stack reads waits for a result of this one: one is held at a time.

@@ -60,6 +60,15 @@ class TrueShapes(optax.GradientTransformationExtraArgs):
     inner: optax.GradientTransformationExtraArgs
 
 
+def check_is_optimizer(tx: Any) -> None:
+    """Raise `TypeError` for what is no optimizer, such as `optax.adam` without its arguments."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(
+            "`tx` must be an optimizer of optax, such as `optax.adamw(1e-3)`; got a "
+            f"{type(tx).__name__}."
+        )
+
+
 def trained_part(tree: Any, layout: TreeLayout) -> tuple[Any, TreeLayout]:
     """A tree and its layouts, with None for the leaves that no optimizer updates.
 
@@ -269,6 +278,7 @@ def true_shapes(
         programs: those compiled before, on the mesh that trees are laid out on.
         axes: the mesh axes that split optimizer state.
     """
+    check_is_optimizer(tx)
     inner, mesh = optax.with_extra_args_support(tx), programs.mesh
 
     def init(params):

@@ -56,7 +56,8 @@ def warn_of_padding(
     padded = [leaf.path for leaf in layout.leaves if leaf.padded_dims]
     if not padded or isinstance(tx, TrueShapes):
         return
-    what = f"{len(padded)} leaves are padded with zeros on this mesh, `{padded[0]}` the first, and "
+    num, first = len(padded), padded[0]
+    what = f"Leaves are padded with zeros on this mesh, {num} of them, `{first}` the first, and "
     try:
         widen = _widened if as_arrays else _stored_wide
         trial = functools.partial(_is_same, programs, tx, layout, widen)

@@ -17,9 +17,10 @@ import contextvars
 import dataclasses
 import functools
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -271,6 +272,7 @@ class Initializer:
 
     def shapes(self, *args: Any) -> Any:
         """The tree that `init_fn` returns, with `ShapeDtypeStruct`s for its arrays."""
+        _check_makes(self.init_fn, args)
         _check_arrays(args)
         kept: dict[str, Any] = {}
 
@@ -301,6 +303,21 @@ def numbers_as_arrays(tree: Any) -> Any:
             jnp.asarray(x) if kind is None and isinstance(x, int | float | complex) else x
             for x, kind in pairs
         ],
+    )
+
+
+def _check_makes(init_fn: Any, args: tuple[Any, ...]) -> None:
+    """Raise `TypeError` for parameters, or a module that holds them, in place of a function."""
+    if callable(init_fn):
+        if not array_leaves(init_fn):
+            return
+        with suppress(TypeError):  # a module may be called: with a batch, which is not given here
+            inspect.signature(init_fn).bind(*args)
+            return
+    raise TypeError(
+        "`init_fn` must be a function that makes the parameters, such as `lambda key: "
+        f"Model(nnx.Rngs(key))`; got a {type(init_fn).__name__}. Shard what is made already: "
+        "`zero.shard(params)`."
     )
 
 

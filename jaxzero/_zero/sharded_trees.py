@@ -40,7 +40,7 @@ from .._simigrad import CodecNoise
 from .codec_noise import measure_codec_noise, names_of_tables
 from .config_check import checked_config
 from .host_memory import check_offloaded, check_room
-from .optimizer_state import init_state, state_layout, trained_part, true_shapes
+from .optimizer_state import check_is_optimizer, init_state, state_layout, trained_part, true_shapes
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
 from .programs import Initializer, Programs, numbers_as_arrays
@@ -88,6 +88,7 @@ class ShardedTrees:
             count of elements, includes the zeros.
 
         Raises:
+            TypeError: `init_fn` is no function, but parameters or a module with parameters.
             ValueError: a leaf or an argument of `init_fn` is not an array, or `specs` names `node`
                 or `local`.
         """
@@ -178,9 +179,11 @@ class ShardedTrees:
         their own (`zero.optimizer`), or leaves in 16 bits none that is not rounded away.
 
         Raises:
+            TypeError: `tx` is no optimizer.
             ValueError: `params` did not come from this `Zero`; or `tx` keeps statistics of another
                 shape for a padded leaf, as Adafactor does, and is not wrapped (`zero.optimizer`).
         """
+        check_is_optimizer(tx)
         params, layout = trained_part(params, self._layout_of(params))
         warn_of_padding(tx, layout, self._programs)
         warn_of_rounding(tx, params, layout, self._programs)

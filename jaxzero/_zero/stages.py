@@ -164,16 +164,16 @@ def _by_microbatch(inputs: Sequence[Array], specs: Sequence[Any], microbatches: 
 
 def _of_stage(lists: LayerLists, stored: Sequence[Array], staged: Staged) -> list[Array]:
     """What a stage has of each array: its layers of stacks, and its slices of the others."""
-    found = []
+    arrays = []
     for j, (leaf, members) in enumerate(zip(lists.arrays, lists.members, strict=True)):
         shards = [stored[i] for i in members]
         if lists.is_list(j):
-            found.append(lists.of_stage(j, shards, staged.dtype_read(j)))
+            arrays.append(lists.of_stage(j, shards, staged.dtype_read(j)))
         elif lists.is_divided(j):
-            found += shards
+            arrays += shards
         else:
-            found.append(_gathered(shards[0], leaf, staged.dtype_read(j)))
-    return found
+            arrays.append(_gathered(shards[0], leaf, staged.dtype_read(j)))
+    return arrays
 
 
 def _updates_of_arrays(
@@ -191,17 +191,17 @@ def _of_leaves(
 
     Those outside of the layers are sent once `arrived` is known (see `Pipeline.run`).
     """
-    found: dict[int, Any] = {}
+    of_leaves: dict[int, Any] = {}
     for j, x in gradients.items():
         members = lists.members[j]
         if x is None:
-            found |= dict.fromkeys(members)
+            of_leaves |= dict.fromkeys(members)
         elif lists.is_list(j):
-            found |= zip(members, lists.to_leaves(j, x), strict=True)
+            of_leaves |= zip(members, lists.to_leaves(j, x), strict=True)
         else:
             leaf, divided = lists.arrays[j], lists.is_divided(j)
-            found[members[0]] = x if divided else _scattered(x, leaf, arrived)
-    return found
+            of_leaves[members[0]] = x if divided else _scattered(x, leaf, arrived)
+    return of_leaves
 
 
 def _of_all_stages(
@@ -217,14 +217,14 @@ def _of_all_stages(
     is_flat = [on_stage[j].layout is None for j in arrays]
     parts = []
     for part in ("total", "first"):
-        found = {}
+        of_arrays = {}
         for j, x, flat in zip(arrays, sums.shards, is_flat, strict=True):
-            found[j] = None if x is None else getattr(x, part)
+            of_arrays[j] = None if x is None else getattr(x, part)
             if x is not None and flat:  # a shard of the flattened sum
-                whole = all_gather(found[j], comm.halves_axis, 0)
+                whole = all_gather(of_arrays[j], comm.halves_axis, 0)
                 shape = on_stage[j].shape
-                found[j] = whole[: math.prod(shape)].reshape(shape)
-        parts.append(_of_leaves(lists, found))
+                of_arrays[j] = whole[: math.prod(shape)].reshape(shape)
+        parts.append(_of_leaves(lists, of_arrays))
     total, first = parts
     shards = [None if total[i] is None else HalfBatchSum(total[i], first[i]) for i in wanted]
     copies = {}

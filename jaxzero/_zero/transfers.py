@@ -23,10 +23,10 @@ from .._without_gc import without_gc
 
 T = TypeVar("T")
 
-_THREADS = 2
+_THREADS = 2  # and so many arrays are on the host at a time
 _SCRATCH_BYTES = 2**25  # of each thread
 _CACHE_PERIOD = 2**12  # addresses this far apart share a set of a processor's first cache
-_CACHE_LINE = 64
+_CACHE_LINE = 64  # bytes between rows, so that neighbouring rows are in other sets
 
 
 class InTransfer(NamedTuple):

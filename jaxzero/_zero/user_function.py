@@ -51,7 +51,9 @@ _REMEDY = (
 def explaining_values(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> Iterator[None]:
-    """Add to such errors the arguments that the value depends on, the line and the remedy.
+    """Explain JAX's errors of Python code that reads the value of an array.
+
+    The new error names the arguments that the value depends on, the line and the remedy.
 
     Args:
         function: the user's function, which is called inside.

@@ -26,14 +26,20 @@ from .._sharding import (
 )
 from .._windowed_update import TracedUpdate, UpdateLayouts
 from .calls import returned
-from .optimizer_state import TrueShapes, trained_part
+from .optimizer_state import TrueShapes, check_is_optimizer, trained_part
 from .programs import Programs
 from .transform import Transform
 from .updates import Layouts, ProgramUpdates, apply_gradients, split, split_arrays, with_untrained
 
 
-def check_one_program(config: ZeroConfig, microbatches: int, weighted: bool) -> None:
-    """Raise `NotImplementedError` for options of which gradients are final only at the end."""
+def check_one_program(tx: Any, config: ZeroConfig, microbatches: int, weighted: bool) -> None:
+    """Refuse what is no optimizer, and options of which gradients are final only at the end.
+
+    Raises:
+        TypeError: `tx` is no optimizer.
+        NotImplementedError: an option is such a one.
+    """
+    check_is_optimizer(tx)
     reasons = {
         f"`microbatches` of {microbatches}: gradients are final only after the last one": (
             microbatches != 1

@@ -246,7 +246,7 @@ class Zero(VerifiedTrees):
                 leaf and the line of `tx`. Use `value_and_grad` and `apply_gradients`.
             ValueError: as `value_and_grad` and `apply_gradients`.
         """
-        check_one_program(self.config, microbatches, weighted)
+        check_one_program(tx, self.config, microbatches, weighted)
         options = gradient_options(
             self._devices,
             has_aux=has_aux,

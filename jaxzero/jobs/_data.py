@@ -37,7 +37,7 @@ from ._settings import Optimization
 _SKIPPED_DIRECTORIES = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "testing", "tests"}
 )
-_MIN_DESCRIPTION_WORDS = 3
+_MIN_DESCRIPTION_WORDS = 3  # fewer repeat the name of the function
 _MIN_CODE_CHARACTERS = 40  # leaves out `pass`, `...`, `return self._name`
 HELD_OUT_SHARE = 8  # one file in so many is held out
 

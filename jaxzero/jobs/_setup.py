@@ -32,8 +32,8 @@ _CONFIGS = {
     "bfloat16": zero3(weights=_BFLOAT16, gradients=_BFLOAT16),
     "float32": zero3(),
 }
-_SEARCH_SECONDS = 180.0
-_MEETING_SECONDS = 1800.0
+_SEARCH_SECONDS = 180.0  # that the other processes wait before training begins
+_MEETING_SECONDS = 1800.0  # a compile that has begun is not cut off at the end of the search
 
 
 def packaged_checkpoint() -> Path:

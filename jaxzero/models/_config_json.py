@@ -1,5 +1,8 @@
 """Read and validate the `config.json` of a Hugging Face directory."""
 
+import dataclasses
+import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,8 +48,14 @@ def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
         path: the file, its directory, or a file of weights (or their index) in that directory.
 
     Raises:
+        TypeError: `path` is not a path.
         ValueError: there is no such file, or it is not a JSON object (see `read_json`).
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"The directory of a model must be a path; got a {type(path).__name__}. Save a model "
+            "first, `model.save_pretrained(directory)`, and give its directory."
+        )
     path = Path(path)
     if path.is_file() and path.name.endswith(_WEIGHTS):
         path = path.parent
@@ -155,8 +164,17 @@ def make_config(make: type[Config], fields: Mapping[str, Any], path: Path) -> Co
     """Make a config from fields that were read from `path`; its errors name the file.
 
     Raises:
+        TypeError: the config has no field of a name.
         ValueError: the fields contradict each other.
     """
+    config: Any = make  # `Config` may be any class, and here is a dataclass
+    names = [field.name for field in dataclasses.fields(config)]
+    if unknown := sorted(fields.keys() - {*names}):
+        near = difflib.get_close_matches(unknown[0], names, 1, cutoff=0.5)
+        raise TypeError(
+            f"`{unknown[0]}` is no field of `{make.__name__}`"
+            + (f"; did you mean `{near[0]}`?" if near else f", which has {', '.join(names)}.")
+        )
     try:
         return make(**fields)
     except ValueError as error:

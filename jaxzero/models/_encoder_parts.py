@@ -16,7 +16,7 @@ from ._part_configs import check_choices, check_dropout, check_positive
 from ._parts import dropout, make_layer_norm, split_key
 from ._rope import Turns, rotate
 
-_SMALLEST_NORM = 1e-12
+_SMALLEST_NORM = 1e-12  # as in `torch.nn.functional.normalize`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -167,6 +167,8 @@ def test_mistakes_are_named(saved, tmp_path):
     with jz.Checkpoints(tmp_path, zero) as empty, pytest.raises(FileNotFoundError, match="none"):
         empty.restore({"params": state["params"]})
     with jz.Checkpoints(directory, zero) as checkpoints:
+        with pytest.raises(ValueError, match=r"no leaf `model\.even`. Its first is `opt_state\."):
+            checkpoints.restore({"model": state["params"]})
         with pytest.raises(ValueError, match="`opt_state"):
             checkpoints.restore({"params": state["params"], "step": state["step"]})
         more = zero.shard({**{k: np.ones((2, 2), np.float32) for k in ("odd", "even", "new")}})
@@ -182,6 +184,8 @@ def test_trees_without_names_are_refused(saved, monkeypatch):
     directory, zero, state = saved
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     with jz.Checkpoints(directory, zero) as checkpoints:
+        with pytest.raises(TypeError, match="`step` must be an integer; got dict"):
+            checkpoints.save(state, 4)
         for unnamed in (tuple(state.values()), {0: state["params"]}):
             with pytest.raises(TypeError, match="trees by name.*Give each tree a name"):
                 checkpoints.save(4, unnamed)

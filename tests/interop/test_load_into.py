@@ -6,6 +6,7 @@ import equinox as eqx
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -283,3 +284,38 @@ def test_a_dtype_that_cannot_hold_a_value():
         loaded["w"].read()
     with pytest.raises(ValueError, match=r"'i' holds 1099511627776 \(int64\), which int32 cannot"):
         jz.Zero(jz.make_mesh(nodes=2)).shard(loaded)
+
+
+def test_a_state_dict_in_memory():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    tree = {
+        "w": jax.ShapeDtypeStruct((3, 2), jnp.float32),
+        "n": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    rules = [Rule("w", "w"), Rule("n", "n")]
+    values = torch.tensor([[0.5, -3.0], [1.25, 448.0], [0.0, 2.0]])  # exact in 8 bits
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        for w in (values.to(dtype), values.to(dtype).t().contiguous().t()):
+            tensors = {"w": torch.nn.Parameter(w), "n": torch.tensor(7)}
+            loaded = interop.load_into(tree, tensors, rules=rules)
+            assert str(loaded["w"].dtype) == str(dtype).removeprefix("torch.")
+            np.testing.assert_array_equal(loaded["w"].read().astype(np.float32), values.numpy())
+            assert loaded["n"].read() == 7
+
+
+def test_modules_and_parts_of_tensors_are_refused(monkeypatch):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
+    tree, rules = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}, [Rule("w", "weight")]
+    with pytest.raises(TypeError, match=r"`source` must be .*LayerNorm.*`state_dict\(\)`"):
+        interop.load_into(tree, torch.nn.LayerNorm(2), rules=rules)
+    with pytest.raises(TypeError, match="`weight` is a tensor of PyTorch.*`zero.shard"):
+        jz.Zero(jz.make_mesh(nodes=2)).shard(torch.nn.LayerNorm(2).state_dict())
+
+    class DTensor(torch.Tensor):  # that of PyTorch needs processes
+        def full_tensor(self):
+            raise NotImplementedError
+
+    part = torch.ones(2).as_subclass(DTensor)
+    with pytest.raises(ValueError, match="'weight' in `source` is a DTensor.*checkpoint.save"):
+        interop.load_into(tree, {"weight": part}, rules=rules)

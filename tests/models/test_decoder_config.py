@@ -248,3 +248,11 @@ def test_broken_files(tmp_path: Path):
             DecoderConfig.from_json(write(tmp_path, "llama", **{key: value}))
     with pytest.raises(ValueError, match="lacks vocab_size"):
         DecoderConfig.from_json(write(tmp_path, "llama", vocab_size=None))
+
+
+def test_arguments_that_are_none(tmp_path):
+    write(tmp_path, "llama")
+    with pytest.raises(TypeError, match=r"`torch_dtype` is no field of `DecoderConfig`; did you"):
+        DecoderConfig.from_json(tmp_path, torch_dtype="bfloat16")
+    with pytest.raises(TypeError, match=r"`zzz` is no field of `DecoderConfig`, which has vocab"):
+        DecoderConfig.from_json(tmp_path, zzz=1)

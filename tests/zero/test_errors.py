@@ -5,14 +5,17 @@ import re
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jaxzero as jz
 from jaxzero._mesh import check_mesh
 from jaxzero._zero.arguments import argument_numbers
+from jaxzero.interop import ArrayTensor
 from tests import zoo
 
 from .compiles import COMPILES
@@ -25,6 +28,11 @@ def _raises(*parts: str):
     with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts))):
         yield
     assert len(COMPILES) == before, "something was compiled before the error"
+
+
+@pytest.fixture
+def annotations_unchecked(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +266,42 @@ def test_arguments_of_init_that_are_no_arrays(method):
     zero, key = jz.Zero(jz.make_mesh(nodes=2)), jax.random.key(0)
     with _raises("Argument 1 for `init_fn`", "'gelu'", "functools.partial"):
         getattr(zero, method)(lambda key, activation: key, key, "gelu")
+
+
+def test_parameters_where_init_wants_a_function(annotations_unchecked):
+    """A module that is made is callable, with a batch: `zero.init(model)` called it."""
+    zero, tree = jz.Zero(jz.make_mesh(nodes=2)), {"w": np.ones(8, np.float32)}
+    for made in (tree, nnx.Linear(2, 3, rngs=nnx.Rngs(0))):
+        with pytest.raises(
+            TypeError, match=r"`init_fn` must be a function.*`zero.shard\(params\)`"
+        ):
+            zero.init(made)
+    bound = jax.tree_util.Partial(lambda w, key: {"w": 2 * w}, tree["w"])  # a function with arrays
+    np.testing.assert_array_equal(zero.init(bound, jax.random.key(0))["w"], 2 * tree["w"])
+
+
+def test_what_is_no_optimizer(zero, params, annotations_unchecked):
+    for refused in (
+        lambda: zero.init_optimizer(optax.adam, params),  # without its arguments
+        lambda: zero.init_optimizer(params, optax.adam(1e-3)),
+        lambda: zero.optimizer(optax.adam),
+        lambda: zero.value_and_update(optax.adam(1e-3), _loss),
+    ):
+        with pytest.raises(TypeError, match="`tx` must be an optimizer of optax"):
+            refused()
+
+
+def test_a_number_of_devices_where_devices_are_given(annotations_unchecked):
+    with pytest.raises(TypeError, match=r"`devices` must be .*`jax.devices\(\)\[:4\]`"):
+        jz.make_mesh(nodes=2, devices=4)
+
+
+def test_parameters_that_are_still_in_files(zero, params):
+    loaded = {"layers": [ArrayTensor(np.ones((8, 4), np.float32), "w")], "bias": params["bias"]}
+    with _raises("`params`", "layers", "is on no device", "zero.shard(tree)"):
+        zero.value_and_grad(_loss)(loaded, _batch())
+
+
+def test_the_batch_in_the_place_of_the_parameters(zero, params):
+    with _raises("`batch` (argument 0)", "x", "first argument", "argnums"):
+        zero.value_and_grad(lambda batch, params: _loss(params, batch))(_batch(), params)

@@ -364,7 +364,7 @@ def test_trees_of_others_are_refused():
     loss, tree, layers = _model("scan")
     zero = jz.Zero(zoo.make_mesh("2x4-auto"))
     params = zero.shard(tree)
-    with pytest.raises(ValueError, match="Lay the tree out with"):
+    with pytest.raises(ValueError, match="Make the tree with"):
         zero.freeze(tree, 2, layers=layers, before="embed")
     freezing = zero.freeze(params, 2, layers=layers, before="embed")
     other = zero.freeze(params, 3, layers=layers, before="embed")
