@@ -38,9 +38,9 @@ class Forward:
         self.end = end
         self._fixed = fixed_of(block, weights)
         self._at = {x: i for i, op in enumerate(block.operations[:end]) for x in op.outputs}
-        pairs = find_pairs(block, end)
+        pairs = find_pairs(block, end, block.outputs)
         self._loops = [pair.forward for pair in pairs]
-        stacks = {x for loop in self._loops for x in loop.outputs[loop.num_carry :]}
+        stacks = {pair.forward.outputs[i] for pair in pairs for i in pair.saved}
         inside = (x for x in block.operations[:end] if isinstance(x, Loop))
         stacks |= {x for loop in inside for x in stacks_in_host(loop)}
         later = (x for operation in block.operations[end:] for x in operation.values)

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxzero._activations import priced, unrolled
 from jaxzero._activations.loops import Pair
-from jaxzero._activations.min_cut import Choice
+from jaxzero._activations.min_cut import Choice, Part
 from jaxzero._activations.unrolled import Forward
 from jaxzero._hlo import Rates
 from jaxzero._program import Barrier, Block, Value
@@ -150,17 +150,18 @@ def test_what_a_layer_makes_last_does_not_go_to_host_memory(monkeypatch):
     monkeypatch.setattr(priced, "RATES", Rates(host=Rates().flops / 5))
     in_host, pairs = priced._in_host, []
 
-    def noted(pair: Pair, choice: Choice, link: float) -> list[Value]:
-        pairs.append(pair)
-        return in_host(pair, choice, link)
+    def noted(pair: Pair, part: Part, choice: Choice, link: float) -> list[Value]:
+        pairs.append((pair, part))
+        return in_host(pair, part, choice, link)
 
     monkeypatch.setattr(priced, "_in_host", noted)
     with jax.enable_x64(True):
         residuals(zero_of(0), MODELS["scanned"])
-        operations = pairs[0].forward.body.operations
+        pair, part = pairs[0]
+        operations = pair.forward.body.operations
         made = [x.outputs[0] for x in operations if x.name == "dot_general"]
         mix, up = (next(x for x in made if x.shape[-1] == num) for num in (WIDTH, 4 * WIDTH))
-        assert in_host(pairs[0], Choice([mix, up], []), 1.0) == [mix]
+        assert in_host(pair, part, Choice([mix, up], []), 1.0) == [mix]
 
 
 def test_masks_are_made_where_they_are_read():
