@@ -233,7 +233,7 @@ class PricedProgram:
         return [x for x in block.operations if self._is_bound[x]]
 
     @functools.cached_property
-    def _pairs(self) -> list[loops.Pair]:
+    def pairs(self) -> list[loops.Pair]:
         """The loops of the program as it is, which are the same for all prices."""
         return loops.find_pairs(self.block, self._end(self.block), self.block.outputs)
 
@@ -241,7 +241,7 @@ class PricedProgram:
         self, block: Block, end: int, results: Collection[Atom], done: Collection[Value]
     ) -> loops.Pair | None:
         is_whole = block is self.block
-        pairs = self._pairs if is_whole else loops.find_pairs(block, end, results)
+        pairs = self.pairs if is_whole else loops.find_pairs(block, end, results)
         return next((x for x in pairs if x.forward.outputs[0] not in done), None)
 
     def _end(self, block: Block) -> int:
