@@ -237,8 +237,10 @@ class _Again(Copies):
             for x in forward.wanted
             if x not in self._makers and x not in returned and x.is_array
         }
+        self._early = self._read_early()
         for x, segment in self._kept.items():
-            self._read_by.setdefault(segment, {})[x] = None
+            if x not in self._early:
+                self._read_by.setdefault(segment, {})[x] = None
         for operation in choice.repeated:
             kept = (x for x in operation.values if x not in self._makers and x.is_array)
             of_segment = self._read_by.setdefault(forward.segment(operation), {})
@@ -247,12 +249,35 @@ class _Again(Copies):
 
     def add(self, operation: Operation) -> None:
         for x in operation.values:
-            if x in self._kept and x not in self._made:
+            if x in self._early and x not in self._made:
+                self._made |= self._barrier(operation, [x])
+            elif x in self._kept and x not in self._made:
                 self._made[x] = self._tie(x, self._kept[x], operation)
         super().add(operation)
 
     def read(self, value: Value, copied: Operation) -> Atom:
         return self._tie(value, self._forward.segment(copied), copied)
+
+    def _read_early(self) -> set[Value]:
+        """Kept values that backward reads before it has come to their segments.
+
+        They may be residuals of a `jax.custom_vjp`, which its forward does not read. A barrier of
+        the whole segment would come too early with them.
+        """
+        block, segment_of = self._forward.block, self._forward.last_segment
+        first: dict[Value, int] = {}
+        for i, operation in enumerate(block.operations[self._forward.end :]):
+            for x in operation.values:
+                first.setdefault(x, i)
+        by_segment: dict[int, list[Value]] = {}
+        for x in self._forward.wanted:
+            by_segment.setdefault(segment_of(x), []).append(x)
+        early, reached = set(), -1
+        for segment in sorted(by_segment, reverse=True):
+            values = by_segment[segment]
+            early |= {x for x in values if x in self._kept and first[x] < reached}
+            reached = max(reached, *(first[x] for x in values))
+        return early
 
     def _tie(self, value: Value, segment: int, reader: Operation) -> Value:
         if segment not in self._tied:
