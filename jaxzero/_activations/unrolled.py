@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from .._program import Atom, Barrier, Block, Copies, Loop, Operation, Value, fixed_of, like
-from .costs import bytes_of
+from .costs import bytes_of, goes_to_host
 from .loops import Pair, find_pairs, stacks_in_host
 from .min_cut import Choice, Cost, Part
 
@@ -30,8 +30,9 @@ class Forward:
 
     Attributes:
         end: how many of the operations are forward.
-        wanted: the values that they make and backward reads, but for the stacks of loops, and what
-            is made at the end of forward and read at the start of backward.
+        wanted: the values that they make and backward reads, but for the stacks of loops, what is
+            in host memory, and what is made at the end of forward and read at the start of
+            backward.
     """
 
     def __init__(self, block: Block, weights: Collection[Value], end: int):
@@ -44,6 +45,7 @@ class Forward:
         stacks = {pair.forward.outputs[i] for pair in pairs for i in pair.saved}
         inside = (x for x in block.operations[:end] if isinstance(x, Loop))
         stacks |= {x for loop in inside for x in stacks_in_host(loop)}
+        stacks |= {x for op in block.operations[:end] if goes_to_host(op) for x in op.outputs}
         later = (x for operation in block.operations[end:] for x in operation.values)
         kept = dict.fromkeys(x for x in later if x in self._at and not self.is_weight(x))
         self.wanted = [x for x in kept if x not in stacks]
