@@ -302,7 +302,7 @@ class _Recomputing(Copies):
         """
         forward, loop = self.forward, self.loop
         replaced: dict[Atom, Atom] = {}
-        made = {stack: x for x, stack in stacked_values(forward)}
+        made: dict[Atom, Value] = {stack: x for x, stack in stacked_values(forward)}
         for stack, inside in loop.stacks:
             x = made.get(stack)
             if x in self._makers:

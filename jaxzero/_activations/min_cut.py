@@ -95,11 +95,8 @@ class Part:
 
     def kept_bytes(self, value: Value) -> int:
         """Bytes on a device, if a value is kept, beside those that are kept anyway."""
-        return (
-            0
-            if value in self.stored
-            else round(bytes_of(value) * self.trips * self.layer_sets / self.token_parts)
-        )
+        num = 0 if value in self.stored else bytes_of(value)
+        return round(num * self.trips * self.layer_sets / self.token_parts)
 
     def seconds_to_keep(self, value: Value) -> float:
         """How long copies take, in all trips, if a value is kept."""
