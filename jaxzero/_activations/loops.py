@@ -37,7 +37,7 @@ _SMALLER = 8  # times: a constant that is made of so much smaller ones is made i
 
 
 class Pair(NamedTuple):
-    """A loop, what it stacks up for later loops alone, and these.
+    """A loop, what it stacks up for loops of backward, and these.
 
     Attributes:
         forward: the loop.
@@ -54,7 +54,9 @@ class Pair(NamedTuple):
 
 
 def find_pairs(block: Block, end: int, results: Collection[Atom]) -> list[Pair]:
-    """The loops of forward that stack up values which only loops of backward scan.
+    """The loops of forward that stack up values of which backward only scans the stacks.
+
+    Forward may read them too, such as for statistics, or since it hands them to other layers.
 
     Args:
         block: a program.
@@ -74,12 +76,12 @@ def find_pairs(block: Block, end: int, results: Collection[Atom]) -> list[Pair]:
         in_host = stacks_in_host(loop)
         saved, held, found = [], [], {}
         for i, value in enumerate(loop.outputs[loop.num_carry :], loop.num_carry):
-            of_value = readers.get(value, [])
-            scanned = all(x in backward and _scans(x, at, loop) for x, at in of_value)
+            of_value = [x for x in readers.get(value, ()) if x[0] in backward]
+            scanned = all(_scans(x, at, loop) for x, at in of_value)
             if value not in returned and of_value and scanned and value not in in_host:
                 saved.append(i)
                 found |= {reader: None for reader, _ in of_value}
-            elif value in results or any(x in backward for x, _ in of_value):
+            elif value in results or of_value:
                 held.append(i)
         if saved:
             pairs.append(Pair(loop, tuple(saved), tuple(found), tuple(held)))
