@@ -87,7 +87,7 @@ def _expected(row: Row, least: Row | None) -> str:
     if "policy" in row or least is None or row is least:
         return ""
     expected = least["temporary_gib"] + row["keep_gib"] - least["keep_gib"]
-    return f"{expected:.1f} GiB ({row['temporary_gib'] / expected - 1:+.0%})"
+    return f"{expected:.1f} GiB ({row['temporary_gib'] / expected - 1:+z.0%})"
 
 
 def _work(row: Row, by_hand: Row | None) -> tuple[str, str]:

@@ -87,7 +87,7 @@ def divided(pair: Pair, trip: Trip) -> Pair:
     changed = dataclasses.replace(backward, inputs=inputs, body=body, num_constants=num_constants)
     returned = {x for i, x in enumerate(pair.forward.outputs) if i not in pair.saved}
     saved = (i for i, x in enumerate(forward.outputs) if x in inputs and x not in returned)
-    return Pair(forward, tuple(saved), (changed,))
+    return Pair(forward, tuple(saved), (changed,), pair.held)
 
 
 def _stacking(

@@ -37,25 +37,31 @@ _SMALLER = 8  # times: a constant that is made of so much smaller ones is made i
 
 
 class Pair(NamedTuple):
-    """A loop, what it stacks up for later loops alone, and these.
+    """A loop, what it stacks up for loops of backward, and these.
 
     Attributes:
         forward: the loop.
         saved: the stacks, by index of its output.
         readers: the loops that scan them.
+        held: other stacks that backward reads or that are results, by index of its output: they
+            are there whatever is chosen.
     """
 
     forward: Loop
     saved: tuple[int, ...]
     readers: tuple[Loop, ...]
+    held: tuple[int, ...] = ()
 
 
-def find_pairs(block: Block, end: int) -> list[Pair]:
-    """The loops of forward that stack up values which only loops of backward scan.
+def find_pairs(block: Block, end: int, results: Collection[Atom]) -> list[Pair]:
+    """The loops of forward that stack up values of which backward only scans the stacks.
+
+    Forward may read them too, such as for statistics, or since it hands them to other layers.
 
     Args:
         block: a program.
         end: how many of its operations are forward.
+        results: values that are kept whatever is chosen.
     """
     readers: dict[Atom, list[tuple[Operation, int]]] = {}
     for operation in block.operations:
@@ -68,15 +74,17 @@ def find_pairs(block: Block, end: int) -> list[Pair]:
         if not isinstance(loop, Loop) or not loop.length:
             continue
         in_host = stacks_in_host(loop)
-        saved, found = [], {}
+        saved, held, found = [], [], {}
         for i, value in enumerate(loop.outputs[loop.num_carry :], loop.num_carry):
-            of_value = readers.get(value, [])
-            scanned = all(x in backward and _scans(x, at, loop) for x, at in of_value)
+            of_value = [x for x in readers.get(value, ()) if x[0] in backward]
+            scanned = all(_scans(x, at, loop) for x, at in of_value)
             if value not in returned and of_value and scanned and value not in in_host:
                 saved.append(i)
                 found |= {reader: None for reader, _ in of_value}
+            elif value in results or of_value:
+                held.append(i)
         if saved:
-            pairs.append(Pair(loop, tuple(saved), tuple(found)))
+            pairs.append(Pair(loop, tuple(saved), tuple(found), tuple(held)))
     return pairs
 
 
@@ -107,14 +115,13 @@ def part_of(
     read = {x for reader in pair.readers for x in reader.inputs}
     entering = zip(loop.inputs, body.inputs, strict=True)
     inputs = {x: outside[given] for given, x in entering if given in outside and given not in read}
-    others = (x for i, x in enumerate(body.outputs) if i not in pair.saved and i >= loop.num_carry)
-    wanted = (body.outputs[i] for i in pair.saved)
+    wanted, stored = ((body.outputs[i] for i in x) for x in (pair.saved, pair.held))
     return Part(
         body.operations,
         {x for x in wanted if isinstance(x, Value)},
         body.inputs[loop.num_constants : loop.first_stack],
         inputs,
-        {x for x in others if isinstance(x, Value)},
+        {x for x in stored if isinstance(x, Value)},
         never,
         times * loop.length,
         is_stacked=True,
@@ -140,7 +147,8 @@ def repeating(
     made_inside = _made_inside(block, pair.forward)
     loop = _Recomputing(pair.forward, pair.forward, {}, made_inside, []).result()
     copies = [_to_host_and_back(loop, x) for x in in_host]
-    at = {x: stack for x, stack in stacked_values(loop)}
+    at = dict(stacked_values(loop))
+    at |= {x: loop.outputs[i] for i in pair.held if isinstance(x := loop.body.outputs[i], Value)}
     kept = [x for x in choice.kept if x not in in_host] + [to.outputs[0] for to, _ in copies]
     new = [x for x in kept if x not in at]
     stacks = {x: stack_of.setdefault(x, like(x, (loop.length, *x.shape))) for x in new}
@@ -288,11 +296,21 @@ class _Recomputing(Copies):
             num_constants=first + n,
         )
 
-    def _replaced(self) -> dict[Atom, Value]:
-        """For inputs of the body the values of the forward loop's body that are computed again."""
+    def _replaced(self) -> dict[Atom, Atom]:
+        """What the body reads in place of its inputs.
+
+        Values of the forward loop's body that are computed again; and of a value that is stacked up
+        twice, such as one that is a result too, the one stack that is kept.
+        """
         forward, loop = self.forward, self.loop
-        stacks = {stack: x for x, stack in stacked_values(forward) if x in self._makers}
-        replaced: dict[Atom, Value] = {y: stacks[x] for x, y in loop.stacks if x in stacks}
+        replaced: dict[Atom, Atom] = {}
+        made: dict[Atom, Value] = {stack: x for x, stack in stacked_values(forward)}
+        for stack, inside in loop.stacks:
+            x = made.get(stack)
+            if x in self._makers:
+                replaced[inside] = x
+            elif x is not None and self.stacks.get(x, stack) is not stack:
+                replaced[inside] = self._scan(self.stacks[x], x)
         given = zip(forward.inputs, forward.body.inputs, strict=True)
         constants = {outside: inside for outside, inside in given if inside in self._makers}
         for outside, inside in zip(

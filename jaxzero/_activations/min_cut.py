@@ -48,7 +48,7 @@ class Part:
         wanted: the values made by them, or entering the part, that backward reads.
         carried: values that enter the part and are kept for each trip.
         inputs: what other values that enter the part cost; those left out cost nothing.
-        stored: values that are kept anyway.
+        stored: values that are kept whatever is chosen, and count nothing.
         never: operations that are not repeated.
         trips: how often the part runs.
         layer_sets: how many times what all trips keep is on a device; less, if it runs a part.
@@ -94,8 +94,9 @@ class Part:
         return sum(map(bytes_of, self.wanted)) // (self.segments * self.token_parts)
 
     def kept_bytes(self, value: Value) -> int:
-        """Bytes on a device, if a value is kept."""
-        return round(bytes_of(value) * self.trips * self.layer_sets / self.token_parts)
+        """Bytes on a device, if a value is kept, beside those that are kept anyway."""
+        num = 0 if value in self.stored else bytes_of(value)
+        return round(num * self.trips * self.layer_sets / self.token_parts)
 
     def seconds_to_keep(self, value: Value) -> float:
         """How long copies take, in all trips, if a value is kept."""
@@ -129,8 +130,7 @@ def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
         return graph.node(x)
 
     def kept(x: Value) -> float:
-        is_free = x in part.stored or x in keep
-        return 0.0 if is_free else price * part.kept_bytes(x) + part.seconds_to_keep(x)
+        return 0.0 if x in keep else price * part.kept_bytes(x) + part.seconds_to_keep(x)
 
     for value in part.wanted:
         graph.edges[node(value), _SINK] = np.inf

@@ -129,7 +129,7 @@ class PricedProgram:
         """
         end = self._end(self.block)
         block, choices, in_host = self._of_loops(
-            self.block, end, self.outside, price, keep, link=link
+            self.block, end, self.outside, price, keep, self.block.outputs, link=link
         )
         block = without_dead_code(block) if choices else block
         if not self.outside_loops:
@@ -149,6 +149,7 @@ class PricedProgram:
         outside: dict[Value, Cost],
         price: float,
         keep: Collection[Value],
+        results: Collection[Atom],
         *,
         times: int = 1,
         link: float = 0.0,
@@ -161,14 +162,15 @@ class PricedProgram:
             outside: what its values cost that do not exist in backward anyway.
             price: of a byte.
             keep: values that are kept at no price.
+            results: its outputs that are kept whatever is chosen.
             times: how often the block runs.
             link: as for `at`.
         """
         choices, done, in_host = [], set(), set()
-        while pair := self._next_pair(block, end, done):
+        while pair := self._next_pair(block, end, results, done):
             done.add(pair.forward.outputs[0])
             changed, of_pair = self._cheapest(pair, outside, price, keep, times)
-            hosted = _in_host(changed, of_pair[-1][1], link)
+            hosted = _in_host(changed, *of_pair[-1], link)
             block = loops.replaced(block, pair, changed)
             block = loops.repeating(block, changed, of_pair[-1][1], self._stack_of, hosted)
             choices += of_pair
@@ -197,7 +199,9 @@ class PricedProgram:
         trip, trips = inner_loops.joined(pair), times * pair.forward.length
         costs = {**part.inputs, **_costs_to_keep(trip.block.operations[: trip.end], trips)}
         costs |= {x: Cost(trips * bytes_of(x)) for x in part.carried}
-        block, inside, _ = self._of_loops(trip.block, trip.end, costs, price, keep, times=trips)
+        block, inside, _ = self._of_loops(
+            trip.block, trip.end, costs, price, keep, part.stored, times=trips
+        )
         if not any(choice.repeated for _, choice in inside):
             return alone
         changed = inner_loops.divided(pair, trip._replace(block=block))
@@ -229,12 +233,15 @@ class PricedProgram:
         return [x for x in block.operations if self._is_bound[x]]
 
     @functools.cached_property
-    def _pairs(self) -> list[loops.Pair]:
+    def pairs(self) -> list[loops.Pair]:
         """The loops of the program as it is, which are the same for all prices."""
-        return loops.find_pairs(self.block, self._end(self.block))
+        return loops.find_pairs(self.block, self._end(self.block), self.block.outputs)
 
-    def _next_pair(self, block: Block, end: int, done: Collection[Value]) -> loops.Pair | None:
-        pairs = self._pairs if block is self.block else loops.find_pairs(block, end)
+    def _next_pair(
+        self, block: Block, end: int, results: Collection[Atom], done: Collection[Value]
+    ) -> loops.Pair | None:
+        is_whole = block is self.block
+        pairs = self.pairs if is_whole else loops.find_pairs(block, end, results)
         return next((x for x in pairs if x.forward.outputs[0] not in done), None)
 
     def _end(self, block: Block) -> int:
@@ -284,7 +291,7 @@ def _repeated_alone(part: Part, choice: Choice) -> tuple[Part, Choice]:
     return dataclasses.replace(part, wanted=wanted), Choice([], choice.repeated)
 
 
-def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
+def _in_host(pair: loops.Pair, part: Part, choice: Choice, link: float) -> list[Value]:
     """The values of a pair that go to host memory: the largest, as far as the link is idle.
 
     A copy begins when its value is made, and is waited for at the end of the layer: it is hidden
@@ -299,7 +306,7 @@ def _in_host(pair: loops.Pair, choice: Choice, link: float) -> list[Value]:
         idle += link * flops_of(operation) / RATES.flops * RATES.host
     hosted: list[Value] = []
     for value in sorted(choice.kept, key=bytes_of, reverse=True):
-        if not value.is_array or bytes_of(value) < _MIN_HOST:
+        if not value.is_array or bytes_of(value) < _MIN_HOST or value in part.stored:
             continue
         copied = sorted((*hosted, value), key=lambda x: left.get(x, idle))  # the last made first
         waiting = itertools.accumulate(map(bytes_of, copied))

@@ -2,26 +2,27 @@
 
 If backward started by repeating all of forward, everything would be held at once all the same. So
 forward is cut into segments where little is alive; what crosses a cut is kept, and backward repeats
-a segment when it comes to it. With `n` segments that keep `c` bytes each, of a network whose
-residuals are `b` bytes, `n c + b / n` is least if a segment has `sqrt(b c)` bytes of residuals
-(https://arxiv.org/abs/1604.06174).
+a segment when it comes to it, as of https://arxiv.org/abs/1604.06174. Fewer segments keep less, and
+more of them have smaller ones: of the cuts that keep least with segments of at most `m` bytes of
+residuals, those are taken, over `m`, for which both together are least.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+
 from .._program import Atom, Barrier, Block, Copies, Loop, Operation, Value, fixed_of, like
-from .costs import bytes_of
+from .costs import bytes_of, goes_to_host
 from .loops import Pair, find_pairs, stacks_in_host
 from .min_cut import Choice, Cost, Part
 
-_LEAST_GAIN = 4  # times the bytes that a cut keeps, which a segment drops
-_SIZES = (0.25, 0.5, 1.0, 2.0)  # of a segment, times `sqrt(b c)`, that are tried
+_LEAST_GAIN = 4  # times the bytes that the last cut keeps, which the last segment drops
+_RATHER = 16  # a part of what is alive at a cut
+_PARTS = tuple(1.25**i for i in range(20))  # of all residuals is the most of a segment, as tried
 
 
 class Forward:
@@ -29,8 +30,9 @@ class Forward:
 
     Attributes:
         end: how many of the operations are forward.
-        wanted: the values that they make and backward reads, but for the stacks of loops, and what
-            is made at the end of forward and read at the start of backward.
+        wanted: the values that they make and backward reads, but for the stacks of loops, what is
+            in host memory, and what is made at the end of forward and read at the start of
+            backward.
     """
 
     def __init__(self, block: Block, weights: Collection[Value], end: int):
@@ -38,11 +40,12 @@ class Forward:
         self.end = end
         self._fixed = fixed_of(block, weights)
         self._at = {x: i for i, op in enumerate(block.operations[:end]) for x in op.outputs}
-        pairs = find_pairs(block, end)
+        pairs = find_pairs(block, end, block.outputs)
         self._loops = [pair.forward for pair in pairs]
-        stacks = {x for loop in self._loops for x in loop.outputs[loop.num_carry :]}
+        stacks = {pair.forward.outputs[i] for pair in pairs for i in pair.saved}
         inside = (x for x in block.operations[:end] if isinstance(x, Loop))
         stacks |= {x for loop in inside for x in stacks_in_host(loop)}
+        stacks |= {x for op in block.operations[:end] if goes_to_host(op) for x in op.outputs}
         later = (x for operation in block.operations[end:] for x in operation.values)
         kept = dict.fromkeys(x for x in later if x in self._at and not self.is_weight(x))
         self.wanted = [x for x in kept if x not in stacks]
@@ -87,11 +90,10 @@ class Forward:
         """The number of the last segment that reads a value, and else of that which makes it."""
         return bisect.bisect_left(self._cuts, self._last.get(value, self._at[value]))
 
-    def _crosses(self, value: Value, cuts: Sequence[int] | None = None) -> bool:
-        cuts = self._cuts if cuts is None else cuts
+    def _crosses(self, value: Value) -> bool:
         first, last = self._at[value], self._last.get(value, -1)
-        i = bisect.bisect_left(cuts, first)
-        return not self._is_free(value) and i < len(cuts) and cuts[i] < last
+        i = bisect.bisect_left(self._cuts, first)
+        return not self._is_free(value) and i < len(self._cuts) and self._cuts[i] < last
 
     def _is_free(self, value: Value) -> bool:
         return value in self._derived or value in self._joined or self.is_weight(value)
@@ -140,49 +142,69 @@ class Forward:
         return derived
 
     def _segments(self) -> list[int]:
-        """Where segments end: the indices of their last operations, but for the last segment."""
-        changes = [0] * (self.end + 1)
-        for value, i in self._at.items():
-            if self._last.get(value, -1) > i and not self._is_free(value):
-                changes[i] += bytes_of(value)
-                changes[self._last[value]] -= bytes_of(value)
-        alive = list(itertools.accumulate(changes))
-        wanted = [0] * self.end
-        for value in self.wanted:
-            wanted[self._at[value]] += bytes_of(value)
-        made = list(itertools.accumulate(wanted))
-        options = [self._segments_of(size, alive, made) for size in _SIZES]
-        return min(options, key=lambda cuts: self._held(cuts, made))
-
-    def _segments_of(self, size: float, alive: list[int], made: list[int]) -> list[int]:
-        """Segments of about a size.
+        """Where segments end: the indices of their last operations, but for the last segment.
 
         Without a loop the last segment is as short as can be: a head, say, without the last layer.
-
-        Args:
-            size: times the square root of the bytes that a cut keeps and of those of all residuals.
-            alive: bytes that a cut behind each operation keeps.
-            made: bytes of the residuals that are made up to each operation.
         """
-        total, since, cuts = made[-1] if made else 0, 0, []
+        made = np.zeros(self.end, np.int64)
+        for value in self.wanted:
+            made[self._at[value]] += bytes_of(value)
+        made = made.cumsum()
+        crossing = [x for x in self._at if self._last.get(x, -1) > self._at[x]]
+        spans = [
+            (self._at[x], self._last[x], bytes_of(x)) for x in crossing if not self._is_free(x)
+        ]
+        changes = np.zeros(self.end + 1, np.int64)
+        for first, last, num_bytes in spans:
+            changes[[first, last]] += num_bytes, -num_bytes
+        alive = changes.cumsum()
         inner = range(1, self.end - 1)
-        least = [i for i in inner if alive[i - 1] > alive[i] <= alive[i + 1] and alive[i]]
-        for i in least:
-            worth = max(size * math.sqrt(total * alive[i]), _LEAST_GAIN * alive[i])
-            if made[i] - since >= worth and made[i] < total:
-                cuts.append(i)
-                since = made[i]
-        short = (i for i in reversed(least) if total - made[i] >= _LEAST_GAIN * alive[i])
-        last = next(short, 0)
-        if not self._loops and last > max(cuts, default=last):
-            cuts.append(last)
-        return cuts
+        ends = [i for i in inner if alive[i - 1] > alive[i] <= alive[i + 1] and alive[i]]
+        short = [i for i in ends if made[-1] - made[i] >= _LEAST_GAIN * alive[i]]
+        if short and not self._loops:
+            return _cuts(ends[: ends.index(short[-1]) + 1], spans, made)
+        return _cuts([*ends, self.end - 1], spans, made)[:-1] if ends else []
 
-    def _held(self, cuts: list[int], made: list[int]) -> int:
-        """Bytes that cuts keep, and of the residuals of the largest segment between them."""
-        kept = sum(bytes_of(x) for x in self._at if self._crosses(x, cuts))
-        ends = [0, *(made[i] for i in cuts), made[-1] if made else 0]
-        return 2 * kept + max(y - x for x, y in itertools.pairwise(ends))
+
+def _cuts(ends: list[int], spans: list[tuple[int, int, int]], made: np.ndarray) -> list[int]:
+    """Cut forward into segments, the last cut at the last of `ends`.
+
+    Of cuts whose segments have no more than so many bytes of residuals, a shortest path finds those
+    that keep least. Of several such bounds that is taken for which what cuts keep is least together
+    with the peak: a segment, and what the cuts before it keep.
+
+    Args:
+        ends: where segments may end: the indices of their last operations.
+        spans: of each value that cuts may keep, the indices of the operation that makes it and of
+            the last to read it in forward, and its bytes.
+        made: bytes of the residuals that are made up to each operation.
+    """
+    num, at = len(ends), np.array(ends)
+    starts = np.array([-1, *ends[:-1]])
+    up_to = np.array([0, *made[at]])  # bytes of residuals up to where a segment starts
+    first, last, size = np.array(spans).T
+    # Bytes that the cut `ends[j]` keeps, and none up to the start of its segment `starts[i]`.
+    kept = np.zeros((num, num), np.int64)
+    for j, end in enumerate(ends):
+        crossing = (first <= end) & (last > end)
+        sums = np.array([0, *size[crossing].cumsum()])
+        kept[:, j] = sums[-1] - sums[first[crossing].searchsorted(starts, "right")]
+        kept[:, j] += sums[-1] // _RATHER  # between layers, where both keep as much
+    options = []
+    for part in _PARTS:
+        least, came_from = np.zeros(num + 1, np.int64), np.zeros(num, int)
+        lowest = up_to[:-1].searchsorted(made[at] - made[-1] / part)
+        for j in range(num):
+            low = min(lowest[j], j)
+            held = least[low : j + 1] + kept[low : j + 1, j]
+            came_from[j] = low + held.argmin()
+            least[j + 1] = held.min()
+        path = [num]
+        while path[0]:
+            path.insert(0, came_from[path[0] - 1])
+        peak = max(least[path] + np.diff(up_to[path], append=made[-1]))
+        options.append((least[num] + peak, [ends[i - 1] for i in path[1:]]))
+    return min(options)[1]
 
 
 def repeating(forward: Forward, choice: Choice) -> Block:
@@ -217,8 +239,10 @@ class _Again(Copies):
             for x in forward.wanted
             if x not in self._makers and x not in returned and x.is_array
         }
+        self._early = self._read_early()
         for x, segment in self._kept.items():
-            self._read_by.setdefault(segment, {})[x] = None
+            if x not in self._early:
+                self._read_by.setdefault(segment, {})[x] = None
         for operation in choice.repeated:
             kept = (x for x in operation.values if x not in self._makers and x.is_array)
             of_segment = self._read_by.setdefault(forward.segment(operation), {})
@@ -227,12 +251,35 @@ class _Again(Copies):
 
     def add(self, operation: Operation) -> None:
         for x in operation.values:
-            if x in self._kept and x not in self._made:
+            if x in self._early and x not in self._made:
+                self._made |= self._barrier(operation, [x])
+            elif x in self._kept and x not in self._made:
                 self._made[x] = self._tie(x, self._kept[x], operation)
         super().add(operation)
 
     def read(self, value: Value, copied: Operation) -> Atom:
         return self._tie(value, self._forward.segment(copied), copied)
+
+    def _read_early(self) -> set[Value]:
+        """Kept values that backward reads before it has come to their segments.
+
+        They may be residuals of a `jax.custom_vjp`, which its forward does not read. A barrier of
+        the whole segment would come too early with them.
+        """
+        block, segment_of = self._forward.block, self._forward.last_segment
+        first: dict[Value, int] = {}
+        for i, operation in enumerate(block.operations[self._forward.end :]):
+            for x in operation.values:
+                first.setdefault(x, i)
+        by_segment: dict[int, list[Value]] = {}
+        for x in self._forward.wanted:
+            by_segment.setdefault(segment_of(x), []).append(x)
+        early, reached = set(), -1
+        for segment in sorted(by_segment, reverse=True):
+            values = by_segment[segment]
+            early |= {x for x in values if x in self._kept and first[x] < reached}
+            reached = max(reached, *(first[x] for x in values))
+        return early
 
     def _tie(self, value: Value, segment: int, reader: Operation) -> Value:
         if segment not in self._tied:

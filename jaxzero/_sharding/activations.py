@@ -23,7 +23,7 @@ class Activations:
             computes again for one layer, and works with, comes on top.
         host: whether activations of layers in a loop may also wait in pinned host memory: as many
             as can be copied there while forward computes, so that as little as possible is
-            computed again. They are copied back one layer ahead.
+            computed again. They are copied back one layer ahead. A loss without a loop is refused.
         override: whether to leave out every `jax.checkpoint` of the model, so that the budget alone
             decides. False: what they say to recompute is recomputed.
 

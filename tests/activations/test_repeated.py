@@ -12,10 +12,10 @@ from jax import lax
 
 from jaxzero._activations import priced, unrolled
 from jaxzero._activations.loops import Pair
-from jaxzero._activations.min_cut import Choice
+from jaxzero._activations.min_cut import Choice, Part
 from jaxzero._activations.unrolled import Forward
 from jaxzero._hlo import Rates
-from jaxzero._program import Barrier, Block, Value
+from jaxzero._program import Barrier, Block, Operation, Value
 
 from .test_activations import (
     LAYERS,
@@ -23,6 +23,7 @@ from .test_activations import (
     ROWS,
     TOKENS,
     WIDTH,
+    _check,
     batch,
     bytes_of,
     head,
@@ -63,6 +64,37 @@ def test_bits_are_those_of_the_unchanged_program(name, layer, most):
     assert bytes_of(residuals(zero_of(0), loss, "recompute")) > 0
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_a_scan_stacks_up_for_others_too(is_held):
+    """A stack that backward reads anyway counts once; for one that forward alone reads, no byte
+    more is kept than the budget allows."""
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        def body(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
+            h = jnp.tanh(x @ w["up"])
+            return x + h @ w["down"], h
+
+        x, stack = lax.scan(body, p["embed"][ids], p["layers"])
+        scale = jnp.sum(p["head"]) if is_held else 1.0
+        return head(p, x, ids) + jnp.mean(scale * (stack if is_held else lax.stop_gradient(stack)))
+
+    hidden, stack = (ROWS // 4, TOKENS, 4 * WIDTH), LAYERS * ROWS // 4 * TOKENS * 4 * WIDTH * 4
+    zero = zero_of(stack // 2 + is_held * stack)
+    found = residuals(zero, loss), residuals(zero, loss, "recompute")
+    kept, repeated = ([x for x in of_action if x.shape == hidden] for of_action in found)
+    products = [x for x in repeated if x.flops]
+    assert [bytes_of(kept), len(kept), len(products)] == [0, is_held, not is_held]
+    held = [x for x in found[0] if x.shape == (LAYERS, *hidden)]
+    assert bytes_of(held) == is_held * stack
+    if is_held:
+        _check(zero_of(3 * stack), loss)
+
+
+def test_host_memory_is_refused_without_a_loop():
+    with pytest.raises(NotImplementedError, match="`host=True` .* no such loop"):
+        residuals(zero_of(10**6, host=True), MODELS["unrolled"])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_backward_reads_at_once_is_not_repeated(name):
     """The logits, `[rows of a device, tokens, 32]`, which backward reads first."""
@@ -70,8 +102,8 @@ def test_what_backward_reads_at_once_is_not_repeated(name):
     assert again and not [x for x in again if x.shape == (ROWS // 4, TOKENS, 32)]
 
 
-def test_backward_reads_what_is_kept_behind_a_barrier(monkeypatch):
-    """Or XLA keeps copies that forward transposes for its products beside the values."""
+def _backward(monkeypatch: Any, loss: Any, budget: int) -> tuple[Forward, Choice, list[Operation]]:
+    """What is chosen outside of loops, and the operations of backward then."""
     repeating, made = unrolled.repeating, []
 
     def noted(forward: Forward, choice: Choice) -> Block:
@@ -79,11 +111,44 @@ def test_backward_reads_what_is_kept_behind_a_barrier(monkeypatch):
         return made[-1][-1]
 
     monkeypatch.setattr(unrolled, "repeating", noted)
-    residuals(zero_of(50_000), MODELS["unrolled"])
+    residuals(zero_of(budget), loss)
     ((forward, choice, block),) = made
-    backward = block.operations[forward.end :]
+    return forward, choice, [*block.operations[forward.end :]]
+
+
+def test_backward_reads_what_is_kept_behind_a_barrier(monkeypatch):
+    """Or XLA keeps copies that forward transposes for its products beside the values."""
+    forward, choice, backward = _backward(monkeypatch, MODELS["unrolled"], 50_000)
     read = {x for op in backward if not isinstance(op, Barrier) for x in op.values}
     assert {*choice.kept} & {*forward.wanted} and not {*choice.kept} & read
+
+
+def test_a_residual_that_is_read_early_does_not_begin_its_segment(monkeypatch):
+    """Backward of each layer reads a product of the first segment, which no layer's forward reads.
+
+    The barrier of that segment, of all that is kept in it, would come with the last layer's.
+    """
+
+    @jax.custom_vjp
+    def doubled(x: jax.Array, first: jax.Array) -> jax.Array:
+        del first
+        return 2 * x
+
+    doubled.defvjp(lambda x, first: (2 * x, first), lambda first, g: (2 * g, g * first))
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        x = first = p["embed"][ids] @ p["layers"]["mix"][0]
+        for i in range(LAYERS):
+            w = jax.tree.map(lambda w, i=i: w[i], p["layers"])
+            x = doubled(_mlp(x, w), first)
+        return head(p, x, ids)
+
+    forward, choice, backward = _backward(monkeypatch, loss, 10**9)
+    first = next(x for op in forward.block.operations if op.products for x in op.outputs)
+    assert first in choice.kept
+    barriers = [x.values for x in backward if isinstance(x, Barrier)]
+    assert [len(x) for x in barriers if first in x][0] == 2  # and what backward has reached
+    assert max(map(len, barriers)) > 2
 
 
 @pytest.mark.parametrize(
@@ -150,17 +215,18 @@ def test_what_a_layer_makes_last_does_not_go_to_host_memory(monkeypatch):
     monkeypatch.setattr(priced, "RATES", Rates(host=Rates().flops / 5))
     in_host, pairs = priced._in_host, []
 
-    def noted(pair: Pair, choice: Choice, link: float) -> list[Value]:
-        pairs.append(pair)
-        return in_host(pair, choice, link)
+    def noted(pair: Pair, part: Part, choice: Choice, link: float) -> list[Value]:
+        pairs.append((pair, part))
+        return in_host(pair, part, choice, link)
 
     monkeypatch.setattr(priced, "_in_host", noted)
     with jax.enable_x64(True):
         residuals(zero_of(0), MODELS["scanned"])
-        operations = pairs[0].forward.body.operations
+        pair, part = pairs[0]
+        operations = pair.forward.body.operations
         made = [x.outputs[0] for x in operations if x.name == "dot_general"]
         mix, up = (next(x for x in made if x.shape[-1] == num) for num in (WIDTH, 4 * WIDTH))
-        assert in_host(pairs[0], Choice([mix, up], []), 1.0) == [mix]
+        assert in_host(pair, part, Choice([mix, up], []), 1.0) == [mix]
 
 
 def test_masks_are_made_where_they_are_read():
