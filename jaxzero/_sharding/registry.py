@@ -200,8 +200,8 @@ class Registry:
                     f"the leaf `{path_name(path)}`, {x.dtype}{tuple(x.shape)}, is {where}, and "
                     f"must be split over the {len(self._devices)} of the mesh. "
                     f"{self._known_shape(treedef, path, x.shape)}Make the tree with `zero.init`, "
-                    "or shard it: `zero.shard(tree)`. A loss has the parameters as its first "
-                    "argument; `argnums` names another."
+                    "or shard it: `zero.shard(tree)`. Of a loss, the first argument is taken for "
+                    "the parameters, unless `argnums` names another."
                 )
 
     def _known_shape(self, treedef: Any, path: Any, shape: tuple[int, ...]) -> str:

@@ -241,7 +241,7 @@ def test_arguments_of_another_type_are_named(changed, message):
 
 def test_what_is_not_of_this_zero_is_refused():
     zero = jz.Zero(jz.make_mesh(2))
-    with pytest.raises(ValueError, match="is on 1 devices, and the mesh has 8"):
+    with pytest.raises(ValueError, match="is on 1 device, and must be split over the 8"):
         jz.reshard({"x": jax.device_put(jnp.ones((8, 8)), jax.devices()[0])}, zero, specs=P())
     params = zero.shard(TREE)
     with pytest.raises(ValueError, match="`params` must hold an array"):
