@@ -222,7 +222,9 @@ def test_encoded_leaves_carry_their_layout_too(zero):
 def test_leaves_of_another_mesh_are_refused(auto):
     other = jz.Zero(zoo.make_mesh("2x3-auto"))
     params = other.shard({"head": whole_params()["head"]})
-    with pytest.raises(ValueError, match=r"`head`.*another mesh or config.*jz\.reshard\(tree, other"):
+    with pytest.raises(
+        ValueError, match=r"`head`.*another mesh or config.*jz\.reshard\(tree, other"
+    ):
         auto.value_and_grad(lambda p, x: jnp.mean(x @ p["head"]))(params, make_rows(auto, 15))
-    with pytest.raises(ValueError, match="`w`.* on 6 devices, and the mesh has 8"):
+    with pytest.raises(ValueError, match="`w`.* on 6 devices, and must be split over the 8"):
         auto.unshard(other.shard({"w": np.ones((6, 4), np.float32)}))
