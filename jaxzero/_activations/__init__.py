@@ -5,7 +5,7 @@ what became of each value that backward reads. To what plans gathers it is a pro
 """
 
 from .choice import choose_activations as choose_activations
-from .costs import goes_to_host as goes_to_host
+from .costs import is_host_copy as is_host_copy
 from .costs import is_view as is_view
 from .priced import Chosen as Chosen
 from .priced import Point as Point

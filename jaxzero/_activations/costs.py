@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import jax
+
 from .._hlo import Rates
 from .._program import Loop, Operation, Value, is_broadcast, is_elementwise
 
@@ -28,9 +30,17 @@ def bytes_of(value: Value) -> int:
     return 0 if value.dtype is None else _KEY_BYTES * math.prod(value.shape)
 
 
-def goes_to_host(operation: Operation) -> bool:
+def is_host_copy(operation: Operation) -> bool:
     """Whether an operation copies between device and host, as policies of `jax.checkpoint` do."""
     return operation.name == "device_put" and operation.uses_host_memory
+
+
+def copies_in_host(operation: Operation) -> list[Value]:
+    """What an operation copies from the device into host memory."""
+    if not is_host_copy(operation):
+        return []
+    made = zip(operation.outputs, operation.equation.outvars, strict=True)
+    return [x for x, out in made if out.aval.memory_space == jax.memory.Space.Host]
 
 
 def is_view(operation: Operation) -> bool:

@@ -30,7 +30,7 @@ from .._program import (
     like,
     rewritten,
 )
-from .costs import bytes_of, goes_to_host, seconds_of
+from .costs import bytes_of, copies_in_host, seconds_of
 from .min_cut import Choice, Cost, Part
 
 _SMALLER = 8  # times: a constant that is made of so much smaller ones is made in the loop
@@ -90,7 +90,7 @@ def find_pairs(block: Block, end: int, results: Collection[Atom]) -> list[Pair]:
 
 def stacks_in_host(loop: Loop) -> set[Value]:
     """The stacks of a loop that are in host memory."""
-    made = {x for op in loop.body.operations if goes_to_host(op) for x in op.outputs}
+    made = {x for operation in loop.body.operations for x in copies_in_host(operation)}
     return {stack for x, stack in stacked_values(loop) if x in made}
 
 

@@ -22,7 +22,7 @@ from .._program import (
 )
 from .._xla_of_jax import COUNTERS_INDEX_HOST
 from . import inner_loops, loops, unrolled
-from .costs import RATES, bytes_of, flops_of, goes_to_host, seconds_of
+from .costs import RATES, bytes_of, flops_of, is_host_copy, seconds_of
 from .min_cut import Choice, Cost, Part, cheapest
 from .residuals import Residual, kept_bytes, residuals_of
 
@@ -134,7 +134,8 @@ class PricedProgram:
         block = without_dead_code(block) if choices else block
         if not self.outside_loops:
             return Chosen(lambda: block, choices, frozenset(in_host))
-        forward, part = self._outside_of_loops(block)
+        counted = {x for _, of_loop in choices for x in of_loop.kept}
+        forward, part = self._outside_of_loops(block, counted)
         choice = cheapest(part, price, keep)
 
         def emit() -> Block:
@@ -214,11 +215,13 @@ class PricedProgram:
         part = loops.part_of(pair, outside, self._bound(pair.forward.body), times)
         return dataclasses.replace(part, layer_sets=self.layer_sets, token_parts=self.token_parts)
 
-    def _outside_of_loops(self, block: Block) -> tuple[unrolled.Forward, Part]:
+    def _outside_of_loops(
+        self, block: Block, counted: Collection[Value]
+    ) -> tuple[unrolled.Forward, Part]:
         """The operations outside of loops, for the cut; those of the program itself are kept."""
         if block is self.block and self._unrolled is not None:
             return self._unrolled
-        forward = unrolled.Forward(block, self.weights, self._end(block))
+        forward = unrolled.Forward(block, self.weights, self._end(block), counted)
         part = forward.part(self.outside, self._bound(block))
         outside = forward, dataclasses.replace(part, token_parts=self.token_parts)
         if block is self.block:
@@ -321,7 +324,7 @@ def _is_bound(operation: Operation) -> bool:
     It has an effect, calls Python, is a collective, copies to host memory, makes no data, or runs
     for a time that cannot be told.
     """
-    if isinstance(operation, Barrier) or operation.name == "while" or goes_to_host(operation):
+    if isinstance(operation, Barrier) or operation.name == "while" or is_host_copy(operation):
         return True
     is_kernel = operation.name == "pallas_call"
     return (

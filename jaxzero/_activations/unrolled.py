@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from .._program import Atom, Barrier, Block, Copies, Loop, Operation, Value, fixed_of, like
-from .costs import bytes_of, goes_to_host
+from .costs import bytes_of, copies_in_host
 from .loops import Pair, find_pairs, stacks_in_host
 from .min_cut import Choice, Cost, Part
 
@@ -30,22 +30,39 @@ class Forward:
 
     Attributes:
         end: how many of the operations are forward.
-        wanted: the values that they make and backward reads, but for the stacks of loops, what is
-            in host memory, and what is made at the end of forward and read at the start of
-            backward.
+        wanted: the values that they make and backward reads, but for stacks that count as residuals
+            of their loops, what is in host memory, and what is made at the end of forward and read
+            at the start of backward.
     """
 
-    def __init__(self, block: Block, weights: Collection[Value], end: int):
+    def __init__(
+        self, block: Block, weights: Collection[Value], end: int, counted: Collection[Value]
+    ):
+        """Cut forward into segments.
+
+        Args:
+            block: the program.
+            weights: its inputs that are gathered where they are used.
+            end: how many of its operations are forward.
+            counted: values of bodies whose stacks are residuals of their loops. A stack that a
+                later loop of forward reads, and that one's backward again, is none of these: the
+                choices of both loops leave it out.
+        """
         self.block = block
         self.end = end
         self._fixed = fixed_of(block, weights)
         self._at = {x: i for i, op in enumerate(block.operations[:end]) for x in op.outputs}
         pairs = find_pairs(block, end, block.outputs)
         self._loops = [pair.forward for pair in pairs]
-        stacks = {pair.forward.outputs[i] for pair in pairs for i in pair.saved}
+        stacks = {
+            pair.forward.outputs[i]
+            for pair in pairs
+            for i in pair.saved
+            if pair.forward.body.outputs[i] in counted
+        }
         inside = (x for x in block.operations[:end] if isinstance(x, Loop))
         stacks |= {x for loop in inside for x in stacks_in_host(loop)}
-        stacks |= {x for op in block.operations[:end] if goes_to_host(op) for x in op.outputs}
+        stacks |= {x for operation in block.operations[:end] for x in copies_in_host(operation)}
         later = (x for operation in block.operations[end:] for x in operation.values)
         kept = dict.fromkeys(x for x in later if x in self._at and not self.is_weight(x))
         self.wanted = [x for x in kept if x not in stacks]

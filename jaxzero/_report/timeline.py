@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .._activations import goes_to_host, is_view
+from .._activations import is_host_copy, is_view
 from .._plan import BlockPlan, GatherGroup, Plan, PlanStep, region_name
 from .._program import Loop, Operation, Value, fixed_of, is_costly
 
@@ -125,7 +125,7 @@ def _is_in_host(operation: Operation, made: Value) -> bool:
     if not isinstance(operation, Loop):
         return False
     maker = operation.body.makers.get(operation.body.outputs[operation.outputs.index(made)])
-    return maker is not None and goes_to_host(maker)
+    return maker is not None and is_host_copy(maker)
 
 
 def _span(top: BlockPlan, steps: list[PlanStep]) -> Span:

@@ -90,6 +90,26 @@ def test_what_a_scan_stacks_up_for_others_too(is_held):
         _check(zero_of(3 * stack), loss)
 
 
+@pytest.mark.parametrize("budget", [10**6, 10**9])
+def test_a_stack_that_both_loops_of_a_later_scan_read_counts(budget):
+    """As of an encoder whose hidden values a decoder reads layer by layer."""
+
+    def loss(p: Any, ids: jax.Array) -> jax.Array:
+        def encode(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
+            hidden = jnp.tanh(x @ w["up"])
+            return x + hidden @ w["down"], hidden
+
+        def decode(x: jax.Array, given: Any) -> tuple[jax.Array, None]:
+            w, hidden = given
+            return x + (jax.nn.gelu(x @ w["up"]) * jnp.sin(hidden)) @ w["down"], None
+
+        x, stack = lax.scan(encode, p["embed"][ids], p["layers"])
+        return head(p, lax.scan(decode, x, (p["layers"], stack))[0], ids)
+
+    stack = (LAYERS, ROWS // 4, TOKENS, 4 * WIDTH)
+    assert stack in [x.shape for x in residuals(zero_of(budget), loss)]
+
+
 def test_host_memory_is_refused_without_a_loop():
     with pytest.raises(NotImplementedError, match="`host=True` .* no such loop"):
         residuals(zero_of(10**6, host=True), MODELS["unrolled"])
