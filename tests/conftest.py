@@ -96,10 +96,14 @@ def pytest_collection_modifyitems(
             item.add_marker(skip)
 
 
+_FEW = 4  # cases
+
+
 def _mark_exhaustive(items: list[pytest.Item]) -> None:
     """Leave one in `n` cases of the tests marked `one_in(n)`; the others are exhaustive.
 
-    They are drawn by their names, so that no value of a parameter is left out throughout.
+    They are drawn by their names, so that no value of a parameter is left out throughout. Of few
+    cases one may be left out that is like no other: those are CI's.
     """
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
@@ -111,7 +115,7 @@ def _mark_exhaustive(items: list[pytest.Item]) -> None:
         assert marker is not None
         drawn.sort(key=lambda item: zlib.crc32(item.name.encode()))
         for item in drawn[math.ceil(len(drawn) / marker.args[0]) :]:
-            item.add_marker(pytest.mark.exhaustive)
+            item.add_marker(pytest.mark.ci if len(drawn) <= _FEW else pytest.mark.exhaustive)
 
 
 def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -34,7 +34,8 @@ def load_into(
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s, in any tree (Flax NNX or
             Linen, Equinox, plain). Only their paths, shapes and dtypes are used.
         source: path of a checkpoint, as for `open_checkpoint`; or tensors by name: a `Checkpoint`,
-            a `state_dict` of PyTorch, or arrays of numpy. Those in memory are not copied.
+            a `state_dict` of PyTorch, or arrays of numpy. Those in the memory of the CPU are not
+            copied: what changes them later changes what is read.
         rules: map tensors to parameters. If None, `match` proposes rules. What it cannot decide is
             an error, and so is a rule that may be wrong and is not accepted; the message has the
             rules.

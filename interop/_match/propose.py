@@ -76,11 +76,13 @@ def match(
             f"`source` must be tensors by name, as `interop.open_checkpoint` gives; got {source!r}."
         )
     given_rules = rules_in(rules)
-    held = {name: tuple(x.shape) for name, x in source.items()}
-    known_paths, known_names, known_layers = _covered(given_rules, shapes, held)
-    ours = modules_of({path: shapes[path] for path in leaves if path not in known_paths})
     ignore = (*patterns_in(ignore), *_LEFT_OUT)
     out = [name for name in source if matches(name, ignore)]
+    # What is left out may be no tensor, as the extra state of a module is.
+    tensors = {name: x for name, x in source.items() if name not in out or hasattr(x, "shape")}
+    held = {name: tuple(x.shape) for name, x in tensors.items()}
+    known_paths, known_names, known_layers = _covered(given_rules, shapes, held)
+    ours = modules_of({path: shapes[path] for path in leaves if path not in known_paths})
     left = {name: x for name, x in held.items() if name not in {*out, *known_names}}
     weights, normed = with_weights(left)
     single = modules_of(weights)

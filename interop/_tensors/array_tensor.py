@@ -46,7 +46,13 @@ def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
             "every process, `{name: x.full_tensor() for name, x in state_dict.items()}`."
         )
     if hasattr(value, "detach"):
-        return ArrayTensor(_of_torch(value), name)
+        try:
+            return ArrayTensor(_of_torch(value), name)
+        except (KeyError, NotImplementedError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{shown(name)} {where} is no dense tensor of numbers that NumPy can hold "
+                f"({error}). Convert it, or leave it out of the state dict."
+            ) from error
     if isinstance(value, np.ndarray):
         return ArrayTensor(value, name)
     raise ValueError(

@@ -46,7 +46,8 @@ def choose_activations(
 
     Raises:
         ValueError: the program cannot keep as little as the budget allows.
-        NotImplementedError: `host=True`, and no loop stacks up values for backward.
+        NotImplementedError: `host=True`, the budget is less than what the program keeps, and no
+            loop stacks up values for backward.
     """
     program = functools.cache(
         lambda: PricedProgram(block, weights, results, layer_sets, token_parts)
@@ -54,10 +55,10 @@ def choose_activations(
     budget = activations.budget_bytes if activations else None
     if activations is None or budget is None:
         return Chosen(lambda: block, [], frontier=lambda: _frontier(program()))
-    if activations.host and not program().pairs:
+    if activations.host and not program().pairs and program().at(_PRICES[0]).num_bytes > budget:
         raise NotImplementedError(
             "`host=True` of `jz.Activations` copies what a loop over layers stacks up for "
-            "backward, and the loss has no such loop. Write equal layers as one `jax.lax.scan` "
+            "backward, and no loop of the loss does. Write equal layers as one `jax.lax.scan` "
             "(`nn.scan`, `nnx.scan`), or leave `host` out and give `budget_bytes` alone."
         )
     chosen = _choose(program(), budget, 1.0 if activations.host else 0.0)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 
-import jax
-
 from .._hlo import Rates
 from .._program import Loop, Operation, Value, is_broadcast, is_elementwise
 
@@ -37,10 +35,7 @@ def is_host_copy(operation: Operation) -> bool:
 
 def copies_in_host(operation: Operation) -> list[Value]:
     """What an operation copies from the device into host memory."""
-    if not is_host_copy(operation):
-        return []
-    made = zip(operation.outputs, operation.equation.outvars, strict=True)
-    return [x for x, out in made if out.aval.memory_space == jax.memory.Space.Host]
+    return operation.outputs_in_host if is_host_copy(operation) else []
 
 
 def is_view(operation: Operation) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -102,10 +103,10 @@ def make_mesh(
         ValueError: `nodes` does not divide the number of devices, `stages` not that of nodes,
             `tokens` not that of devices of a node, or hosts have different numbers of devices.
     """
-    if isinstance(devices, int):
+    if isinstance(devices, numbers.Number):
         raise TypeError(
-            f"`devices` must be the devices to use, such as `jax.devices()[:{devices}]`; got "
-            f"{devices}."
+            "`devices` must be the devices to use, such as `jax.devices()[:4]`, and not their "
+            f"number; got {devices!r}."
         )
     if simulate is not None:
         devices = jax.local_devices() if devices is None else devices

@@ -98,6 +98,12 @@ class Operation:
         spaces = {getattr(x.aval, "memory_space", None) for x in variables}
         return jax.memory.Space.Host in spaces
 
+    @property
+    def outputs_in_host(self) -> list[Value]:
+        """The arrays that it makes in host memory."""
+        made = zip(self.outputs, self.equation.outvars, strict=True)
+        return [x for x, out in made if out.aval.memory_space == jax.memory.Space.Host]
+
     def bind(self, inputs: Sequence[Any]) -> list[Any]:
         """Apply the primitive to arrays with the shapes and dtypes of `self.inputs`."""
         equation = self.equation

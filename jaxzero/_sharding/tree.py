@@ -237,9 +237,9 @@ def _check_arrays(tree: Any, paths: Sequence[Any], leaves: Sequence[Any]) -> Non
         is_empty = isinstance(leaf, StoredArray) and leaf.is_empty
         if type(leaf).__module__.partition(".")[0] == "torch":
             raise TypeError(
-                f"The leaf `{path_name(path)}` is a tensor of PyTorch. Fill a model with a "
-                "`state_dict` by `zero.shard(interop.load_into(shapes, state_dict))`; one tensor "
-                "is `tensor.numpy()`."
+                f"The leaf `{path_name(path)}` is of PyTorch, a {type(leaf).__name__}. Fill a "
+                "model with a `state_dict` by `zero.shard(interop.load_into(shapes, "
+                "state_dict))`; one tensor is `tensor.detach().numpy()`."
             )
         if not is_array(leaf) and trained is None and not is_empty:
             raise ValueError(

@@ -311,8 +311,12 @@ def _check_makes(init_fn: Any, args: tuple[Any, ...]) -> None:
     if callable(init_fn):
         if not array_leaves(init_fn):
             return
+        try:
+            signature = inspect.signature(init_fn)
+        except ValueError:  # of a function without one, such as a built-in in a `Partial`
+            return
         with suppress(TypeError):  # a module may be called: with a batch, which is not given here
-            inspect.signature(init_fn).bind(*args)
+            signature.bind(*args)
             return
     raise TypeError(
         "`init_fn` must be a function that makes the parameters, such as `lambda key: "

@@ -301,6 +301,10 @@ def test_a_state_dict_in_memory():
             assert str(loaded["w"].dtype) == str(dtype).removeprefix("torch.")
             np.testing.assert_array_equal(loaded["w"].read().astype(np.float32), values.numpy())
             assert loaded["n"].read() == 7
+    with_extra = {"w": values, "n": torch.tensor(7), "_extra_state": {"scale": 1.0}}
+    assert len(interop.match(tree, with_extra).rules) == 2
+    with pytest.raises(ValueError, match="'w' .* is no dense tensor .*Convert it"):
+        interop.load_into(tree, {"w": values.to_sparse(), "n": torch.tensor(7)}, rules=rules)
 
 
 def test_modules_and_parts_of_tensors_are_refused(monkeypatch):
@@ -309,7 +313,7 @@ def test_modules_and_parts_of_tensors_are_refused(monkeypatch):
     tree, rules = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}, [Rule("w", "weight")]
     with pytest.raises(TypeError, match=r"`source` must be .*LayerNorm.*`state_dict\(\)`"):
         interop.load_into(tree, torch.nn.LayerNorm(2), rules=rules)
-    with pytest.raises(TypeError, match="`weight` is a tensor of PyTorch.*`zero.shard"):
+    with pytest.raises(TypeError, match="`weight` is of PyTorch, a Tensor.*`zero.shard"):
         jz.Zero(jz.make_mesh(nodes=2)).shard(torch.nn.LayerNorm(2).state_dict())
 
     class DTensor(torch.Tensor):  # that of PyTorch needs processes

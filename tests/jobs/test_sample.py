@@ -128,7 +128,6 @@ def test_options_replace_those_of_the_file(llama: Written, capsys, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("num_new", "warns"), [("28", False), ("29", True)])
-@pytest.mark.one_in(2)
 def test_more_tokens_than_a_rotary_model_is_made_for(
     llama: Written, capsys, num_new: str, warns: bool
 ):

@@ -86,7 +86,6 @@ def test_one_micro_batch_alone_says_nothing():
 
 
 @pytest.mark.parametrize("combine", ["mean", "median", "min"])
-@pytest.mark.one_in(3)
 def test_groups(combine):
     gradients = [g | {"frozen": jnp.zeros(2)} for g in make_gradients(4)]
     params = make_params() | {"frozen": jnp.zeros(2)}

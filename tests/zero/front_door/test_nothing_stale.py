@@ -69,8 +69,9 @@ def test_a_second_call_traces_and_compiles_nothing_new(auto):
     assert len(traced) > once
 
 
-def test_what_a_loss_closes_over_is_not_kept_alive(auto):
+def test_what_a_loss_closes_over_is_not_kept_alive(auto, request):
     gc.freeze()  # what other tests have left need not be looked through
+    request.addfinalizer(gc.unfreeze)
     params = auto.shard(whole_params())
 
     class Table:
@@ -87,7 +88,6 @@ def test_what_a_loss_closes_over_is_not_kept_alive(auto):
     jax.jit(auto.value_and_grad(loss))(params, make_rows(auto))
     del table, loss
     gc.collect()
-    gc.unfreeze()
     assert alive() is None
 
 

@@ -120,7 +120,7 @@ def test_transfers_of_a_second_call_are_none_that_a_guard_refuses(auto):
         _assert_same(got, want)
 
 
-def test_kept_programs_hold_no_arrays(auto):
+def test_kept_programs_hold_no_arrays(auto, request):
     class Table:
         def __init__(self):
             self.rows = jnp.ones((1, 31))
@@ -137,6 +137,7 @@ def test_kept_programs_hold_no_arrays(auto):
         return lambda params, x: jnp.mean(x @ params["body"]["w"] @ params["head"] * table.rows)
 
     gc.freeze()  # what other tests have left need not be looked through
+    request.addfinalizer(gc.unfreeze)
     params, x = auto.shard(whole_params()), make_rows(auto)
     for new, collects in ((new_loss, True), (new_plain, False)):
         table = Table()
@@ -147,7 +148,6 @@ def test_kept_programs_hold_no_arrays(auto):
             if collects:  # `scaled` and its rule refer to each other
                 gc.collect()
             assert alive() is None
-    gc.unfreeze()
 
 
 def test_programs_of_equal_text_are_told_apart(auto):
