@@ -120,12 +120,12 @@ def _losses(graph: Any, params: Any, ids: Any, labels: Any, **options: Any) -> j
         pytest.param({}, True, 1e-12, marks=pytest.mark.exhaustive),
         ({}, False, 1e-12),
         # Rotations are computed in float32.
-        pytest.param({"rope": Rope(rotary_size=4)}, False, 1e-5, marks=pytest.mark.exhaustive),
+        pytest.param({"rope": Rope(rotary_size=4)}, False, 1e-5, marks=pytest.mark.ci),
         pytest.param(
             {"attention_softcap": 2.0, "sliding_window": 3, "sliding_layers": (1,)},
             True,
             1e-12,
-            marks=pytest.mark.exhaustive,
+            marks=pytest.mark.ci,
         ),
     ],
     ids=["learned positions", "of segments", "rotary positions", "windows and caps"],
