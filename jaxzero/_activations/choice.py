@@ -17,7 +17,8 @@ from .residuals import by_kind, described, kept_bytes
 # Seconds for a byte: what it takes to write and to read it, and so much that of a layer only what
 # is tiny beside the work to make it again is kept, such as a sum.
 _PRICES = 2 / RATES.memory, 1e-8
-_LAST_PRICE = 1e-7  # tried before a budget is refused: then not even such values are kept
+# Tried before a budget is refused, and for the least: then not even such values are kept.
+_LAST_PRICE = 1e-7
 _STEPS = 12  # of the search for a price
 _NEAR = 0.98  # of the budget: near enough
 _TRIED = 8  # values that are kept one by one, where the next price keeps too much
@@ -103,12 +104,13 @@ def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
         if most.num_bytes <= budget:
             return _search(lambda x: program.at(low, x), 0.0, link, over, most, budget)[0]
     least = program.at(high, link)
-    if least.num_bytes > budget > 0:
-        high, least = _LAST_PRICE, program.at(_LAST_PRICE, link)
-    if least.num_bytes > budget > 0:
+    if least.num_bytes > budget:
+        last = program.at(_LAST_PRICE, link)
+        if budget == 0:
+            return last if last.num_bytes < _NEAR * least.num_bytes else least
+        high, least = _LAST_PRICE, last
+    if least.num_bytes > budget:
         raise ValueError(_too_little(budget, least))
-    if budget == 0:
-        return least
     logarithms = math.log(low), math.log(high)
     fits, at, over = _search(
         lambda x: program.at(math.exp(x), link), *logarithms, most, least, budget

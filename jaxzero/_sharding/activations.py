@@ -18,12 +18,14 @@ class Activations:
 
     Args:
         budget_bytes: the most bytes of activations that a device keeps from forward to backward, of
-            one micro-batch. 0: as few as possible. `None`: what the program keeps. With any budget,
-            what is faster to compute again than to read from memory is not kept. What backward
-            computes again for one layer, and works with, comes on top.
+            one micro-batch. 0: as few as possible, up to 2% for values that would take long to
+            compute again. `None`: what the program keeps. With any budget, what is faster to
+            compute again than to read from memory is not kept. What backward computes again for
+            one layer, and works with, comes on top.
         host: whether activations of layers in a loop may also wait in pinned host memory: as many
             as can be copied there while forward computes, so that as little as possible is
-            computed again. They are copied back one layer ahead. A loss without a loop is refused.
+            computed again. They are copied back one layer ahead. Without such a loop, a budget
+            below what the program keeps is refused.
         override: whether to leave out every `jax.checkpoint` of the model, so that the budget alone
             decides. False: what they say to recompute is recomputed.
 

@@ -91,6 +91,30 @@ def _kept(residuals: Any) -> int:
     return bytes_of(x for x in residuals if x.action == "keep")
 
 
+def test_no_budget_keeps_less_than_zero():
+    """Of layers that are loops over many tokens: a trip's state is small, its turn takes long."""
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            def step(state: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+                state = jnp.tanh(state @ w["state"] + token @ w["token"])
+                return state, state
+
+            made = lax.scan(step, jnp.zeros((len(x), 16)), x.swapaxes(0, 1))[1]
+            return x + made.swapaxes(0, 1), None
+
+        return jnp.mean(lax.scan(layer, x, p)[0] ** 2)
+
+    def plan(budget: int) -> jz.Plan:
+        zero = zero_of(budget)
+        params = zero.abstract(lambda: dict.fromkeys(("state", "token"), jnp.zeros((4, 16, 16))))
+        return zero.plan(loss, params, jax.ShapeDtypeStruct((16, 256, 16), jnp.float32))
+
+    at_zero = _kept(plan(0).residuals)
+    with pytest.raises(ValueError, match=f"is less than the {at_zero} bytes"):
+        plan(1)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "budget"),
     [*((name, "auto", 10**9) for name in LAYERS_WITH_LOOPS), ("experts", "explicit", 0)],
