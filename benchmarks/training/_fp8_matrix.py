@@ -31,7 +31,7 @@ class Fp8Matrix:
 
     @classmethod
     def of(cls, kernel: jax.Array) -> Fp8Matrix:
-        """With scales of one and no history; dims of `kernel` before the last two count layers."""
+        """Wrap a kernel `[..., m, n]`, with scales of 1 and a history of zeros for each matrix."""
         layers = kernel.shape[:-2]
         scales = [jnp.ones((*layers, 1))] * 3
         return cls(kernel, *scales, *[jnp.zeros((*layers, _HISTORY))] * 3)

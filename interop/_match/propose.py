@@ -79,7 +79,7 @@ def match(
     ignore = (*patterns_in(ignore), *_LEFT_OUT)
     out = [name for name in source if matches(name, ignore)]
     # What is left out may be no tensor, as the extra state of a module is.
-    tensors = {name: x for name, x in source.items() if name not in out or hasattr(x, "shape")}
+    tensors = {name: x for name, x in source.items() if hasattr(x, "shape") or name not in out}
     held = {name: tuple(x.shape) for name, x in tensors.items()}
     known_paths, known_names, known_layers = _covered(given_rules, shapes, held)
     ours = modules_of({path: shapes[path] for path in leaves if path not in known_paths})

@@ -104,11 +104,11 @@ def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
         if most.num_bytes <= budget:
             return _search(lambda x: program.at(low, x), 0.0, link, over, most, budget)[0]
     least = program.at(high, link)
-    if least.num_bytes > budget:
+    if budget == 0:
         last = program.at(_LAST_PRICE, link)
-        if budget == 0:
-            return last if last.num_bytes < _NEAR * least.num_bytes else least
-        high, least = _LAST_PRICE, last
+        return last if last.num_bytes < _NEAR * least.num_bytes else least
+    if least.num_bytes > budget:
+        high, least = _LAST_PRICE, program.at(_LAST_PRICE, link)
     if least.num_bytes > budget:
         raise ValueError(_too_little(budget, least))
     logarithms = math.log(low), math.log(high)

@@ -200,7 +200,8 @@ def _cuts(ends: list[int], spans: list[tuple[int, int, int]], made: np.ndarray) 
     starts = np.array([-1, *ends[:-1]])
     up_to = np.array([0, *made[at]])  # bytes of residuals up to where a segment starts
     first, last, size = np.array(spans).T
-    # Bytes that the cut `ends[j]` keeps, and none up to the start of its segment `starts[i]`.
+    # `kept[i, j]`: the bytes that the cut at `ends[j]` keeps of what its segment, from `starts[i]`
+    # on, makes. What is older is counted by the cut at `starts[i]`.
     kept = np.zeros((num, num), np.int64)
     for j, end in enumerate(ends):
         crossing = (first <= end) & (last > end)

@@ -160,8 +160,8 @@ class RowExchange:
         rows = _Rows(rows, lead)
         sent: Any = None
         is_split = self.layout.dim != 0
-        # The major axis, `local`, first: only sums over a node cross between nodes. Columns are
-        # joined from the minor axis on, as a gather joins a leaf.
+        # Rows are summed over `local`, the major axis, first, so that only the sums of a node are
+        # sent between nodes. Columns are joined in the order of a gather, minor axis first.
         for dim, axis in [*enumerate(axes)][:: -1 if is_split else 1]:
             codec = self.codec(axis, dtypes[-1], back=False)
             if is_split:

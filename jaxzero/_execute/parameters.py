@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,10 +28,11 @@ class Parameters:
     moves_rows: bool = True  # whether rows of tables may be sent in place of tables
     # Those of which rows are sent, by index.
     tables: Mapping[int, MovedRows] = dataclasses.field(default_factory=dict)
-    # Those that the program gets twice, by index: the last leaves are their tables.
+    # Weights that the program gets twice, by index: to gather, and again among the last leaves, as
+    # tables that are looked up.
     twins: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def weight_of(self) -> tuple[int, ...]:
         """For each leaf the index of the weight that it is, or is the twin of."""
         return (*range(len(self.leaves) - len(self.twins)), *self.twins)
@@ -48,7 +50,7 @@ class Parameters:
         return [*by_weight.values()]
 
     def weight_layout(self, i: int) -> DimSharding | None:
-        """How the program gets leaf `i` as a weight to gather; None if it does not."""
+        """The layout from which the program gathers leaf `i`; None if it gathers no such weight."""
         return self.leaves[i].layout if self.weights_split and i not in self.tables else None
 
     def has_host_gradient(self, i: int) -> bool:

@@ -66,8 +66,8 @@ def test_bits_are_those_of_the_unchanged_program(name, layer, most):
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_what_a_scan_stacks_up_for_others_too(is_held):
-    """A stack that backward reads anyway counts once; for one that forward alone reads, no byte
-    more is kept than the budget allows."""
+    """A stack that backward reads outside of loops counts once. One that only forward reads does
+    not let the layers keep more than the budget."""
 
     def loss(p: Any, ids: jax.Array) -> jax.Array:
         def body(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
@@ -139,7 +139,7 @@ def _backward(monkeypatch: Any, loss: Any, budget: int) -> tuple[Forward, Choice
 
 
 def test_backward_reads_what_is_kept_behind_a_barrier(monkeypatch):
-    """Or XLA keeps copies that forward transposes for its products beside the values."""
+    """Without it XLA would keep two copies: the value, and its transpose for forward's products."""
     forward, choice, backward = _backward(monkeypatch, MODELS["unrolled"], 50_000)
     read = {x for op in backward if not isinstance(op, Barrier) for x in op.values}
     assert {*choice.kept} & {*forward.wanted} and not {*choice.kept} & read

@@ -270,7 +270,7 @@ def test_mistakes():
     with pytest.raises(ValueError, match=r"`x` \(argument 1\): dim 0 .*split over 8 devices"):
         params = zero.shard(np.ones((8,), np.float32))
         zero.value_and_grad(lambda w, x: jnp.sum(w) * jnp.mean(x))(params, np.ones((6, 1)))
-    # Afterwards devices are no simulated ones, on which an ordered callback is refused.
+    # A mesh of real devices still takes an ordered callback, which a simulated one refuses.
     real, heard = jz.Zero(jz.make_mesh(2)), []
 
     def loss(w, x):

@@ -92,7 +92,7 @@ def test_windows_of_rows_are_counted_and_hold_no_full_array():
     assert (report.into_node, report.into_device) == (into_node, into_device)
     assert report.least_into_node >= 0.9 * into_node
     assert most <= report.program_bytes + 4096 < report.largest_leaf_bytes
-    # One window of all rows is larger than what a device gets of it.
+    # With the default, a single window takes all rows, more bytes than a device gets of them.
     report = jz.reshard_report(params, zero, specs=P("local"))
     assert compiled(zero, params, P("local"))[2] <= report.program_bytes + 4096
 
