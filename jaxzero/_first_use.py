@@ -1,4 +1,7 @@
-"""Names of a package that are imported on first use: of slow modules, and of those of an extra."""
+"""Import the modules of a package when their names are first used.
+
+For modules that are slow to import, and for those that need packages of an extra.
+"""
 
 import contextlib
 import importlib
@@ -62,9 +65,9 @@ def exported_on_first_use(
     def find(name: str) -> Any:
         if name not in homes:
             raise _no_attribute(package, name)
-        found = getattr(importlib.import_module(f".{homes[name]}", package), name)
-        setattr(sys.modules[package], name, found)  # found without `find` from here on
-        return found
+        value = getattr(importlib.import_module(f".{homes[name]}", package), name)
+        setattr(sys.modules[package], name, value)  # Python calls `find` for absent names only
+        return value
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})

@@ -31,6 +31,8 @@ from . import commands, distributed, jobs
 from ._processes import DIVERGED, FILE_ERROR, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
 from .launch import Launch, launch
 
+# Errors whose message says all, so that no traceback is printed, with the exit status of each. The
+# first class that an error is of counts.
 _STATUSES = {
     distributed.ReplicasDiffer: DIVERGED,
     jobs.Diverged: DIVERGED,
@@ -39,6 +41,7 @@ _STATUSES = {
     ValueError: MISTAKE,
 }
 
+# What to do about errors of the file system, which say only what is wrong.
 _ADVICE = {
     errno.EACCES: "Check its permissions, or name another path.",
     errno.EPERM: "Check its permissions, or name another path.",
@@ -202,7 +205,7 @@ def resume_command(arguments: Sequence[str], name: str | None) -> str:
 
 def _is_of_files(error: Exception) -> bool:
     others = (ConnectionError, ChildProcessError, ProcessLookupError, InterruptedError)
-    plain = type(error) is OSError  # also one of ours, with a message and no number
+    plain = type(error) is OSError  # those that this package raises have no `errno`
     has_number = isinstance(error, OSError) and error.errno is not None
     return (plain or has_number) and not isinstance(error, others)
 
