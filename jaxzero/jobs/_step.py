@@ -57,8 +57,8 @@ def make_rounds(setup: Setup, loss: LossFn, method: LocalSteps) -> LocalRounds:
 def make_round(setup: Setup, rounds: LocalRounds) -> RoundFn:
     """Make the jitted round, from the state and `every` stacked batches. The state is donated.
 
-    It returns the next state, and the metrics of each step: of nodes the mean, but of the numbers
-    of skipped steps the largest.
+    It returns the next state, and the metrics of each step: the mean over nodes, but the largest
+    number of skipped steps.
     """
     options = _options(setup, local_steps=True)
     run = jax.jit(rounds, donate_argnums=0, compiler_options=options)
@@ -100,7 +100,7 @@ def _make_uncompiled(setup: Setup, loss: LossFn) -> StepFn:
         params, opt_state = setup.zero.apply_gradients(
             setup.optimizer, grads, opt_state, params, value=value
         )
-        if wire_states:  # errors fed back would stay non-finite for ever
+        if wire_states:  # a residual that is not finite would make all later steps non-finite
             wire_state = jax.tree.map(
                 lambda new, old: jnp.where(opt_state.last_finite, new, old),
                 wire_states[0],

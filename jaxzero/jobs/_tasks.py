@@ -62,8 +62,9 @@ class Task(abc.ABC):
         loaded: its config, graph and tensors.
         num_tokens: tokens of a text.
         unit: what a row of a batch is called.
-        title: of the table of scores.
-        labels: of the scores, by field.
+        title: the title of the table of scores.
+        scores: the class of the scores.
+        labels: for each field of the scores, its label.
         curves: labels of the metrics that are plotted besides the loss.
     """
 
@@ -221,7 +222,8 @@ def open_task(checkpoint: Path, max_tokens: int | None) -> Task:
             checkpoint,
             dtype="float32",
             compute_dtype="bfloat16",
-            scan_layers=not (config.experts and config.experts.dense_layers),  # they are alike
+            # A scan needs equal layers.
+            scan_layers=not (config.experts and config.experts.dense_layers),
             remat="full",
         )
         num_tokens = _checked_length(max_tokens, 256, loaded.config.max_length)
@@ -243,7 +245,7 @@ def open_task(checkpoint: Path, max_tokens: int | None) -> Task:
 def _is_decoder(checkpoint: Path) -> bool:
     try:
         decoder_family(str(read_config(checkpoint)[0].get("model_type")))
-    except ValueError:  # then its error is that of `load_encoder`, which knows what there is
+    except ValueError:  # `load_encoder` then raises, and names the models that can be loaded
         return False
     return True
 
