@@ -15,7 +15,7 @@ from .candidates import Candidate
 from .cluster import Cluster
 from .rounds import RoundBounds
 
-_OTHER = (
+_LOCAL_STEPS_NOTE = (
     "Local steps are another training algorithm: compare losses on a short run, too. Steps and "
     "bytes are means over a round."
 )
@@ -99,9 +99,10 @@ class Plans:
 
     @property
     def best(self) -> PlanRow:
-        """The best plan: compiled in full, or by a note of its proxy only.
+        """The best plan that fits.
 
-        Without a compiler for these devices it is the best by lower bounds.
+        It was compiled in full, or as a proxy only, which `notes` then say. Without a compiler for
+        these devices it is the best by lower bounds.
 
         Raises:
             ValueError: none fits, or none is known to fit.
@@ -229,7 +230,7 @@ class Plans:
             footer=(
                 *([f"{left} more plans are worse, or were discarded."] if left else []),
                 *self._throughput(),
-                *([_OTHER] if any(row.candidate.local_steps for row in shown) else []),
+                *([_LOCAL_STEPS_NOTE] if any(row.candidate.local_steps for row in shown) else []),
                 *(f"Note: {note}." for note in self.notes),
             ),
         )

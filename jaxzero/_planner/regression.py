@@ -28,7 +28,7 @@ def matrix_of(names: Sequence[Name], features: Sequence[Features]) -> np.ndarray
 
 
 class Regression:
-    """What is known of the weights of features.
+    """The weights of features, as a normal distribution that observations narrow.
 
     Args:
         mean: expected weights, float64 `[features]`.

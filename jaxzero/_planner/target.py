@@ -22,7 +22,7 @@ _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Gpu:
-    """What XLA has to know of a GPU; sizes in bytes, rates per second."""
+    """A GPU as XLA's compiler describes it; sizes in bytes, rates per second."""
 
     name: str
     capability: str = "9 feature_extension: ACCELERATED_FEATURES"

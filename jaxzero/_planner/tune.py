@@ -158,7 +158,7 @@ def tune(
 def _without_host_arrays(candidates: Iterable[Candidate], notes: list[str]) -> list[Candidate]:
     """Plans without offload, and a note on the others: simulated devices have no host memory."""
     plans = list(candidates)
-    kept = [each for each in plans if not each.offload]
+    kept = [plan for plan in plans if not plan.offload]
     if len(kept) < len(plans):
         notes.append(
             f"{len(plans) - len(kept)} plans with arrays in host memory were left out: without a "
@@ -188,10 +188,10 @@ def check_arguments(
 def _microbatches(
     batch: Any, cluster: Cluster, microbatches: Sequence[int], *, has_compiler: bool
 ) -> tuple[list[int], dict[int, list[int]]]:
-    """The micro-batches of devices that have whole rows, and those by devices that share a row.
+    """Numbers of micro-batches to try: with whole rows on each device, and by devices to a row.
 
-    Without a compiler there are none of the latter: bounds are those of simulated devices, which
-    have no axis of tokens, and do not count activations.
+    Without a compiler no rows are shared: bounds are those of simulated devices, which have no axis
+    of tokens, and do not count activations.
     """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
     if len(sizes) != 1:

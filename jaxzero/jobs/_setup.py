@@ -200,7 +200,7 @@ def planned_config(
                 tx=optimizer,
                 quantized=quantized,
                 microbatches=(1,),
-                activation_budgets=False,
+                activation_budgets=False,  # below, plans are looked up among those without budgets
                 budget=_SEARCH_SECONDS,
                 progress=status.update,
                 has_aux=True,
