@@ -66,7 +66,12 @@ def largest_model(
     activation_bytes: int,
     layer_activation_bytes: int,
 ) -> LargestModel:
-    """See `Report.largest_model`."""
+    """The largest model that memory holds; see `Report.largest_model`.
+
+    Raises:
+        ValueError: an argument is no number of bytes; the report has no plan or no optimizer state;
+            or the model has no layers.
+    """
     check_bytes(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
@@ -164,15 +169,18 @@ def _scanned(plan: Plan | None) -> dict[str, int]:
     if plan is None:
         return {}
     return {
-        stack.view.weight.name: len_of
+        stack.view.weight.name: length
         for index, loop in plan.top.uses.loops.items()
         for stack in loop.stacks
-        if (len_of := getattr(plan.top.block.operations[index], "length", 1)) > 1
+        if (length := getattr(plan.top.block.operations[index], "length", 1)) > 1
     }
 
 
 def _numbered(rows: Iterable[Row]) -> dict[str, int]:
-    """Parameters whose paths and shapes are equal but for their first number, and how many."""
+    """For each parameter in numbered layers, the number of layers.
+
+    These are parameters of one shape and dtype whose paths differ in their first number only.
+    """
     kinds: dict[tuple, list[str]] = {}
     for row in rows:
         parts = row.path.split(".")
@@ -185,8 +193,8 @@ def _numbered(rows: Iterable[Row]) -> dict[str, int]:
 
 def _step_bytes(plan: Plan) -> int:
     """The most bytes of full weights, unreduced gradients and fetched shards at one time."""
-    found = [span for span in spans(plan) if span.windowed]
-    live = np.zeros(1 + max((span.stop for span in found), default=0), np.int64)
-    for span in found:
+    held = [span for span in spans(plan) if span.windowed]
+    live = np.zeros(1 + max((span.stop for span in held), default=0), np.int64)
+    for span in held:
         live[span.start : span.stop + 1] += span.num_bytes * span.held
     return int(live.max())

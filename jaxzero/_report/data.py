@@ -39,7 +39,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Amount:
-    """Number and bytes of some of a step's collectives, such as those over one mesh axis.
+    """The number and the bytes of some collectives of a step, such as those over one mesh axis.
 
     Attributes:
         collectives: number of collectives that run in one optimizer step.
@@ -103,7 +103,7 @@ class Traffic:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The parts of the model that leaves belong to: where their paths begin to differ."""
+        """The parts of the model: the paths of leaves, up to where they begin to differ."""
         return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose in OF_LEAVES))
 
     def of_group(self, group: str, axis: str) -> Amount:

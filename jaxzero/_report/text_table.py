@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 _GAP = "  "
-_LEAST = 6  # columns that a cell keeps, however narrow the terminal
+_LEAST = 6  # characters that a column keeps, however narrow the terminal
 
 _Component = str | tuple[int, ...]  # of a path; a tuple stands for several numbers
 _Path = tuple[_Component, ...]
@@ -221,8 +221,9 @@ def _merge_at(place: int, rows: list[_Row]) -> list[_Row]:
 
 
 def _shared_number(paths: tuple[_Path, ...], place: int) -> int | None:
-    found = {path[place] if len(path) > place else None for path in paths}
-    one = next(iter(found)) if len(found) == 1 else None
+    """The number that all paths have as component `place`; None if they have none, or several."""
+    components = {path[place] if len(path) > place else None for path in paths}
+    one = next(iter(components)) if len(components) == 1 else None
     return int(one) if isinstance(one, str) and one.isdecimal() else None
 
 

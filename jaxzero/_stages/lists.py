@@ -52,8 +52,8 @@ class LayerLists:
 
         Args:
             leaves: of all sharded arguments.
-            trees: the argument that each is of.
-            stages: the config.
+            trees: for each leaf, the index of the argument that holds it.
+            stages: the config; None: no stages.
 
         Raises:
             ValueError: the layers of a list are not numbered from 0, or not of equal shapes.
@@ -115,7 +115,7 @@ class LayerLists:
 
     @functools.cached_property
     def arrays(self) -> list[LeafSpec]:
-        """What a `LeafSpec` says of each array; in the path of a list, `*` is for the layer."""
+        """The layout of each array; in the path of a list, `*` stands for the layer's number."""
         return [self._array(j) for j in range(len(self.members))]
 
     def numbers(self, leaves: Sequence[int]) -> list[int]:
@@ -143,10 +143,10 @@ class LayerLists:
         return [j for j, group in enumerate(self.members) if group[0] in wanted]
 
     def apart_of(self, leaves: Iterable[int]) -> list[int]:
-        """The arrays that these leaves are, of which none is in a list.
+        """The arrays of these leaves, none of which may be in a list.
 
         Raises:
-            NotImplementedError: one is.
+            NotImplementedError: a leaf is in a list.
         """
         own = {x[0]: j for j, x in enumerate(self.members) if not self.is_list(j)}
         if inside := [self.leaves[i].path for i in leaves if i not in own]:
@@ -157,7 +157,7 @@ class LayerLists:
         return [own[i] for i in leaves]
 
     def apart(self, arrays: Sequence[Any]) -> list[Any]:
-        """The leaves, of arrays of true shapes."""
+        """Take stacks of lists apart: the leaves, from the arrays, both in true shapes."""
         leaves: dict[int, Any] = {}
         for j, (x, group) in enumerate(zip(arrays, self.members, strict=True)):
             for row, i in enumerate(group):
@@ -206,7 +206,7 @@ class LayerLists:
         return [whole[row] for row in range(len(self.members[j]))]
 
     def _dim_of_stages(self, j: int) -> int | None:
-        """The dim of a list's stack that stages split in storage."""
+        """The dim of a list's stack over which its leaves are split between stages, or None."""
         split = self.leaves[self.members[j][0]].stages
         return None if split is None else split.dim + 1
 

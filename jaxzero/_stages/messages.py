@@ -61,7 +61,13 @@ class Encoding(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Arrays that are sent to the stage `shift` further, and how they are written."""
+    """Arrays that are sent to another stage, and how they are written.
+
+    Attributes:
+        arrays: the arrays.
+        shift: 1 to the next stage, -1 to the stage before.
+        encoding: how they are written.
+    """
 
     arrays: list[Any]
     shift: int
@@ -89,10 +95,10 @@ def scan_beside(
     """Scan layers, and send a message beside them (see [Note: messages beside layers]).
 
     Args:
-        loop: gives direction and unrolling.
+        loop: the layer loop, whose direction and unrolling are kept.
         layer: runs one layer.
-        carry: before the first.
-        layers: what is scanned, `[num, ...]`.
+        carry: the carry before the first layer.
+        layers: the stacks that are scanned, `[num, ...]`.
         num: how many layers there are.
         beside: the message; None: nothing is sent.
 

@@ -64,7 +64,13 @@ class Variation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """How far one result is from the same in float64: `of_step` and `of_reference` are norms."""
+    """Distances of one result from the same in float64, as norms.
+
+    Attributes:
+        name: the name of the result.
+        of_step: the distance of the step's result.
+        of_reference: the distance of plain JAX's result.
+    """
 
     name: str
     of_step: float

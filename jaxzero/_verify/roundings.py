@@ -1,4 +1,4 @@
-"""A program with every result moved by as much as rounding may move it: how far roundings can lead.
+"""Run a program with every result moved by its rounding error: how far roundings can lead.
 
 Two right programs of one function round differently: they add in another order, fuse other
 operations, and cut sums over other devices. How far apart their results may be follows from the
@@ -35,7 +35,7 @@ from .._mesh import CALLS_AND_REMAT, bind, equations_inside, evaluate, scan_size
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 _CALLS = CALLS_AND_REMAT | dict.fromkeys(_WITH_RULES, "call_jaxpr")
-_DROPPED = {"debug_callback", "debug_print"}
+_DROPPED = {"debug_callback", "debug_print"}  # they would print once for each sample
 # Units in the last place that libraries of elementary functions may be off by, GPUs included.
 _UNITS = dict.fromkeys(["add", "add_any", "sub", "mul"], 1) | dict.fromkeys(["div", "sqrt"], 2)
 _OF_LIBRARIES = (
@@ -45,6 +45,7 @@ _OF_LIBRARIES = (
 )
 _UNITS |= dict.fromkeys(_OF_LIBRARIES.split(), 4)
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+# Each element's error is bounded by the largest element, not by its own size.
 _NORMWISE = {"cholesky", "eigh", "fft", "householder_product", "lu", "qr", "schur", "svd"}
 _NORMWISE |= {"triangular_solve", "tridiagonal_solve", "eig"}
 
@@ -241,7 +242,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def shifted(x: Any, by: Any, seed: Any) -> Any:
-    """`x` with each number moved up or down by `by`; unchanged unless it is a float."""
+    """`x` with each number moved up or down by `by`; unchanged if its dtype is no float."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     wide = x.astype(_wide(x.dtype))

@@ -121,7 +121,7 @@ class Windows:
         return window if self.is_all else lax.dynamic_update_slice(x, window, self.starts(index))
 
     def is_new(self, index: Index) -> Bool[Array, ...] | None:
-        """Which elements of a window are in none before it; None: all of them."""
+        """Which elements of a window are in no window before it; None: all of them."""
         if not self.shape or self.shape[self.dim] % self.size == 0:
             return None
         overlap = index % self._per_row * self.size - self._start(index)
@@ -164,10 +164,10 @@ class LeafSweep:
 
     Attributes:
         arrays: this device's shards of the leaf's arrays, in host or device memory.
-        num_read: only so many of them, the first, are fetched; the others are only written.
-        windows: how they are cut.
+        num_read: the number of arrays that are fetched, the first ones; others are only written.
+        windows: how the arrays are cut.
         start: the result before the first window, a tree of arrays.
-        visit: what to do with a window.
+        visit: the function that is called for each window.
         late: the number of the array that is written a window late; None: none is.
     """
 
@@ -227,7 +227,7 @@ class LeafSweep:
 
 
 class Turn(NamedTuple):
-    """What is known before a window is visited.
+    """The state of a pass before a window is visited.
 
     Attributes:
         arrays: the leaf's arrays so far.
