@@ -119,7 +119,7 @@ def number(
     above: int | float = -math.inf,
     below: int | float = math.inf,
 ) -> Kind:
-    """A finite number, as a float: in `[least, most]`, and strictly between `above` and `below`."""
+    """A finite number in `[least, most]`, strictly between `above` and `below`; read as a float."""
     limits = {"at least": least, "above": above, "at most": most, "below": below}
     words = [f"{name} {limit:g}" for name, limit in limits.items() if math.isfinite(limit)]
 
@@ -173,7 +173,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def list_of(kind: Kind, *, length: int | None = None) -> Kind:
-    """A list, as a tuple, each entry of which `kind` accepts."""
+    """A list, each entry of which `kind` accepts. It is read as a tuple."""
     num = "" if length is None else f"{length} entries, "
     return Kind(
         f"a list of {num}each {kind.text}",

@@ -153,7 +153,7 @@ class _Form:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(form: _Form, hidden: Array, head: Array, labels: Array) -> Array:
-    """Losses of chunks of tokens; `hidden`, `labels` and the result have a leading dim of them."""
+    """Losses of all chunks; `hidden`, `labels` and the result have a leading dim of chunks."""
     return _losses_forward(form, hidden, head, labels)[0]
 
 
@@ -193,7 +193,7 @@ def _weighted_sum(form: _Form, hidden: Array, head: Array, labels: Array, weight
 def _weighted_sum_forward(
     form: _Form, hidden: Array, head: Array, labels: Array, weights: Array
 ) -> tuple[Array, Any]:
-    """Also compute the gradients, from the same logits: only a factor is missing."""
+    """Also compute the gradients, from the same logits, but for a factor: the sum's cotangent."""
 
     def step(head_gradient: Array, chunk: Any) -> tuple[Array, Any]:
         hidden, labels, weights = chunk

@@ -13,7 +13,7 @@ from typing import Any
 def imported_on_first_use(
     package: str, names: Mapping[str, tuple[str, str | None]]
 ) -> Callable[[str], Any]:
-    """A `__getattr__` for a package.
+    """Make a `__getattr__` for a package, which imports the module of a name.
 
     Args:
         package: its `__name__`.
@@ -54,7 +54,7 @@ def extra_for(what: str, extra: str) -> Iterator[None]:
 def exported_on_first_use(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A `__getattr__` and a `__dir__` for a package whose names cost much to import.
+    """Make a `__getattr__` and a `__dir__` for a package whose modules are slow to import.
 
     Args:
         package: its `__name__`.

@@ -24,9 +24,10 @@ def warn(message: str) -> None:
 
 
 class RowsMixedWarning(UserWarning):
-    """A function mixes rows of the batch, such as by a mean over them that it divides by.
+    """A function combines rows of the batch otherwise than in a sum or mean that it returns.
 
-    Each device then takes its own rows only, so the result is not that of one device with all rows.
+    An example is to divide by a mean over rows. Each device then takes that of its own rows, so the
+    result is not that of one device with all rows.
     """
 
 

@@ -127,7 +127,7 @@ def attention(
 
 
 def is_library(implementation: Implementation) -> bool:
-    """Whether it is a call of a library, which the compiler cannot partition."""
+    """Whether `implementation` calls a library: the compiler cannot partition such a call."""
     return implementation == "cudnn" or callable(implementation)
 
 

@@ -135,9 +135,10 @@ def attend_split(
 
 
 def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """Queries, keys and values where attention over whole rows needs them.
+    """Split queries, keys and values so that each device can attend over whole rows.
 
-    The compiler then partitions any attention over the queries, or over the heads.
+    With "heads", all three are split by heads; otherwise queries are split by tokens, and keys and
+    values are gathered. The compiler then partitions any attention in the same way.
     """
     query, key, value = (split_over_tokens(x, 1) for x in (query, key, value))
     if method == "heads":

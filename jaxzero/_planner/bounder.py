@@ -172,7 +172,7 @@ class Bounder:
         return work, report.device_bytes("gradients")
 
     def _check_rounds(self, candidate: Candidate) -> None:
-        """Raise what local steps refuse of a loss, found by tracing it once."""
+        """Raise what local steps raise for the candidate's loss, which is traced once for all."""
         key = "rounds", candidate.loss
         if key not in self._refused:
             self._refused[key] = None

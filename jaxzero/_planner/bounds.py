@@ -15,7 +15,7 @@ from .cluster import Cluster
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What a step takes at least, on one device.
+    """Lower bounds of a step on one device.
 
     Attributes:
         memory: bytes of parameters, gradients, optimizer state and wire state.

@@ -52,8 +52,8 @@ class Candidate:
         preset: the name of a preset, such as "zeropp"; with stages also their number, as in "zero3
             in 2 stages". Schedule, offload and activations may differ from it.
         config: the config.
-        microbatches: for `zero.value_and_grad`.
-        loss: the name of the form of the loss; "" if there is one.
+        microbatches: the number of micro-batches, for `zero.value_and_grad`.
+        loss: the name of the form of the loss; "" if there is only one.
         offload: "", "optimizer" or "all": what lies in host memory.
         local_steps: how nodes that train by themselves exchange parameters; `config` is then that
             of each node. None: all nodes take each step together.
@@ -219,7 +219,7 @@ def _with_stages(
     quantized: bool,
     layers: Layers,
 ) -> Iterator[Candidate]:
-    """Plans with pipeline stages; inside of one, those of stage 3 for the nodes that it has.
+    """Plans with pipeline stages. The nodes of one of these run a plan of ZeRO stage 3.
 
     A device of `S` stages computes with `S` times as many rows, so with `S k` micro-batches each
     has as many rows as one of `k` without stages. With no `k` but 1 there are none: then a loss may

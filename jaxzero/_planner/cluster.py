@@ -249,7 +249,7 @@ class Cluster:
 
     @property
     def rates(self) -> Rates:
-        """The rates that a compiled program is walked with."""
+        """The rates from which the time of a compiled program is predicted."""
         device = self.kind
         return Rates(
             flops=device.flops,

@@ -27,10 +27,10 @@ _GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """One candidate.
+    """What is known of one candidate.
 
     Attributes:
-        candidate: what it is.
+        candidate: the candidate.
         stage: how much is known of it: bounds by arithmetic, a program compiled without fused
             kernels for softmax and RMS norm, or one compiled in full.
         seconds: predicted for a step with the optimizer's update; a lower bound for "bound". With
@@ -60,7 +60,7 @@ class PlanRow:
     def of_bounds(
         cls, candidate: Candidate, bounds: Bounds | RoundBounds, discarded: str = ""
     ) -> PlanRow:
-        """What arithmetic says of a candidate."""
+        """The row of a candidate of which only bounds are known."""
         return cls(
             candidate,
             "bound",
@@ -261,6 +261,6 @@ def _cells(row: PlanRow, copies: bool) -> tuple[str, ...]:
 
 
 def gigabytes(num_bytes: int | float) -> str:
-    """In GB of 1e9 bytes, in which devices are sold and settings are given."""
+    """Format bytes in GB of 1e9 bytes, in which devices are sold and settings are given."""
     size = num_bytes / _GIGA
     return f"{size:.1f} GB" if size >= 1 else f"{size:.2g} GB"

@@ -45,7 +45,7 @@ class Promise:
         return bool(self._fits[number] >= _SURE)
 
     def keep_sure(self) -> None:
-        """Leave out plans that may not fit, if another almost certainly does, or more likely."""
+        """Leave out plans that are not sure to fit; if none is sure, all but the most likely."""
         self._values[:, self._fits < min(_SURE, np.max(self._fits))] = np.inf
 
     def next(self, least: float) -> int | None:
@@ -62,7 +62,7 @@ class Promise:
         return number
 
     def take(self, number: int) -> None:
-        """Note that a plan is being compiled: what others promise is what they improve on it."""
+        """Note that a plan is being compiled: the gain of others is then that over this one too."""
         self._best = np.minimum(self._best, self._values[:, number])
         self.drop(number)
 

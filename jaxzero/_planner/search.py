@@ -295,9 +295,9 @@ class Search:
         ]
 
     def why_too_large(self, row: PlanRow) -> str:
-        """Why a plan is not tried, by the temporaries of others of its family; "" if it may fit.
+        """Why a plan cannot fit, by the temporaries of compiled plans of its family; "" if it may.
 
-        With k micro-batches at least a k-th of them remains.
+        With k times as many micro-batches, at least a k-th of the temporaries remains.
         """
         for plan in (x.candidate for x in self.rows.values() if x.stage != "bound"):
             same = plan.family == row.candidate.family
@@ -326,7 +326,7 @@ class Search:
             ) from error
 
     def _predicted(self, row: PlanRow, compiled: Compiled, stage: Stage) -> Iterator[PlanRow]:
-        """What a program of the gradients says of the plans that run it, with their bounds."""
+        """Yield rows with predicted time and memory for all plans that run a compiled program."""
         line = compiled.timeline(self.cluster.rates)
         self.estimates.observe(
             row.candidate, compiled.temporary, line.seconds, is_proxy=stage == "proxy"

@@ -112,7 +112,7 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
 
 
 def _of_full(plan: Candidate) -> Features:
-    """Features of what a full compile holds more than a proxy, in units of activations."""
+    """Features of the bytes by which a full compile differs from a proxy, in `_OF_ACTIVATIONS`."""
     program, of_one_node = plan.program
     if plan.activation_budget is not None:  # proxies and full compiles hold the same, within 1%
         return {}

@@ -159,13 +159,13 @@ class _Layers:
         return _Size(rest, math.ceil(layers / self.num))
 
     def _is_layer(self, path: str) -> bool:
-        """Whether a leaf belongs to layers; one of the state ends with a parameter's path."""
+        """Whether a leaf is of layers. The path of one of the state ends with its parameter's."""
         parts = path.split(".")
         return any(".".join(parts[i:]) in self.paths for i in range(len(parts)))
 
 
 def _scanned(plan: Plan | None) -> dict[str, int]:
-    """The leaves that loops scan, and the number of iterations."""
+    """For each leaf that a loop of the step scans, the loop's number of iterations."""
     if plan is None:
         return {}
     return {

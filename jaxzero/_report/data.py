@@ -86,7 +86,7 @@ class Traffic:
         return sum(map(self.node_bytes_for, dict.fromkeys(t.purpose for t in self.transfers)))
 
     def node_bytes_for(self, purpose: str) -> int:
-        """The part of `node_bytes` that is for "weights", "gradients", "tangents" or "other"."""
+        """The part of `node_bytes` for one purpose: a `Transfer.purpose`, such as "weights"."""
         some = (t for t in self.transfers if t.purpose == purpose)
         return self.num_local * sum(t.node_bytes * t.trips for t in some)
 

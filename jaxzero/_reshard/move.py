@@ -162,7 +162,7 @@ class Move:
         return to_bits(x) if self.codec is None else self.codec.encode_rows(x)
 
     def _joined(self, pieces: Shaped[Array, "*f n"]) -> Shaped[Array, ...]:
-        """What a device has in the end, from the grid of pieces that it has got."""
+        """A device's new shard, from the grid of pieces that it has after the last step."""
         grid, num = self.grid(self.route.target), math.prod(self.inner)
         if self.codec is None:
             x = from_bits(pieces, self.dtype)

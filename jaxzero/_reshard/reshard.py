@@ -277,7 +277,7 @@ def _in_place(x: Any, source: NamedSharding) -> jax.Array:
 def _put(
     x: Any, leaf: LeafSpec, source: NamedSharding, target: NamedSharding, options: Options
 ) -> jax.Array:
-    """An array on other devices, of random keys, or without elements, by `jax.device_put`."""
+    """Move an array for other devices, of random keys, or without elements: `jax.device_put`."""
     if not math.prod(leaf.shape):
         return jax.device_put(jnp.zeros(leaf.shape, sent_dtype(leaf, options.dtype)), target)
     x = _in_place(x, source)

@@ -109,7 +109,7 @@ def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:
 
 
 def plain_spec(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec:
-    """The spec of a leaf's numbers, where it may be stored as messages."""
+    """The spec of a leaf's true dims. That of `source` splits messages, if it is stored so."""
     if leaf.codec is None or leaf.layout is None:
         return source.spec
     return PartitionSpec(*[None] * leaf.layout.dim, source.spec[leaf.num_lead])

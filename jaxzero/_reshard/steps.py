@@ -86,17 +86,17 @@ def route(
     sizes: dict[str, int],
     is_between_nodes: Callable[[str], bool],
 ) -> Route | None:
-    """Find the steps between two splits.
+    """Find the steps that take an array from one split to another.
 
     Args:
         source: for each dim, the digits that split it, major first.
-        target: likewise, for the destination.
-        sizes: the size of each digit.
-        is_between_nodes: whether a digit is one between nodes.
+        target: for each dim, the digits that are to split it, major first.
+        sizes: the size of each digit, by name.
+        is_between_nodes: whether a digit counts nodes.
 
     Returns:
-        None if a dim has cuts in the source that are none of the destination's and vice versa, or
-        if a device would have to gather what it is to drop.
+        The route; None if there is none: a dim is cut by digits of different sizes before and
+        after, or a digit that splits nothing is to split a factor that another digit keeps.
     """
     factors, where, goal, number = [], dict.fromkeys(sizes), dict.fromkeys(sizes), 0
     for before, after in zip(source, target, strict=True):

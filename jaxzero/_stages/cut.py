@@ -54,7 +54,7 @@ class LayersOf:
         return LayersOf(self.source, (*self.ops, op))
 
     def of(self, x: Array) -> Array:
-        """The stack, of some layers `x` of the source."""
+        """Layers of the stack, made of the layers `x` of its source."""
         for op in self.ops:
             x = op.of_stack(len(x)).apply(x)
         return x

@@ -103,7 +103,7 @@ class Evaluation:
 def run_operation(
     operation: Operation, inputs: Sequence[Any], exists: Array | None = None
 ) -> list[Any]:
-    """Run an operation; a loop by the operations of its body.
+    """Run an operation; of a loop, run the operations of its body in each iteration.
 
     Effects on the host happen only where `exists` is true.
     """
@@ -175,7 +175,10 @@ def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
 
 
 def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]:
-    """`_zeros` of the body of a loop; `given` is about its inputs before the first iteration."""
+    """`_zeros` of the body of a loop, in all iterations.
+
+    `given` says which of the loop's inputs are zero; None: an input that depends on no cotangent.
+    """
     given, carry = [*given], slice(loop.num_constants, loop.first_stack)
     while True:
         pairs = zip(loop.body.inputs, given, strict=True)
@@ -229,7 +232,7 @@ def _is_zero(atom: Atom, known: Mapping[Value, bool], block: Block) -> bool | No
 
 
 def _keeps_zeros(operation: Operation, known: Mapping[Value, bool], block: Block) -> bool:
-    """Whether an operation makes zeros of inputs that are zero, all of those in `known`."""
+    """Whether an operation makes zeros if all its inputs in `known` are zeros, which they are."""
     if operation.name in _LINEAR or operation.view() is not None:
         return True
     if _is_linear_in_first(operation):

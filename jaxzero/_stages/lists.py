@@ -30,7 +30,7 @@ from .._sharding import LeafSpec, Stages
 
 @dataclasses.dataclass(frozen=True)
 class LayerLists:
-    """The arrays that a program has in place of leaves: each leaf, or one stack for a list of them.
+    """The arrays that a stage's program takes: leaves as they are, and a stack for each list.
 
     Attributes:
         leaves: of all sharded arguments.
@@ -100,7 +100,11 @@ class LayerLists:
 
     @functools.cached_property
     def stacks(self) -> dict[int, StackPart]:
-        """The arrays that are stacks of layers, by index: which layers of which stack."""
+        """For each array that is a stack of layers, by index: which layers of which stack it has.
+
+        Raises:
+            ValueError: two arguments hold frozen layers of one stack.
+        """
         frozen = {self.arrays[j].path for j in self.frozen}
         if len(frozen) < len(self.frozen):
             raise ValueError(

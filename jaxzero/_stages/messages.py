@@ -75,14 +75,17 @@ class Message(NamedTuple):
 
 
 def sent(message: Message) -> list[Any]:
-    """What a stage receives; decoded zeros on a stage that no other stage sends to."""
+    """Send a message, and return what this stage receives, decoded.
+
+    A stage that no other stage sends to decodes zeros.
+    """
     arrays, shift, encoding = message
     received = _permuted([encoding.encode(x) for x in arrays], shift)
     return [encoding.decode(x, like) for x, like in zip(received, arrays, strict=True)]
 
 
 def _permuted(arrays: list[Any], shift: int) -> list[Any]:
-    """Arrays of the stage `shift` before (None for None)."""
+    """The arrays of the stage that is `shift` before this one; None stays None."""
     num = lax.axis_size(STAGE)
     pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
     with labelled("activations"):

@@ -21,7 +21,7 @@ from .ticks import Pipeline
 
 
 class Staged:
-    """The program of one stage: a function on flat lists, as the one that it is made of.
+    """The program of one stage: a function of flat lists, like the function of one micro-batch.
 
     Args:
         flat: `(parameters, inputs) -> (loss, weight, gradients, others)` for one micro-batch. The

@@ -170,7 +170,7 @@ class Pipeline:
         return state, [next(left) if grows else x for x, grows in zip(sums, grow, strict=True)]
 
     def _has_terms(self, i: int, head: bool = False, **_: bool) -> bool:
-        """Whether a tick adds to sum `i`; without a head, not what only the head reads."""
+        """Whether a tick adds to sum `i`. Some gradients have terms in ticks with a head only."""
         stacks = list(self.cut.stack_gradients.values())
         if i < len(stacks):
             return stacks[i] is not None
@@ -371,7 +371,10 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """What `made()` returns, where the condition holds; elsewhere `others`, then zeros."""
+        """`made()` on stages where the condition holds; on others `others`, filled up with zeros.
+
+        `like` has the dtype and shape of each result.
+        """
 
         def typed(arrays: list[Any]) -> list[Any]:
             pairs = zip(arrays, like, strict=True)
@@ -383,7 +386,7 @@ class Pipeline:
         return lax.cond(condition, lambda: typed(made()), without)
 
     def _shared(self, x: Array) -> Array:
-        """A gradient's share in the mean, in the dtype of sums."""
+        """A gradient times `share`, in the dtype in which gradients are added up."""
         return x.astype(accumulator_dtype(x.dtype)) * self.share
 
     def _of_last_stage(self, x: Array) -> Array:

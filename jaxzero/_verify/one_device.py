@@ -92,7 +92,7 @@ class OneDevice:
         return self._bytes("output", "temp") <= free_bytes(self.device)
 
     def described(self) -> str:
-        """What the program needs, and where.
+        """A sentence that says how many bytes the program needs, and on which device.
 
         Raises:
             ValueError: the device has not the room.

@@ -94,7 +94,7 @@ class Round(Problem):
         return [losses, *own, *jax.tree.leaves(state), *of_outer, *following, *deltas]
 
     def _rows_of_nodes(self, arrays: Sequence[Any]) -> list[tuple[int, Any]]:
-        """The place of each array with rows, and its rows by node: `[nodes, every, ...]`."""
+        """For each array with rows its index, and its rows by node, `[nodes, every, ...]`."""
         by_node = []
         for i, dim in enumerate(self.row_dims):
             if dim is not None:

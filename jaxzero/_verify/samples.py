@@ -40,7 +40,7 @@ class Samples:
         return cls(np.array(drawn, np.float64).reshape(NUM_SAMPLES, len(results), 3))
 
     def bounds(self, i: int) -> Any:
-        """What a right result `i` may be off by, in the three measures."""
+        """Bounds of the three measures of `values` for result `i`, if it is right, `[3]`."""
         return QUANTILE * np.sqrt(np.mean(self.values[:, i] ** 2, axis=0))
 
 

@@ -102,7 +102,7 @@ class Passes:
         return dict(zip(inputs, self.layouts.leaves, strict=False))
 
     def specs(self, values: Sequence[Value]) -> list[PartitionSpec]:
-        """The spec of each array: on one device those of a leaf differ (`in_memory`)."""
+        """The spec of each array. On one device, arrays of a leaf may have different ones."""
         return [self.layouts.spec(self._leaves[value]) for value in values]
 
 

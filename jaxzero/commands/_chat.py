@@ -61,7 +61,7 @@ def rendered(directory: Path, prompts: Sequence[str], system: str | None) -> lis
 
 
 def _source(directory: Path, config: dict[str, Any]) -> str:
-    """The template; the file of its own comes first, as in transformers."""
+    """The chat template, from `chat_template.jinja` or else the config, as in transformers."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:

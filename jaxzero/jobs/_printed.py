@@ -52,7 +52,7 @@ class NodeBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Scores before and after a run, on files that are not in the training data, and its costs."""
+    """The result of a run: scores on held-out files before and after it, and what it took."""
 
     before: Scores
     after: Scores

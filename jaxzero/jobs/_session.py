@@ -82,7 +82,7 @@ class State:
 
     @classmethod
     def of_local(cls, step: int, local: LocalState) -> "State":
-        """The training state with local steps."""
+        """The training state of a run with local steps, from the state of its rounds."""
         fields = {x.name: getattr(local, x.name) for x in dataclasses.fields(local)}
         params, opt_state = fields.pop("params"), fields.pop("opt_state")
         return cls(step=step, params=params, opt_state=opt_state, wire_state=None, exchange=fields)

@@ -91,7 +91,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def make_scores(self, zero: Zero) -> Callable[[Params, Any], Scores]:
-        """Make a function of sharded parameters and held-out examples. It compiles once."""
+        """Make a function that scores sharded parameters on held-out examples; it compiles once."""
 
     @abc.abstractmethod
     def export(self, zero: Zero, params: Params, examples: Any, directory: Path) -> float | None:
@@ -206,7 +206,7 @@ class ContinueText(Task):
 
 
 def open_task(checkpoint: Path, max_tokens: int | None) -> Task:
-    """Open a checkpoint as what its `config.json` says it is.
+    """Open a checkpoint for training, as a decoder or an encoder, by its `config.json`.
 
     Args:
         checkpoint: a Hugging Face directory.
@@ -262,7 +262,7 @@ def _checked_length(max_tokens: int | None, default: int, longest: int) -> int:
 
 
 def _everywhere(zero: Zero, function: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-    """`function` on sharded parameters and host rows; its result is on every device, replicated."""
+    """Jit a function of sharded parameters and rows in host memory; its result is replicated."""
     result = NamedSharding(zero.mesh, PartitionSpec())
     compiled = jax.jit(zero.apply(function), out_shardings=result)
     rows = NamedSharding(zero.mesh, zero.batch_spec)
