@@ -37,7 +37,7 @@ def extra_for(what: str, extra: str) -> Iterator[None]:
 
     Args:
         what: the beginning of the message, such as "`name` needs".
-        extra: of pyproject.toml.
+        extra: the name of the extra in pyproject.toml.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What XLA does in the installed version of JAX, where the versions that run here differ.
+"""What XLA does in the installed version of JAX, where the supported versions differ.
 
 Each name but the first says what later versions do.
 """

@@ -58,7 +58,7 @@ def attention(
         scale: factor of the logits; by default `1 / sqrt(size)`.
         is_causal: whether a query sees no later keys.
         query_seq_lengths: as in JAX; all logits then exist at once.
-        key_value_seq_lengths: likewise.
+        key_value_seq_lengths: as in JAX; all logits then exist at once.
         local_window_size: how many keys before and after its own position a query sees.
         implementation: as in JAX. "cudnn" keeps the logits on the chip, forward and backward; it
             takes 16-bit arrays with heads of a multiple of 8, up to 128 numbers (256 on Hopper).

@@ -25,7 +25,7 @@ class Form:
             "keys": that of the key must not be 0; None: nothing.
         chunk: the most queries, and keys, of a block.
         query_places: `(factor, offset)`: query x of part p is at position `factor x + offset p`.
-        key_places: the same for keys.
+        key_places: `(factor, offset)` of keys, likewise.
         is_ring: whether each part begins with its own keys only, and receives those of the other
             parts one after the other.
         split_dim: the dim of `[b, p, ...]` that is split over devices: 1 the parts, 3 the heads.

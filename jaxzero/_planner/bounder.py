@@ -129,7 +129,7 @@ class Bounder:
     def _with_axes(self, candidate: Candidate) -> Bounds:
         """The bounds of a candidate with stages, or with tokens split over devices.
 
-        A form of the loss that does not go with its axes is refused once, for all plans with them.
+        If a form of the loss cannot be traced with these axes, it is not traced with them again.
         """
         key = (*candidate.axes, candidate.loss)
         if (error := self._refused.get(key)) is not None:

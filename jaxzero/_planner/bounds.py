@@ -106,11 +106,11 @@ class Work:
         """The work of a candidate.
 
         Args:
-            report: of the candidate's arrays and plan.
+            report: the report of the candidate's arrays and of its plan.
             wire_state: its wire state, as structs; None if it needs none.
             flops: operations of all matrix products of a step, over all devices.
             cluster: the devices.
-            stage: of its config.
+            stage: the ZeRO stage of the candidate's config.
         """
         traffic, host = report.traffic, report.host_traffic
         assert traffic is not None

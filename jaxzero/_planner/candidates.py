@@ -196,7 +196,7 @@ def microbatches_by_tokens(
     rows of a group.
 
     Args:
-        num_rows: of the batch of all devices.
+        num_rows: rows of the batch, over all devices.
         cluster: the devices; those that share a row are of one node.
         microbatches: all numbers of them to try.
 

@@ -200,7 +200,7 @@ class Cluster:
         nodes compute most rows a second, as far as whole micro-batches allow.
 
         Args:
-            microbatches: of a device of the fastest node. The largest share divides it.
+            microbatches: the number for a device of the fastest node. The largest share divides it.
 
         Returns:
             A share for each node, for `zero.value_and_grad(..., shares=)` and `jz.pad_batch`.

@@ -78,7 +78,7 @@ class Compiler:
 
     Args:
         job: what is trained.
-        cluster: of absent devices, with a `Device.target`.
+        cluster: absent devices, whose `Device.target` is not None.
         folder: where compiled programs are kept; None: nowhere.
     """
 

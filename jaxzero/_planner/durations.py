@@ -142,7 +142,7 @@ class Durations:
     """Seconds of plans' gradients, expected from the programs compiled so far.
 
     Args:
-        bounds: of all plans.
+        bounds: the bounds of all plans.
     """
 
     def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds]):

@@ -20,7 +20,7 @@ class Estimates:
     """Memory and step time of plans, expected from the programs compiled so far.
 
     Args:
-        bounds: of all plans.
+        bounds: the bounds of all plans.
         cluster: the devices.
         limit: bytes of a device that a plan may take.
     """

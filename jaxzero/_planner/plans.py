@@ -79,7 +79,7 @@ class Plans:
     """The plans for a job on a cluster, best first.
 
     Attributes:
-        cluster: what they are for.
+        cluster: the cluster that the plans are for.
         limit: bytes of a device that a plan may take.
         rows: every candidate that can be traced.
         num_tokens: tokens of the batch: elements of its largest integer array; 0 if it has none.

@@ -25,9 +25,10 @@ class Promise:
     """The gains of plans over those that are known.
 
     Args:
-        values: of the plans, `[draws, plans]`; infinite if a plan does not fit.
-        known: those of the plans to improve on, `[draws, plans]`.
-        memory: bytes of the plans, above 0, which decide while no draw of any plan fits.
+        values: drawn values of the plans, `[draws, plans]`; infinite if a plan does not fit.
+        known: drawn values of the plans to improve on, `[draws, plans]`.
+        memory: drawn bytes of the plans, `[draws, plans]`, above 0. They decide while no draw of any
+            plan fits.
     """
 
     def __init__(self, values: np.ndarray, known: np.ndarray, memory: np.ndarray):

@@ -43,7 +43,7 @@ class Search:
 
     Attributes:
         job: what is trained.
-        cluster: what for.
+        cluster: the cluster that plans are for.
         limit: bytes of a device that a plan may take.
         objective: what is minimised: seconds, or bytes of memory.
         compiler: compiles candidates; None: there is none for these devices.

@@ -97,7 +97,7 @@ def absent_mesh(cluster: Cluster, stages: int | None = None, tokens: int | None 
 
     Args:
         cluster: the devices.
-        stages: of the mesh, as `make_mesh` takes them.
+        stages: pipeline stages of the mesh, as `make_mesh` takes them.
         tokens: devices that share a row, as `make_mesh` takes them.
     """
     assert cluster.kind.target is not None

@@ -143,7 +143,7 @@ class Temporaries:
     """Temporaries of plans, expected from the programs compiled so far.
 
     Args:
-        bounds: of all plans.
+        bounds: the bounds of all plans.
         cluster: the devices.
         limit: bytes of a device that a plan may take; activations are expected to be of that order.
     """
@@ -203,7 +203,7 @@ class Temporaries:
         """Sample what full compiles of these plans may say, in bytes, `[draws, plans]`.
 
         Args:
-            numbers: of the plans.
+            numbers: the numbers of the plans.
             normal: standard normal numbers, `[draws, features]`.
         """
         drawn = self._regression.weights(normal) @ self._x(numbers, True).T

@@ -277,7 +277,7 @@ def least_elements(
     elements = functools.reduce(np.multiply.outer, map(np.diff, edges), np.array(1))
 
     def cells(number: int) -> np.ndarray:
-        """Which cells a part has."""
+        """The cells that part `number` covers, as booleans in the shape of the grid of cells."""
         parts = zip(edges, (x[number] for x in ends), strict=True)
         inside = [(low[:-1] >= start) & (low[:-1] < stop) for low, (start, stop) in parts]
         return functools.reduce(np.logical_and.outer, inside, np.array(True))

@@ -44,7 +44,7 @@ class MoveStep:
         kind: the operation, as in the table at the top of this file.
         digits: the digits of the devices that it runs over.
         before: for each digit, the factor that it splits before the step, as a `Place`.
-        after: the same after the step.
+        after: for each digit, the factor that it splits after the step.
     """
 
     kind: Literal["slice", "exchange", "permute", "gather"]

@@ -133,7 +133,7 @@ def run_block(
 
     Args:
         block: the block.
-        inputs: of the block.
+        inputs: the values of the block's inputs.
         changed: for some values, a function that is applied to them once they are computed.
         exists: where this is false, no effects on the host happen; None: they always do.
     """

@@ -33,7 +33,7 @@ class LayerLists:
     """The arrays that a stage's program takes: leaves as they are, and a stack for each list.
 
     Attributes:
-        leaves: of all sharded arguments.
+        leaves: the leaves of all sharded arguments.
         stages: the config; None: no stages.
         members: for each array, the leaves that it is made of: one, or one for each layer.
         frozen: the arrays that are stacks of frozen layers, which stages do not divide.
@@ -51,7 +51,7 @@ class LayerLists:
         """Find the lists.
 
         Args:
-            leaves: of all sharded arguments.
+            leaves: the leaves of all sharded arguments.
             trees: for each leaf, the index of the argument that holds it.
             stages: the config; None: no stages.
 
@@ -126,8 +126,8 @@ class LayerLists:
         """The arrays that are made of these leaves.
 
         Raises:
-            NotImplementedError: of a list, some layers are among them and some are not; or a list
-                is frozen.
+            NotImplementedError: the leaves are some layers of a list and not others, or layers of a
+                frozen list.
         """
         wanted = {*leaves}
         for j, group in enumerate(self.members):
@@ -175,9 +175,9 @@ class LayerLists:
         layers a stage has all.
 
         Args:
-            j: the array.
-            shards: of its leaves.
-            dtype: in which they are sent.
+            j: the index of the array.
+            shards: this device's shards of its leaves.
+            dtype: the dtype in which they are sent.
         """
         num = lax.axis_size(STAGE)
         x = jnp.stack(shards)

@@ -30,7 +30,7 @@ class Encoding(NamedTuple):
     """How messages are written.
 
     Attributes:
-        codec: of floats; None sends all arrays as they are.
+        codec: encodes floats; None sends all arrays as they are.
         min_size: arrays with fewer elements are sent as they are, if the codec quantizes.
     """
 

@@ -26,7 +26,7 @@ class Staged:
     Args:
         flat: `(parameters, inputs) -> (loss, weight, gradients, others)` for one micro-batch. The
             first three are None, None and [] in a forward-only program.
-        parameters: of all layers.
+        parameters: shapes and dtypes of the parameters, stacks with all layers.
         inputs: those with rows as `[microbatches, ...]`; only shapes and dtypes are read.
         paths: for each parameter that is a stack of layers its path; None for the others.
         frozen: the parameters that are stacks of frozen layers, which stages do not divide.
@@ -40,7 +40,7 @@ class Staged:
 
     Attributes:
         block: the program of one micro-batch, as it was traced.
-        program: likewise, with the arrays that it closes over.
+        program: the traced program with the arrays that it closes over.
         chosen: what its forward keeps for backward.
     """
 

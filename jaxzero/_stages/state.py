@@ -35,7 +35,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         index: its number, or of the nearest one if there is none.
-        exists: whether there is one.
+        exists: whether there is a micro-batch of this number.
         given: the values of the program's inputs.
         loops: the layer loops.
     """

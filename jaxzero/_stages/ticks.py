@@ -138,10 +138,10 @@ class Pipeline:
         """Run some ticks of the same parts.
 
         Args:
-            state: before them.
-            ticks: their numbers.
-            sums: of gradients so far, in the order of `_no_sums`.
-            parts: of each tick; see `_tick`.
+            state: the state before the first of them.
+            ticks: the numbers of the ticks.
+            sums: sums of gradients so far, in the order of `_no_sums`.
+            parts: which parts each tick has; see `_tick`.
 
         Returns:
             State and sums after them. A loop carries only those sums that it adds to, by which the

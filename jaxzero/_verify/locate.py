@@ -80,8 +80,8 @@ class _Pair:
     """A value for all rows, and that of each part.
 
     Attributes:
-        whole: for all rows.
-        parts: one for each part.
+        whole: the value for all rows.
+        parts: the value of each part.
         source: where it was computed, if it is a sum or mean over rows of different parts.
     """
 

@@ -26,8 +26,8 @@ class Problem:
         function: takes a list of full arrays; returns `(loss, weight, aux)`, with a list of arrays
             as `aux`. The weight is None unless the loss is a sum that is to be divided by it.
         arrays: the full arrays of all arguments, on the host.
-        specs: how each is split over `node` and `local`; a parameter is not.
-        leaves: the layout of each that is a parameter; None of the others.
+        specs: for each array how a step splits it over `node` and `local`; parameters are whole.
+        leaves: for each array its layout, if it is a parameter; None for others.
         differentiated: indices of the arrays that gradients are of.
         grad_names: for each of these, the name of its gradient.
         aux_names: names of the arrays in `aux`.
@@ -133,7 +133,7 @@ class HalfBatches(Problem):
 
     @property
     def names(self) -> list[str]:
-        """The products of all leaves, of each kind in turn; the first half's share."""
+        """Names of `|g1|^2` of all leaves, of `|g2|^2` and of `g1.g2`, then "share"."""
         products = [f"{x} {kind}" for kind in ("first", "second", "cross") for x in self.grad_names]
         return [*products, "share"]
 

@@ -82,7 +82,7 @@ class VerifyReport:
     """The result of `Zero.verify`; `print` it.
 
     Attributes:
-        checks: of all results, the largest ratio of difference and bound first.
+        checks: one for each result, the largest ratio of difference and bound first.
         variations: what changes with other micro-batches, with permuted rows, with other keys.
         roundings: with `float64=True`, whose rounding the differences are.
         cause: where a check fails: "step" (plain JAX on each device's rows gives other values: an

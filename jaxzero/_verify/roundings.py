@@ -77,7 +77,7 @@ def draws_numbers(function: Callable, *args: Any) -> bool:
 
 
 class _Moved:
-    """An interpreter of jaxprs that moves results."""
+    """An interpreter of jaxprs that moves each result by its rounding error."""
 
     def __init__(self, seed: Any, redraw: Any, product_eps: float):
         self.seed, self.redraw, self.product_eps = seed, redraw, product_eps

@@ -165,7 +165,7 @@ class RoundRuns:
             before the exchange.
         codecs: how `method` sends each parameter's pseudo-gradient.
         leaves: the layout of each parameter on the devices of a node, in which it is sent.
-        method: as configured.
+        method: the configured method, with its codec and fragments.
         mesh: the mesh of all nodes.
     """
 

@@ -33,10 +33,10 @@ class Runs:
             `halves`, the inner products of the gradients of the half-batches.
         tables: returns the paths of the tables of which the step sends rows, and for each whether
             it is gathered too.
-        mesh: the mesh.
-        config: the configuration.
-        comm: how the step communicates.
-        microbatches: as configured.
+        mesh: the devices of the step.
+        config: the config of `Zero`.
+        comm: the codecs of the step, and the sizes of the mesh axes.
+        microbatches: the configured number of micro-batches of a device.
     """
 
     step: Callable[[Sequence[Any], int, bool], tuple[list[Any], Any]]

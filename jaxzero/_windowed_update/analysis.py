@@ -80,7 +80,7 @@ class Analysis:
         params: the leaves, for errors.
 
     Attributes:
-        program: the same.
+        program: the traced update.
         reductions: for each level, the reductions of values of leaves, by leaf.
 
     Raises:
@@ -200,8 +200,8 @@ def check_outputs(analysis: Analysis, layouts: UpdateLayouts, owners: Sequence[i
     """Check that each array of a windowed leaf can be replaced by its new value, in its place.
 
     Args:
-        analysis: of the update.
-        layouts: of its trees.
+        analysis: the analysis of the update.
+        layouts: the layouts of its trees.
         owners: for each input of the program the windowed leaf that it belongs to, or None.
 
     Raises:

@@ -52,8 +52,8 @@ class Passes:
     """What the passes over the windows of an update have in common.
 
     Attributes:
-        analysis: of the update.
-        layouts: of its trees.
+        analysis: the analysis of the update.
+        layouts: the layouts of its trees.
         window_bytes: bytes of a leaf's arrays that one window holds.
         full: a function that computes full values of one element, replicated on all devices.
     """
@@ -179,7 +179,7 @@ class Reduction:
 
     Attributes:
         name: "sum", "max", "min", or "dot" for the sum of products of two inputs.
-        dtype: of the result.
+        dtype: the dtype of the result.
     """
 
     name: str
@@ -243,7 +243,7 @@ def in_window(
     """Compute the values that a program wants on a window.
 
     Args:
-        analysis: of the update.
+        analysis: the analysis of the update.
         program: what computes values of one leaf, or arrays that repeat one scalar.
         windows: windows of the leaf's arrays, in device memory.
         scalars: the values of `program.scalars`.

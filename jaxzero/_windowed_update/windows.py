@@ -47,9 +47,9 @@ class Windows:
     overlaps with the one before.
 
     Attributes:
-        shape: of the array.
+        shape: the shape of the array.
         dim: the cut dim; windows have size 1 in all dims before it.
-        size: of a window in the cut dim.
+        size: the size of a window in the cut dim.
     """
 
     shape: tuple[int, ...]
