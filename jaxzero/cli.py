@@ -186,9 +186,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status_of(error: Exception) -> int | None:
     """The exit status of an error whose message suffices; None if it needs a traceback."""
-    if any(isinstance(cause, TimeoutError) for cause in distributed.causes(error)):
+    causes = [*distributed.causes(error)]
+    if any(isinstance(cause, TimeoutError) for cause in causes):
         return PEER_LOST
-    if _is_of_files(error):
+    # A checkpoint that cannot be saved is a `RuntimeError`, caused by the error of its file.
+    if _is_of_files(error) or (type(error) is RuntimeError and any(map(_is_of_files, causes))):
         return FILE_ERROR
     return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), None)
 
@@ -203,11 +205,9 @@ def resume_command(arguments: Sequence[str], name: str | None) -> str:
     return shlex.join(words)
 
 
-def _is_of_files(error: Exception) -> bool:
+def _is_of_files(error: BaseException) -> bool:
     others = (ConnectionError, ChildProcessError, ProcessLookupError, InterruptedError)
-    plain = type(error) is OSError  # those that this package raises have no `errno`
-    has_number = isinstance(error, OSError) and error.errno is not None
-    return (plain or has_number) and not isinstance(error, others)
+    return isinstance(error, OSError) and not isinstance(error, others)
 
 
 def _text_of(error: Exception) -> str:

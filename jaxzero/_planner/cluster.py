@@ -244,7 +244,7 @@ class Cluster:
 
     @property
     def one_node(self) -> Cluster:
-        """One of the nodes."""
+        """The cluster that one node forms by itself."""
         return dataclasses.replace(self, nodes=1, device=self.kind)
 
     @property

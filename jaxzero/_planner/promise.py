@@ -27,8 +27,8 @@ class Promise:
     Args:
         values: drawn values of the plans, `[draws, plans]`; infinite if a plan does not fit.
         known: drawn values of the plans to improve on, `[draws, plans]`.
-        memory: drawn bytes of the plans, `[draws, plans]`, above 0. They decide while no draw of any
-            plan fits.
+        memory: drawn bytes of the plans, `[draws, plans]`, above 0. They decide while no plan fits
+            in any draw.
     """
 
     def __init__(self, values: np.ndarray, known: np.ndarray, memory: np.ndarray):

@@ -1,6 +1,5 @@
 """`jaxzero inspect`: list the leaves or tensors of a checkpoint, from metadata only."""
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
+from .._checked_json import read_json
 from .._checkpoint import DESCRIPTION, list_damaged, list_steps, read_description
 from .._collectives import readable_bytes
 from .._report import TextTable
@@ -96,10 +96,10 @@ def _family(path: Path) -> list[str]:
     if not config.is_file():
         return []
     try:
-        content = json.loads(config.read_bytes())
+        content = read_json(config, remedy="Put back the `config.json` that was saved.")
         kind, architectures = content["model_type"], content.get("architectures") or []
         names = [str(name) for name in architectures]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return [f"config.json says no `model_type` ({type(error).__name__}: {error})"]
     return [f"family {kind}" + (f" ({', '.join(names)})" if names else "")]
 
