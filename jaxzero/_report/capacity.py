@@ -159,7 +159,7 @@ class _Layers:
         return _Size(rest, math.ceil(layers / self.num))
 
     def _is_layer(self, path: str) -> bool:
-        """Whether a leaf is of layers. The path of one of the state ends with its parameter's."""
+        """Whether a leaf is of layers. A leaf of the state has its parameter's path at the end."""
         parts = path.split(".")
         return any(".".join(parts[i:]) in self.paths for i in range(len(parts)))
 

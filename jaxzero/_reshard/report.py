@@ -197,7 +197,7 @@ def _least(
     move: Move,
     resharding: Resharding,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lower bounds in bytes as they are sent, for devices and for nodes."""
+    """The least bytes that must enter each device, and each node, encoded as the move sends them."""
     devices = list(resharding.digits.mesh.devices.flat)
     plain = NamedSharding(source.mesh, plain_spec(leaf, source))
     had, asked = (
@@ -229,7 +229,7 @@ def sent_by(move: Move, mesh: Mesh, nodes: np.ndarray) -> tuple[np.ndarray, np.n
 
     Args:
         move: the move.
-        mesh: the digits of the devices.
+        mesh: the devices, with an axis for each digit of their coordinates (`Digits.mesh`).
         nodes: the node of each device, in the order of `mesh`.
     """
     others, outside = np.zeros(mesh.size), np.zeros(mesh.size)

@@ -1,11 +1,12 @@
 """Send arrays to the next stage or to the one before, also beside a loop over layers.
 
 [Note: messages beside layers] XLA starts a `ppermute` only after the layer loop that it should
-overlap with. So a message is cut into as many parts as a stage has layers. One part is sent in each
-iteration, and a barrier makes its receipt wait for the layer: activations travel to the next stage
-beside backward, cotangents to the stage before beside forward. Another barrier makes the layer wait
-for the part to be taken out of the message: XLA would take it out, and so send it, only once the
-layer gathers weights of the next one, which it would wait for.
+overlap with. So a message is cut into as many parts as a stage has layers, and each iteration sends
+one part: activations travel to the next stage beside backward, cotangents to the stage before
+beside forward. Two barriers order an iteration. The first makes the layer wait until its part is
+cut out of the message: otherwise XLA cuts it out, and so sends it, only when the layer gathers the
+weights of the next one, and that gather waits for it. The second makes the receipt of the part wait
+for the layer, beside which it travels.
 """
 
 from __future__ import annotations

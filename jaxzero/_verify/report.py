@@ -84,7 +84,8 @@ class VerifyReport:
     Attributes:
         checks: one for each result, the largest ratio of difference and bound first.
         variations: what changes with other micro-batches, with permuted rows, with other keys.
-        roundings: with `float64=True`, whose rounding the differences are.
+        roundings: with `float64=True`, how far each result of the step and of plain JAX is from the
+            same in float64.
         cause: where a check fails: "step" (plain JAX on each device's rows gives other values: an
             error of the step), "rows" (it gives the same: the loss depends on which rows share a
             device), "keys" (devices draw the same random numbers), "codecs", "update", "halves",

@@ -197,7 +197,12 @@ class RoundVerification:
         self.samples = self.one.samples(self.want, self.is_random, False)
 
     def report(self, float64: bool, notes: Sequence[str]) -> VerifyReport:
-        """Run the round, and say what holds."""
+        """Run the round, and compare its results with those of plain JAX.
+
+        Args:
+            float64: whether to compare both with plain JAX in float64.
+            notes: sentences for the report.
+        """
         plain = dataclasses.replace(self.runs.method, codec=None)
         got = self.runs.run(plain, False)
         checks, cause = self._compare(got, self.samples), ""
@@ -242,7 +247,7 @@ class RoundVerification:
         ]
 
     def _check_codecs(self) -> list[Check]:
-        """The round with its codec: pseudo-gradients are off by `Codec.error_bound` at most."""
+        """The checks of the round with its codec, whose errors `Codec.error_bound` bounds."""
         got = self.runs.run(self.runs.method, False)
         deltas = self.want[-len(self.runs.leaves) :]  # the last results of `Round`
         triples = zip(self.runs.codecs, self.runs.leaves, deltas, strict=True)

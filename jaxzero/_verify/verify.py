@@ -203,7 +203,7 @@ class Verification:
         )
 
     def _check_codecs(self) -> list[Check]:
-        """The step with codecs: in addition to roundings it may be off by their errors."""
+        """The checks of the step with codecs, under bounds of roundings and of codecs' errors."""
         if not self.encoded:
             return []
         if not self._has_room():

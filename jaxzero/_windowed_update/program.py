@@ -155,7 +155,11 @@ def trace_update(
 
 
 def _arrays_like(layout: TreeLayout, tree: Any, what: str) -> list[Any]:
-    """The arrays of a new tree, in the places of the old one's."""
+    """The arrays of a new tree, in the order of those of the old one.
+
+    Raises:
+        ValueError: the new tree has another structure, or arrays of other shapes.
+    """
     try:
         arrays = layout.flatten_like(tree)
     except ValueError as error:

@@ -1,19 +1,18 @@
 """Cut one device's shards of leaves into windows, and pass over them.
 
-A window is fetched while the one before it is computed: what is fetched a turn before it is read is
-carried for one turn. So a leaf's windows follow one another in a `lax.scan`, whose carry holds the
-leaf's arrays and the current window in device memory. An array is written after the next window of
-it has been fetched (an `optimization_barrier` says so). Otherwise XLA would copy the full array in
-host memory, to keep the values that are still to be fetched. One barrier for each array, rather
-than one for all, lets copies to the host overlap with copies to the device. The last window is
-computed after the loop, while the first window of the next leaf is fetched. So about two windows
-are in device memory.
+A window is fetched while the one before it is computed. A leaf's windows are the iterations
+(turns) of a `lax.scan`, whose carry holds the leaf's arrays, and in device memory the window that
+the turn before has fetched. An array is written after its next window has been fetched, by an
+`optimization_barrier`. Otherwise XLA would copy the full array in host memory, to keep the values
+that are still to be fetched. One barrier for each array, rather than one for all, lets copies to
+the host overlap with copies to the device. The last window is computed after the loop, while the
+first window of the next leaf is fetched. So about two windows are in device memory.
 
-[Note: late writes] An array's write can start when its read has ended, so while the array that is
-read last is written, nothing is read. If all arrays in host memory are both read and written, one
-of them is written a window late instead: its new window is kept in device memory, and written in
-the next turn, before its next read. Then copies run in both directions at all times: with n arrays
-a turn takes the time of n copies rather than n + 1.
+[Note: late writes] An array's write can start when its next window has been read, so while the
+array that is read last is written, nothing is read. If all arrays in host memory are both read and
+written, one of them is written a window late instead: its new window is kept in device memory, and
+written in the next turn, before its next read. Then copies run in both directions at all times:
+with n arrays a turn takes the time of n copies rather than n + 1.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def train(settings: Train, console: Console) -> Outcome:
         Interrupted: Ctrl-C was pressed while training, or SIGTERM came; the run was saved and can
             be resumed.
         Diverged: losses or gradients stay non-finite.
-        RuntimeError: the export does not compute what was trained.
+        RuntimeError: the export does not compute what was trained, or a checkpoint cannot be saved.
         ReplicasDiffer: devices hold different bits in copies of one array.
     """
     began = time.perf_counter()
