@@ -55,10 +55,10 @@ def tune(
 
     Plans are enumerated, and discarded if their state alone does not fit. Of the others, up to 8
     from which most is expected are compiled for the cluster's devices as proxies, without fused
-    kernels for softmax and RMS norm, and walked with the cluster's rates; up to 3 plans, usually
-    of these, are compiled in full, to check their memory. Two compile at the same time. Nothing is
-    run, and no GPU is needed: the compiler is that of the `aot` extra. Where there is none for
-    these devices, plans are ranked by lower bounds alone, which the result says.
+    kernels for softmax and RMS norm, and their step time is predicted from the cluster's rates. Up
+    to 3 plans, usually of these, are compiled in full, to check their memory. Two compile at the
+    same time. Nothing is run, and no GPU is needed: the compiler is that of the `aot` extra. Where
+    it has none for these devices, plans are ranked by lower bounds alone, which the result says.
 
     The step is predicted by a model with stated rates, for comparing plans: on real hardware it may
     take longer.
@@ -90,9 +90,9 @@ def tune(
             plans with pipeline stages divide between nodes. Losses that stages refuse are left out
             of these plans, with a note that says why. None: no stages.
         activation_budgets: whether to try budgets of `jz.Activations` too, for each form of the
-            loss: from the least that can be kept to the most that is sooner read than computed
-            again. A `jax.checkpoint` in the loss is respected, so a loss without one leaves them
-            the choice.
+            loss: from the least that can be kept to all that is faster to read than to compute
+            again. What a `jax.checkpoint` in the loss drops is not kept, so a loss without one
+            leaves most to choose from.
         budget: seconds after which no further compile is started.
         cache: a folder for compiled programs; by default `~/.cache/jaxzero/plans`; None: keep none.
         progress: called with a line of text when something begins.

@@ -197,7 +197,7 @@ def _least(
     move: Move,
     resharding: Resharding,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The least bytes that must enter each device, and each node, encoded as the move sends them."""
+    """The least bytes that must enter each device, and each node, encoded as they are sent."""
     devices = list(resharding.digits.mesh.devices.flat)
     plain = NamedSharding(source.mesh, plain_spec(leaf, source))
     had, asked = (

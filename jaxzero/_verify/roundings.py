@@ -150,7 +150,7 @@ class _Moved:
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             return lax.complex(self._move(x.real, error), self._move(x.imag, error))
         wide = x.astype(_wide(x.dtype))
-        largest = 2 ** (jnp.finfo(x.dtype).nmant // 2)
+        largest = 2 ** (jnp.finfo(x.dtype).nmant // 2)  # a product of two is exact too
         exact = (wide == jnp.round(wide)) & (jnp.abs(wide) <= largest)
         sign = jnp.where((_hashed(x, self.seed) & 1) == 0, 1, -1).astype(wide.dtype)
         return jnp.where(exact, wide, wide + sign * error.astype(wide.dtype)).astype(x.dtype)
