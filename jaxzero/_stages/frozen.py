@@ -83,8 +83,8 @@ def cut_behind_frozen(
 ) -> FrozenCut | None:
     """Cut a program of one micro-batch behind its frozen layers; None if it has none.
 
-    It has none either if gradients pass through them: then they belong to what comes before the
-    layers, and after them in backward, which the first stage runs.
+    Frozen layers through which gradients pass are not cut off. They run on the first stage, before
+    the layers that stages divide, and after them in backward.
 
     Args:
         block: the program.

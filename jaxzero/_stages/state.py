@@ -34,9 +34,9 @@ class MicroBatch(NamedTuple):
     """A micro-batch of a tick.
 
     Attributes:
-        index: its number, or of the nearest one if there is none.
-        exists: whether there is a micro-batch of this number.
-        given: the values of the program's inputs.
+        index: the number of the micro-batch; if the tick has none here, that of the nearest one.
+        exists: whether the tick has a micro-batch here.
+        given: the values of the program's inputs for micro-batch `index`.
         loops: the layer loops.
     """
 

@@ -259,9 +259,9 @@ class LayerUpdate:
         pairs = zip(self.values, layers, strict=True)
         values |= {value: x for value, x in pairs if x is not None}
         new, shape = self.leaf.updates, gradient.shape
-        layers = in_window(self.update.analysis, self.program, values, scalars, shape)
+        computed = in_window(self.update.analysis, self.program, values, scalars, shape)
         inside = [self._is_inside(shape)]
-        masked = (where_valid(inside, x, jnp.zeros((), x.dtype)) for x in layers)
+        masked = (where_valid(inside, x, jnp.zeros((), x.dtype)) for x in computed)
         by_value = dict(zip(new, masked, strict=True))
         return [by_value.get(value) for value in self.values]
 

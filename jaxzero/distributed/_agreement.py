@@ -158,7 +158,7 @@ def _verdict_of_hosts(reports: list[dict[str, Any]]) -> str:
 
 
 def _verdict_of_devices(reports: list[dict[str, Any]], leaves: dict[str, Any], step: int) -> str:
-    hashes = {int(device): leaves for other in reports for device, leaves in other.items()}
+    hashes = {int(device): hashed for report in reports for device, hashed in report.items()}
     differing = sorted({name for leaf_hashes in hashes.values() for name in leaf_hashes})
     if not differing:
         return ""
