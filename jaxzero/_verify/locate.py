@@ -299,7 +299,7 @@ def _split_dims(pair: _Pair, num: int) -> list[int] | None:
 
 
 def _is_row_aligned(whole: Any, parts: list[Any], dims: Sequence[int]) -> bool:
-    """Whether each part has its own rows of `whole`, wherever a merged dim has its rows."""
+    """Whether each part is its own rows of `whole`, where rows may be inside of a merged dim."""
     num = len(parts)
     for outers in itertools.product(*(_divisors(parts[0].shape[i]) for i in dims)):
         cut = [_cut(whole, dims, outers, i, num) for i in range(num)]

@@ -147,8 +147,8 @@ def _verdict_of_hosts(reports: list[dict[str, Any]]) -> str:
                 f"{describe_process(index)} is at step {other['step']}, {describe_process(0)} at "
                 f"{reports[0]['step']}. Start all of them from the same checkpoint."
             )
-        for name, value in other["own"].items():
-            if value != reports[0]["own"].get(name):
+        for name in sorted(other["own"].keys() | reports[0]["own"].keys()):
+            if other["own"].get(name) != reports[0]["own"].get(name):
                 return (
                     f"After step {other['step']} the leaf `{name}` of {describe_process(index)} "
                     f"differs from that of {describe_process(0)}. Compute it from what all "
