@@ -18,8 +18,8 @@ class Bounds:
     """Lower bounds of a step on one device.
 
     Attributes:
-        memory: bytes of parameters, gradients, optimizer state and wire state.
-        host_memory: bytes of them in host memory.
+        memory: bytes of parameters, gradients, optimizer state and wire state in device memory.
+        host_memory: bytes of these arrays in host memory.
         compute: seconds of its matrix products.
         node: seconds in which its bytes enter its node.
         local: seconds in which its bytes enter the device.
@@ -72,8 +72,8 @@ class Work:
     """What a step holds, computes and moves on one device, whatever the rates.
 
     Attributes:
-        memory: bytes of parameters, gradients, optimizer state and wire state.
-        host_memory: bytes of them in host memory.
+        memory: bytes of parameters, gradients, optimizer state and wire state in device memory.
+        host_memory: bytes of these arrays in host memory.
         flops: operations of its matrix products.
         node_bytes: bytes that enter its node.
         received: bytes that it receives.

@@ -219,11 +219,11 @@ def _with_stages(
     quantized: bool,
     layers: Layers,
 ) -> Iterator[Candidate]:
-    """Plans with pipeline stages. The nodes of one of these run a plan of ZeRO stage 3.
+    """Plans with pipeline stages. The nodes of one pipeline stage split its layers by ZeRO stage 3.
 
     A device of `S` stages computes with `S` times as many rows, so with `S k` micro-batches each
-    has as many rows as one of `k` without stages. With no `k` but 1 there are none: then a loss may
-    be no mean over its rows.
+    has as many rows as one of `k` without stages. If 1 is the only `k`, the loss may be no mean
+    over its rows, and there are no such plans.
     """
     if max(microbatches, default=1) == 1:
         return

@@ -100,7 +100,7 @@ class RoundBounds:
 
     @property
     def host_memory(self) -> int:
-        """Bytes of them in host memory."""
+        """Bytes of a node's parameters, gradients and optimizer state in host memory."""
         return self.step.host_memory
 
     @property

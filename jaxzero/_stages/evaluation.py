@@ -315,7 +315,7 @@ class Sums:
         parts: dict[Value, Any] = {}
 
         def read(atom: Atom) -> Any:
-            """The part of an atom; all of what the backward loop has no part in; None for zero."""
+            """The part of an atom, None for zero; an atom without two parts is read in full."""
             if not is_part(atom):
                 return None
             if not isinstance(atom, Value) or atom not in self._tainted or atom in values.known:
