@@ -232,7 +232,7 @@ def _is_zero(atom: Atom, known: Mapping[Value, bool], block: Block) -> bool | No
 
 
 def _keeps_zeros(operation: Operation, known: Mapping[Value, bool], block: Block) -> bool:
-    """Whether an operation makes zeros if all its inputs in `known` are zeros, which they are."""
+    """Whether the outputs are zero. All inputs that depend on cotangents, those in `known`, are."""
     if operation.name in _LINEAR or operation.view() is not None:
         return True
     if _is_linear_in_first(operation):

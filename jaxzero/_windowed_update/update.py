@@ -231,12 +231,12 @@ class LayerUpdate:
 
     @property
     def names(self) -> list[str]:
-        """The tree paths of these arrays; those of the state begin at the optimizer state."""
+        """The tree paths of `arrays`; those of the state begin at the optimizer state."""
         return [self.update.spec(value).path for value in self.values]
 
     @property
     def reads(self) -> list[bool]:
-        """Which of these arrays the update reads."""
+        """For each of `arrays` whether the update reads it."""
         return [value in self.program.reads for value in self.values]
 
     def new_layers(
