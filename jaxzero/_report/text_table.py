@@ -209,14 +209,14 @@ def _merge_at(place: int, rows: list[_Row]) -> list[_Row]:
         key = (paths, cells) if number is None else (_without(paths, place), cells, place)
         groups.setdefault(key, []).append((number, paths, cells, members))
     merged: list[_Row] = []
-    for some in groups.values():
-        numbers = [number for number, *_ in some]
-        if len(some) == 1 or None in numbers or len(set(numbers)) < len(some):
-            merged += [(paths, cells, members) for _, paths, cells, members in some]
+    for group in groups.values():
+        numbers = [number for number, *_ in group]
+        if len(group) == 1 or None in numbers or len(set(numbers)) < len(group):
+            merged += [(paths, cells, members) for _, paths, cells, members in group]
             continue
-        _, paths, cells, _ = some[0]
+        _, paths, cells, _ = group[0]
         together = tuple((*path[:place], tuple(numbers), *path[place + 1 :]) for path in paths)
-        merged.append((together, cells, tuple(i for *_, members in some for i in members)))
+        merged.append((together, cells, tuple(i for *_, members in group for i in members)))
     return sorted(merged, key=lambda row: min(row[2]))
 
 

@@ -52,8 +52,8 @@ def first_difference(
     def results(arrays: Sequence[Any]) -> list[Any]:
         if not only_forward:
             return problem.loss_and_grads(arrays, divide=False)
-        found = _forward(problem, arrays)
-        return found if len(found) > num_forward else [found[i] for i in wanted]
+        forward = _forward(problem, arrays)
+        return forward if len(forward) > num_forward else [forward[i] for i in wanted]
 
     try:
         _Lockstep(problem, mesh, microbatches, results).run()

@@ -180,7 +180,7 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
         ValueError: `reference` is no device of this process, or has not the room.
     """
     least = least_bytes(problem)
-    said = (
+    needs = (
         f"Plain JAX on one device holds at least {readable_bytes(least)} of parameters, gradients "
         "and rows"
     )
@@ -197,10 +197,10 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
     free = free_bytes(device)
     if least > free:
         raise ValueError(
-            f"{said}, and {device} has {readable_bytes(int(free))} left. Verify a smaller model of "
+            f"{needs}, and {device} has {readable_bytes(int(free))} left. Verify a smaller model of "
             "the same layers, or give another `reference`."
         )
-    return device, f"{said}, on {device}."
+    return device, f"{needs}, on {device}."
 
 
 def own_device(mesh: AnyMesh) -> Any:
