@@ -197,8 +197,8 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
     free = free_bytes(device)
     if least > free:
         raise ValueError(
-            f"{needs}, and {device} has {readable_bytes(int(free))} left. Verify a smaller model of "
-            "the same layers, or give another `reference`."
+            f"{needs}, and {device} has {readable_bytes(int(free))} left. Verify a smaller model "
+            "of the same layers, or give another `reference`."
         )
     return device, f"{needs}, on {device}."
 
