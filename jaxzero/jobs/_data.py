@@ -310,6 +310,6 @@ def training_batches(rows: Any, zero: Zero, optimization: Optimization) -> Batch
         epochs.map(lambda i: jax.tree.map(lambda x: x[i], rows)),
         zero,
         batch_size=per_step,
-        # The rows are in memory, so that threads would cost more than they hide.
+        # The rows are in memory: no thread has to read ahead.
         read_options=grain.ReadOptions(num_threads=0, prefetch_buffer_size=0),
     )
