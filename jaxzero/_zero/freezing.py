@@ -70,7 +70,8 @@ class Freezing:
         self._zero = zero
         self.prefix = prefix
         self.num_layers, rows = find_prefix(layout.leaves, prefix, layers, before)
-        # All stages have all frozen layers; if no others are left, stages divide these.
+        # Each stage holds all frozen layers of a stack that is frozen in part. A stack that is
+        # frozen as a whole is divided between the stages.
         is_cut = zero.config.stages is not None and any(n for n in rows)
         of_frozen = dataclasses.replace(zero.config, stages=None) if is_cut else None
         self._cut = make_cut(layout, rows, zero._devices, zero.config, codec, of_frozen)
@@ -255,7 +256,7 @@ class Freezing:
         return cut.whole.stored(join_arrays(cut, *parts, self._zero._programs, axes))
 
     def _leaves(self, active: Any, frozen: Any) -> list[Any]:
-        """The arrays of the whole tree inside a program: in full, stacks in two parts."""
+        """The full arrays of the whole tree, inside a program; stacks in part frozen as two."""
         values = (
             self._values("active", active, self._cut.active),
             self._values("frozen", frozen, self._cut.frozen),
@@ -305,7 +306,7 @@ class Freezing:
 
 
 def _with_two_trees(f: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of `f` with `active` and `frozen` in place of its first parameter."""
+    """The signature of `f`, whose first parameter is replaced by `active` and `frozen`."""
     try:
         parameters = list(inspect.signature(f).parameters.values())
     except (TypeError, ValueError):

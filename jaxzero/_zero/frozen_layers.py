@@ -67,10 +67,10 @@ def freeze_schedule(num_layers: int, alpha: float = 1 / 3) -> Callable[[int], in
 
 
 class Prefix(NamedTuple):
-    """The first layers of a model: which part of each of its arrays belongs to them."""
+    """The first layers of a model: which part of each array belongs to them."""
 
-    num_layers: int  # of the model
-    rows: tuple[Rows, ...]
+    num_layers: int  # of the whole model
+    rows: tuple[Rows, ...]  # for each array: its first rows, 0 for nothing, None for all of it
 
 
 def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: Names) -> Prefix:
@@ -82,15 +82,18 @@ def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: 
         layers: paths of stacks or lists of layers, all of one length.
         before: paths of what comes before layer 0.
 
+    Returns:
+        The number of layers of the model, and for each leaf how much of it is frozen.
+
     Raises:
         ValueError: a path fits no leaf, or too many; the lengths differ; `prefix` is out of range.
     """
     numbers: dict[str, int | None] = {}  # of a leaf's layer; None: it has rows of all layers
     lengths: dict[str, int] = {}
     for name in _names("layers", layers):
-        found = _numbers_in(name, leaves)
-        numbers |= found
-        lengths[name] = _length(name, found, leaves)
+        by_path = _numbers_in(name, leaves)
+        numbers |= by_path
+        lengths[name] = _length(name, by_path, leaves)
     if len(set(lengths.values())) != 1:
         raise ValueError(
             f"`layers` must name stacks or lists of layers, all of one length; got {lengths}."
@@ -126,7 +129,7 @@ def _names(argument: str, names: Names) -> tuple[str, ...]:
 
 
 def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
-    """The paths under `name`, with the number of the layer that `*` stands for."""
+    """For each path under `name` the number that `*` stands for; None if `name` has no `*`."""
     if name.count("*") > 1:
         raise ValueError(f"`layers` may have one `*`, for the number of a layer; got {name!r}.")
     pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"(\.|$)")
@@ -141,9 +144,9 @@ def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
     return numbers
 
 
-def _length(name: str, found: dict[str, int | None], leaves: Sequence[LeafSpec]) -> int:
-    """The number of layers of a stack or list."""
-    numbers = {number for number in found.values() if number is not None}
+def _length(name: str, by_path: dict[str, int | None], leaves: Sequence[LeafSpec]) -> int:
+    """The number of layers of the stack or list at `name`, from the result of `_numbers_in`."""
+    numbers = {number for number in by_path.values() if number is not None}
     if numbers:
         if numbers != set(range(len(numbers))):
             raise ValueError(
@@ -151,8 +154,8 @@ def _length(name: str, found: dict[str, int | None], leaves: Sequence[LeafSpec])
                 f"should be those from 0 to {len(numbers) - 1}."
             )
         return len(numbers)
-    _check_is_no_list(name, tuple(found))
-    shapes = {leaf.path: leaf.shape for leaf in leaves if leaf.path in found}
+    _check_is_no_list(name, tuple(by_path))
+    shapes = {leaf.path: leaf.shape for leaf in leaves if leaf.path in by_path}
     sizes = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(sizes) != 1 or 0 in sizes:
         shown = ", ".join(f"`{path}` {list(shape)}" for path, shape in list(shapes.items())[:4])

@@ -147,8 +147,7 @@ class LocalRounds:
         layouts = self._checked(state)
         specs = batch_specs(batches, self.method.every, self._zero.num_devices)
         arrays = {name: arrays_of(getattr(state, name)) for name in FIELDS}
-        noted: dict[str, Any] = {}
-
+        noted: dict[str, Any] = {}  # the structure of the metrics, once the step is traced
         rows, treedef = jax.tree.flatten(batches)
 
         def run(layouts: Layouts, arrays: Arrays, rows: list[Array]) -> Any:
@@ -220,10 +219,12 @@ class LocalRounds:
         return self._made(layouts, make, arrays)
 
     def report(self) -> LocalReport:
-        """What a device holds between rounds, and what enters a node; after `init` or `abstract`.
+        """Bytes that a device holds between rounds, and that enter a node in one round.
+
+        Call it after `init` or `abstract`, which tell the shapes.
 
         Raises:
-            ValueError: the trees are not known yet.
+            ValueError: neither has been called.
         """
         layouts, method = self._known(), self.method
         exchange = layouts.exchange
@@ -251,6 +252,10 @@ class LocalRounds:
         return self._layouts
 
     def _lay_out(self, params: Any, layout: TreeLayout, state_layout: TreeLayout) -> Layouts:
+        """Lay out all that the rounds of these trees keep, and remember it.
+
+        The trees are also made known to the `Zero` of one node, whose layouts a step sees.
+        """
         kinds = of_arrays(params, trained_leaves(params))
         for leaf, kind in zip(layout.leaves, kinds, strict=True):
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating) and kind is not False:
@@ -292,8 +297,8 @@ class LocalRounds:
                 "`state` must be a `LocalState` from `init`, `rejoin` or the last round; got "
                 f"{type(state).__name__}. Do you mean `rounds.init(params, opt_state)`?"
             )
-        there = arrays_of(state.params)
-        nodes = there[0].shape[0] if there and there[0].ndim else self.num_nodes
+        arrays = arrays_of(state.params)
+        nodes = arrays[0].shape[0] if arrays and arrays[0].ndim else self.num_nodes
         if nodes != self.num_nodes and not any_nodes:
             raise ValueError(
                 f"`state` is of {nodes} nodes, and the mesh has {self.num_nodes}: give it to "
@@ -319,14 +324,14 @@ class LocalRounds:
         return LocalState(**fields)
 
     def _on_node(
-        self, layouts: Layouts, found: dict[str, Any], arrays: Arrays, batches: Any
+        self, layouts: Layouts, noted: dict[str, Any], arrays: Arrays, batches: Any
     ) -> Any:
-        """The round of one node."""
+        """Run the round of one node; `noted` gets the structure of the metrics."""
         # Arrays of each node have a leading dim of nodes; here it has length 1.
         mine = layouts.each(lambda kept, xs: [x[0] for x in xs] if kept.is_per_node else xs, arrays)
         inner = Inner(mine["params"], mine["opt_state"])
         outer = Outer(mine["outer_params"], mine["outer_state"], mine["residuals"])
-        step = LocalStep(self._step, layouts, self._zero.mesh, found)
+        step = LocalStep(self._step, layouts, self._zero.mesh, noted)
         carry, metrics = run_round(
             step, layouts.exchange, layouts.exchanged, Carry(inner, outer), batches
         )

@@ -37,12 +37,12 @@ RESIDUAL_DTYPE = jnp.dtype(jnp.bfloat16)  # as that of `ErrorFeedback`
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """One kind of array that local steps keep from round to round.
+    """The arrays of one field of `LocalState`, which local steps keep from round to round.
 
     Attributes:
         leaves: the layout of each array on the devices of one node.
-        is_per_node: whether every node has its own; then a leading dim counts nodes.
-        axes: the axes that split it inside a node.
+        is_per_node: whether every node has arrays of its own; then a leading dim counts nodes.
+        axes: the mesh axes that split the arrays inside a node.
         build: builds the tree that users see from one stored leaf for each array.
     """
 
@@ -69,7 +69,7 @@ class Kept:
         return of_arrays(tree, overwritten_leaves(tree))
 
     def device_bytes(self, mesh: AnyMesh) -> int:
-        """Bytes of one device, which may be simulated."""
+        """Bytes of these arrays on one device, which may be a simulated one."""
         num_shards = math.prod(mesh.shape[axis] for axis in self.axes)
         pairs = [(leaf.stored, num_shards if leaf.layout else 1) for leaf in self.leaves]
         return sum(x.size * x.dtype.itemsize // pieces for x, pieces in pairs)
@@ -80,7 +80,13 @@ class Kept:
 
 
 def stacked(leaf: LeafSpec, nodes: int, split: bool) -> LeafSpec:
-    """The layout of the arrays of all nodes, on a new leading dim."""
+    """The layout of the arrays of all nodes, stacked on a new leading dim.
+
+    Args:
+        leaf: the layout of one node's array.
+        nodes: the number of nodes.
+        split: whether the mesh axis `node` splits the new dim.
+    """
     return dataclasses.replace(
         leaf,
         shape=(nodes, *leaf.shape),
@@ -165,7 +171,7 @@ class Layouts:
         return cls(kept, inner, state, numbers, exchange)
 
     def each(self, function: Callable[..., Any], *values: Mapping[str, Any]) -> dict[str, Any]:
-        """`function(kept, ...)` for each kind of array, given its entry of each of `values`."""
+        """Call `function(kept, ...)` for each field, with the field's entry of each of `values`."""
         return {
             name: function(kept, *(value[name] for value in values))
             for name, kept in self.kept.items()
@@ -211,10 +217,10 @@ def _leaf_on_one_node(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> Lea
 
 
 def _exchanged_leaf(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> LeafSpec:
-    """The layout in which a leaf is exchanged: split in a node, even if it is not stored so.
+    """The layout in which a leaf is exchanged: split inside a node, even if it is not stored so.
 
-    Then each device sends only its own shard. A leaf that would have to be padded for it is sent
-    by every device.
+    Then each device sends only its own shard. A leaf that would need padding for this is not split,
+    and every device sends all of it.
     """
     if leaf.layout is not None:
         return leaf
@@ -299,7 +305,7 @@ def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) 
 
 
 def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
-    """The arrays of one node, with a copy for every node of those that each has of its own."""
+    """Copy the per-node arrays of one node for every node, on a new leading dim."""
 
     def copied(kept: Kept, xs: list[Array]) -> list[Array]:
         return [jnp.broadcast_to(x, (nodes, *x.shape)) for x in xs] if kept.is_per_node else xs
@@ -310,9 +316,10 @@ def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
 def mean_over_nodes(
     x: Shaped[Array, "nodes ..."], is_overwritten: bool = False
 ) -> Shaped[Array, ...]:
-    """The mean over the leading dim, exact where all are equal; the first if they are no floats.
+    """The mean over nodes, the leading dim; of dtypes other than floats, the first node's value.
 
-    Of state that gradients overwrite, it is the maximum.
+    Of state that gradients overwrite, it is the maximum. Where all nodes are equal, the mean is
+    exactly their value: a sum of equal numbers divided by their count may be rounded.
     """
     if is_overwritten:
         return jnp.max(x, axis=0)

@@ -26,7 +26,12 @@ Shares = tuple[int, ...]
 
 
 def known_shares(shares: Sequence[int] | None, nodes: int, microbatches: int) -> Shares | None:
-    """Check shares, and divide them by what they have in common; None if all are equal.
+    """Check shares, and divide them by their greatest common divisor; None if all are equal.
+
+    Args:
+        shares: one for each node, or None.
+        nodes: the number of nodes.
+        microbatches: how many micro-batches the devices of the fastest node run.
 
     Raises:
         ValueError: they are not one integer of at least 1 for each node, or the micro-batches
@@ -56,7 +61,8 @@ def check_shares(shares: Shares | None, halves: bool, mesh: AnyMesh) -> None:
     """Check that the other options of `value_and_grad` go with `shares`.
 
     Raises:
-        NotImplementedError: half-batches are compared, or the mesh has axes of its own.
+        NotImplementedError: half-batches are compared, or the mesh has axes beside `node` and
+            `local`.
     """
     if shares is None:
         return
@@ -82,11 +88,11 @@ def check_share_nodes(mesh: AnyMesh, shares: Shares | None) -> None:
 def counted_rows(
     rows: int, mesh: AnyMesh, microbatches: int, shares: Shares
 ) -> Bool[np.ndarray, " rows"]:
-    """Which rows of a batch of `rows` rows are computed."""
+    """Whether each row of a batch of `rows` rows is computed: those of micro-batches that run."""
     nodes, local = mesh.shape[NODE], mesh.shape[LOCAL]
-    each = rows // (nodes * local)
-    counts = np.asarray(node_microbatches(microbatches, shares)) * (each // microbatches)
-    is_counted = np.arange(each) < counts[:, None]  # [nodes, each]
+    of_device = rows // (nodes * local)
+    counts = np.asarray(node_microbatches(microbatches, shares)) * (of_device // microbatches)
+    is_counted = np.arange(of_device) < counts[:, None]  # [nodes, rows of a device]
     return np.repeat(is_counted, local, axis=0).reshape(-1)
 
 
@@ -135,9 +141,8 @@ def pad_batch(
     num_rows, mesh = rows_of("`batch`", batch), zero._devices
     node_shares = known_shares(shares, mesh.shape[NODE], microbatches) or (1,) * mesh.shape[NODE]
     divisor = zero.num_devices * microbatches
-    counted = mesh.shape[LOCAL] * sum(
-        node_microbatches(microbatches, node_shares)
-    )  # of `divisor` rows
+    # Of each `divisor` rows, so many are computed.
+    counted = mesh.shape[LOCAL] * sum(node_microbatches(microbatches, node_shares))
     total = -(-num_rows // counted) * divisor if rows is None else rows
     if num_rows == 0 or total % divisor or total // divisor * counted < num_rows:
         raise ValueError(
@@ -146,7 +151,8 @@ def pad_batch(
             f"multiple of {divisor} of which {counted} in each {divisor} hold a row of the batch."
         )
     is_counted = counted_rows(total, mesh, microbatches, node_shares)
-    numbers = np.cumsum(is_counted) - 1  # of the row of `batch` that each row is, or follows
+    # For each row of the result the row of `batch` that it holds; padding repeats the one before.
+    numbers = np.cumsum(is_counted) - 1
     weights = (is_counted & (numbers < num_rows)).astype(np.float32)
     taken = np.clip(numbers, 0, num_rows - 1)
 

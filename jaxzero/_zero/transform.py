@@ -73,15 +73,15 @@ class Transform:
     def plan(
         self, run: Callable, arrays: list[list[Any]], state: Any, along: Sequence[int] = ()
     ) -> Plan:
-        """Trace `run(arrays, state)`, which calls `program`, and return the plan of that.
+        """Trace `run(arrays, state)`, which calls `program`, and return the plan of the program.
 
         The plan has gathers, reductions, transfers and copies.
 
         Args:
             run: the function.
-            arrays: those of each argument.
-            state: what else it takes.
-            along: the arguments along which tangents are traced too.
+            arrays: for each argument of the call its global arrays.
+            state: the second argument of `run`: a wire state, or the arrays of an optimizer state.
+            along: positions of the arguments along which tangents are traced too.
 
         Raises:
             ValueError: `along` names no arguments of the call.
@@ -224,10 +224,10 @@ class Transform:
         return self._in_order(reduced, combined)
 
     def _in_order(self, reduced: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
-        """Values for the leaves in the order of `differentiated`, of which some are combined."""
-        found = dict(zip(self.parameters.differentiated, reduced, strict=True))
-        found |= zip(self.combined, combined, strict=True)
-        return [found[i] for i in self.differentiated]
+        """Values for reduced and for combined leaves, merged into the order of `differentiated`."""
+        by_leaf = dict(zip(self.parameters.differentiated, reduced, strict=True))
+        by_leaf |= zip(self.combined, combined, strict=True)
+        return [by_leaf[i] for i in self.differentiated]
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.layout is None:

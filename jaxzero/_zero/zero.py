@@ -72,7 +72,7 @@ class Zero(VerifiedTrees):
 
         Args:
             params: the parameters, from `init` or `shard`.
-            prefix: how many layers are frozen; 0: nothing is.
+            prefix: the number of layers to freeze; 0 freezes nothing.
             layers: where the layers are, as a path in `params`: `"encoder.layers"` for a stack with
                 a leading dim of layers; for a list of layers, with `*` for the number,
                 `"encoder.layers.*"`; or several such paths.
@@ -151,7 +151,7 @@ class Zero(VerifiedTrees):
             batch_argnums: the argument that is the batch, split on dim 0 over all devices
                 (`batch_spec`): a position, a name, or several. By default the one argument that can
                 be: it holds an array with rows, and is neither a sharded tree nor a random key.
-                `()`: there is none. Other arguments are replicated on every device.
+                `()` says that there is no batch. Other arguments are replicated on every device.
             in_specs: for each positional argument None, or a tree prefix of `PartitionSpec`s over
                 `node` and `local`: for arguments that are split in another way, or only in part.
 
@@ -170,7 +170,7 @@ class Zero(VerifiedTrees):
 
         Warns:
             UserWarning: no argument is a batch, so that each device computes everything.
-            RowsMixedWarning: `f` mixes rows, so that it is no mean of what each row gives.
+            RowsMixedWarning: `f` mixes rows, so that its loss is no mean over the rows.
         """
         options = gradient_options(
             self._devices,
@@ -313,7 +313,7 @@ class Zero(VerifiedTrees):
             if wire_state is None and not self._has_warned and reads_kept_slices(transform):
                 self._has_warned = True
                 warn_of_full_weights(self.config)
-            # What is kept of gradients has no part in it.
+            # Residuals of gradients have no part in a program without gradients.
             slices = DeviceWireState(wire_state_of(transform, wire_state).slices)
             return self._programs.run(transform.program, arrays, slices)[2]
 
