@@ -88,7 +88,8 @@ def _gather_source(
 ) -> EncodedShards:
     assert leaf.layout is not None
     moved = leaf.layout.dim != weight.layout.dim
-    # Both read the whole shard, so nothing of it can be copied layer by layer later.
+    # A moved split and a node slice both need the whole shard on the device, so it cannot be copied
+    # layer by layer later.
     if moved or comm.hpz:
         shard = copy_to_device(shard, "weights", leaf.path, windowed=False)
     size = math.prod(leaf.shape[depth:])

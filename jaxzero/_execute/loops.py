@@ -93,14 +93,15 @@ class LoopRun(LoopInputs):
 
     @functools.cached_property
     def is_cut(self) -> bool:
-        """Whether the ticks are several loops: what each stacks is then carried from one to all."""
+        """Whether the ticks run as several loops; each stack is then carried through all of them."""
         return len(self.pipeline.cuts) > 2
 
     def carries(self, key: pipeline.Key) -> bool:
         """Whether a stack is carried, and filled in its place, so that `lax.scan` stacks nothing.
 
-        It is if it is filled after the iteration, if it is read or added to, and if it lies in host
-        memory: JAX 0.10 writes a stack there in the wrong order where the loop is reversed.
+        It is carried if it is filled after the iteration's tick, if the loop reads it or adds to
+        it, or if it lies in host memory, where JAX 0.10 writes the outputs of a reversed loop in
+        the wrong order.
         """
         kind, i = key
         if kind == "slices":
@@ -154,15 +155,15 @@ class LoopRun(LoopInputs):
         shape, (kind, number) = (self.loop.length, *layer.shape), key
         if kind == "output" and number in self.plan.host_gradients:
             return empty_in_host(shape, layer.dtype, number)
-        # The compiler makes `lax.empty` whole along `tokens`, and zeros in the parts that it needs.
+        # Along `tokens` the compiler makes `lax.empty` in full, and of zeros only the needed parts.
         return (lax.empty if num_token_parts() == 1 else jnp.zeros)(shape, layer.dtype)
 
     def _enter(self, state: LoopState, ticks: range, shapes: Mapping[Any, Any]) -> None:
-        """Add what a loop over some ticks carries and is not there yet.
+        """Add the entries that a loop over `ticks` carries and the state does not have yet.
 
         These are copies from host memory that no gather needed earlier, and zeros for iterations
-        before the first. Copies of leaves that are updated are made for these too, of the first
-        layer: it is written back where there is no gradient yet.
+        before the first. For leaves that are updated, these iterations get a copy of the first
+        layer: the loop writes it back where there is no gradient yet.
         """
         entries, read_later = self.pipeline.carried(ticks), self.pipeline.found_by(ticks.start)
         for _, lag in entries:  # the tick below shares these with the state
@@ -202,8 +203,8 @@ class LoopRun(LoopInputs):
         Returns:
             The program's carry and the state after them, and the stacks that are not carried.
 
-        XLA takes a single tick out of its loop. Nothing there may be fused with what lies around
-        it, so that it has the bits of the others.
+        XLA unrolls a loop of one tick. Barriers keep it from fusing the tick's operations with
+        those around, so that the tick has the bits of the others.
         """
         entries, keys = self.pipeline.carried(ticks), list(state.stacks)
         listed = list(self.pipeline.in_ticks(ticks))
@@ -224,7 +225,7 @@ class LoopRun(LoopInputs):
             tick.run(listed, entries)
             collected[:] = [x for x in tick.collected if not self.carries(x)]
             after = [
-                # Where nothing is sent any more, what was sent last stays in its place.
+                # In ticks that send nothing more, an entry keeps what was sent last.
                 *(
                     current.by_lag.get(lag, {}).get(key, x)
                     for (key, lag), x in zip(entries, values, strict=True)

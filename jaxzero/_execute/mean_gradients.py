@@ -120,7 +120,7 @@ def mean_over_devices(
         num_microbatches: how many micro-batches a device has summed, of the fastest node.
         comm: axes and codecs of the reductions.
         share: what each loss was multiplied by before it was differentiated; None: nothing.
-        all_halves: what becomes of the sums over half-batches before they are compared.
+        all_halves: with stages, turns sums over half-batches of a stage into those of all leaves.
     """
     with labelled("other", "loss"):
         loss = sum_over_devices(sums.loss, comm)
@@ -232,7 +232,7 @@ class HalfSums:
             gradient.
         copies: for each leaf, how many devices hold the same shard; its products are divided by it.
         weight: summed weight of this device's rows; None if all examples weigh the same.
-        axes: of the devices that hold all shards together.
+        axes: the mesh axes over which shards lie, over which products of shards are summed.
     """
 
     shards: Sequence[HalfBatchSum | None]

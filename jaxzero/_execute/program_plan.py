@@ -124,7 +124,8 @@ def plan_program(
         # Without kept slices the first micro-batch is like the others.
         if not slices_kept_in_program(top):
             top, later = later, None
-    # Only then is the divisor known while the program runs: half-batches have their own.
+    # Otherwise the program cannot divide: sums go on over micro-batches, the sum of weights is not
+    # known yet, or half-batches have divisors of their own.
     if microbatches == 1 and not comm.halves and shapes[1] is None:
         top, targets = _with_means(top, shapes, targets, parameters, updates)
         top = cut_last_updates(top)
@@ -321,7 +322,7 @@ def _final_gradients(
     """The outputs that are gradients and final once reduced, with the indices of their leaves."""
     leaves = zip(parameters.differentiated, targets, strict=True)
     found = zip(_outputs(shapes, targets), leaves, strict=True)
-    # Of twins, what their tables get is added at the end of the step.
+    # A weight with a twin is not final: the twin's gradient is added at the end of the step.
     return {k: i for k, (i, target) in found if target.is_final and i not in parameters.twins}
 
 

@@ -75,9 +75,9 @@ def with_rows(
             program differentiates the loss of a device itself.
 
     Returns:
-        The program, of which some inputs are shards of tables, and the outputs that are their
-        gradients shards of the sum over all devices, or of the mean; the shapes of its outputs; and
-        the parameters with these tables, and with twins of leaves as the last ones.
+        The program, in which tables among the inputs are replaced by their shards, and gradients of
+        tables among the outputs by shards of the sum (or mean) over all devices; the shapes of its
+        outputs; and the parameters with these tables, and with twins as the last leaves.
     """
     first = 1 if microbatches > 1 else 0
     weights, gradients = _candidates(block, shapes, parameters, first, comm)
@@ -109,7 +109,8 @@ def with_rows(
     tools = Tools(chosen, ids_of_all, comm.sizes)
     weights = {x: i for x, i in weights.items() if i in chosen}
     gradients = {k: i for k, i in gradients.items() if i in chosen}
-    block = with_lookups(block, weights, gradients)  # other products stay
+    # Products of one-hot vectors with other weights stay products.
+    block = with_lookups(block, weights, gradients)
     block = exchange_rows(block, weights, gradients, tools)
     return block, shapes, dataclasses.replace(parameters, tables=moved)
 
@@ -162,7 +163,7 @@ def _choose(
     comm: CommSpec,
     as_means: bool,
 ) -> tuple[dict[int, MovedRows], dict[int, TableOperations]]:
-    """The tables of which rows are sent, and what a device does for each."""
+    """The tables whose rows are sent, and the functions that read and add rows of each."""
     block, _, parameters = program
     num = len(parameters.leaves) - len(parameters.twins)
     moved, chosen = {}, {}
@@ -190,10 +191,10 @@ def _choose(
 def with_table_shards(
     full: Sequence[Array | None], stored: Sequence[Array], parameters: Parameters
 ) -> tuple[list[Array], list[Array | None]]:
-    """What is stored of the parameters, and the program's inputs for them, twins included.
+    """The stored arrays of all parameters, and the program's inputs for them, twins included.
 
-    These are full arrays, but for a table this device's shard. Shards are decoded, and copied to
-    device memory if they lie in host memory.
+    An input is the full array or, for a table, this device's shard, which is decoded, and copied to
+    device memory if it lies in host memory. It is None where the program gathers the weight.
     """
     stored, arrays = parameters.with_twins(stored), parameters.with_twins(full)
     for i in parameters.tables:
@@ -231,7 +232,7 @@ def _pays(rows: Mapping[str, int], weight: Mapping[str, int]) -> bool:
 
 
 def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> TableOperations:
-    """What a device does to look up rows of a table, and to add to its gradient."""
+    """The functions by which a device looks up rows of a table, and adds to its gradient."""
 
     def read(shard: Array, of_all: Array, ids: Array, lookup: Lookup, wait: Any) -> Any:
         fill = None if lookup.is_clipped else lookup.fill

@@ -37,7 +37,7 @@ class WireState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeviceWireState:
-    """The wire state of all sharded arguments of a call, by index of the leaf among all of theirs.
+    """The wire state of all sharded arguments of a call, by index of the leaf among all leaves.
 
     Inside the `shard_map` the values are this device's shards (a node slice in `slices`, an array
     `[1, *shape]` in `errors`); outside they are global arrays, or `PartitionSpec`s (`specs_of`).
