@@ -93,7 +93,7 @@ class LoopRun(LoopInputs):
 
     @functools.cached_property
     def is_cut(self) -> bool:
-        """Whether the ticks run as several loops; each stack is then carried through all of them."""
+        """Whether the ticks run as several loops; all of them then carry every stack."""
         return len(self.pipeline.cuts) > 2
 
     def carries(self, key: pipeline.Key) -> bool:

@@ -22,7 +22,10 @@ class Copies:
         self.operations: list[Operation] = []
 
     def read(self, value: Value, copied: Operation) -> Atom:
-        """What the copy of an operation reads for a value that is not computed again."""
+        """The value that the copy of operation `copied` reads for `value`, which is not copied.
+
+        Subclasses may give it another value.
+        """
         del copied
         return value
 
@@ -39,7 +42,7 @@ class Copies:
         return self._made.get(value, value)
 
     def _copy(self, value: Value) -> None:
-        """Append copies of all that a value is made of, as far as there are none yet."""
+        """Append copies of the operations that a value is made by, unless there are copies."""
         needed: set[Operation] = set()
         waiting = [value]
         while waiting:

@@ -120,7 +120,7 @@ class Operation:
             return bind(equation, inputs)
 
     def reading(self, others: Mapping[Any, Atom]) -> Operation:
-        """This operation, which reads `others[x]` wherever it has read a value `x` among them."""
+        """This operation, reading `others[x]` in place of each input `x` that is in `others`."""
         if others.keys().isdisjoint(self.inputs):
             return self
         return dataclasses.replace(self, inputs=tuple(others.get(x, x) for x in self.inputs))
@@ -144,7 +144,7 @@ class Operation:
     def where(self) -> str:
         """File, line and function, outside of JAX, that it comes from.
 
-        For an operation in a nested `jit`, whose lines JAX caches, where the outermost is called.
+        For an operation in a nested `jit`, whose lines JAX caches: where the outer `jit` is called.
         """
         callers = (x.source_info for x in (self.caller, self.equation) if x is not None)
         return next(filter(None, map(source_info_util.summarize, callers)), "")

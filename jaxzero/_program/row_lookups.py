@@ -107,7 +107,8 @@ def scatter(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
         return [dataclasses.replace(state, sums=operand.sums, mixings=found)]
     if not lost:
         return [state]
-    may_place = any(shape[dim] % rows.num == 0 for dim in index_map)  # by an index not understood
+    # An index that is not understood may put each row in a place of its own.
+    may_place = any(shape[dim] % rows.num == 0 for dim in index_map)
     if operation.name not in ("scatter-add", "scatter_add") or may_place or not indices.is_known:
         return [unknown(*states)]
     return [dataclasses.replace(state, sums=state.sums | {Sum(operation)})]

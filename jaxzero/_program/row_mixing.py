@@ -114,7 +114,7 @@ def find_mixings(
 
 
 def _of_output(state: State) -> frozenset[Mixing]:
-    """The mixings of an output. One with a value for each row may not depend on sums over rows."""
+    """The mixings of an output; sums over rows are such if it has a value for each row."""
     sums = state.sums if state.rows else ()
     return state.mixings.union(
         Mixing("statistic", x.operation, x.operation, x.is_mean) for x in sums
@@ -190,7 +190,7 @@ class _Walk:
 
     def while_loop(self, operation: Operation, given: Sequence[State]) -> list[State]:
         body, num_of_cond, num_of_body = self.inside(operation, while_body)
-        # The condition of a batched loop asks all rows: what it says is no value of any of them.
+        # The condition of a batched loop depends on all rows, but is not a value of any row.
         first = num_of_cond + num_of_body
         constants, carry = given[num_of_cond:first], list(given[first:])
         for _ in range(_MOST_ROUNDS):
@@ -255,7 +255,7 @@ def _stacked(state: State, level: int) -> State:
 
 
 def _added(state: State, loop: Loop, level: int, rows: Rows) -> State:
-    """The state of a carry to which a loop over rows adds: in the end a sum over them."""
+    """The state of a carry after a loop over rows: a sum over them if it depends on each row."""
     if state.parts(level) is None:
         return state
     rest = tuple(x for x in state.rows if x[0] != level)

@@ -171,12 +171,15 @@ def _sums(
 
 
 def mixed(kind: str, sums: Iterable[Sum], operation: Operation) -> list[Mixing]:
-    """For each sum over rows, that `operation` uses it other than linearly."""
+    """A mixing for each sum over rows that `operation` uses other than linearly."""
     return [Mixing(kind, x.operation, operation, x.is_mean) for x in sums]
 
 
 def _with_factor(operation: Operation, states: Sequence[State], state: State) -> State:
-    """Say what a function of sums, such as `1 / max(sum, 1)` or `sqrt(var)`, is a factor of."""
+    """Refine mixings of functions of sums, such as `1 / max(sum, 1)`, that are factors here.
+
+    By the other factor, such a mixing is a statistic, a ratio or a product.
+    """
     mixings = {*state.mixings}
     for this, other in (states, states[::-1]):
         functions = [x for x in this.mixings if x.kind == "function"]

@@ -56,7 +56,13 @@ class _Read(NamedTuple):
 
 
 class _Block:
-    """A block whose loops are to be changed."""
+    """A block whose loops are to be changed.
+
+    Args:
+        block: a program, or the body of a loop.
+        weights: its inputs that are sharded weights, or layers of them.
+        given: returns its inputs that are known integers; called only if they are needed.
+    """
 
     def __init__(self, block: Block, weights: Collection[Value], given: Callable[[], Known]):
         self.block = block
@@ -257,7 +263,7 @@ def _of_layer(operation: Operation) -> Op | None:
 
 
 def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
-    """A loop that does not carry some values, which its body only sums up."""
+    """The loop without the carried sums at `positions`, whose terms it stacks instead."""
 
     def kept(atoms: tuple, first: int) -> tuple:
         return tuple(x for i, x in enumerate(atoms) if i - first not in positions)
@@ -277,7 +283,7 @@ def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
 
 
 def _placed_after(loop: Loop, stacks: Mapping[Rows, Value], out: Value) -> list[Operation]:
-    """The operations that make `out`, a sum of stacks of which a loop has made some rows each."""
+    """The operations that make `out`, the sum of stacks of which the loop has stacked some rows."""
 
     def place(*stacked: Any) -> Any:
         pairs = zip(stacks, stacked, strict=True)

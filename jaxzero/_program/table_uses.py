@@ -34,12 +34,12 @@ class Lookup:
     Attributes:
         operation: the `gather`, or the `scatter-add`.
         array: what is made of the rows, or the cotangents: `[..., *row]` with dims in any order.
-        dtypes: what rows are cast to, in turn; the last is that of `array` where rows are read, and
-            that in which cotangents are sent where they are added.
+        dtypes: the dtypes that rows are cast to, in turn. The last is the dtype of `array` where
+            rows are read, and the dtype in which cotangents are sent where they are added.
         rows: the dims of `array` that are those of a row, in order.
         kept: the dims of the ids that `array` has, in order; it sums over, or repeats, the others.
-        done: the operations that make `array` of the rows.
-        trips: how often it runs.
+        done: the operations (casts, a sum) that make `array` from the rows.
+        trips: how often it runs in a step, loops around it included.
     """
 
     operation: Operation
@@ -96,10 +96,10 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class TableView:
-    """A table as a block sees it."""
+    """A value that is a table, or a table after casts."""
 
-    table: int
-    dtypes: tuple[Any, ...] = ()  # that it is cast to, in turn
+    table: int  # its number
+    dtypes: tuple[Any, ...] = ()  # of the casts, in turn
 
 
 @dataclasses.dataclass
@@ -179,7 +179,7 @@ def views_after(operation: Operation, views: Mapping[Any, TableView]) -> dict[Va
 
 
 def find_reads(block: Block, views: Mapping[Any, TableView]) -> dict[Operation, Lookup]:
-    """What a block makes of the rows that it looks up, by the operation that does."""
+    """The lookups in a block, each by its `gather`."""
     views, lookups = {**views}, {}
     readers: dict[Any, list[Operation]] = {}
     for operation in block.operations:
@@ -235,7 +235,7 @@ def _walk(
 
 
 def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient | None:
-    """Follow a sum of rows from its result to what is added up; None if there is more in it."""
+    """Follow a sum of rows from its result to its terms; None if other things are added too."""
     counts = Counter(x for operation in block.operations for x in operation.inputs)
     counts.update(block.outputs)
     gradient = TableGradient(root, before)

@@ -29,8 +29,8 @@ class Twin:
     """The lookups of a weight, and the terms of its gradient.
 
     Attributes:
-        weight: its number.
-        lookups: the `gather`s, and the casts of the weight that each reads.
+        weight: the number of the weight.
+        lookups: the `gather`s of the weight, each with the casts of the weight before it.
         output: the index of its gradient among the outputs; None if it has none.
         rows: the terms that add rows, and the casts after each.
         others: the other terms.
@@ -95,8 +95,8 @@ def with_twins(
         block: the program.
         weights: numbers of its inputs that are weights.
         twins: from `find_twins`.
-        input_: where the inputs are inserted.
-        output: where the gradients are inserted.
+        input_: the index at which the new inputs are inserted.
+        output: the index at which the new outputs are inserted.
     """
     new_inputs, new_outputs, outputs = [], [], [*block.outputs]
     values, renamed, added = {i: x for x, i in weights.items()}, {}, []
@@ -146,7 +146,7 @@ def _narrows(cast: Operation) -> bool:
 
 
 def _cast(atom: Atom, casts: Casts, made: list[Operation]) -> Atom:
-    """The value after casts like these, whose operations are appended to `made`."""
+    """Apply copies of `casts` to a value; append their operations to `made`."""
     for cast in casts:
         (like,) = cast.outputs
         out = Value(jax.ShapeDtypeStruct(like.shape, like.dtype))

@@ -102,7 +102,7 @@ def known_in_body(
 
 
 def unchanged_in_body(loop: Loop, known: Mapping[Value, np.ndarray]) -> Known:
-    """The known inputs of a loop's body that are equal in all iterations, each as one of them."""
+    """The known inputs of a loop's body that are equal in all iterations; one value of each."""
     inside = known_in_body(loop, known)
     inputs = ((x, inside[x]) for x in loop.body.inputs if x in inside)
     return {
@@ -120,7 +120,7 @@ def _iterations(
     """Run the iterations of a loop, if the inputs `carried` are known in each of them.
 
     Returns:
-        What is known in all iterations, and the inputs that are not.
+        The values that are known in all iterations; and those of `carried` that are not.
     """
     body, first = loop.body, loop.first_stack
     constants = {x: outside[i] for i, x in enumerate(body.inputs[: loop.num_constants])}
@@ -233,7 +233,7 @@ def uniform_values(block: Block, given: Iterable[Value]) -> set[Atom]:
 
     Args:
         block: a program, or the body of a loop.
-        given: its inputs that are.
+        given: its inputs that are equal on all devices.
     """
     return _made_of(block, given, _UNIFORM)
 
@@ -288,7 +288,7 @@ def uniform_in_body(loop: Loop, uniform: set[Atom]) -> set[Atom]:
 
     Args:
         loop: the loop, which runs equally often on all devices.
-        uniform: the values outside of it that are.
+        uniform: the values outside of the loop that are equal on all devices.
     """
     return _in_body(loop, uniform, _UNIFORM)
 

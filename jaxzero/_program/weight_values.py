@@ -208,9 +208,9 @@ class StackValues:
         return size * 2 <= value.num_bytes
 
     def saved(self, value: Value) -> Saved | None:
-        """How the body of a loop makes a stacked output; None unless of weights alone, and large.
+        """How a loop's body makes a stacked output that is large and made of weights alone.
 
-        Differentiation keeps such stacks for backward.
+        None for all other values. Differentiation keeps such stacks for backward.
         """
         if value not in self._saved:
             self._saved[value] = self._find_saved(value)
@@ -225,7 +225,7 @@ class StackValues:
         return isinstance(out, Value) and out not in body.views and is_large(body, out)
 
     def innermost_maker(self, value: Value) -> Operation:
-        """The operation that makes a value; of a stack that a loop makes, that in its body."""
+        """The operation that makes a value; for a stack that a loop makes, the one in its body."""
         operation = self.fixed.makers[value][1]
         if isinstance(operation, Loop):
             out = operation.body.outputs[operation.outputs.index(value)]
