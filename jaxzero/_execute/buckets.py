@@ -147,9 +147,10 @@ def after_decode(
     Leaves that are sent alone are in no message.
 
     Args:
-        group: what is sent.
-        buckets: its messages for a later iteration.
-        full: the full weights of this iteration; those of messages pass the barrier too.
+        group: the weights that are sent together.
+        buckets: their messages for a later iteration.
+        full: the full weights of this iteration, which are updated: weights that come in a message
+            pass the barrier.
     """
     joined = [x for x in buckets if len(x.parts) > 1]
     gathers = [group.gathers[i] for x in joined for i in x.positions]
@@ -243,7 +244,7 @@ def on_shard(
 
 
 def _sizes(group: GatherGroup) -> list[int]:
-    """For each gather, the number of elements of the full array that is sent."""
+    """For each gather, the number of elements of the full array of which shards are sent."""
     slices = (movable_ops.up_to_last_slice(gather.ops)[0] for gather in group.gathers)
     pairs = zip(group.gathers, slices, strict=True)
     return [math.prod(View(gather.weight, ops).shape) for gather, ops in pairs]

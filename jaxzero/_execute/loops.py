@@ -45,7 +45,7 @@ class LoopRun(LoopInputs):
     """One run of a loop, which is operation `index` of the block that `outer` runs."""
 
     def _slices_before(self) -> dict[pipeline.Key, Array]:
-        """The stacks of node slices of the step before, of the weights whose slices are kept."""
+        """The stacks of node slices from the previous step, for weights whose slices are kept."""
         listed = self.pipeline.instructions
         keeps = (x for x in listed if isinstance(x, instructions.KeepSlices))
         kept = {weight for each in keeps for weight in each.weights}
@@ -115,7 +115,7 @@ class LoopRun(LoopInputs):
         return {x.output for x in listed if isinstance(x, instructions.Collect) and x.lag}
 
     def _shapes(self, carry: list[Any], state: LoopState) -> dict[Any, Any]:
-        """The shapes of what iterations leave: of each `pipeline.Entry`, and of outputs and slices.
+        """The shapes of the arrays that ticks pass on: entries of the state, outputs, node slices.
 
         One iteration is traced for shapes alone, from its own tick to the last that works on it.
         """
@@ -184,7 +184,7 @@ class LoopRun(LoopInputs):
     def _shape_of(
         self, state: LoopState, shapes: Mapping[Any, Any], key: pipeline.Key, lag: int
     ) -> Any:
-        """The shape of an entry: that at the same lag, or at the nearest before it or after."""
+        """The shape of an entry: as traced at its lag, or at the nearest lag before or after it."""
         if key[0] == "state":
             leaf = self.updates[key[1]]
             layers = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaf.stacks)
@@ -200,11 +200,11 @@ class LoopRun(LoopInputs):
     ) -> tuple[list[Any], LoopState, dict[pipeline.Key, Any]]:
         """Run some ticks as a loop.
 
-        Returns:
-            The program's carry and the state after them, and the stacks that are not carried.
-
         XLA unrolls a loop of one tick. Barriers keep it from fusing the tick's operations with
         those around, so that the tick has the bits of the others.
+
+        Returns:
+            The program's carry and the state after them, and the stacks that are not carried.
         """
         entries, keys = self.pipeline.carried(ticks), list(state.stacks)
         listed = list(self.pipeline.in_ticks(ticks))

@@ -60,8 +60,8 @@ def check_microbatches(num: Any) -> None:
 def check_exchanges(block: Block) -> None:
     """Raise `NotImplementedError` for a collective that may wait for devices of another node.
 
-    It would wait for ever, as nodes run different numbers of micro-batches. In a `ppermute` XLA
-    lets all devices take part, whatever its axis.
+    Nodes run different numbers of micro-batches, so it would deadlock. XLA runs a `ppermute` over
+    any axis on all devices.
     """
     for operation in block.operations:
         for name, axes in exchanges(operation):

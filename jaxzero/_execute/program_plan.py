@@ -197,9 +197,9 @@ def _can_fetch(i: int, wire_state: DeviceWireState, microbatches: int, comm: Com
 def _makes_slices(microbatches: int, comm: CommSpec) -> bool:
     """Whether the program makes node slices in the first gathers of weights (hpZ).
 
-    With several micro-batches the program of the first does. The others run another program, which
-    has to be compiled too. Without prefetch, where nothing overlaps with the gathers, there is one
-    program for all of them.
+    With several micro-batches, the program of the first micro-batch does. The others run a second
+    program, which has to be compiled too. Without prefetch, where nothing overlaps with gathers,
+    that does not pay, and one program runs all of them.
     """
     if comm.hpz is None or comm.sizes[NODE] == 1:
         return False

@@ -63,7 +63,7 @@ def with_rows(
     comm: CommSpec,
     divides: bool,
 ) -> tuple[Block, Any, Parameters]:
-    """Let a program exchange rows of tables.
+    """Rewrite a program so that devices exchange rows of tables, where that is fewer bytes.
 
     Args:
         block: the traced program.
@@ -71,8 +71,8 @@ def with_rows(
         parameters: the leaves.
         microbatches: how many there are; with several their index is the first input.
         comm: mesh axes, codecs and schedule.
-        divides: whether gradients may be divided by the number of devices as they are added: the
-            program differentiates the loss of a device itself.
+        divides: whether gradients may be divided by the number of devices as they are added up:
+            true if the program differentiates a device's own loss, not its share of the mean.
 
     Returns:
         The program, in which tables among the inputs are replaced by their shards, and gradients of
@@ -207,8 +207,8 @@ def with_table_shards(
 def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
     """Whether rows of leaf `i` can be sent.
 
-    Not with sums that are kept in halves, added in a tree, or made by other numbers of
-    micro-batches on each node; not of a leaf that the user splits over further axes.
+    They cannot with half-batch sums, with sums that are added in a tree, or with nodes that run
+    different numbers of micro-batches; nor if the user splits the leaf over further axes.
     """
     leaf = parameters.leaves[i]
     is_table = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.dtype(leaf.dtype).itemsize >= 2

@@ -101,7 +101,7 @@ class Tick:
         _HANDLERS[type(each)](self, each)
 
     def _iteration(self, each: instructions.Instruction, when: Value | None = None) -> Any:
-        """The iteration that an instruction works on; as an array, not known before `when` is."""
+        """The iteration that an instruction works on; unknown to XLA before `when`, if given."""
         number = self.number
         if when is not None and when in self.runner.by_lag[0]:
             if when not in self._known:

@@ -31,7 +31,7 @@ from .trace import rewritten
 
 @dataclasses.dataclass(frozen=True)
 class LeafOf:
-    """The leaf that an input of a program belongs to, and its role, as "gradient"."""
+    """The leaf that an input of a program belongs to, and its role, such as "gradient"."""
 
     leaf: int
     role: Hashable
@@ -98,7 +98,7 @@ def stack_alike_leaves(
 
 
 def _even_parts(leaves: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Parts of at most `most` leaves, of equal sizes but for one leaf."""
+    """Cut a list into parts of at most `most` leaves, whose sizes differ by at most one."""
     num = -(-len(leaves) // most)
     bounds = [len(leaves) * i // num for i in range(num + 1)]
     return [leaves[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -158,7 +158,7 @@ class LeafValues:
         return self._number(("constant", self._kinds.constant(atom)))
 
     def role(self, x: Atom) -> LeafOf | None:
-        """The leaf that a value is made of, and how; None for no or several leaves."""
+        """The leaf that a value is made of, with its key as role; None for no or several leaves."""
         if isinstance(x, Constant) or x not in self.leaf:
             return None
         return LeafOf(self.leaf[x], self.key[x])
@@ -166,8 +166,8 @@ class LeafValues:
     def products_of(self, leaf: int) -> Sequence[Operation]:
         """The operations that multiply a leaf's matrix, or mix its elements before and after that.
 
-        Elementwise operations are included only between them, so that the others are computed as
-        the leaf is stored.
+        Elementwise operations between these are included. Those before and after are not, so that
+        they run in the layout in which the leaf is stored.
         """
         if leaf not in self._products:
             self._products[leaf] = self._find_products(self._of_leaf[leaf])

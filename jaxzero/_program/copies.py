@@ -9,7 +9,7 @@ from .ir import Atom, Block, Loop, Operation, Value
 
 
 class Copies:
-    """The operations of a block, with copies of others in front of the first to read them.
+    """Builds a list of operations in which copies of `repeated` stand before their first reader.
 
     Args:
         repeated: the operations to copy, in program order.
@@ -30,7 +30,7 @@ class Copies:
         return value
 
     def add(self, operation: Operation) -> None:
-        """Append an operation that reads copies."""
+        """Append an operation, which then reads copies, after the copies that it needs."""
         for x in operation.values:
             self._copy(x)
         copies = {x: self.of(x) for x in operation.values}
@@ -64,7 +64,7 @@ class Copies:
 
 
 def _renewed(operation: Operation, inputs: Iterable[Atom]) -> Operation:
-    """An operation of the same kind with values of its own, in the bodies of loops too."""
+    """A copy of an operation that makes new values, in the bodies of loops too."""
     outputs = tuple(map(like, operation.outputs))
     operation = dataclasses.replace(operation, inputs=tuple(inputs), outputs=outputs)
     if isinstance(operation, Loop):

@@ -53,8 +53,8 @@ def with_lookups(block: Block, weights: Mapping[Value, int], gradients: Mapping[
 
     Args:
         block: the program.
-        weights: numbers of its inputs that are weights.
-        gradients: by index of the output, the number of the weight that it is the gradient of.
+        weights: for each input that is a weight, its number.
+        gradients: for the index of each output that is a gradient, the number of its weight.
     """
     views: dict[Any, TableView] = {x: TableView(i) for x, i in weights.items()}
     return _rewritten(block, views, [block.outputs[k] for k in gradients], {})
@@ -121,7 +121,7 @@ def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation
 def _read(
     operation: Operation, views: Mapping[Any, TableView], makers: Mapping[Any, Operation]
 ) -> list[Operation] | None:
-    """A lookup for a product of one-hot vectors with the rows of a table."""
+    """The lookup that replaces a product of one-hot vectors with a table; None for others."""
     contracted, batch = operation.equation.params["dimension_numbers"]
     for at in (0, 1):
         table, one_hot = operation.inputs[at], _one_hot(operation.inputs[1 - at], makers)
@@ -134,7 +134,7 @@ def _read(
 
 
 def _rows(one_hot: _OneHot, dtype: Any, rows_first: bool, table: Any, ids: Any) -> Any:
-    """The rows `[*others, *row]`; with `rows_first` `[*row, *others]`."""
+    """Look up rows: `[*ids, *row]`, or `[*row, *ids]` with `rows_first`."""
     num, row = len(one_hot.others), table.shape[1:]
     windows = tuple(range(num, num + len(row)))
     numbers = lax.GatherDimensionNumbers(windows, (0,), (0,))
@@ -144,7 +144,7 @@ def _rows(one_hot: _OneHot, dtype: Any, rows_first: bool, table: Any, ids: Any) 
 
 
 def _added(operation: Operation, makers: Mapping[Any, Operation]) -> list[Operation] | None:
-    """An addition to rows of zeros for a product of cotangents with one-hot vectors."""
+    """The `scatter-add` that replaces a product of one-hot vectors with cotangents; or None."""
     product, out = operation, operation.outputs[0]
     order = [*range(len(out.shape))]
     if operation.name == "transpose":

@@ -101,7 +101,7 @@ def _is_costly(equation: Any) -> bool:
 
 
 def multiplies_matrices(operation: Operation) -> bool:
-    """Whether it, or a loop that it is, has products or decompositions of matrices."""
+    """Whether an operation, or the body of a loop, has products or decompositions of matrices."""
     return operation.name != "cond" and any(
         is_matrix_product(equation)
         if equation.primitive.name == "dot_general"
@@ -361,15 +361,15 @@ def makes_zeros(operation: Operation) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fork(Operation):
-    """A `cond` of which devices may take different branches."""
+    """A `cond` in which devices may take different branches."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Branch(Loop):
     """A branch of a `cond`: a loop that runs once or not at all.
 
-    It carries its results, and last whether it runs. It scans nothing. If it does not run, it
-    returns what it is given to carry.
+    Its carry is its results, and last a boolean: whether it runs. It scans nothing. If it does not
+    run, it returns the carry that it is given.
     """
 
     operands: tuple[Atom, ...] = ()  # what any branch of the `cond` reads

@@ -26,10 +26,10 @@ from .unrolled_layers import LayersOf, Place, StackPart, Window, rows
 def with_rolled_layers(
     function: Callable[[list[Any]], Any], stacks: Mapping[int, StackPart]
 ) -> Callable[[list[Any]], Any]:
-    """`function`, of which layers that are unrolled run in one scan.
+    """Transform `function` so that unrolled layers in it run in one `lax.scan`.
 
     Args:
-        function: of a list of arrays; returns a tree of arrays.
+        function: takes a list of arrays; returns a tree of arrays.
         stacks: the arrays that are stacks of layers, or parts of them, by index. If none of them
             is read layer by layer, the function is called as it is.
 
@@ -204,7 +204,7 @@ def _value(atom: Atom, known: dict[Atom, Any]) -> Any:
 
 
 def _typed(x: Any, dtype: Any) -> Any:
-    """An array of a dtype: a Python number takes it, as in an operation with an array."""
+    """`x` as an array of `dtype`; a random key as it is. `x` may be a Python number."""
     return x if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.asarray(x, dtype)
 
 

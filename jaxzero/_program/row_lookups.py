@@ -52,7 +52,7 @@ def gather(rows: Rows, operation: Operation, states: Sequence[State]) -> list[St
 
 
 def _index_dim(indices: State, index_map: Sequence[int], dim: int) -> int | None:
-    """The dim of the indices along which they count from 0 through a dim of the operand."""
+    """The dim along which indices count 0, 1, ... through dim `dim` of the operand; or None."""
     if indices.index is None or dim not in map(int, index_map):
         return None
     at, columns = indices.index
@@ -61,7 +61,7 @@ def _index_dim(indices: State, index_map: Sequence[int], dim: int) -> int | None
 
 
 def scatter(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `scatter` and `scatter-add`; a sum over rows is one of what is added up."""
+    """Rule of `scatter` and `scatter-add`; adding several rows to one place is a sum of rows."""
     operand, indices, updates = states
     numbers = operation.equation.params["dimension_numbers"]
     shape, update_shape = (shape_of(operation.inputs[i]) for i in (0, 2))

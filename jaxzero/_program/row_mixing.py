@@ -93,8 +93,8 @@ def find_mixings(
     """Find where values of different rows meet on the way to outputs of a program.
 
     Args:
-        block: the program; of one that is differentiated, what leads to `outputs` is forward.
-        inputs: those with rows, by position.
+        block: the program. If it is differentiated, only its forward part leads to `outputs`.
+        inputs: the inputs with rows, by position.
         axes: the mesh axes that split the rows, over more than one device.
         outputs: the positions of the outputs.
 
@@ -264,7 +264,7 @@ def _added(state: State, loop: Loop, level: int, rows: Rows) -> State:
 
 
 def _either(states: Sequence[State], rows: Rows) -> State:
-    """The state of a value that is one of several."""
+    """The state of a value that may be any of several, as after a `cond`."""
     first = states[0]
     if all(x == first for x in states):
         return first

@@ -30,11 +30,11 @@ from .row_states import (
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is known of all rows.
+    """The rows of a batch.
 
     Attributes:
-        num: how many one call of the function gets.
-        axes: the mesh axes that split them, of more than one device.
+        num: the number of rows that one call of the function gets.
+        axes: the mesh axes of more than one device that split the rows.
     """
 
     num: int
@@ -58,7 +58,7 @@ IDENTITIES = {
 
 
 def joined_rows(states: Sequence[State]) -> tuple[tuple[int, Parts], ...]:
-    """The dims with rows of what combines arrays of one shape, element by element.
+    """The dims with rows of a result that combines arrays of one shape element by element.
 
     Raises:
         NotAligned: different rows meet.
@@ -125,7 +125,7 @@ def elementwise(rows: Rows, operation: Operation, states: Sequence[State]) -> li
 
 
 def linear(rows: Rows, operation: Operation, states: Sequence[State]) -> State:
-    """The state of what puts arrays of one shape together and leaves sums linear.
+    """The state of a result that combines arrays of one shape linearly.
 
     Raises:
         NotAligned: different rows meet.
@@ -144,7 +144,7 @@ def _index(operation: Operation, states: Sequence[State]) -> Any:
 def _sums(
     operation: Operation, states: Sequence[State], has_rows: bool
 ) -> tuple[frozenset[Sum], list[Mixing]]:
-    """The sums that the result is linear in, and where sums meet rows or one another."""
+    """The sums that the result is linear in, and mixings where sums meet rows or other sums."""
     every = frozenset().union(*(x.sums for x in states))
     name = operation.name
     if name in _LINEAR:

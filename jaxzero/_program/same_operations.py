@@ -73,7 +73,7 @@ def same_constants(a: Constant, b: Constant) -> bool:
 
 
 def input_dtypes(operation: Operation) -> list[Any]:
-    """The dtypes of an operation's inputs; a constant, a Python number, has that of the program."""
+    """The dtypes of an operation's inputs, as traced; a constant may be a Python number without."""
     return [x.aval.dtype for x in operation.equation.invars]
 
 

@@ -34,7 +34,7 @@ _PLACES = {"dynamic_update_slice", "scatter-add"}
 
 
 def scan_indexed_stacks(block: Block, weights: Collection[Value]) -> Block:
-    """Let loops scan stacks of weights that they index, and stack gradients that they place.
+    """Let loops scan the stacks that they index, and stack the gradients that they write by index.
 
     Args:
         block: the program.
@@ -200,9 +200,9 @@ class _LoopOfBlock:
         self.editor.replace(read.operation.outputs[0], inside)
 
     def _row_sums(self) -> dict[int, dict[Rows, Atom]]:
-        """The rows that an iteration adds to a carried sum, by index of the carry.
+        """For each carried sum, by index of the carry, the rows that an iteration adds to it.
 
-        Only of sums to which each iteration adds stacks that are zero but for one row.
+        Only sums are included to which iterations add stacks that are zero except in one row.
         """
         row_sums = {}
         if not any(x.name in _PLACES for x in self.loop.body.operations):

@@ -190,7 +190,7 @@ def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequenc
 
 
 class _Sinking:
-    """A block; each method replaces it if there is something to move into a loop."""
+    """A block; its methods replace it by one with more operations inside of loops."""
 
     def __init__(self, block: Block, weights: Collection[Value], gradients: Sequence[int]):
         self.weights = weights
@@ -315,7 +315,7 @@ class _Behind:
         return True
 
     def ends(self, gradients: Sequence[Atom]) -> list[Value]:
-        """The last values to compute in the loop, from which `gradients` are made."""
+        """The values on the way to `gradients` that the loop computes last."""
         last: dict[Value, None] = {}
         pending, seen = list(gradients), set()
         while pending:
@@ -333,7 +333,7 @@ class _Behind:
         return list(last)
 
     def _is_needed(self, value: Value) -> bool:
-        """Whether a reduction of `value` cannot move into the loop by itself, past what follows."""
+        """Whether a reduction over devices cannot move before the operations that make `value`."""
         pending, seen = [value], set()
         while pending:
             atom = pending.pop()

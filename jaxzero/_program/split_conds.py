@@ -32,14 +32,14 @@ from .weight_values import fixed_of
 
 
 class Passed(NamedTuple):
-    """A value of a block, and movable operations on it."""
+    """A value, and movable operations to apply to it."""
 
     value: Value
     ops: tuple[Op, ...] = ()
 
 
 def passed_on(block: Block, out: Atom) -> Passed | None:
-    """The input that `out`, a value of a block, is made of by movable operations alone.
+    """The input of a block from which movable operations alone make its value `out`; or None.
 
     A loop passes on a stack if its body passes on each layer of it.
     """

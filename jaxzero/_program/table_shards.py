@@ -41,12 +41,12 @@ class TableOperations:
 
     Attributes:
         shard: the shape and dtype of a shard of the table.
-        total: those of a shard of its gradient.
+        total: the shape and dtype of a shard of its gradient.
         ids: converts the ids `[n, k]` of this device to the int32 array that is sent.
-        axes: the mesh axes that rows are sent over, given whether they are added.
+        axes: from whether rows are added (True) or read, the mesh axes that they are sent over.
         read: reads rows and sums `k` at a time. Takes a shard, the ids of all devices, those of
             this one, the `Lookup`, and a function that lets an array wait. Returns `[n, *row]`,
-            and an array `[1]` that is known once the rows of all devices have been dropped.
+            and an array `[1]` that is computed after the rows of all devices have been dropped.
         add: adds rows to a shard of sums, and returns it. Takes the shard, the ids of all devices,
             the cotangents `[n, *row]`, the `Lookup`, and two functions that let an array wait,
             before the first axis and before the others.
@@ -103,7 +103,7 @@ def exchange_rows(
         block: the program.
         weights: numbers of its inputs that are weights.
         gradients: by index of the output, the number of the weight that it is the gradient of.
-        tools: the tables, and what is done on a device.
+        tools: the functions of the tables.
     """
     views = {x: TableView(i) for x, i in weights.items() if i in tools.tables}
     found = find_gradients(block, {k: i for k, i in gradients.items() if i in tools.tables})
@@ -114,7 +114,7 @@ class _BlockRewriter:
     """Rewrites a program, or the body of a loop.
 
     Args:
-        tools: the tables, and what is done on a device.
+        tools: the functions of the tables.
         block: the program, or the body.
         views: its inputs that are tables.
         gradients: how it makes the gradients of tables, by number of the table.
@@ -273,7 +273,7 @@ class _BlockRewriter:
         return {*hoisted}
 
     def _loop(self, loop: Any, read: Mapping[int, TableView]) -> None:
-        """A loop that may read tables, or sum up their gradients."""
+        """Append a loop, rewritten if it reads tables or sums up their gradients."""
         sums = {
             i: (position, inside)
             for i, gradient in self.gradients.items()
@@ -305,7 +305,7 @@ class _BlockRewriter:
         outputs: tuple[Value, ...],
         run: Callable[..., Sequence[Any]],
     ) -> None:
-        """Append a function as an operation that comes from the line of another one."""
+        """Append a function as an operation, with the source line of `operation`."""
         equation, caller = operation.equation, operation.caller
         made = Replaced(name, tuple(inputs), outputs, equation, caller=caller, run=run)
         self.made.append(made)

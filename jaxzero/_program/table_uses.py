@@ -33,7 +33,7 @@ class Lookup:
 
     Attributes:
         operation: the `gather`, or the `scatter-add`.
-        array: what is made of the rows, or the cotangents: `[..., *row]` with dims in any order.
+        array: what is made from the rows, or the cotangents: `[..., *row]`, dims in any order.
         dtypes: the dtypes that rows are cast to, in turn. The last is the dtype of `array` where
             rows are read, and the dtype in which cotangents are sent where they are added.
         rows: the dims of `array` that are those of a row, in order.
@@ -287,7 +287,7 @@ def _read(
     readers: Mapping[Any, list[Operation]],
     outputs: set[Any],
 ) -> Lookup:
-    """A `gather`, with the casts and the sum that alone read its rows."""
+    """The lookup of a `gather`, with the casts and the sum after it, if nothing else reads rows."""
     array = operation.outputs[0]
     numbers = operation.equation.params["dimension_numbers"]
     rows = tuple(int(x) for x in numbers.offset_dims)
@@ -317,7 +317,7 @@ def _read(
 
 
 def _added(block: Block, operation: Operation) -> Lookup:
-    """A `scatter-add`, with the casts of its updates, and without their repetition."""
+    """The lookup of a `scatter-add`, from cotangents before they are cast and repeated."""
     array = operation.inputs[2]
     assert isinstance(array, Value)
     numbers = operation.equation.params["dimension_numbers"]

@@ -171,7 +171,7 @@ def _sum(
 def _in_order(
     inputs: Iterable[Value], old: Iterable[Operation], made: Iterable[Operation]
 ) -> tuple[Operation, ...]:
-    """All operations, those in `made` as soon as their inputs are known."""
+    """Merge new operations `made` into `old`, each as soon as its inputs exist."""
     operations: list[Operation] = []
     ready, waiting = {*inputs}, [*made]
 

@@ -160,7 +160,7 @@ def _warn_of_split(constants: Sequence[Any]) -> None:
 
 
 def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
-    """Trace `function(*args)`, so that it is not called again.
+    """Trace `function(*args)` once, so that later calls do not trace it again.
 
     Returns:
         A function that runs the trace, of arguments like `args`; and the tree of

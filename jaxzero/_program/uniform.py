@@ -239,7 +239,7 @@ def uniform_values(block: Block, given: Iterable[Value]) -> set[Atom]:
 
 
 def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
-    """Find the values of a block that constants and the inputs `given` decide, and no other input.
+    """Find the values of a block that depend on constants and on the inputs `given` alone.
 
     Of an operation such as a `cond`, every output counts as made of every input.
     """
@@ -247,7 +247,7 @@ def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
 
 
 class _Rule(NamedTuple):
-    """Which constants are known, and which operations make known values of known ones."""
+    """Which constants count as known, and which operations make known values from known inputs."""
 
     constant: Callable[[Constant], bool]
     operation: Callable[[Operation], bool]

@@ -336,7 +336,7 @@ def _read(
     atoms: tuple[Atom, ...],
     carried: dict[tuple[Place, Atom], int],
 ) -> Read | None:
-    """Where an input comes from, which is one of `atoms` in each layer; None if it is not alike."""
+    """Where an input, `atoms[i]` in layer `i`, comes from; None if that differs between layers."""
     places = [made.get(x) if isinstance(x, Value) else None for x in atoms]
     if any(x in layers.number for x in atoms):
         numbers = [layers.number.get(x) for x in atoms if isinstance(x, Value)]

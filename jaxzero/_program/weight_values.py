@@ -119,7 +119,7 @@ def _is_scalar(value: Value) -> bool:
 
 
 class Saved(NamedTuple):
-    """A stack that a loop makes of weights alone, in each iteration from one layer of them."""
+    """A stack that a loop makes from weights alone, each layer of it from one layer of theirs."""
 
     loop: Loop
     output: Atom  # of its body

@@ -109,13 +109,13 @@ class ActivationCache:
         return activations
 
     def rest(self, active: Any, frozen: Any, activations: Sequence[Any], *args: Any) -> Any:
-        """The function `f`, given the activations: what `value_and_grad` is applied to.
+        """Compute `f` from cached activations: the function for `value_and_grad`, instead of `f`.
 
         Args:
             active: the active parameters.
             frozen: the frozen parameters; those that only the activations need are not gathered.
-            activations: from calling the cache with the same batch. They are a batch, too: give
-                their position to `batch_argnums`, beside that of the batch.
+            activations: the result of calling the cache with the same batch. They are split over
+                devices too: `batch_argnums` names them beside the batch.
             args: the arguments of `f` after the parameters.
         """
         run, arrays = self._flat(args)

@@ -141,7 +141,7 @@ class Call:
     keywords: tuple[str, ...]
 
     def sharded(self) -> Iterator[tuple[int, int, Argument, TreeLayout]]:
-        """Yield each sharded argument: position, index of its first leaf among all, it, layout."""
+        """Yield `(position, index of first leaf, argument, layout)` of each sharded argument."""
         start = 0
         for number, argument in enumerate(self.arguments):
             if argument.layout is not None:
@@ -149,7 +149,7 @@ class Call:
                 start += len(argument.layout.leaves)
 
     def split(self, arrays: Sequence[Sequence[Any]]) -> Iterator[tuple[Argument, Any, int]]:
-        """Yield each array that is split over devices: its argument, itself, its index there."""
+        """Yield `(argument, array, index)` for each array of an argument that devices split."""
         for argument, leaves in zip(self.arguments, arrays, strict=True):
             if argument.layout is None:
                 for i, (x, spec) in enumerate(zip(leaves, argument.specs, strict=True)):

@@ -24,11 +24,12 @@ from .user_function import call_checked
 
 
 class Freezing:
-    """The first layers of a model frozen: which leaves these are, and how trees are cut by it.
+    """The frozen first layers of a model; cuts trees into a frozen and an active part.
 
-    From `Zero.freeze`; `print` it to see what is frozen. It holds no arrays. Frozen layers have no
-    gradients, no reductions and no optimizer state in use, and are gathered in forward only unless
-    something active comes before them. Cut and join trees between steps, not in a jitted one.
+    `Zero.freeze` makes it; `print` it to see what is frozen. It holds no arrays. Frozen layers have
+    no gradients, no reductions and no optimizer state in use, and are gathered in forward only,
+    unless something active comes before them. Cut and join trees between steps, not in a jitted
+    step.
 
     Attributes:
         prefix: the number of frozen layers.
@@ -108,10 +109,10 @@ class Freezing:
     def split(self, params: Any) -> tuple[Any, Any]:
         """Cut parameters into `(active, frozen)`.
 
-        Both are sharded trees of the structure of `params`, with None for what is in the other; a
-        stack of layers that is frozen in part has its first rows in `frozen` and the others in
-        `active`. Leaves that are not cut and not encoded are those of `params`, not copies: do not
-        donate `params` afterwards.
+        Both are sharded trees with the structure of `params`, with None for the leaves that are in
+        the other tree. A stack of layers that is frozen in part has its first rows in `frozen` and
+        the others in `active`. Leaves that are neither cut nor encoded are the arrays of `params`,
+        not copies: do not donate `params` afterwards.
 
         Args:
             params: sharded like the tree given to `zero.freeze`; or `ShapeDtypeStruct`s.
@@ -256,7 +257,7 @@ class Freezing:
         return cut.whole.stored(join_arrays(cut, *parts, self._zero._programs, axes))
 
     def _leaves(self, active: Any, frozen: Any) -> list[Any]:
-        """The full arrays of the whole tree, inside a program; stacks in part frozen as two."""
+        """The full arrays of the whole tree, inside a program; `SplitStack`s for cut stacks."""
         values = (
             self._values("active", active, self._cut.active),
             self._values("frozen", frozen, self._cut.frozen),

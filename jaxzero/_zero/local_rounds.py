@@ -136,8 +136,8 @@ class LocalRounds:
                 number or a random key for each step) is `[every]`, and given to every node.
 
         Returns:
-            The next state; and the metrics that the step returned, `[every, nodes, ...]`. Those of
-            a node are about its own parameters and rows.
+            The next state; and the metrics that the step returned, `[every, nodes, ...]`. The
+            metrics of a node are those of its own parameters and rows.
 
         Raises:
             ValueError: `state` is of other trees than those given to `init`; `batches` are not
@@ -198,7 +198,7 @@ class LocalRounds:
         return layout.stored(run_automatic(run, layout.shardings(auto, axes), programs, arrays))
 
     def rejoin(self, state: LocalState) -> LocalState:
-        """A state that another number of nodes saved, for the nodes of this mesh.
+        """Convert a state that was saved with another number of nodes to the nodes of this mesh.
 
         All nodes go on from the mean of the old nodes: of parameters, of optimizer state and of
         residuals. Leaves that are not floats are those of the first node.
@@ -311,7 +311,7 @@ class LocalRounds:
         return layouts
 
     def _made(self, layouts: Layouts, make: Callable[..., Any], arrays: Any) -> LocalState:
-        """The state whose arrays `make(arrays)` returns, each made on the devices that keep it."""
+        """Run `make(arrays)` so that devices make their own shards; return the `LocalState`."""
         mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
         shardings = layouts.each(
             lambda kept: [x.sharding(mesh, kept.axes) for x in kept.global_leaves(nodes)]

@@ -97,14 +97,14 @@ def stacked(leaf: LeafSpec, nodes: int, split: bool) -> LeafSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """The layouts of everything that local steps keep, and what is exchanged.
+    """The layouts of all arrays that local steps keep, and the exchange between nodes.
 
     Attributes:
-        kept: by field of `LocalState`.
+        kept: for each field of `LocalState`, the layouts of its arrays.
         params: the layout of the parameters on one node, which a step sees.
-        opt_state: that of the optimizer state.
-        exchanged: which leaves of the parameters are exchanged.
-        exchange: their exchange.
+        opt_state: the layout of the optimizer state on one node.
+        exchanged: indices of the parameters that nodes exchange.
+        exchange: how nodes exchange them.
     """
 
     kept: dict[str, Kept]
@@ -128,8 +128,8 @@ class Layouts:
         Args:
             method: how local steps are exchanged.
             params: the layout of the parameters over all nodes.
-            opt_state: that of the optimizer state.
-            trained: which leaves of the parameters are trained.
+            opt_state: the layout of the optimizer state over all nodes.
+            trained: for each parameter, whether it is trained.
             mesh: the devices of one node.
             config: gives axes, stage and the persistence threshold.
         """
@@ -267,17 +267,17 @@ def _outer_leaves(outer: OuterLayout, anchors: Sequence[LeafSpec]) -> tuple[Leaf
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LocalState:
-    """What local steps keep from round to round: save it like an optimizer state.
+    """The arrays that local steps keep from round to round; save it like an optimizer state.
 
     Attributes:
-        params: the parameters of every node, on a leading dim.
-        opt_state: the optimizer state of every node, on a leading dim.
+        params: the parameters of all nodes, each array `[nodes, *shape]`.
+        opt_state: the optimizer states of all nodes, each array `[nodes, *shape]`.
         outer_params: the outer parameters (float32), equal on all nodes; None where a leaf is not
             trained.
-        outer_state: the state of the outer optimizer, equal on all nodes; leaves other than those
-            like parameters have a leading dim that counts fragments.
-        residuals: for each leaf that is encoded, by path, what every node has not sent yet
-            (bfloat16).
+        outer_state: the state of the outer optimizer, equal on all nodes; leaves that have no
+            parameter's shape (counters) have a leading dim that counts fragments.
+        residuals: for each parameter whose exchange is encoded, the rounding errors that each node
+            has not sent yet, `[nodes, *shape]` (bfloat16); None for others.
     """
 
     params: Any
@@ -293,7 +293,7 @@ Arrays = dict[str, list[Array]]  # the arrays of a `LocalState`, by field
 
 
 def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) -> Arrays:
-    """The arrays of one node before the first round, from those of its trees."""
+    """The arrays of one node before the first round, from its parameters and optimizer state."""
     numbers = layouts.exchanged
     leaves = layouts.kept["outer_params"].leaves
     outer = [params[i].astype(leaf.dtype) for i, leaf in zip(numbers, leaves, strict=True)]
@@ -331,7 +331,7 @@ def mean_over_nodes(
 
 
 def gathered_mean(arrays: list[Array], kept: Kept, mesh: Mesh | SimulatedMesh) -> list[Array]:
-    """`mean_over_nodes` of arrays that are split over nodes, on every node."""
+    """All-gather per-node arrays over the nodes; return `mean_over_nodes` of each on every node."""
     nodes = mesh.shape[NODE]
     specs = [leaf.spec(kept.axes) for leaf in kept.global_leaves(nodes)]
 

@@ -69,7 +69,7 @@ def batch_specs(batches: Any, every: int, num_devices: int) -> list[PartitionSpe
 
 
 def node_specs(specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
-    """The part of these specs that is over `node`."""
+    """`specs` from `batch_specs`, reduced to the mesh axis `node`."""
     return [PartitionSpec(None, NODE) if spec == _STACKED else PartitionSpec() for spec in specs]
 
 
@@ -103,9 +103,9 @@ def check_kept(name: str, tree: Any, wanted: Any, nodes: int | None) -> None:
 
     Args:
         name: the name of the field.
-        tree: its value.
-        wanted: the same tree with an array or struct for each of its arrays.
-        nodes: how many nodes have arrays of their own in it, on a leading dim; None: they have not.
+        tree: the value of the field.
+        wanted: the tree that it should be, with an array or struct for each array.
+        nodes: the size of the leading dim that counts nodes; None if there is no such dim.
     """
     (paths, leaves, treedef), (_, right, right_treedef) = flatten(tree), flatten(wanted)
     what = "it is another tree" if treedef != right_treedef else ""

@@ -23,9 +23,10 @@ class Forms(NamedTuple):
 
 
 def may_be_split_stack(leaf: LeafSpec) -> bool:
-    """Whether a parameter may be a stack of matrices, stored split along a dim of them.
+    """Whether a parameter may be a stack of matrices that is stored split along a matrix dim.
 
-    Pipeline stages may share its layers, if the devices of a stage divide those of the stage.
+    Pipeline stages may share its layers, if the number of layers of a stage is a multiple of the
+    number of devices of a stage.
     """
     if len(leaf.shape) < 3 or not _is_split(leaf) or leaf.layout is None or leaf.layout.dim == 0:
         return False
@@ -35,7 +36,7 @@ def may_be_split_stack(leaf: LeafSpec) -> bool:
 
 
 def may_be_split_matrix(leaf: LeafSpec) -> bool:
-    """Whether a parameter may be one of several matrices that are split, or a stack of them."""
+    """Whether a parameter is stored split, and may be a matrix or a stack of matrices."""
     if leaf.stages is not None:
         return may_be_split_stack(leaf)
     return len(leaf.shape) >= 2 and _is_split(leaf)

@@ -65,7 +65,7 @@ from .matrix_layouts import (
 
 
 class MatrixUpdate:
-    """`tx.update`, traced on arrays of true shapes, with stacks of the matrices it multiplies.
+    """`tx.update`, traced on arrays of true shapes, and rewritten to multiply stacks of matrices.
 
     Args:
         tx: the optimizer.
@@ -121,7 +121,7 @@ class MatrixUpdate:
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
     ) -> list[Any]:
-        """The arrays of `(updates, state)`, of flattened trees with these arrays."""
+        """Run `tx.update` on the trees `flat`, filled with `arrays`; return its flat arrays."""
         remaining = iter(arrays)
         grads, state, params, extras = (
             jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
@@ -165,7 +165,7 @@ class MatrixUpdate:
 
 
 def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
-    """The parameter that an array of the state belongs to, and the array's role; None: no one.
+    """The parameter that an array of the state belongs to, and the array's role; None without one.
 
     It is the parameter whose path is the end of the array's path.
     """
@@ -190,16 +190,17 @@ class _Run(NamedTuple):
 
 
 class _Program:
-    """A program, an update or a branch of it, and its stacks of matrices.
+    """The program of an update, or a branch of a `cond` in it, and its stacks of matrices.
 
     Args:
         block: the program.
-        roles: for its first inputs the parameters that they belong to, or None.
+        roles: for each of the first inputs the parameter that it belongs to, or None.
         params: the layouts of the parameters.
 
     Attributes:
         block: the program.
-        roles: for its inputs the parameters that they belong to; only of parameters that may move.
+        roles: for each input that belongs to a parameter which may be split by layer, that
+            parameter, and the input's role and layout.
         params: the layouts of the parameters.
     """
 

@@ -61,7 +61,7 @@ class TrueShapes(optax.GradientTransformationExtraArgs):
 
 
 def check_is_optimizer(tx: Any) -> None:
-    """Raise `TypeError` for what is no optimizer, such as `optax.adam` without its arguments."""
+    """Raise `TypeError` unless `tx` is an optimizer; `optax.adam` without arguments is none."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
             "`tx` must be an optimizer of optax, such as `optax.adamw(1e-3)`; got a "
@@ -82,7 +82,7 @@ def trained_part(tree: Any, layout: TreeLayout) -> tuple[Any, TreeLayout]:
 
 
 def trained_tree(tree: Any) -> Any:
-    """The tree of `trained_part`."""
+    """The tree with None for the leaves that no optimizer updates: see `trained_part`."""
     _, leaves, treedef = flatten(tree)
     # An empty `StoredArray` stays, as it does in gradients.
     pairs = zip(leaves, _trained(tree), strict=True)
@@ -208,7 +208,7 @@ def _parameter_of(
 def _in_memory(
     leaf: LeafSpec, parameter: LeafSpec | None, mesh: AnyMesh, config: ZeroConfig
 ) -> LeafSpec:
-    """A leaf of the state, in the memory where `config.offload` puts it."""
+    """The layout of a leaf of the state in the memory where `config.offload` puts it."""
     offload = config.offload
     num_shards = config.num_shards(mesh)
     is_in_host = (

@@ -185,8 +185,8 @@ class Outputs:
             comm: gives the number of devices.
 
         Returns:
-            The leaves that are now equal on all devices (mean, sum, first), and this device's rows
-            of the others (stack, concat), which `join` receives as global arrays.
+            Two lists: the leaves that are now equal on all devices (mean, sum, max, first), and
+            this device's part of the others (stack, concat), which `join` gets as global arrays.
         """
         combined = [combine(x, how, comm) for x, how in zip(leaves, self.how, strict=True)]
         pairs = list(zip(combined, self.how, strict=True))
@@ -324,7 +324,7 @@ def combined_gradients(
 
 
 def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpec, str]]:
-    """The leaves of the differentiated arguments, with their indices and reductions."""
+    """Yield the index, layout and reduction of each trained leaf of differentiated arguments."""
     reductions = _reductions(call, options)
     for number, start, argument, layout in call.sharded():
         if number not in options.argnums:

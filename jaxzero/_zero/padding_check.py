@@ -184,7 +184,7 @@ def own_modes() -> Iterator[None]:
 
 
 def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) -> np.ndarray:
-    """Random parameters `[2, 2, ...]`, or with `lead` gradients, the second half of them large."""
+    """Random parameters `[2, 2, ...]`; or gradients `[*lead, 2, 2, ...]`, half of them large."""
     dtype = _dtype_of(leaf)
     shape = (*lead, *(2,) * len(leaf.shape))
     x = random.normal(size=shape)

@@ -229,7 +229,7 @@ def _place_map(
 def _targets(
     leaf: LeafSpec, sharding: NamedSharding
 ) -> Iterator[tuple[tuple[slice, ...], list[SingleDeviceSharding]]]:
-    """Each different slice of this process's devices, and the memories that it goes to."""
+    """Each different slice that this process's devices hold, and the memories of those devices."""
     targets: dict[tuple[tuple[int | None, int | None], ...], list[SingleDeviceSharding]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.stored_shape).items():
         assert index is not None
@@ -302,7 +302,7 @@ def gather_full(layout: TreeLayout, leaves: list[Any], programs: Programs) -> li
 
 
 def constrain(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
-    """Shard `x` as `spec` says, in the memory where it is: an array at once, a tracer when run.
+    """Shard `x` by `spec`, in the memory where it lies; a traced array by a constraint.
 
     If the mesh has explicit axes, a traced array is resharded over these only, since its type can
     name no others; the compiler chooses its layout over the other axes. In a program of one node

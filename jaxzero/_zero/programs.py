@@ -163,9 +163,10 @@ def run_with_tangents(
     Args:
         function: a function of trees of arrays.
         args: its arguments.
-        rule_of: from the traced function, returns the arrays that the function to differentiate
-            closes over, and the rule for its tangents. The program keeps the rule, which should
-            hold no arrays. Tangents that are known to be zero are `SymbolicZero`s.
+        rule_of: a function from the traced program to `(closed_over, rule)`: the arrays that the
+            function to differentiate closes over, and the rule for its tangents. JAX keeps the
+            rule, which should hold no arrays. The rule gets `SymbolicZero`s for tangents that are
+            known to be zero.
     """
 
     def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:

@@ -76,7 +76,7 @@ def warn_of_rounding(
 
 
 def _median(x: jax.Array) -> float:
-    """The median of the absolute values of a part of the first shard here."""
+    """The median of the absolute values in a corner of the first shard of this process."""
     if not x.addressable_shards:
         return 0.0
     data = x.addressable_shards[0].data
@@ -116,7 +116,7 @@ def _stuck(
 def _run(
     programs: Programs, tx: optax.GradientTransformation, params: Any, all_grads: list[Any]
 ) -> np.ndarray:
-    """For each leaf, whether an update changes it, and whether one is not 0: `[2, leaves]`."""
+    """Booleans `[2, leaves]`: whether an update changes a leaf, and whether an update is not 0."""
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         updates, new = tx.update(grads, state, params)

@@ -116,8 +116,8 @@ def pad_batch(
         rows: number of rows to pad to, so that all batches have one shape and share a compiled
             program. By default the smallest multiple of devices x `microbatches`.
         microbatches: as given to `zero.value_and_grad`.
-        shares: likewise. Rows stay in order, and padding follows the rows of each device of nodes
-            with smaller shares; it is not computed.
+        shares: as given to `zero.value_and_grad`. Rows stay in order. On nodes with smaller shares,
+            padding follows the rows of each device, and is not computed.
 
     Returns:
         `(batch, weights)`: arrays `[rows, ...]`, and float32 weights, 1 for each of the n rows and
@@ -127,8 +127,9 @@ def pad_batch(
 
     Raises:
         ValueError: the batch has no rows, its arrays have different numbers of rows, an array may
-            be rows or a raw random key, `rows` is too few or not such a multiple, or `shares` is
-            not one integer of at least 1 for each node or does not fit `microbatches`.
+            be rows or a raw random key, `rows` is too small or not a multiple of devices x
+            `microbatches`, or `shares` is not one integer of at least 1 for each node or does not
+            fit `microbatches`.
 
     Example:
         >>> def loss_fn(params, batch):

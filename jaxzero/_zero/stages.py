@@ -131,7 +131,7 @@ def _of_step(
     staged: Staged,
     result: Result,
 ) -> Result:
-    """The results of a step for all leaves, from those of a stage for its arrays."""
+    """Convert the results of a stage, for its arrays, to results of the step for all leaves."""
     others, num = [x[0] for x in result.others], len(staged.program.shapes[3])
     made = dict(zip(differentiated, result.gradients, strict=True))
     gradients = _of_leaves(lists, made, next(iter(others[num:]), None))
@@ -194,7 +194,7 @@ def _updates_of_arrays(
 def _of_leaves(
     lists: LayerLists, gradients: Mapping[int, Array | None], arrived: Array | None = None
 ) -> dict[int, Any]:
-    """The gradients of all leaves, as they are stored, from those that a stage has of arrays.
+    """Convert a stage's gradients, of its arrays, to the gradients of all leaves as stored.
 
     Gradients of leaves outside of the layers are summed over stages, once `arrived` is known (see
     `Pipeline.run`).

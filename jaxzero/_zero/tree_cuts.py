@@ -256,12 +256,12 @@ def cut_of_state(
     mesh: AnyMesh,
     config: ZeroConfig,
 ) -> TreeCut:
-    """The cut of the state of `tx`, such that its active part is a state for active parameters.
+    """Cut the state of `tx` so that its active part is the state for the active parameters.
 
     Args:
         tx: the optimizer.
         params: the cut of the parameters.
-        num_layers: the number of rows of a stack.
+        num_layers: the number of layers, which are the rows of a stack.
         mesh: gives the number of shards.
         config: gives axes, stage and the persistence threshold.
 

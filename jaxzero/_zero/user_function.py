@@ -52,7 +52,7 @@ _REMEDY = (
 def explaining_values(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> Iterator[None]:
-    """Explain JAX's errors of Python code that reads the value of an array.
+    """Explain errors that JAX raises if Python code reads the value of a traced array.
 
     The new error names the arguments that the value depends on, the line and the remedy.
 

@@ -91,7 +91,7 @@ class VerifiedCall:
         return counted_rows(self.rows, self.zero._devices, options.microbatches, options.shares)
 
     def _places(self) -> list[int]:
-        """The places of the leaves that get gradients, in the order of arguments."""
+        """Indices, among the arrays of all arguments, of the leaves that get gradients."""
         places = []
         for number in sorted(self.transform.options.argnums):
             first = sum(self.sizes[:number])
@@ -160,7 +160,7 @@ class VerifiedCall:
         return {x.name: not x.is_alone for x in plan.rows}
 
     def _wire_state(self, zero: Any, args: Sequence[Any]) -> dict[str, Any]:
-        """The argument with a new wire state, if the config needs one."""
+        """The keyword argument `wire_state` with a new state; none if the config needs no state."""
         if not zero.config.needs_wire_state:
             return {}
         number = self.options["argnums"]
@@ -275,7 +275,7 @@ def _floats(tree: Any) -> list[Any]:
 
 
 def fetched(x: Any) -> Any:
-    """An array on the host; random keys of this process as they are."""
+    """Copy an array to the host; a random key that is on this process's devices stays there."""
     if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         return on_host(x)
     if x.is_fully_addressable:
