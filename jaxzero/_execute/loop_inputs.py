@@ -161,11 +161,11 @@ class LoopInputs:
         return None if inside in body.uses.views else self.outer.read(outside)
 
     def layer_index(self, iteration: Any) -> Array:
-        """The position of an iteration, which may lie outside of the loop.
+        """The index in the stacks of an iteration, which may lie outside of the loop.
 
-        Past the end, it is the one that the backward loop takes first, second and so on, if a loop
-        goes on with this loop's gathers; otherwise the last one again. Before the start, it is the
-        first.
+        Before the start it is the index of the first iteration. Past the end it is that of the last
+        one; or, if the backward loop goes on with this loop's gathers, of the iteration that the
+        backward loop runs first, second and so on.
         """
         length, iteration = self.loop.length, jnp.asarray(iteration)
         after = 2 * length - 1 - iteration if self.pipeline.goes_on else length - 1

@@ -1,4 +1,4 @@
-"""The sharded arguments of a step, as leaves: which are split, differentiated, looked up, twins."""
+"""The leaves of a step's sharded arguments: which are split, differentiated, tables, or twins."""
 
 from __future__ import annotations
 

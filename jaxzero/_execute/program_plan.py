@@ -1,7 +1,7 @@
 """Plan the program of one step on one device: layouts of weights, and targets of gradients.
 
 In: the traced program of one micro-batch and the leaves of the sharded arguments. Out: its
-`BlockPlan`, and what the step has to know beside it. Nothing runs here.
+`BlockPlan`, with the layouts of weights and the targets of gradients. Nothing runs here.
 """
 
 from __future__ import annotations

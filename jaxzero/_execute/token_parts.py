@@ -2,11 +2,11 @@
 
 A matrix is split over `node` and `local` on one dim and over `tokens` on another. Each device
 gathers the shards of its own part over `node` and `local`, with messages, codecs and buckets of
-parts; the parts are gathered last. Gradients are summed into parts first. What has no such dim is
-equal on all devices along `tokens`, and each of them sends it.
+parts; the parts are gathered last. Gradients are summed into parts first. A leaf without a second
+dim to split is equal on all devices along `tokens`, and each of them sends it.
 
-In flight, the arrays of a bucket are those of parts, with a leading dim that counts parts. These
-functions do what those of `_collectives` do where there is one part.
+In flight, the arrays of a bucket are those of parts, with a leading dim that counts parts. Without
+the axis, these functions are those of `_collectives`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What kind an operation is: of each element, of each layer of a stack, a reduction, or a sum.
+"""Kinds of operations: elementwise ones, those on each layer of a stack, reductions, and sums.
 
-Operations of each element, and reductions, can be run on any part of an array: on a device's shard,
-or on one window of it.
+Elementwise operations and reductions can run on any part of an array: on a device's shard, or on
+one window of it.
 
 [Note: layer forms] An operation on stacks `[layers, ...]` has a form for one layer if element `i`
 of its output depends on element `i` of each stack that it reads, and on what all layers share:

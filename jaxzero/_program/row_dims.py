@@ -1,4 +1,4 @@
-"""Rules of operations that move, join, cut or reduce dims: what they make of rows."""
+"""Rules for operations that move, join, cut or reduce dims: the states of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of lookups, of what is written at indices, and of random bits: what they make of rows."""
+"""Rules for lookups, writes at indices, and random bits: the states of their results."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ A loss that each device computes on its own rows is that of one device if it is 
 the rows are followed through all operations of the forward program: `row_states` says how a value
 depends on them, `row_rules`, `row_dims` and `row_lookups` what operations make of that. Where rows
 meet other than in sums that reach the loss linearly, there is a `Mixing`, unless a collective over
-all devices comes after it. Of what has no rule here nothing is said: a finding is certain, the
-absence of one is not.
+all devices comes after it. Nothing is said about results of operations without a rule: each mixing
+that is found is one, but others may be missed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What each operation makes of rows: a rule for each primitive, from states to states.
+"""Rules for elementwise operations and collectives: the states of results from those of inputs.
 
 Elementwise operations are in four groups, by what they do to sums over rows: those that keep them
 linear, products, quotients, and all others. The rules of operations that move or join dims are in
-`row_dims`. What has no rule here makes values of which nothing is said.
+`row_dims`. The result of an operation without a rule is `unknown`.
 """
 
 from __future__ import annotations

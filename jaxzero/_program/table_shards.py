@@ -70,8 +70,9 @@ class Tools:
 
     Attributes:
         tables: the tables to rewrite, by number.
-        ids_of_all: from mesh axes, the ids `[n, k]` of several lookups, and the numbers of their
-            tables: the ids of all devices, each `[*sizes of the axes, n, k]`.
+        ids_of_all: a function that sends ids. It takes mesh axes, the ids `[n, k]` of several
+            lookups, and the numbers of their tables; it returns the ids of all devices for each
+            lookup, `[*sizes of the axes, n, k]`.
         sizes: the sizes of the mesh axes.
     """
 

@@ -2,8 +2,8 @@
 
 A table is read by `gather` operations that take whole rows along its first dim, in the program or
 in loops that it is a constant of. Its gradient is then a sum of `scatter-add`s into zeros. Casts
-before and after a lookup belong to it, and so does a sum over some of its ids (a bag): a row is
-what is left of them.
+before and after a lookup belong to it, and so does a sum over some of its ids (a bag of rows).
+Cast and summed rows are fewer bytes to send.
 
     rows = sum(cast(cast(table)[ids]))        grads = cast(zeros.at[ids].add(cast(broadcast(ct))))
 """

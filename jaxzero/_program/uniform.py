@@ -1,14 +1,14 @@
 """The values of a program that are equal on all devices: known integers, and all that is uniform.
 
-Integers are known while tracing, whatever the batch is: counters of loops, and values of these. A
-counter is a stack that a loop scans (`jnp.arange`), or a value that it carries (as `lax.fori_loop`
-does); its value in each iteration is found by running the integer operations of the body in NumPy,
-and nothing else.
+Some integers are known while tracing, whatever the batch is: counters of loops, and integers that
+are computed from these. A counter is a stack that a loop scans (`jnp.arange`), or a value that it
+carries (as `lax.fori_loop` does). Its value in each iteration is found by running the integer
+operations of the body in NumPy, and nothing else.
 
-Literals, constants, counters of loops and replicated arguments are uniform, and what deterministic
-operations make of these: devices decide alike by them. What comes from weights or the batch is not,
-nor what any operation makes that is not listed here. A matrix product, for one: two hosts may run
-different kernels for it.
+Literals, constants, counters of loops and replicated arguments are uniform, and so are results of
+deterministic operations on these: devices that branch by them take the same branch. Values that
+depend on weights or the batch are not uniform, nor results of any operation that is not listed
+here, such as a matrix product: two hosts may run different kernels for it.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ operations are
 
     what is before, the operations of a layer (L times, one layer after the other), what is after
 
-where all layers compute the same (`Kinds`) of their weights, of what the layer before made, and of
-values from outside. Operations that read weights of one layer and nothing else, such as casts, may
-stand anywhere. A stack may be in two parts, of which one has the first layers.
+where all layers compute the same function (`Kinds`) of their weights, of results of the layer
+before, and of values from outside. Operations that read weights of one layer and nothing else, such
+as casts, may stand anywhere. A stack may be two arrays, of which one has the first layers.
 """
 
 from __future__ import annotations

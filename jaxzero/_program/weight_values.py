@@ -1,13 +1,13 @@
 """The values of a block that depend on weights and constants alone, not on the batch.
 
-They are *fixed*: as long as the weights are, they can be computed again wherever they are needed. A
-loop's body can compute a layer of such a stack from layers of weights, so that the stack need not
-exist (`StackValues`).
+They are called *fixed*: they do not change during a step, so they can be computed again wherever
+they are needed. A loop's body can compute one layer of a fixed stack from layers of weights, so
+that the stack need not exist (`StackValues`).
 
 A masked or normalised weight is as large as the weight. Differentiation keeps it for backward, so
-that of a model with unrolled layers all would be held at once. `recompute_in_backward` lets
-backward compute it again: its weights are gathered again, and dropped after their last use, as any
-weight is.
+that a model with unrolled layers would hold those of all layers at once. `recompute_in_backward`
+lets backward compute them again: their weights are gathered again, and dropped after their last
+use.
 """
 
 from __future__ import annotations

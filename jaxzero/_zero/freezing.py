@@ -1,4 +1,4 @@
-"""`Freezing`: parameters in two trees, of which one, the first layers, is no longer trained."""
+"""`Freezing`: parameters in two trees, of which one, the first layers, is frozen."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which layers are frozen: the leaves of the first ones, by tree paths, and how many in each epoch.
+"""Find the leaves of the first layers by tree paths, and decide how many to freeze in each epoch.
 
-`layers` names where the layers are: `"layers"` is a stack, whose arrays have a leading dim of
-layers; in `"layers.*"` the `*` stands for the number of a layer, so it is a list of them
-(`layers.0.kernel`), or dicts with numbered names (`"block_*"`).
+A path names where the layers are. `"layers"` is a stack, whose arrays have a leading dim of layers.
+In `"layers.*"` the `*` stands for the number of a layer: a list of layers (`layers.0.kernel`), or
+names with numbers (`"block_*"`).
 
 [Note: when to freeze] PipeTransformer freezes, of the layers that still train, a share `alpha`
 after each epoch:

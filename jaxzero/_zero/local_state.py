@@ -1,4 +1,4 @@
-"""`LocalState`, the arrays of local steps, per node or common to all: layouts, means."""
+"""`LocalState`: the arrays that local steps keep, their layouts, and their means over nodes."""
 
 from __future__ import annotations
 

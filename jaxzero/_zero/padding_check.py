@@ -1,11 +1,11 @@
 """Warn if an optimizer's updates change when leaves are padded, by running it on tiny leaves.
 
-One update would not show it where learning rates start at 0, where gradients of several
+One update would not show a difference where learning rates start at 0, where gradients of several
 micro-batches make an update (`optax.MultiSteps`), or where only large gradients are clipped. So
-`NUM_UPDATES` are compared, of a program that is compiled once, and the second half has gradients
-of size `LARGE`. Layers whose paths differ by numbers are tried by one of them, and all leaves by
-one update. Optimizers with more than `NUM_UPDATES / 2` micro-batches for an update, or a
-larger threshold, can go unnoticed.
+`NUM_UPDATES` updates are compared, by a program that is compiled once, and the second half of them
+has gradients of size `LARGE`. Of layers whose paths differ only by numbers, one is tried so; then
+all leaves are tried by one update. A difference can go unnoticed if more than `NUM_UPDATES / 2`
+micro-batches make an update, or if only larger gradients are clipped.
 """
 
 from __future__ import annotations

@@ -129,12 +129,12 @@ def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def pad_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """Pad, and encode if the leaf has a codec, an array of true shape to its stored form."""
+    """Convert an array of true shape to its stored form: padded, or encoded by the leaf's codec."""
     return leaf.pad(x) if leaf.codec is None else to_stored(leaf.pad(x), leaf)
 
 
 def unpad_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """Decode and unpad an array in stored form to its true shape; the reverse of `pad_leaf`."""
+    """Convert an array in stored form to its true shape; the reverse of `pad_leaf`."""
     full = x if leaf.codec is None else from_stored(x, leaf).join()
     return leaf.unpad(full)
 
