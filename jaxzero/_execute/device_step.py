@@ -294,7 +294,7 @@ def _share(
 
 
 def _with_divisor(comm: CommSpec, share: Array | float | None) -> CommSpec:
-    """Divide the sums of one micro-batch by the sum over devices of their shares of the loss."""
+    """Let reductions divide by the sum of all devices' shares of the loss, if it is a constant."""
     is_known = isinstance(share, float)  # a share by weight is not, and `_means` divides by it
     return dataclasses.replace(comm, mean_divisor=comm.num_devices * share) if is_known else comm
 

@@ -155,7 +155,7 @@ def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> Enco
 def next_slice(
     shard: Shaped[Array, ...], kept: EncodedShards, leaf: LeafSpec, comm: CommSpec
 ) -> EncodedShards:
-    """Update a node slice in a message of its own, with layers as `kept_slice` has them."""
+    """Gather the changes of a weight since the slice `kept`, in a message of its own; add them."""
     assert leaf.layout is not None
     with labelled("weights", leaf.path):
         plain = EncodedShards.plain(shard, leaf.layout.dim, leaf.num_lead)

@@ -174,7 +174,7 @@ class LoopInputs:
 
     @functools.cached_property
     def device_rows(self) -> list[Any]:
-        """The stacks that the program scans, in device memory; None for others."""
+        """The stacks that the program scans; None for those in host memory, and for weights."""
         return [None if _is_copied(x) else x for x in self.rows]
 
     def rows_at(self, number: Any) -> list[Any]:

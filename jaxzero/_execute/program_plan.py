@@ -217,8 +217,8 @@ def _slices_to_keep(
     """Choose the weights whose node slices the program makes in their first gather (hpZ).
 
     The other node slices are made before the program runs: where the program splits a weight along
-    another dim than storage does, and where the wire state has other layers than the program scans,
-    for example those of a stack of vectors in one message.
+    another dim than storage does, and where the wire state encodes other layers than the program
+    scans. (A stack of vectors, for example, is encoded as one message.)
     """
     if not _makes_slices(microbatches, comm):
         return frozenset()

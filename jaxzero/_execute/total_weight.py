@@ -75,7 +75,7 @@ def total_weight(
 
 
 def _needed(block: Block) -> Block:
-    """Drop the effects (prints) that `trace` keeps, and what only they read, from a block."""
+    """The block without effects (prints), which `trace` keeps, and without what only they read."""
     live, kept = {*block.outputs}, []
     for operation in reversed(block.operations):
         if not live.isdisjoint(operation.outputs):

@@ -1,4 +1,4 @@
-"""Find what multiplies the matrices of leaves, and multiply those of alike leaves at once.
+"""Find the operations that multiply matrices of leaves, and run them for alike leaves at once.
 
 Where the matrix of each layer is a leaf, an update computes the same function of every leaf:
 

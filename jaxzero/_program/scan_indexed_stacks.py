@@ -180,7 +180,10 @@ class _LoopOfBlock:
         return [read for read in reads if read.stack not in others]
 
     def _scan(self, read: _Read, before: list[Operation]) -> None:
-        """Scan the rows that an operation reads; append to `before` what makes a stack of them."""
+        """Let the loop scan the rows that an operation reads.
+
+        Operations that make a stack of these rows are appended to `before`.
+        """
         outside = self.loop.inputs[self.loop.body.inputs.index(read.stack)]
         assert isinstance(outside, Value)
         rows, cached = read.row.rows, self.outer.stacks

@@ -102,8 +102,8 @@ def exchange_rows(
 
     Args:
         block: the program.
-        weights: numbers of its inputs that are weights.
-        gradients: by index of the output, the number of the weight that it is the gradient of.
+        weights: for each input that is a weight, its number.
+        gradients: for each output that is a gradient, by index, the number of its weight.
         tools: the functions of the tables.
     """
     views = {x: TableView(i) for x, i in weights.items() if i in tools.tables}

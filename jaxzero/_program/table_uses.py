@@ -134,8 +134,8 @@ def find_tables(
 
     Args:
         block: the program.
-        weights: numbers of its inputs that are weights.
-        gradients: by index of the output, the number of the weight that it is the gradient of.
+        weights: for each input that is a weight, its number.
+        gradients: for each output that is a gradient, by index, the number of its weight.
     """
     reads: dict[int, list[Lookup]] = {}
     others: set[int] = set()

@@ -52,8 +52,8 @@ def find_twins(
 
     Args:
         block: the program.
-        weights: numbers of its inputs that are weights.
-        gradients: by index of the output, the number of the weight that it is the gradient of.
+        weights: for each input that is a weight, its number.
+        gradients: for each output that is a gradient, by index, the number of its weight.
     """
     views: dict[Any, TableView] = {x: TableView(i) for x, i in weights.items()}
     casts: dict[Any, Casts] = dict.fromkeys(weights, ())
@@ -93,7 +93,7 @@ def with_twins(
 
     Args:
         block: the program.
-        weights: numbers of its inputs that are weights.
+        weights: for each input that is a weight, its number.
         twins: from `find_twins`.
         input_: the index at which the new inputs are inserted.
         output: the index at which the new outputs are inserted.

@@ -156,7 +156,7 @@ class StackValues:
         return self.saved(atom) is not None or (bool(self.fixed.of(atom)) and self.expands(atom))
 
     def is_layered(self, value: Value) -> bool:
-        """Whether a stack is lazy, or a view of a weight whose operations act on each layer."""
+        """Whether `is_lazy` holds, or a stack is a view of a weight with operations on each layer."""
         if value not in self.fixed.views:
             return self.is_lazy(value)
         operation = self.maker(value)

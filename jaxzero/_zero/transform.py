@@ -209,7 +209,7 @@ class Transform:
         return bool(self.combined) or self.options.gradient_reduce is not None
 
     def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:
-        """The gradients of all leaves of `differentiated`, as they are split."""
+        """The gradients of all leaves of `differentiated`, in the layout that is returned."""
         leaves, axes = self.parameters.leaves, self._gradient_axes
         reduced = [
             constrain(x, self.mesh, leaves[i].spec(axes))

@@ -128,7 +128,7 @@ class Zero(VerifiedTrees):
                 prefix of "mean", "sum", "max", "first" (the value of the first device), "stack" (on
                 a new leading dim, in the order of the batch) and "concat" (leaves whose dim 0 is
                 the device's rows are joined to one of all rows). Float leaves default to "mean";
-                others need one, and those with a value for each row.
+                other leaves need an entry, and so do leaves with a value for each row.
             gradient_reduce: for leaves whose gradient is a value that a `custom_vjp` returns, such
                 as the next scale of fp8 weights: a tree prefix of the parameters of "mean", "max",
                 "sum" and "first". Codecs apply to leaves of "mean" only, which hold derivatives.
@@ -212,7 +212,7 @@ class Zero(VerifiedTrees):
     ) -> Callable[..., Any]:
         """A training step: the loss, and the update of the parameters, in one program.
 
-        With offload (`jz.Offload`), a scanned stack of which parameter and state are in host memory
+        With offload (`jz.Offload`), a scanned stack whose parameter and state are in host memory
         is updated layer by layer in the backward loop, as soon as a layer's gradient is reduced.
         Its gradient is never stored. Other leaves are updated at the end. The results are those of
         `value_and_grad` and `apply_gradients`, bit for bit where XLA rounds the programs alike.
