@@ -1,10 +1,10 @@
-"""Choose the tables of which rows are sent, and let the program read and add rows of shards.
+"""Choose the tables whose rows are sent, and let the program read and add rows of shards.
 
 Rows are sent where over each mesh axis fewer bytes enter a device for the rows of a step, forward
 and back, than for the weight and its gradient. A weight that has other uses too is gathered for
-them, and its lookups read a twin of it (`tied_tables`). Then rows have to be fewer than half of
-that. Other uses may share the gather and the reduction with the lookups, and then rows come on top;
-but the step neither begins nor ends with the table, which is sent beside the layers.
+them, and its lookups read a twin of it (`tied_tables`). Its rows must take fewer than half of the
+bytes of weight and gradient: they come on top where the other uses need the weight anyway. The gain
+is that the step neither begins nor ends with the table, which is sent beside the layers.
 """
 
 from __future__ import annotations

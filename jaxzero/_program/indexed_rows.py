@@ -151,7 +151,7 @@ def _starts(
 
 
 def _index(atom: Atom, known: Known, num: int) -> np.ndarray | None:
-    """The index `[num]` of a row in all iterations; None if it is not known or not one row's."""
+    """The index of a row in each iteration, `[num]`; None if it is not known, or names several."""
     array = known.get(atom) if isinstance(atom, Value) else None
     if isinstance(atom, Constant) and (constant := small_integers(atom)) is not None:
         array = np.broadcast_to(constant, (num, *constant.shape))

@@ -178,7 +178,7 @@ def mixed(kind: str, sums: Iterable[Sum], operation: Operation) -> list[Mixing]:
 def _with_factor(operation: Operation, states: Sequence[State], state: State) -> State:
     """Refine mixings of functions of sums, such as `1 / max(sum, 1)`, that are factors here.
 
-    By the other factor, such a mixing is a statistic, a ratio or a product.
+    Depending on the other factor, such a mixing is a statistic, a ratio or a product.
     """
     mixings = {*state.mixings}
     for this, other in (states, states[::-1]):

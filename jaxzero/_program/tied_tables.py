@@ -140,7 +140,7 @@ def _with_terms(twin: Twin, block: Block, output: int) -> Twin:
 
 
 def _narrows(cast: Operation) -> bool:
-    """Whether a cast rounds: a sum is rounded otherwise than its terms."""
+    """Whether a cast rounds. Such a cast cannot move from a sum to its terms."""
     assert cast.source is not None
     return cast.outputs[0].dtype.itemsize < cast.source.dtype.itemsize
 

@@ -156,7 +156,7 @@ class StackValues:
         return self.saved(atom) is not None or (bool(self.fixed.of(atom)) and self.expands(atom))
 
     def is_layered(self, value: Value) -> bool:
-        """Whether `is_lazy` holds, or a stack is a view of a weight with operations on each layer."""
+        """Whether `is_lazy` holds, or a stack is a view of a weight that acts on each layer."""
         if value not in self.fixed.views:
             return self.is_lazy(value)
         operation = self.maker(value)
