@@ -119,8 +119,8 @@ class LeafValues:
         block: the program.
         leaf: for each value that is made of one leaf (and of values that belong to no leaf, because
             they are made of none or of several), that leaf.
-        key: a number for each value. Those of two leaves have the same if they are computed alike;
-            other values have the same only if they are equal.
+        key: a number for each value. Values of two leaves have the same number if they are computed
+            alike; values that belong to no leaf only if they are equal.
     """
 
     def __init__(self, block: Block, leaf_of: Mapping[Value, LeafOf]):

@@ -284,7 +284,7 @@ def dot(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State
 
 
 def _may_place(rows: Rows, operation: Operation, kept: Sequence[State]) -> bool:
-    """Whether a product over rows may put them in other places, as that with an identity does."""
+    """Whether a product over rows may only move them, as one with a permutation matrix does."""
     depends = {dim for x in kept for dim, _ in x.rows}
     sizes = enumerate(operation.outputs[0].shape)
     return any(size % rows.num == 0 for dim, size in sizes if dim not in depends)

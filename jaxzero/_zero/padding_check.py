@@ -94,8 +94,8 @@ def _is_same(
 def _num_before_overflow(updates: np.ndarray) -> int:
     """The number of updates before the first one with squares that may overflow in a norm.
 
-    Parameters grow that far under an optimizer without a learning rate that multiplies gradients
-    by their norm, and then rounding decides between a number, infinity and NaN.
+    An optimizer that scales gradients by the norm of parameters, without a learning rate, lets
+    parameters grow that far. Then rounding decides between a number, infinity and NaN.
     """
     if not jnp.issubdtype(updates.dtype, jnp.inexact):
         return len(updates)

@@ -204,7 +204,7 @@ class Transform:
     def _shares_loss(self) -> bool:
         """Whether a device differentiates its share of the loss of the full batch.
 
-        Then what a `custom_vjp` makes of cotangents is what it would make on one device.
+        Then a `custom_vjp` sees the cotangents that it would see on one device.
         """
         return bool(self.combined) or self.options.gradient_reduce is not None
 
