@@ -108,8 +108,8 @@ def run_on_device(
         comm: mesh axes, codecs and schedule of all collectives.
         updates: by index of the leaf, the updates that the program runs once gradients are known.
         share_of_loss: what `flat` multiplies the loss by before it differentiates it, so that the
-            sum over devices and micro-batches is the mean; given to it as one more input. None: it
-            differentiates the loss itself.
+            sum over devices and micro-batches is the mean; `flat` gets it as its last input. None:
+            `flat` differentiates the loss itself.
         share_of_gradients: what `flat` multiplies the gradients by, but not the loss it returns.
         all_halves: with stages, turns sums over half-batches of a stage into those of all leaves.
     """

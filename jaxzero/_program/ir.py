@@ -112,6 +112,7 @@ class Operation:
                 with scope(equation):
                     return [exchange_in_turn(self.name, inputs[0], equation.params)]
             refuse_exchanges_inside(equation)
+        # The user's own `psum_scatter` too: with several CPU processes it goes by the workaround.
         if self.name == "reduce_scatter" and equation.params["axis_index_groups"] is None:
             with scope(equation):
                 axes, dim = equation.params["axis_name"], equation.params["scatter_dimension"]

@@ -114,7 +114,7 @@ def find_mixings(
 
 
 def _of_output(state: State) -> frozenset[Mixing]:
-    """The mixings of an output; sums over rows are such if it has a value for each row."""
+    """The mixings of an output. If it has a value for each row, sums over rows are mixings too."""
     sums = state.sums if state.rows else ()
     return state.mixings.union(
         Mixing("statistic", x.operation, x.operation, x.is_mean) for x in sums
@@ -236,7 +236,7 @@ def _layer(state: State, level: int) -> State:
     """The state of one layer of a stack, as the body of the loop that scans dim 0 reads it."""
     if state is CONSTANT:
         return state
-    places = {dim: dim - 1 for dim in range(1, 64)}
+    places = {dim: dim - 1 for dim in range(1, 64)}  # of all dims that an array can have
     inside = row_dims.moved(state, places)
     if (parts := state.parts(0)) is None:
         return inside

@@ -94,7 +94,7 @@ CONSTANT = State()
 
 
 def unknown(*states: State) -> State:
-    """The state of what an operation without a rule makes."""
+    """The state of the result of an operation without a rule."""
     return State(
         mixings=frozenset().union(*(x.mixings for x in states)),
         differs=any(x.differs for x in states),

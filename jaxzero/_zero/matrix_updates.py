@@ -10,10 +10,10 @@ other operations read. All else, such as a momentum before the products and weig
 is computed in the layout of storage. State that products read and replace, such as the statistics
 of Shampoo, is stored split by layer and never moves.
 
-Matrices that are leaves of their own, one for each layer, are made such stacks where they are first
-multiplied, of as many leaves as there are devices (`stack_alike_leaves`). The traced update is run
-with sharding constraints, so that no value changes, up to the order in which sums are added. Layers
-that the devices do not divide are split into parts of `ceil(layers / devices)`.
+Matrices that are separate leaves, one for each layer, are stacked where they are first multiplied,
+with as many leaves in a stack as there are devices (`stack_alike_leaves`). The traced update runs
+with sharding constraints, so no value changes, up to the order in which sums are added. If the
+number of devices does not divide the layers, a device gets `ceil(layers / devices)` or fewer.
 """
 
 from __future__ import annotations
