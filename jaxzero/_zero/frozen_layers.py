@@ -117,7 +117,8 @@ def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: 
 
 
 def _names(argument: str, names: Names) -> tuple[str, ...]:
-    paths = (names,) if isinstance(names, str) else tuple(names)
+    is_several = isinstance(names, Sequence) and not isinstance(names, str)
+    paths = tuple(names) if is_several else (names,)
     if not all(isinstance(name, str) and name for name in paths):
         raise ValueError(
             f"`{argument}` must be a path of the parameter tree, such as 'encoder.layers', or "

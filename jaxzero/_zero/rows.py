@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float32
 
+from .._execute import check_microbatches
 from .._mesh import AXES, LOCAL, NODE, AnyMesh, physical
 from .._sharding import path_name, split_dim
 from .arguments import Call, node_microbatches
@@ -128,8 +129,8 @@ def pad_batch(
     Raises:
         ValueError: the batch has no rows, its arrays have different numbers of rows, an array may
             be rows or a raw random key, `rows` is too small or not a multiple of devices x
-            `microbatches`, or `shares` is not one integer of at least 1 for each node or does not
-            fit `microbatches`.
+            `microbatches`, `microbatches` is not an integer of at least 1, or `shares` is not one
+            integer of at least 1 for each node or does not fit `microbatches`.
 
     Example:
         >>> def loss_fn(params, batch):
@@ -139,6 +140,9 @@ def pad_batch(
         >>> step = zero.value_and_grad(loss_fn, weighted=True)
         >>> loss, grads = step(params, jz.pad_batch(batch, zero))
     """
+    check_microbatches(microbatches)
+    if not isinstance(rows, int | np.integer | None):
+        raise ValueError(f"`rows` must be an integer; got {rows!r}.")
     num_rows, mesh = rows_of("`batch`", batch), zero._devices
     node_shares = known_shares(shares, mesh.shape[NODE], microbatches) or (1,) * mesh.shape[NODE]
     divisor = zero.num_devices * microbatches

@@ -25,6 +25,7 @@ from .._sharding import (
     overwritten_leaves,
 )
 from .._windowed_update import TracedUpdate, UpdateLayouts
+from .arguments import Options
 from .calls import returned
 from .optimizer_state import TrueShapes, check_is_optimizer, trained_part
 from .programs import Programs
@@ -56,6 +57,44 @@ def check_one_program(tx: Any, config: ZeroConfig, microbatches: int, weighted: 
             raise NotImplementedError(
                 f"`value_and_update` cannot do {reason}. Use `zero.value_and_grad(f, ...)` and "
                 "`zero.apply_gradients(tx, grads, opt_state, params)`."
+            )
+
+
+def check_plan(
+    tx: Any, opt_state: Any, wire_state: Any, options: Options, config: ZeroConfig
+) -> None:
+    """Check the arguments of `Zero.plan` that concern `value_and_update`, which `tx` asks for.
+
+    Raises:
+        TypeError: `tx` is no optimizer.
+        ValueError: `tx` or `opt_state` is given alone, or `tx` with an argument that
+            `value_and_update` does not take.
+        NotImplementedError: as `check_one_program`.
+    """
+    if tx is None:
+        if opt_state is not None:
+            raise ValueError(
+                "`plan` got `opt_state` without `tx`. Give both, for the plan of "
+                "`zero.value_and_update(f, tx)`, or neither."
+            )
+        return
+    check_one_program(tx, config, options.microbatches, options.weighted)
+    if opt_state is None:
+        raise ValueError(
+            "`plan` got `tx` without `opt_state`. Give the state too: "
+            "`zero.init_optimizer(tx, params)`, where `params` may be abstract."
+        )
+    refused = {
+        "argnums": options.argnums != (0,),
+        "halves": options.halves,
+        "shares": options.shares is not None,
+        "wire_state": wire_state is not None,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise ValueError(
+                f"`plan` with `tx` plans `zero.value_and_update(f, tx)`, which takes no `{name}`. "
+                "Leave it out, or `tx`."
             )
 
 

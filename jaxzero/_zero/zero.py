@@ -31,7 +31,7 @@ from .frozen_layers import Names
 from .local_rounds import LocalRounds
 from .local_step import check_local_steps, local_method
 from .outputs import flat_reductions
-from .value_and_update import ValueAndUpdate, check_one_program
+from .value_and_update import ValueAndUpdate, check_one_program, check_plan
 from .verified import VerifiedTrees
 
 
@@ -217,10 +217,9 @@ class Zero(VerifiedTrees):
         Its gradient is never stored. Other leaves are updated at the end. The results are those of
         `value_and_grad` and `apply_gradients`, bit for bit where XLA rounds the programs alike.
 
-        The update of a leaf in the loop cannot wait for all gradients, so `tx` must need no norm
-        and no other reduction of such a leaf. Such leaves need no `Offload(gradients=...)`. Call
-        the step under `jax.jit`, and donate `params` and `opt_state`: otherwise XLA copies the
-        arrays within host memory.
+        The update of a leaf in the loop cannot wait for all gradients, so `tx` must need no
+        reduction (norm) of it. Such leaves need no `Offload(gradients=...)`. Call the step under
+        `jax.jit`, and donate `params` and `opt_state`: otherwise XLA copies arrays in host memory.
 
         Args:
             f: `f(params, batch, ...) -> loss`, as for `value_and_grad`.
@@ -359,6 +358,7 @@ class Zero(VerifiedTrees):
         )
         transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
         along = argument_numbers(tangent_argnums)
+        check_plan(tx, opt_state, wire_state, options, self.config)
         if tx is not None:
             layouts = self._layouts(args[0], opt_state)
             step = ValueAndUpdate(transform, tx, args[0], opt_state, layouts, self._programs)
