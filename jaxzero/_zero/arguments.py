@@ -75,8 +75,8 @@ class Options:
         return self.shares and node_microbatches(self.microbatches, self.shares)
 
 
-def argument_numbers(argnums: Any) -> tuple[int, ...]:
-    """`argnums` as a tuple.
+def argument_numbers(argnums: Any, name: str = "argnums") -> tuple[int, ...]:
+    """`argnums`, the argument called `name`, as a tuple.
 
     Raises:
         ValueError: `argnums` is neither an integer nor a sequence of integers.
@@ -84,7 +84,7 @@ def argument_numbers(argnums: Any) -> tuple[int, ...]:
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     if not isinstance(numbers, Sequence) or not all(isinstance(x, int) for x in numbers):
         raise ValueError(
-            f"`argnums` must be the position of an argument, or several; got {argnums!r}. Of an "
+            f"`{name}` must be the position of an argument, or several; got {argnums!r}. Of an "
             "`nnx.Module` every `nnx.Param` is differentiated, without a filter."
         )
     return tuple(numbers)

@@ -59,6 +59,11 @@ class LocalRounds:
     """Runs rounds of local steps on every node; returned by `Zero.local_steps`."""
 
     def __init__(self, step: Callable[..., Any], method: LocalSteps, zero: ShardedTrees):
+        if not callable(step):
+            raise ValueError(
+                "`step` must be a function `step(params, opt_state, batch)`, which returns "
+                f"`(params, opt_state, metrics)`; got {step!r}."
+            )
         self.method = method
         self._step = step
         self._zero = zero

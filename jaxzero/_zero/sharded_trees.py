@@ -240,14 +240,14 @@ class ShardedTrees:
             tx: the optimizer, given to `init_optimizer` before; also one from `zero.optimizer`.
             grads: the gradients, from `value_and_grad`.
             opt_state: the optimizer state, from `init_optimizer` or the last update.
-            params: the parameters. Leaves that their module does not train are returned as they
-                are.
+            params: the parameters. Leaves that their module does not train are returned unchanged.
             extra_args: further arguments of `tx.update`, such as `value=loss`.
 
         Returns:
             `(params, opt_state)`, each array in the memory of the old one.
 
         Raises:
+            TypeError: `tx` is no optimizer.
             NotImplementedError: `tx` needs more of a leaf in host memory than this (Muon, Shampoo,
                 Adafactor, `optax.MultiSteps`); the error names the leaf and the line of `tx`.
             ValueError: a tree did not come from this `Zero`, or they do not fit each other.

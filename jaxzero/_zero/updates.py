@@ -25,7 +25,7 @@ from .._windowed_update import (
     layer_updates,
     windowed_update,
 )
-from .optimizer_state import TrueShapes, trained_part, trained_tree
+from .optimizer_state import TrueShapes, check_is_optimizer, trained_part, trained_tree
 from .placement import constrain
 from .programs import Programs, numbers_as_arrays
 from .user_function import explaining_values
@@ -62,6 +62,7 @@ def apply_gradients(
     programs: Programs,
 ) -> tuple[Any, Any]:
     """The new parameters and the new state; see `Zero.apply_gradients`."""
+    check_is_optimizer(tx)
     _check_same_leaves(layouts.gradients, layouts.params)
     trees = (grads, state, params)
     known = (layouts.gradients, layouts.state, layouts.params)

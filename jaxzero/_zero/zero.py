@@ -357,7 +357,7 @@ class Zero(VerifiedTrees):
             row_statistics="device",  # a plan is no place to warn
         )
         transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
-        along = argument_numbers(tangent_argnums)
+        along = argument_numbers(tangent_argnums, "tangent_argnums")
         check_plan(tx, opt_state, wire_state, options, self.config)
         if tx is not None:
             layouts = self._layouts(args[0], opt_state)
@@ -386,8 +386,8 @@ class Zero(VerifiedTrees):
             -> (state, metrics)`, with methods `init`, `mean`, `abstract`, `rejoin` and `report`.
 
         Raises:
-            ValueError: the mesh has one node; an option is not known or out of range; or the config
-                has hops that keep arrays from step to step (`zeropp4`).
+            ValueError: `step` is no function; the mesh has one node; an option is unknown or out of
+                range; or the config has hops that keep arrays from step to step (`zeropp4`).
             NotImplementedError: the config offloads arrays to host memory.
 
         Example:
