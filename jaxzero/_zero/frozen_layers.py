@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._sharding import LeafSpec
 from .tree_cuts import Rows
@@ -118,7 +118,7 @@ def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: 
 
 def _names(argument: str, names: Names) -> tuple[str, ...]:
     is_several = isinstance(names, Sequence) and not isinstance(names, str)
-    paths = tuple(names) if is_several else (names,)
+    paths: tuple[Any, ...] = tuple(names) if is_several else (names,)
     if not all(isinstance(name, str) and name for name in paths):
         raise ValueError(
             f"`{argument}` must be a path of the parameter tree, such as 'encoder.layers', or "
