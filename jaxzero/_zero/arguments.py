@@ -219,7 +219,7 @@ def resolve(
         _layout_of(i, value, given[i], argnums, names, registry) for i, value in enumerate(values)
     ]
     pairs = zip(names, values, layouts, given, strict=True)
-    resolved = [_argument(*each) for each in pairs]
+    resolved = [_argument(*entry) for entry in pairs]
     arguments = tuple(argument for argument, _ in resolved)
     if not asked and not is_told:
         warn_of_no_batch(num_devices)

@@ -94,9 +94,9 @@ def measure_codec_noise(
     check_microbatches(microbatches)
     _check(config)
     pairs = zip(leaves, gradients, strict=True)
-    known = [(leaf, x) for leaf, x in pairs if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    measure = _measurement([leaf for leaf, _ in known], mesh, config, tables)
-    energy, *errors = measure([x for _, x in known])
+    floats = [(leaf, x) for leaf, x in pairs if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    measure = _measurement([leaf for leaf, _ in floats], mesh, config, tables)
+    energy, *errors = measure([x for _, x in floats])
     scale = jnp.where(energy > 0, 1 / energy, 0.0)
     by_devices, by_nodes = (x * scale for x in errors)
     nodes = mesh.shape[NODE]

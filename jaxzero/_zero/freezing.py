@@ -281,8 +281,8 @@ class Freezing:
         shapes = {leaf.path: leaf.shape for leaf in given.leaves}
         wrong = (leaf for leaf in known.leaves if shapes.get(leaf.path) != leaf.shape)
         leaf = next(wrong, None)
-        found = None if leaf is None else shapes.get(leaf.path, "nothing")
-        raise self._not_ours(name, leaf, found)
+        shape = None if leaf is None else shapes.get(leaf.path, "nothing")
+        raise self._not_ours(name, leaf, shape)
 
     def _values(self, name: str, tree: Any, known: TreeLayout) -> list[Any]:
         """The full arrays of a tree inside a program, which must have the `known` shapes."""
@@ -291,15 +291,15 @@ class Freezing:
         except ValueError as error:
             raise self._not_ours(name) from error
         for leaf, x in zip(known.leaves, values, strict=True):
-            found = getattr(x, "shape", "nothing")
-            if found not in (leaf.shape, leaf.on_device(self._zero.mesh).shape):
-                raise self._not_ours(name, leaf, found)
+            shape = getattr(x, "shape", "nothing")
+            if shape not in (leaf.shape, leaf.on_device(self._zero.mesh).shape):
+                raise self._not_ours(name, leaf, shape)
         return values
 
-    def _not_ours(self, name: str, leaf: LeafSpec | None = None, found: Any = None) -> ValueError:
+    def _not_ours(self, name: str, leaf: LeafSpec | None = None, shape: Any = None) -> ValueError:
         where = ""
         if leaf is not None:
-            where = f" At `{leaf.path}` it has {found}, where {leaf.shape} is expected."
+            where = f" At `{leaf.path}` it has {shape}, where {leaf.shape} is expected."
         return ValueError(
             f"`{name}` is not a tree of this freezing ({self.prefix} of {self.num_layers} "
             f"layers).{where} Make one for it with `zero.freeze`."

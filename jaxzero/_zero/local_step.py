@@ -84,10 +84,10 @@ def local_method(method: Any, options: Mapping[str, Any]) -> LocalSteps:
         raise ValueError(
             f"`method` must be a `jz.LocalSteps`, such as `jz.streaming_diloco()`; got {method!r}."
         )
-    known = [field.name for field in dataclasses.fields(LocalSteps)]
-    unknown = [name for name in options if name not in known]
+    fields = [field.name for field in dataclasses.fields(LocalSteps)]
+    unknown = [name for name in options if name not in fields]
     if unknown:
-        raise ValueError(f"`local_steps` has no option `{unknown[0]}`; it has {', '.join(known)}.")
+        raise ValueError(f"`local_steps` has no option `{unknown[0]}`; it has {', '.join(fields)}.")
     if method is not None:
         return dataclasses.replace(method, **options)
     if "every" not in options:

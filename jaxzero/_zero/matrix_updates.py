@@ -226,7 +226,7 @@ class _Program:
             return False
         products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]
         num_layers = self.params[leaf].shape[0]
-        read = [x.shape for each in products for x in each.values if x in self._values.leaf]
+        read = [x.shape for product in products for x in product.values if x in self._values.leaf]
         return bool(products) and all(
             len(x) > 2 and x[0] % num_layers == 0 for x in read if len(x) > 1
         )

@@ -76,9 +76,9 @@ def trained_part(tree: Any, layout: TreeLayout) -> tuple[Any, TreeLayout]:
     """
     kept = trained_tree(tree)
     pairs = zip(layout.leaves, of_arrays(tree, _trained(tree)), strict=True)
-    known = [leaf for leaf, is_kept in pairs if is_kept]
-    _, rest, treedef = flatten(kept)
-    return kept, TreeLayout(treedef, tuple(known), statics_of(rest))
+    layouts = [leaf for leaf, is_kept in pairs if is_kept]
+    _, leaves, treedef = flatten(kept)
+    return kept, TreeLayout(treedef, tuple(layouts), statics_of(leaves))
 
 
 def trained_tree(tree: Any) -> Any:

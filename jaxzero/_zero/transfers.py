@@ -91,8 +91,8 @@ class Transfers:
         while len(self._running) >= _THREADS:
             first = concurrent.futures.FIRST_COMPLETED
             done, self._running = concurrent.futures.wait(self._running, return_when=first)
-            for each in done:
-                each.result()
+            for future in done:
+                future.result()
 
     def put(
         self, data: np.ndarray, targets: list[SingleDeviceSharding]

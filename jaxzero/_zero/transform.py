@@ -180,8 +180,8 @@ class Transform:
         )
         of_outputs = Outputs(self.options, None)
         of_outputs.how = derivative.floats(outputs.how)
-        made = program._run(arrays, DeviceWireState(), [[]], of_outputs, ProgramUpdates(None))
-        loss, gradients, _, parts, *_ = made
+        tangents = program._run(arrays, DeviceWireState(), [[]], of_outputs, ProgramUpdates(None))
+        loss, gradients, _, parts, *_ = tangents
         assert self._plan is not None and program._plan is not None
         self._plan = self._plan.with_tangents(program._plan)
         parts = tuple(map(tangents_like, results[3], parts))

@@ -191,8 +191,8 @@ def join_arrays(
 ) -> list[Any]:
     """The stored arrays of the whole tree, decoded; the reverse of `split_arrays`."""
     layouts = cut.pairs(cut.active.leaves, cut.frozen.leaves)
-    found = zip(cut.whole.leaves, layouts, cut.pairs(active, frozen), strict=True)
-    return [_join_leaf(old, parts, arrays, programs, axes) for old, parts, arrays in found]
+    leaves = zip(cut.whole.leaves, layouts, cut.pairs(active, frozen), strict=True)
+    return [_join_leaf(old, parts, arrays, programs, axes) for old, parts, arrays in leaves]
 
 
 def _cut_leaf(
