@@ -2,7 +2,7 @@
 
 Outputs are reduced by mean, sum, max, first, stack or concat. In place of a gradient, a
 `custom_vjp` may return the next value of a scale, of a history of maxima or of a counter. A mean
-over devices, encoded by a codec, would be wrong for such a value. So the program returns these
+over devices would be wrong for such a value, and so would a codec. So the program returns these
 gradients among its other outputs, and they are combined like outputs.
 """
 

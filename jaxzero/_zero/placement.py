@@ -129,7 +129,7 @@ def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def pad_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """Convert an array of true shape to its stored form: padded, or encoded by the leaf's codec."""
+    """Convert an array of true shape to its stored form: padded; with a codec, also encoded."""
     return leaf.pad(x) if leaf.codec is None else to_stored(leaf.pad(x), leaf)
 
 
