@@ -1,9 +1,9 @@
 """Run a function of JAX and a module of PyTorch, and record the outputs of their submodules.
 
 Flax NNX, Equinox and plain classes have no common way to record, so `__call__` of their classes is
-replaced while the function runs. A submodule is recognised by the arrays that it holds: `nnx.merge`
-and `eqx.combine` make other objects of them. In a `scan` or with `nnx.vmap` the arrays are others
-too, so what is in there is not recorded. PyTorch has hooks.
+replaced while the function runs. A submodule is recognised by the arrays that it holds, since
+`nnx.merge` and `eqx.combine` make new objects with the same arrays. In a `scan` or with `nnx.vmap`
+the arrays are tracers too, so submodules in there are not recorded. PyTorch has hooks.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Named(NamedTuple):
     """A model's outputs."""
 
     arrays: dict[str, np.ndarray]  # by dotted name; "" if there is one array and nothing else
-    others: tuple[str, ...]  # names of what is no array
+    others: tuple[str, ...]  # names and types of outputs that are no arrays
 
 
 def named_arrays(tree: Any) -> Named:
@@ -78,7 +78,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def as_numpy(leaf: Any) -> np.ndarray | None:
-    """An array of either library as one of NumPy that shares no memory; None if it is none."""
+    """Copy an array of either library to NumPy; return None if `leaf` is no array."""
     if not _is_array(leaf):
         return None
     if hasattr(leaf, "detach"):  # a tensor of PyTorch
@@ -108,10 +108,12 @@ def jax_array(given: Any) -> jax.Array:
         ValueError: it holds an integer that this dtype lacks.
     """
     array: Any = as_numpy(given) if hasattr(given, "detach") else given
-    found = jnp.asarray(array)
-    if jnp.issubdtype(found.dtype, jnp.integer) and not np.array_equal(found, array):
-        raise ValueError(f"`inputs` hold integers that {found.dtype} lacks, which JAX would use.")
-    return found
+    converted = jnp.asarray(array)
+    if jnp.issubdtype(converted.dtype, jnp.integer) and not np.array_equal(converted, array):
+        raise ValueError(
+            f"`inputs` hold integers that {converted.dtype} lacks, which JAX would use."
+        )
+    return converted
 
 
 def torch_tensor(given: Any, device: Any) -> Any:
@@ -145,7 +147,7 @@ def recorded(model: Any) -> Iterator[Calls]:
     names: dict[Any, str] = {}
     for name, part in submodules_of(model).items():
         names.setdefault(_identity(part), name)
-    active: set[int] = set()  # a class may call `__call__` of its base
+    active: set[int] = set()  # `__call__` of a class may call that of its base: one call
 
     def replaced(original: Any) -> Any:
         @functools.wraps(original)
@@ -239,7 +241,7 @@ def calls_in(intermediates: Any) -> Calls:
             node = node.get_value()
         if isinstance(node, Mapping):
             for key, part in node.items():
-                walk(part, path if key in ("__call__",) else (*path, str(key)))
+                walk(part, path if key == "__call__" else (*path, str(key)))
         elif isinstance(node, list):
             for number, part in enumerate(node):
                 walk(part, (*path, str(number)))
@@ -259,8 +261,8 @@ class TorchCall:
     Attributes:
         name: of the submodule.
         array: the first array of its output; None if it has none, or is not recorded.
-        num_roundings: parameters that were used up to its end, and calls without parameters.
-        longest_sum: the most elements that one of these parameters sums over.
+        num_roundings: number of parameters used, and of calls without parameters, until its end.
+        longest_sum: the most elements that are summed for one output, over these parameters.
     """
 
     name: str
@@ -283,10 +285,10 @@ def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[Torc
     inputs = map_arrays(lambda each: torch_tensor(each, device), inputs)
     calls: list[TorchCall] = []
 
-    def add(name: str, each: Any, _: Any, output: Any) -> None:
-        own = len(list(each.parameters(recurse=False)))
-        is_leaf = next(each.children(), None) is None
-        held = list(each.parameters())  # also of children that are used without a call
+    def add(name: str, submodule: Any, _: Any, output: Any) -> None:
+        own = len(list(submodule.parameters(recurse=False)))
+        is_leaf = next(submodule.children(), None) is None
+        held = list(submodule.parameters())  # also of children that are used without a call
         last = calls[-1] if calls else TorchCall("", None, 0, 1)
         calls.append(
             TorchCall(
@@ -306,7 +308,7 @@ def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[Torc
 
 
 def _summed(parameter: Any) -> int:
-    """Elements that are summed for one of the output: inputs of a linear layer, or a norm's."""
+    """Number of elements that are summed for one output: inputs of a linear layer or of a norm."""
     return math.prod(parameter.shape[1:]) if parameter.ndim > 1 else parameter.numel()
 
 

@@ -33,9 +33,15 @@ class ArrayTensor(LazyTensor):
 
 
 def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
-    """A lazy tensor as it is; an array of numpy or a tensor of PyTorch as one, without a copy.
+    """Return a lazy tensor, a numpy array or a tensor of PyTorch as a lazy tensor, without a copy.
 
-    `where` says where others are.
+    Args:
+        value: the tensor.
+        name: its name, for messages.
+        where: where it is, for messages, such as "in `tensors`".
+
+    Raises:
+        ValueError: it is anything else, a `DTensor`, or has no dense values that numpy can hold.
     """
     if isinstance(value, LazyTensor):
         return value
@@ -65,9 +71,10 @@ def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
 def _of_torch(tensor: Any) -> np.ndarray:
     import torch
 
+    # PyTorch conjugates and negates views lazily, by a flag that numpy would ignore.
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
     if dtype.isbuiltin == 1:  # of NumPy itself; 2: of ml_dtypes
         return tensor.numpy()
-    # PyTorch refuses to convert bfloat16 and float8, which NumPy lacks: integers carry the bits.
+    # PyTorch refuses to convert bfloat16 and float8, which NumPy lacks, so view them as integers.
     return tensor.view({1: torch.uint8, 2: torch.int16}[dtype.itemsize]).numpy().view(dtype)

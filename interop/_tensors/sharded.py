@@ -54,6 +54,7 @@ class ShardedTensor(LazyTensor):
 
     def _read_box(self, box: Box) -> np.ndarray:
         inside = tuple(slice(start, stop) for start, stop in box)
+        # Slicing on the devices first saves transfers, of which there are none in host memory.
         if not self.collective and _is_in_host_memory(self.array):
             return _assemble(self.array, inside)
         array, inside = _cut_unsplit(self.array, inside)
@@ -92,6 +93,7 @@ def _cut_unsplit(
         sizes.append(part.stop - part.start if unsplit else size)
         left.append(slice(0, part.stop - part.start) if unsplit else part)
     if tuple(sizes) != array.shape:
+        # The starts are arguments, not constants: all layers of a stack share one program.
         array = _cut(array.sharding)(array, np.array(starts, np.int32), tuple(sizes))
     return array, tuple(left)
 
@@ -119,7 +121,7 @@ def _in_each_process(array: jax.Array) -> jax.Array:
         )
     mesh = sharding.mesh
     owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    own = tuple(
+    own = tuple(  # axes along which all devices are of one process
         name
         for axis, name in enumerate(mesh.axis_names)
         if (owners == owners.take([0], axis)).all()
