@@ -36,7 +36,8 @@ def write_checkpoint(
         form: "safetensors" holds one tensor in memory at a time. "torch" (`torch.save`) and "dcp"
             (`torch.distributed.checkpoint`) need PyTorch, and hold all tensors in memory.
         max_shard_bytes: size limit of a safetensors file, in bytes.
-        source: a directory whose config and tokenizer are copied; with "safetensors" only.
+        source: a directory whose config and tokenizer are copied with "safetensors"; the other
+            forms hold tensors alone, and ignore it.
 
     Raises:
         ValueError: `form` is no form, or `path` is a file where a directory is needed or vice
@@ -142,7 +143,8 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
             passed to the optimizer.
 
     Raises:
-        ValueError: a parameter that has moments is in no group, or one is given by its number.
+        ValueError: a parameter that has moments is in no group, or one is in two groups or is given
+            by its number.
     """
     import torch
 
@@ -153,10 +155,14 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
             "optimizer: `[{**group, 'params': [names[i] for i in group['params']]} for group in "
             "param_groups]`, with `names = [name for name, _ in model.named_parameters()]`."
         )
-    numbers = {
-        name: number
-        for number, name in enumerate(name for group in param_groups for name in group["params"])
-    }
+    names = [name for group in param_groups for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    if len(numbers) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"`param_groups` names {shown(twice)} twice, but an optimizer has each parameter once. "
+            "Name it in one group."
+        )
     missing = sorted(moments.exp_avg.keys() - numbers.keys())
     if missing:
         raise ValueError(

@@ -108,9 +108,11 @@ class PackedRows:
 def _pack(
     lengths: Int[np.ndarray, " documents"], length: int
 ) -> tuple[Int[np.ndarray, "pieces 3"], Int[np.ndarray, " starts"]]:
-    """Pieces of documents, ordered by row, and the first piece of each row.
+    """Cut documents into pieces of at most `length` pairs, and pack them into rows.
 
-    A piece is a document, its first token there, and a number of pairs.
+    Returns:
+        The pieces in the order of rows, each (document, its first token in the document, number of
+        pairs); and the number of the first piece of each row, with the number of pieces at the end.
     """
     num_pairs = np.maximum(lengths - 1, 0)
     num_pieces = -(-num_pairs // length)
@@ -127,7 +129,11 @@ def _pack(
 
 
 def _best_fit(sizes: Int[np.ndarray, " pieces"], length: int) -> Int[np.ndarray, " pieces"]:
-    """The row of each piece: largest pieces first, into the row with the least room that fits."""
+    """The row of each piece: largest pieces first, into the row with the least room that fits.
+
+    Rooms are integers up to `length`, so the rows are kept by their room, and a bit mask finds the
+    least room that is enough without a search over rows.
+    """
     rows = np.empty(len(sizes), np.int64)
     with_room: list[list[int]] = [[] for _ in range(length)]  # the rows that have so much room
     rooms = 0  # bit n: there is a row with room for n

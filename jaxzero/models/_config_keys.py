@@ -13,7 +13,7 @@ from .._checked_json import ANYTHING, FLAG, OBJECT, TEXT, Kind, integer, list_of
 COUNT = integer(1)
 INDEX = integer(0)
 LAYERS = integer(1, 10_000)
-POSITIVE = number(1e-30, 1e30)  # also in float32
+POSITIVE = number(1e-30, 1e30)  # stays positive and finite when it is rounded to float32
 DROPOUT = number(0, below=1)
 EPSILON = number(0, 1)
 _FACTORS = list_of(POSITIVE)

@@ -161,7 +161,7 @@ def read_rope(
     """
     scaling, given = content.section("rope_scaling"), content.section("rope_parameters")
     if sliding_base_key is None:
-        given = scaling or given  # where a file has both, as transformers 5
+        given = scaling or given  # if a file has both, transformers 5 takes `rope_scaling`
         return {"rope": _rope(given, content[base_key], content, head_size, part_key)}
     if not content.get("sliding_window"):
         raise content.error(
@@ -170,7 +170,8 @@ def read_rope(
             "not compute",
             remedy=CHOOSE_ANOTHER,
         )
-    # Nested by kind of layer, or as transformers 4 wrote it: a scaling of the others alone.
+    # `rope_parameters` is nested by kind of layer. A scaling that is not nested, as transformers 4
+    # wrote it, is for the layers without a window.
     full, sliding = given.section("full_attention"), given.section("sliding_attention")
     if not full and not sliding:
         full = given
@@ -231,7 +232,7 @@ def _scaling(given: Content, content: Content, rotary_size: int) -> Scaling | No
             remedy=CHOOSE_ANOTHER,
         )
     given.require(*needed[kind])
-    # Beside the scaling (Phi-3), in it (Llama), or nowhere.
+    # Phi-3 writes the key beside the scaling, Llama inside of it, and other files not at all.
     key, longest = "original_max_position_embeddings", content["max_position_embeddings"]
     trained = content.get(key, given.get(key, longest))
     if kind == "linear":
@@ -267,7 +268,7 @@ def _yarn(given: Content, trained: int) -> YarnScaling:
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """What Yarn multiplies sines and cosines by, for a text longer by `factor`."""
+    """The factor of Yarn on sines and cosines, for texts `factor` times as long as in training."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
