@@ -33,7 +33,7 @@ class Named(NamedTuple):
 
 
 def named_arrays(tree: Any) -> Named:
-    """Name the arrays of outputs: mappings, dataclasses and tuples, nested. None is left out."""
+    """Name the arrays in outputs: mappings, dataclasses and tuples, nested. `None` is left out."""
     arrays, others = {}, []
     for name, leaf in _leaves(tree, ""):
         array = as_numpy(leaf)
@@ -102,7 +102,7 @@ def map_arrays(convert: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 def jax_array(given: Any) -> jax.Array:
-    """An input for JAX, in the dtype that JAX has for it: float32 and int32 without x64.
+    """Convert an input to a JAX array, in JAX's dtype for it: float32 and int32 without x64.
 
     Raises:
         ValueError: it holds an integer that this dtype lacks.
@@ -117,9 +117,10 @@ def jax_array(given: Any) -> jax.Array:
 
 
 def torch_tensor(given: Any, device: Any) -> Any:
-    """An input for PyTorch, in the dtype that JAX has for it; but integers have 64 bits.
+    """Convert an input to a tensor on `device`; a tensor keeps its dtype.
 
-    A tensor of PyTorch stays what it is.
+    An array gets the dtype that `jax_array` gives it, so that both models see the same numbers,
+    except that integers become int64, PyTorch's own default.
     """
     import torch
 
@@ -224,15 +225,16 @@ def _identity(part: Any) -> Any:
 
 
 def _owner(kind: type) -> type:
-    """The class that defines `__call__`."""
+    """The class, `kind` or one of its bases, that defines the `__call__` of `kind`."""
     return next(each for each in kind.__mro__ if "__call__" in vars(each))
 
 
 def calls_in(intermediates: Any) -> Calls:
-    """Name what a function returns as intermediates: `{"layers": {"0": {"mlp": array}}}`.
+    """Return the calls of submodules by dotted path, from intermediates in nested dicts.
 
-    Those of Flax have a tuple with an element for each call, under the name `__call__` if they are
-    outputs of modules, and Linen puts them under "intermediates".
+    `{"layers": {"0": {"mlp": array}}}` has one call of `layers.0.mlp`. In Flax each leaf is a tuple
+    of one array per call, outputs of modules are under the key `__call__`, and Linen puts all of it
+    under "intermediates".
     """
     calls: Calls = {}
 
@@ -273,6 +275,11 @@ class TorchCall:
 
 def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[TorchCall]]:
     """Run a module in evaluation mode, without gradients.
+
+    Args:
+        module: the `torch.nn.Module`.
+        inputs: its inputs, as for `compare`.
+        record: True to keep the outputs of its submodules.
 
     Returns:
         Its outputs, and the calls of its submodules in the order in which they ended. The last one

@@ -216,7 +216,7 @@ _NORMS_OF_HEADS = tuple(
 
 
 def _fixed(*rules: Rule) -> Names:
-    """Names that do not depend on the sizes of the model."""
+    """Names whose rules are the same for every config of the family."""
     return Names(lambda config: rules)
 
 

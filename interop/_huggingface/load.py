@@ -194,7 +194,8 @@ def _opened(family: Family, directory: Path | str, changes: dict[str, Any]) -> _
 
     # The model is split inside the trace: `nnx.eval_shape` would walk it twice more.
     def parameters() -> Any:
-        rngs: Any = nnx.Rngs(0) if config.scan_layers else ShapesOnly()  # a stack splits them
+        # Scanned layers split the keys, for which `ShapesOnly` has none.
+        rngs: Any = nnx.Rngs(0) if config.scan_layers else ShapesOnly()
         graph, state = nnx.split(family.make(config, rngs=rngs))
         graphs.append(graph)
         return state

@@ -139,12 +139,12 @@ def _moved(
     return replace(**{field: value})
 
 
-def _is_counting(x: Any) -> bool:
+def _is_counting(state: Any) -> bool:
     """Whether a state has a field that counts something: updates of the run, or others."""
-    fields = getattr(type(x), "_fields", None)
-    if fields is None and dataclasses.is_dataclass(type(x)):
-        fields = [each.name for each in dataclasses.fields(x)]
-    return bool(fields) and (type(x) in _COUNTER_OF or "count" in fields)
+    fields = getattr(type(state), "_fields", None)
+    if fields is None and dataclasses.is_dataclass(type(state)):
+        fields = [field.name for field in dataclasses.fields(state)]
+    return bool(fields) and (type(state) in _COUNTER_OF or "count" in fields)
 
 
 def _counts_updates(state: Any, stops: Callable[[Any], bool]) -> str | None:

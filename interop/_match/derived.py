@@ -78,10 +78,9 @@ def _stacks(
 def _possible_groups(
     kept: Int64[np.ndarray, "n k"], varied: Int64[np.ndarray, "n v"]
 ) -> Iterator[list[int]]:
-    """Yield groups of n names that agree in their k kept texts, as indices.
+    """Group n names by their k kept texts, and yield the indices of each group that may be a stack.
 
-    Only groups that have at least as many names as the ranges of their v varied numbers: others
-    cannot fill them.
+    A group is left out if it has fewer names than a stack with the largest of its v varied numbers.
     """
     group = np.zeros(len(kept), np.int64)
     for column in kept.T:

@@ -113,11 +113,11 @@ def flattened(
 
 
 class _Image(NamedTuple):
-    """An image that a linear layer reads or makes: `size` numbers, beside a convolution."""
+    """A flattened image that a linear layer reads or makes."""
 
-    name: str
+    name: str  # of the convolution that makes or reads the image
     channels: int
-    size: int
+    size: int  # channels, height and width multiplied; or with other numbers beside the image
 
     def channels_last(self, dim: int, num_dims: int) -> Steps:
         """The steps that reorder a dimension from channels first to channels last."""
@@ -260,15 +260,19 @@ def _before(
 
 
 def _questions(
-    each: Pair,
+    paired: Pair,
     steps: Mapping[str, Steps],
     before: _Image | None,
     after: _Image | None,
     is_sure: bool,
 ) -> dict[str, Question]:
+    """Ask about a linear layer that may read the image `before`, or make the image `after`.
+
+    If `is_sure`, the rule that reorders is proposed, and else the plain one.
+    """
     questions = {}
     for role, plain in steps.items():
-        ours, theirs = each.ours.tensors[role], each.theirs.tensors[role]
+        ours, theirs = paired.ours.tensors[role], paired.theirs.tensors[role]
         is_weight = role == "weight"
         as_stored = is_weight and ours.name.endswith("kernel") and Transpose() not in plain
         outputs, inputs = (1, 0) if as_stored else (0, 1)
@@ -287,7 +291,10 @@ def _questions(
 
 
 def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
-    """Norms of a flattened image have its order too: of the tensors in `names`, None for all."""
+    """Ask about norms over a flattened image, whose scales have the image's order too.
+
+    Only tensors in `names` are considered; None for all.
+    """
     return {
         each.ours.tensors[role].name: Question(
             each.theirs.tensors[role].name,
@@ -314,17 +321,18 @@ def rotary(
     from_meta, to_meta = is_meta(shapes), is_meta(paths)
     if not from_meta and not to_meta:
         return {}
-    rotated = [(each, steps) for each, steps in decided if _is_rotated(each)]
+    rotated = [(paired, steps) for paired, steps in decided if _is_rotated(paired)]
     sizes = [2 * shape[-1] for name, shape in shapes.items() if shape and _FREQUENCIES.search(name)]
     rotary_dim = sizes[0] if sizes else None
-    most = max((x.shape[0] for each, _ in rotated for x in each.theirs.tensors.values()), default=0)
+    tensors = [tensor for paired, _ in rotated for tensor in paired.theirs.tensors.values()]
+    most = max((tensor.shape[0] for tensor in tensors), default=0)
     heads = [x for two in rotated if (x := _head_dim(*two, most)) is not None]
     head_dim = heads[0] if heads else rotary_dim
     to = "halves" if from_meta else "interleaved"
     questions = {}
-    for each, steps in rotated:
+    for paired, steps in rotated:
         for role, plain in steps.items():
-            ours, theirs = each.ours.tensors[role], each.theirs.tensors[role]
+            ours, theirs = paired.ours.tensors[role], paired.theirs.tensors[role]
             as_stored = ours.name.endswith("kernel") and Transpose() not in plain
             dim = len(theirs.shape) - 1 if as_stored else 0
             num_heads = 0 if head_dim is None else theirs.shape[dim] // head_dim
@@ -360,13 +368,14 @@ def is_meta(names: Iterable[str]) -> bool:
     return any(map(_META.search, names))
 
 
-def _is_rotated(each: Pair) -> bool:
+def _is_rotated(paired: Pair) -> bool:
     """Whether a module is a query or a key, or a norm of one."""
-    words = (words_of(name) & {"query", "key"} for name in (each.theirs.name, each.ours.name))
-    return each.theirs.part is None and any(len(found) == 1 for found in words)
+    names = (paired.theirs.name, paired.ours.name)
+    words = (words_of(name) & {"query", "key"} for name in names)
+    return paired.theirs.part is None and any(len(parts) == 1 for parts in words)
 
 
-def _head_dim(each: Pair, steps: Mapping[str, Steps], most: int) -> int | None:
+def _head_dim(paired: Pair, steps: Mapping[str, Steps], most: int) -> int | None:
     """The size of a head, if the model has a dimension for heads, or a norm over single heads.
 
     `most` is the most rows of a query or key: a norm of fewer elements is over single heads.
@@ -375,8 +384,8 @@ def _head_dim(each: Pair, steps: Mapping[str, Steps], most: int) -> int | None:
         split = [step for step in plain if isinstance(step, Unflatten)]
         if split:
             return split[-1].sizes[-1]
-        shape = each.theirs.tensors[role].shape
-        if "norm" in words_of(each.theirs.name) and shape[-1] < most:
+        shape = paired.theirs.tensors[role].shape
+        if "norm" in words_of(paired.theirs.name) and shape[-1] < most:
             return shape[-1]
     return None
 

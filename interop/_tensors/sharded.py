@@ -40,7 +40,7 @@ class ShardedTensor(LazyTensor):
         return not self.array.is_fully_addressable
 
     def own(self) -> LazyTensor:
-        """The shards of this process."""
+        """View the shards of this process, which are read without a collective."""
         return _OwnShards(self.array, self.shape, self.label)
 
     def own_boxes(self) -> list[Box]:

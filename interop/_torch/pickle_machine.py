@@ -127,13 +127,13 @@ class PickleMachine:
             )
 
     def tuple_of(self, items: Iterable[Any]) -> tuple[Any, ...]:
-        """Make a tuple, and check its size as a tree."""
+        """Make a tuple, and check its size when it is written out without sharing."""
         made = tuple(items)
         self._measure(made)
         return made
 
     def frozenset_of(self, items: Iterable[Any]) -> frozenset[Any]:
-        """Make a frozenset of keys, and check its size as a tree."""
+        """Make a frozenset of keys, and check its size when it is written out without sharing."""
         made = frozenset(self.key(item) for item in items)
         self._measure(made)
         return made
@@ -178,6 +178,7 @@ class PickleMachine:
                 self.key(element)
 
     def _size_of(self, value: Any) -> tuple[int, int]:
+        """Number of nodes and depth of a value, of which only tuples and frozensets count."""
         if type(value) not in (tuple, frozenset):
             return 1, 0
         return self._nested.get(id(value)) or (1 + len(value), 1)

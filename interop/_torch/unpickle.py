@@ -98,7 +98,7 @@ class TorchStorage(NamedTuple):
 
 
 class _Marker(NamedTuple):
-    """A class that is only passed as an argument."""
+    """A class that a pickle passes as an argument, and does not call."""
 
     name: str
 
@@ -224,6 +224,7 @@ class Names:
 
 
 def _check_gradient(requires_grad: Any, dtype: Any) -> None:
+    """Raise if a tensor of integers requires a gradient, which PyTorch rejects when it loads."""
     real = not isinstance(dtype, np.dtype) or dtype.kind in "fcV"  # V: bfloat16, float8
     if type(requires_grad) is not bool or (requires_grad and not real):
         raise pickle.UnpicklingError(f"requires_grad={shown(requires_grad)} of {shown(dtype)}")

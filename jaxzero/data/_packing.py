@@ -2,8 +2,8 @@
 
 A document of n tokens is n - 1 pairs of a token and the one that follows it. A row holds the pairs
 of several documents one after the other, each document as a segment: tokens attend to those of
-their own segment, and positions start again in each. So a loss over packed rows is that over the
-documents one by one.
+their own segment, and positions start again in each. So each document has the loss that it has in a
+row of its own.
 
 The largest documents are placed first, each into the row with the least room that it fits in
 ("best fit decreasing"). The result depends on the lengths alone: it is the same on every process.

@@ -81,8 +81,8 @@ class Attention(nnx.Module):
 
         Args:
             x_btd: input of the layer.
-            mask: True for tokens, False for padding; or segments, if the queries are those of all
-                keys; None if there is no padding.
+            mask: True for tokens, False for padding; or, without a cache, the segment of each
+                token, 0 for padding; None if there is no padding.
             window: how many positions a token sees, itself included; None for all.
             turns: rotation of queries and keys; None for none.
             dropout_key: for dropout of the probabilities.
@@ -225,7 +225,10 @@ def _with_all_logits(
 
 
 def _window_size(window: int | None, is_causal: bool) -> tuple[int, int] | None:
-    """In an encoder the window is on both sides: keys fewer than `window` positions away."""
+    """Return how many positions before and after it a query sees; None if it sees all.
+
+    In an encoder, which is not causal, the window is on both sides.
+    """
     return None if window is None else (window - 1, 0 if is_causal else window - 1)
 
 

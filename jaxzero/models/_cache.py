@@ -142,7 +142,7 @@ class Slots:
         """Point to a layer.
 
         Args:
-            layers: those of a `Cache`.
+            layers: `layers` of a `Cache`.
             number: index of the layer: an `int` for a tuple of layers, an array for a stack.
             start: first column that is written.
         """

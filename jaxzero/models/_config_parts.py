@@ -108,7 +108,7 @@ def window_alternating(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def window_but_every_nth(content: Content, num_layers: int) -> tuple[int, ...]:
-    """All layers except every nth have a sliding window."""
+    """All layers but every nth have a sliding window, where n is `sliding_window_pattern`."""
     n = content.get("sliding_window_pattern", content.get("_sliding_window_pattern", 6))
     return _window_by_type(content, num_layers, [i for i in range(num_layers) if (i + 1) % n])
 
@@ -320,7 +320,7 @@ def mixtral_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def qwen3_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Experts in every nth layer except those listed, with a separate width."""
+    """Experts in every nth layer (`decoder_sparse_step`) that is not in `mlp_only_layers`."""
     count = "num_local_experts" if "num_local_experts" in content else "num_experts"
     content.require(count, "num_experts_per_tok", "moe_intermediate_size")
     every = content.get("decoder_sparse_step", 1)
@@ -354,7 +354,7 @@ def gpt_oss_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def deepseek_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Experts in groups, and one that is shared, in all layers but the first."""
+    """Experts in groups, and shared ones, in all but the first `first_k_dense_replace` layers."""
     count, num_dense = "n_routed_experts", content["first_k_dense_replace"]
     content.require(count, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
     if num_dense >= num_layers:

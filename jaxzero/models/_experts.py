@@ -141,7 +141,7 @@ class Routers:
 
 
 class Experts(nnx.Module):
-    """Gated MLPs, of which `k` process each token."""
+    """Gated MLPs, of which each token is processed by `num_experts_per_token`."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, *, rngs: nnx.Rngs):
         self.config, self.experts = config, experts

@@ -28,7 +28,7 @@ Decode = Callable[[Cache, Any, Any], tuple[Any, Cache]]  # as `Decoder.decode`
 
 
 class Generation(NamedTuple):
-    """A text that is being written: the carry of `continue_generation`, a pytree of arrays."""
+    """Texts that are being generated: the carry of `continue_generation`, a pytree of arrays."""
 
     tokens: Int32[Array, "b n"]  # `pad_token` behind the end of a row
     lengths: Int32[Array, "b"]  # new tokens of each row, with the stop token

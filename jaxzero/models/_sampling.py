@@ -129,8 +129,8 @@ class Sampling:
             **changes: fields to set differently, e.g. `temperature=0.7`.
 
         Raises:
-            ValueError: a value of the file has another type or range than its key may hold, or
-                there is no `config.json`; or one of `changes` is refused, without the file's name.
+            ValueError: a value of the file or in `changes` has another type or range than it may
+                have, or there is neither file. The message names the file if that is to blame.
 
         Warns:
             UserWarning: the file asks for something that is not computed here, such as a penalty
