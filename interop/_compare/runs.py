@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from jaxzero._mesh import is_traced
-from jaxzero.interop._tensors import plain_name
+from jaxzero.interop._tensors import array_of_torch, plain_name
 
 Calls = dict[str, list[np.ndarray]]  # by name: the first array of the output of each call
 
@@ -82,13 +82,7 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
     if not _is_array(leaf):
         return None
     if hasattr(leaf, "detach"):  # a tensor of PyTorch
-        import torch
-
-        tensor = leaf.detach().cpu().resolve_conj().resolve_neg()
-        if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
-            narrow = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
-            return tensor.float().numpy().astype(narrow)
-        return tensor.numpy().copy()
+        return np.array(array_of_torch(leaf))
     return np.array(jax.tree.leaves(leaf)[0])  # of a variable of Flax, its value
 
 

@@ -1,8 +1,8 @@
 """Families of models in Hugging Face directories: how each reads its config and names tensors.
 
 A family of decoders joins the tables of `jaxzero.models` (configuration) with those of
-`decoder_rules` (names); one of the user is a subclass of `DecoderFamily`. A new family of encoders
-is a row of `ENCODERS`.
+`decoder_rules` (names). Users add families as subclasses of `DecoderFamily`. A new family of
+encoders is a row of `ENCODERS`.
 """
 
 import abc
@@ -111,6 +111,7 @@ class _KnownDecoders(DecoderFamily):
     head: str
 
     def fields(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
+        # The caller may have chosen this family for a file of another `model_type`.
         return decoder_fields(content | {"model_type": self.model_type}, path)
 
     def rules(self, config: DecoderConfig) -> tuple[Rule, ...]:

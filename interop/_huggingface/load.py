@@ -258,6 +258,7 @@ def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
         return
     embeddings = named_leaves(params).leaves[EMBEDDINGS]
     head = head.astype(embeddings.dtype)
+    # As bytes, of which NaNs equal themselves.
     same = head.shape == embeddings.shape and all(
         head[rows].tobytes() == embeddings[rows].tobytes()
         for rows in ((slice(i, i + _ROWS), slice(None)) for i in range(0, head.shape[0], _ROWS))

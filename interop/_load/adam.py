@@ -283,7 +283,7 @@ def _steps_of_names(
     """Yield the name of each tensor of the checkpoint and the steps that its parameters took.
 
     Raises:
-        ValueError: parameters that one tensor is made of have taken different numbers of steps.
+        ValueError: a rule makes one tensor from parameters with different numbers of steps.
     """
     for use in uses_of(rules, {path: shapes[path] for path in steps_of}):
         steps = {steps_of[path]: path for path in chain(*use.ours.values())}

@@ -66,6 +66,7 @@ def write_checkpoint(
             new_directory(path, replaces=(".metadata", "*.distcp")) as folder,
             warnings.catch_warnings(),
         ):
+            # Its warning of `no_dist=True`, which is meant: this process writes all of it.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             content = to_torch(tensors)
             with _errors_of_files():
@@ -189,7 +190,8 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
 def _tensor(array: np.ndarray) -> Any:
     import torch
 
-    # The data is passed as bytes: PyTorch does not accept the bfloat16 of ml_dtypes.
+    # The data is passed as bytes, since PyTorch does not accept the bfloat16 of ml_dtypes, and in a
+    # `bytearray`, since it warns of memory that is not writable.
     dtype = getattr(torch, array.dtype.name)
     if not array.size:
         return torch.empty(array.shape, dtype=dtype)

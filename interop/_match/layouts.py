@@ -70,19 +70,19 @@ def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer 
 
 
 def flattened(
-    decided: Decided, known: Iterable[Layer], shapes: Mapping[str, tuple[int, ...]]
+    decided: Decided, given: Iterable[Layer], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Question]:
     """Ask about linear layers that read or make images, and norms beside them.
 
     Args:
         decided: pairs of modules, with the steps of each role.
-        known: layers of rules that the caller has given.
+        given: layers of rules that the caller has given.
         shapes: name -> shape of all tensors, in the order of the checkpoint.
 
     Returns:
         Path of a parameter -> the question.
     """
-    layers = {each.name: each for each in known}
+    layers = {layer.name: layer for layer in given}
     for pair, steps in decided:
         tensor = pair.theirs.tensors.get("weight")
         if tensor is None or "weight" not in steps or pair.theirs.part is not None:

@@ -56,14 +56,14 @@ def match(
     as in `torch.nn.MultiheadAttention`; norms with and without running statistics; embeddings;
     layers that are numbered differently, or stacked for a scan; torch's weight norm. What names and
     shapes leave open is asked: in which order an image was flattened beside a linear layer, which
-    elements rotary embeddings pair, the layout of fused attention. They do not show that a
-    convolution is a transposed one, unless its name says so: torch lays it out differently. Review
-    the proposed rules and keep them in your code.
+    elements rotary embeddings pair, the layout of fused attention. A transposed convolution, which
+    torch lays out differently, is recognized by its name only. Review the proposed rules and keep
+    them in your code.
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.
         source: tensors of the checkpoint, by name: from `open_checkpoint`, or a `state_dict`.
-        rules: rules that are known. They are kept, and the others proposed for what they leave.
+        rules: rules that are known. They are kept, and rules are proposed for all other parameters.
         ignore: patterns (with `*`) for names of tensors that are not parameters.
 
     Raises:

@@ -33,10 +33,11 @@ class _BySlice(View):
     function: Callable[..., np.ndarray]
 
     def own_boxes(self) -> list[Box]:
-        """The slices of the only viewed tensor that this process holds whole.
+        """The slices along `dim` that this process can compute, since it holds all of their inputs.
 
         Raises:
-            NotImplementedError: it holds a part of a slice, or there are several tensors.
+            NotImplementedError: this process holds only a part of a slice of the viewed tensor, or
+                several tensors are viewed.
         """
         (source, *others) = self.viewed
         boxes = source.own_boxes()

@@ -225,7 +225,8 @@ def pattern_of(pattern: str) -> re.Pattern[str]:
     """Compile a pattern to a regular expression with a named group for each variable."""
     parts, seen = [], set()
     for text, name in _PIECES.findall(pattern):
-        # The first occurrence of a variable captures a number; later ones must repeat it.
+        # The first occurrence of a variable captures a number; later ones must repeat it. Numbers
+        # have no leading zeros, since `_filled` writes none back.
         parts.append(
             re.escape(text)
             if text

@@ -88,6 +88,7 @@ def read_header(file: Path) -> tuple[list[Entry], dict[str, str]]:
         if name != _METADATA
     ]
     end = 8 + length
+    # By size too, since an empty tensor has the offset of the one after it.
     for entry in sorted(entries, key=lambda entry: (entry.offset, _num_bytes(entry))):
         if entry.offset != end:
             raise _broken(

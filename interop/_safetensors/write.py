@@ -156,7 +156,7 @@ def save_tensors(
         )
     files = _divide(tensors, max_shard_bytes)
     carried = None
-    with all_write(directory):
+    with all_write(directory):  # so that an error of process 0 stops the others too
         if source is not None and jax.process_index() == 0:
             carried = carried_from(Path(source))
     with new_directory(directory, replaces=_OWN) as folder:

@@ -53,7 +53,7 @@ def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
         )
     if hasattr(value, "detach"):
         try:
-            return ArrayTensor(_of_torch(value), name)
+            return ArrayTensor(array_of_torch(value), name)
         except (KeyError, NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(
                 f"{shown(name)} {where} is no dense tensor of numbers that NumPy can hold "
@@ -68,7 +68,12 @@ def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
     )
 
 
-def _of_torch(tensor: Any) -> np.ndarray:
+def array_of_torch(tensor: Any) -> np.ndarray:
+    """Return a tensor of PyTorch as a numpy array; of one on the CPU, the array shares its memory.
+
+    Raises:
+        TypeError: numpy and ml_dtypes lack its dtype, or it is sparse.
+    """
     import torch
 
     # PyTorch conjugates and negates views lazily, by a flag that numpy would ignore.

@@ -135,7 +135,7 @@ def read_index(index: Path, kind: str, *, was_named: bool) -> dict[str, str]:
         others = [x for x in file_of.values() if not isinstance(x, str) or Path(x).name != x]
         wrong = f"it names {shown(others[0])}, which is not a file beside it" if others else ""
         wrong = wrong or ("" if file_of else "it has an empty `weight_map`")
-    except IrregularFile:
+    except IrregularFile:  # a `ValueError` that says itself what to do
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         wrong = f"its `weight_map` must give files ({type(error).__name__}: {escaped(error)})"

@@ -90,7 +90,7 @@ class Archive:
 
     def read(self, entry: str) -> bytes:
         """Read a small entry as a whole."""
-        self.place(entry)
+        self.place(entry)  # raises if it is not there
         return self._archive.read(self._prefix + entry)
 
     def place(self, entry: str) -> tuple[int, int]:
@@ -132,6 +132,7 @@ class Archive:
                 for number, given, most in zip(expected, fields, _IN_64, strict=True)
             )
             sign, length, _, _, *numbers = _END_64.unpack_from(records)
+            # The length does not count the first 12 bytes, the signature and itself.
             whole = (sign, length) == (b"PK\x06\x06", _END_64.size - 12)
             whole &= numbers == [0, 0, count, count, size, begin]
             whole &= _LOCATOR.unpack_from(records, _END_64.size) == (b"PK\x06\x07", 0, tail, 1)

@@ -44,9 +44,9 @@ _BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"  # a pickl
 def covers_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Return True if boxes, none of them empty, cover a shape without gap or overlap.
 
-    The number of boxes that hold an element is a sum over their corners, with alternating signs.
-    It is 1 everywhere if the corners of the whole shape are left when all others cancel. Dimensions
-    that no box divides are left out.
+    A box is described by its corners, with alternating signs. The boxes cover the shape if all
+    corners, added up by position, cancel except those of the whole shape. Dimensions that no box
+    divides are left out.
 
     Raises:
         ValueError: the boxes divide too many dimensions.

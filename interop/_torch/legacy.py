@@ -34,7 +34,20 @@ def is_legacy(head: bytes) -> bool:
 
 
 class LegacyFile:
-    """The parts of `length` bytes of a file, checked; it reads storages as `Archive` does."""
+    """An object in the form before PyTorch 1.6, located in a file and checked.
+
+    It has the methods of an `Archive`.
+
+    Args:
+        file: the file.
+        start: offset of the object in the file, in bytes.
+        length: its size in bytes.
+        where: name of the file, for messages.
+        records: full names of classes that a pickle may name; they are not imported.
+
+    Raises:
+        ValueError: the file is damaged, or was written on a big-endian machine.
+    """
 
     pid_items = 6  # items of the tuple that describes a storage (its persistent id)
 

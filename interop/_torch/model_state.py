@@ -40,8 +40,8 @@ class ModelState:
     Args:
         file: the file.
         records: full names of classes that a pickle may name; they are not imported.
-        merged: for universal checkpoints. If those are of a pipeline, which writes its layers to
-            other files, `module` is None; it becomes an empty dict.
+        merged: True for a universal checkpoint. Pipeline parallelism writes layers to other files
+            and None as `module`, which is then read as an empty dict.
 
     Attributes:
         module: the model's state dict; stage 3 stores empty tensors for parameters.

@@ -68,6 +68,7 @@ def parameters_in(tensors: Mapping[str, LazyTensor]) -> list[str]:
         layer, _, last = name.rpartition(".")
         stem = f"{layer}." if layer else ""
         is_statistic = last in _BATCH_NORM and all(stem + each in tensors for each in _BATCH_NORM)
+        # Empty tensors may have one place without being tied.
         place = tensor.place if isinstance(tensor, FileTensor) and tensor.size else name
         if tensor.dtype.kind not in "biu" and not is_statistic and place not in seen:
             names.append(name)

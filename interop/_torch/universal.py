@@ -1,8 +1,8 @@
 """Open universal checkpoints of DeepSpeed, which `ds_to_universal.py` makes.
 
 `zero/NAME/` holds the tensors of a trained parameter, whole: `fp32.pt`, `exp_avg.pt`,
-`exp_avg_sq.pt` and `step.pt`. Made from stage 3 they are flat, except where tensor parallelism was
-merged, and the step is only in `zero/optimizer_state.pt`.
+`exp_avg_sq.pt` and `step.pt`. If the checkpoint was converted from stage 3, tensors are flat,
+except where tensor parallelism was merged, and the step is in `zero/optimizer_state.pt` only.
 
 Shapes of stage 3, buffers and untrained parameters are in the model states, which are copied. From
 stages 1 and 2 the converter also writes `fp32.pt` of what has no optimizer state, from the first

@@ -215,12 +215,12 @@ class Names:
         return data
 
     def _of_type(
-        self, machine: PickleMachine, function: Any, kind: Any, made: Any, state: Any
+        self, machine: PickleMachine, function: Any, kind: Any, arguments: Any, state: Any
     ) -> Any:
         of_tensor = isinstance(kind, _Marker | RecordKind)  # the latter: a class of the user
-        if function not in self._tensors.values() or not of_tensor or type(made) is not tuple:
+        if function not in self._tensors.values() or not of_tensor or type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"a tensor made by {shown(function)} as {shown(kind)}")
-        return function.make(machine, *made)
+        return function.make(machine, *arguments)
 
 
 def _check_gradient(requires_grad: Any, dtype: Any) -> None:

@@ -1,8 +1,8 @@
 """Keys of a DeepSpeed configuration by dotted path: what each may hold, and which were used.
 
-Ranges exclude what makes updates infinite or NaN in float32: an `eps` or a clipping norm that
-rounds to 0, for which a gradient of 0 is divided by 0; a `beta` that rounds to 1, so that the
-correction of its bias divides by 0.
+Ranges exclude values with which updates are infinite or NaN in float32: an `eps` or a clipping norm
+that rounds to 0, by which a gradient of 0 would be divided; a `beta` that rounds to 1, with which
+bias correction divides by 0.
 """
 
 from collections.abc import Iterator, Mapping

@@ -128,6 +128,7 @@ def _states(opt_state: Any) -> list[LossScaleState]:
 def _next(scale: DynamicScale, state: LossScaleState, finite: Array) -> LossScaleState:
     """The state after a step whose gradients were finite or not; `inner` is left as it was."""
     full = jnp.int32(scale.hysteresis)
+    # As DeepSpeed does it: whether the scale grows is decided by the good steps before this one.
     good, patience = state.good_steps, state.patience
     grows = (good > 0) & (good % scale.window == 0)
     halved = jnp.maximum(state.loss_scale / 2, jnp.float32(scale.minimum))

@@ -164,7 +164,7 @@ def _warmup_decay_lr(keys: DeepSpeedKeys, rate: Any) -> optax.Schedule:
 
 
 def _warmup_then(keys: DeepSpeedKeys, rate: Any, after: Callable[..., Any]) -> optax.Schedule:
-    """Warm-up, and then a share of the maximum, `after(iteration, warm-up steps)`.
+    """A rise to the maximum, and then the maximum times `after(iteration, warm-up steps)`.
 
     `rate` is the maximum if the file has none.
     """

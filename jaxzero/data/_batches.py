@@ -176,21 +176,21 @@ class Batches(Iterator[Any]):
             )
         return element
 
-    def _spread(self, x: np.ndarray) -> jax.Array:
+    def _spread(self, rows: np.ndarray) -> jax.Array:
         """Make a global array `[batch, ...]` from the rows of this process, `[rows, ...]`."""
-        shape = (self._rows.batch_size, *x.shape[1:])
+        shape = (self._rows.batch_size, *rows.shape[1:])
 
         def held(index: Any) -> np.ndarray:
-            return x[self._rows.place(index[0])]
+            return rows[self._rows.place(index[0])]
 
         return jax.make_array_from_callback(shape, self._sharding, held)
 
-    def _spread_steps(self, x: np.ndarray) -> jax.Array:
+    def _spread_steps(self, rows: np.ndarray) -> jax.Array:
         """Make a global array `[steps, batch, ...]` from own rows, `[steps, rows, ...]`."""
-        shape = (x.shape[0], self._rows.batch_size, *x.shape[2:])
+        shape = (rows.shape[0], self._rows.batch_size, *rows.shape[2:])
 
         def held(index: Any) -> np.ndarray:
-            return x[:, self._rows.place(index[1])]
+            return rows[:, self._rows.place(index[1])]
 
         spec = PartitionSpec(None, *self._sharding.spec)
         sharding = NamedSharding(self._sharding.mesh, spec)
@@ -258,7 +258,8 @@ def _described(dataset: grain.MapDataset) -> dict[str, Any]:
         node = nodes.pop()
         visited.append(node)
         nodes += getattr(node, "parents", ())  # a user-defined dataset may have no parents
-    # The epoch before `repeat` is described, so that a run may continue with more repeats.
+    # The epoch before `repeat` is described, so that a run may continue with more repeats. Grain
+    # exports neither the class of `repeat` nor the seeds.
     repeats = (node for node in visited if type(node).__name__ == "RepeatMapDataset")
     repeated = next(repeats, None)
     epoch = dataset if repeated is None else repeated.parents[0]

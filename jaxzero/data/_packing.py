@@ -138,7 +138,7 @@ def _best_fit(sizes: Int[np.ndarray, " pieces"], length: int) -> Int[np.ndarray,
     with_room: list[list[int]] = [[] for _ in range(length)]  # the rows that have so much room
     rooms = 0  # bit n: there is a row with room for n
     num_rows = 0
-    for piece in np.argsort(-sizes, kind="stable").tolist():
+    for piece in np.argsort(-sizes, kind="stable").tolist():  # stable: equal on all processes
         size = int(sizes[piece])
         if fitting := rooms >> size:
             room = size + (fitting & -fitting).bit_length() - 1  # the lowest bit

@@ -154,10 +154,10 @@ def read_rope(
     Args:
         content: the file, with a default of `base_key`.
         head_size: size of a head, all of which is rotated, or a part.
-        base_key: where transformers 4 kept the base.
-        sliding_base_key: where it kept the base of layers with a window; None if all layers rotate
+        base_key: key under which transformers 4 wrote the base of the frequencies.
+        sliding_base_key: its key of the base for layers with a window; None if all layers rotate
             alike.
-        part_key: where it kept the part of a head that is rotated; None if all of it is.
+        part_key: its key of the fraction of a head that is rotated; None if all of it is.
     """
     scaling, given = content.section("rope_scaling"), content.section("rope_parameters")
     if sliding_base_key is None:

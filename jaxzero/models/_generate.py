@@ -183,6 +183,7 @@ def _with_next(generation: Generation, logits: Array, sampling: Sampling) -> Gen
     number, is_done = generation.num_columns, generation.is_done
     keys = generation.keys
     if keys is not None:
+        # By column, so that a row draws the same whatever the other rows and calls are.
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
     chosen = jnp.where(is_done, jnp.int32(sampling.pad_token), choose(logits, sampling, keys))
     stops = jnp.isin(chosen, jnp.array([-1, *sampling.stop_tokens], jnp.int32))
@@ -224,6 +225,7 @@ def check_arguments(
         raise ValueError(
             f"`max_new_tokens` must be an integer of at least 1; got {shown(max_new_tokens)}."
         )
+    # The last new token is not read again, so it needs no column.
     needed, room = num_columns + max_new_tokens - 1, cache.mask.shape[1]
     if room < needed:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Apply each expert to its own rows, in blocks: rows sorted by expert, and how many each has.
+"""Apply each expert to its own rows, in blocks, given rows that are sorted by expert.
 
     y[i] = weights[i] function(params[e], rows[i])        for the rows i of expert e
 

@@ -62,7 +62,7 @@ class RMSNorm(nnx.Module):
     def __init__(self, size: int, *, epsilon: float, offset: float = 0.0):
         self.epsilon = epsilon
         self.offset = offset  # added to the stored scale
-        self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32))
+        self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32))  # the factor 1 at first
 
     def __call__(self, x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
         wide = x.astype(widened(x.dtype))

@@ -203,6 +203,7 @@ class YarnScaling(Scaling):
             )
 
     def speeds(self, rotary_size, base, num_tokens):
+        # Pair i makes trained_length / (2 pi base^(2 i / rotary_size)) turns: solved for i.
         first, last = (
             rotary_size
             * math.log(self.trained_length / (turns * 2 * math.pi))

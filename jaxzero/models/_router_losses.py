@@ -61,6 +61,7 @@ def router_balance(
     """
     num_experts = logits.shape[1]
     logits_ne = logits.astype(widened(logits.dtype))
+    # The softmax of logarithms of sigmoids is the sigmoids divided by their sum.
     scores_ne = jax.nn.log_sigmoid(logits_ne) if sigmoids else logits_ne
     shares_ne = jax.nn.softmax(scores_ne, axis=-1)
     chosen_ne = jax.nn.one_hot(chosen, num_experts, dtype=logits_ne.dtype).sum(axis=1)

@@ -186,7 +186,7 @@ def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
         ordered_bv = -jnp.sort(-scaled_bv, axis=-1)
         shares_bv = jax.nn.softmax(ordered_bv)
         before_bv = jnp.cumsum(shares_bv, axis=-1) - shares_bv
-        kept_bv = (before_bv < sampling.top_p).at[:, 0].set(True)
+        kept_bv = (before_bv < sampling.top_p).at[:, 0].set(True)  # one token at least
         least_b1 = jnp.where(kept_bv, ordered_bv, jnp.inf).min(axis=-1, keepdims=True)
         scaled_bv = jnp.where(scaled_bv < least_b1, -jnp.inf, scaled_bv)
     return scaled_bv
