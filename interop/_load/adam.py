@@ -96,8 +96,7 @@ def load_adam(
     given = rules_in(rules or ()) or None
     if given is None and not isinstance(source, Checkpoint):
         raise ValueError("`rules` are required unless `source` is a `Checkpoint`. Pass them.")
-    named: Any = source
-    settled_rules, ignore = settled(tree, named, rules=given, accept=accept, ignore=ignore)
+    settled_rules, ignore = settled(tree, source, rules=given, accept=accept, ignore=ignore)
     check_moves(settled_rules)
     moments = source.adam() if isinstance(source, Checkpoint) else source
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}

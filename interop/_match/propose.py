@@ -29,7 +29,7 @@ from jaxzero.interop._rules import (
     rules_in,
     uses_of,
 )
-from jaxzero.interop._tensors import LazyTensor, named_leaves, other_names
+from jaxzero.interop._tensors import named_leaves, other_names
 
 from .derived import from_tensors, parts_of, stacks_of, tensors_of, with_weights
 from .fused import find_fused
@@ -269,7 +269,7 @@ def _rules(
 
 def settled(
     tree: Any,
-    source: Mapping[str, LazyTensor],
+    source: Any,
     *,
     rules: Iterable[Rule] | None,
     accept: str | Rule | Iterable[str | Rule],
@@ -279,7 +279,7 @@ def settled(
 
     Args:
         tree: parameters of the model.
-        source: tensors of the checkpoint by name.
+        source: tensors of the checkpoint by name; not used with `rules`.
         rules: the caller's rules; None to propose some.
         accept, ignore: as in `load_into`.
 

@@ -172,4 +172,4 @@ def _to_host(data: jax.Array, inside: tuple[slice, ...]) -> np.ndarray:
     # `np.asarray` caches the host copy in the array. Converting a temporary array drops the cache
     # at once; otherwise host memory would grow by everything that is saved.
     held = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-    return np.asarray(held)[inside]
+    return np.asarray(held)[(*inside, ...)]  # with `...`, a scalar is an array too

@@ -82,7 +82,7 @@ def test_a_loss_scale_that_stays(mesh):
     assert float(interop.loss_scale_of(optax.adam(1e-3).init(jnp.ones(3)))) == 1
 
 
-@pytest.mark.parametrize("scale", [0, -2.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("scale", [0.0, -2.0, float("inf"), float("nan")])
 def test_a_constant_scale_that_skips_every_step_is_refused(scale: float):
     with pytest.raises(
         ValueError, match="`scale` must be a `DynamicScale`, or positive and finite"
