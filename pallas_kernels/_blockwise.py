@@ -34,7 +34,7 @@ from jaxtyping import Array, BFloat16, Bool, DTypeLike, Float, Float32, Shaped, 
 from ._format import check_packable
 
 GROUP = 32  # elements that are rotated together
-ADDED = 16  # the most rows that are added one by one, each by instructions of its own
+ADDED = 16  # up to this many rows are added one by one in an unrolled sum
 _TAIL = 8.0  # near sqrt(GROUP), by which `rotate` makes typical numbers smaller
 TINY = 2.0**-126  # the smallest normal float32 and bfloat16; XLA treats smaller ones as zero
 

@@ -38,9 +38,10 @@ _TILE_ROWS = 32  # of an array of bytes
 
 
 def num_parts(shape: tuple[int, ...], format: Format) -> int:
-    """Into how many parts of whole blocks a row is cut, so that few of 128 lanes are empty.
+    """The number of parts into which each row of a piece is cut, so that few lanes are empty.
 
-    1 if a piece of `shape` has many rows. 0: no number does it, and messages cannot be columns.
+    Parts are whole blocks. A piece of `shape` with many rows has 1 part. 0: no number leaves few of
+    128 lanes empty, and messages cannot be columns.
     """
     rows, width = math.prod(shape[:-1]), shape[-1]
     if not rows or not width or width % format.block:
@@ -65,7 +66,7 @@ def to_blocks(pieces: Float[Array, "n ..."], format: Format) -> Float[Array, "n 
     num, *shape = pieces.shape
     parts = num_parts(tuple(shape), format)
     rows, width = math.prod(shape[:-1]), shape[-1] // parts
-    if parts == 1:  # filled up first: XLA transposes whole tiles
+    if parts == 1:  # padded before the transpose, since XLA transposes whole tiles
         missing = _lanes(rows) - rows
         x = jnp.pad(pieces.reshape(num, rows, width), ((0, 0), (0, missing), (0, 0)))
         columns = jnp.swapaxes(x, 1, 2)
@@ -130,7 +131,8 @@ def decode(
 ) -> Float[Array, "n k b r"]:
     """The numbers in messages of pieces of `shape`."""
     x_nkbr, scale_nk1r = _read(message, format, shape)
-    if format.hadamard:  # before scales come in, so that sums are exact, and so is bfloat16
+    # Rotated before the product with scales: codes are exact in bfloat16, and so are their sums.
+    if format.hadamard:
         rotated = _rotated(x_nkbr.astype(jnp.bfloat16), 1.0)
         x_nkbr, scale_nk1r = jnp.where(scale_nk1r < 0, x_nkbr, rotated), jnp.abs(scale_nk1r)
     return _reference.to_dtype(x_nkbr * scale_nk1r, dtype)
@@ -209,7 +211,8 @@ def _sum_of(
     """The sum over the senders of what is decoded from their messages."""
     if len(message) > blocks.ADDED:
         return blocks.add_up(jax.vmap(decoded)(message))
-    # Cut before they are decoded: XLA fuses that with the additions, or it writes all in float32.
+    # Messages are cut apart before they are decoded: XLA then fuses decoding with the additions,
+    # where otherwise it would write every decoded message to memory in float32.
     senders = (lax.index_in_dim(message, i, keepdims=False) for i in range(len(message)))
     return functools.reduce(jnp.add, map(decoded, senders))
 
@@ -299,7 +302,8 @@ def _unpacked(packed_nkhr: UInt8[Array, "n k h r"], bits: int) -> UInt8[Array, "
     if bits == 8:
         return packed_nkhr
     num, num_blocks, half, rows = packed_nkhr.shape
-    # Shifts by a broadcast array, and no concatenation, which XLA would not fuse with what follows.
+    # Both halves by one shift with a broadcast array: XLA would not fuse a concatenation of two
+    # shifted arrays with the operations that follow.
     shifts = jnp.asarray([28, 24], jnp.int32).reshape(1, 1, 2, 1, 1)
     wide = packed_nkhr.astype(jnp.int32)[:, :, None]
     codes = (wide << shifts) >> jnp.int32(28)

@@ -38,7 +38,7 @@ from ._tile_layout import TileLayout
 _plgpu: Any = plgpu
 _compute_on: Any = compute_on
 
-_STREAM = 1  # of exchanges: one after the other, beside what XLA computes
+_STREAM = 1  # of exchanges: they run one after the other, beside what XLA computes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,8 @@ class Tiling:
 
         `parts` are the sizes of arrays that lie side by side in the only run.
         """
-        rows = max(2, config.elements // format.block)  # the scale of one row would be a scalar
+        # At least 2, since the scale of a single row would be a scalar and not an array.
+        rows = max(2, config.elements // format.block)
         while not cls(outer, (inner,), format, rows, config).tile_layout.vector:
             rows *= 2
         if len(parts) > 1:
@@ -364,7 +365,7 @@ def run(
         scratch_types=semaphores(devices),
         **memory.interpret_options(),  # `skip_device_barrier` stays False: see `_protocol`
     )
-    # XLA starts what is on another stream early, and waits for it where the result is needed.
+    # XLA starts a call on another stream early, and waits for it where its result is needed.
     beside_compute = _compute_on(
         lambda *args: exchanged(*args)[0],
         compute_type=f"gpu_stream:{_STREAM}",

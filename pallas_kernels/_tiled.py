@@ -131,7 +131,7 @@ def pieces_of(x: Shaped[Array, "*shape"], dim: int, num: int) -> Shaped[Array, "
 
 
 def _width(format: Format) -> int:
-    """The numbers that are multiplied by one matrix in a rotation: as many as a block allows."""
+    """The width of the matrix of a rotation: 128, which fills the lanes, or a smaller block."""
     return min(format.block, _LANES)
 
 

@@ -1,8 +1,8 @@
-"""Trace what is done with a bucket once, and copy it for all buckets that are alike.
+"""Trace the collectives of a bucket once, and copy the trace for all buckets with equal shapes.
 
 An unrolled model has a bucket for each layer, with the same shapes in each. To encode, gather and
-decode one takes hundreds of calls into JAX, more than its layer computes. What is traced once is
-recorded in the ledger, and labelled, each time that it is copied.
+decode one takes hundreds of calls into JAX, more than its layer needs. Each copy is recorded in the
+ledger with the names of its own leaves.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def for_alike(function: Callable[..., Any], *args: Any) -> Any:
 
         with noted() as transfers:
             recording = Recording(of_arrays, arrays)
-        # One that reads an array of this trace has it in its equations, which fit nowhere else.
+        # A function that closes over an array of this trace cannot be copied for other buckets.
         recordings[key] = (recording, transfers) if recording.is_closed else None
     if (recorded := recordings[key]) is None:
         return function(*args)

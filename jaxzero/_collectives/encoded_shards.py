@@ -98,8 +98,8 @@ class EncodedShards:
             return dataclasses.replace(plain, hop=KernelHop(codec, axes, self.read_as or x.dtype))
         with jax.named_scope("encode"):
             data = self._messages(x, codec, device_index(axes), tiled)
-        # Without it XLA may move casts of the decoding in front of the collective that follows,
-        # which would then send floats.
+        # Without the barrier XLA may move casts of the decoding in front of the collective that
+        # follows, which would then send floats.
         data = lax.optimization_barrier(data)
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape), tiled=tiled)
 
@@ -188,7 +188,7 @@ class EncodedShards:
         return dataclasses.replace(self.over(axis), dtype=self.hop.dtype, hop=None)
 
     def over(self, axis: str) -> EncodedShards:
-        """These shards, with `axis` and those before it removed from `axes`, as gathered."""
+        """The record of these shards after a gather over `axis`: `axes` are those after it."""
         done = self.axes.index(axis) + 1 if axis in self.axes else 0
         return dataclasses.replace(self, axes=self.axes[done:])
 

@@ -181,7 +181,7 @@ def shard_shape(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, ...]:
 def _exchange(
     message: Shaped[Array, "num ..."], axis: str, codec: Codec
 ) -> Shaped[Array, "num ..."]:
-    """Send row i to device i of `axis`. The barrier keeps casts of the decoding behind it."""
+    """Send row i to device i of `axis`. The barrier keeps casts of the decoding after the send."""
     return all_to_all(lax.optimization_barrier(message), axis, forms=(codec,))
 
 

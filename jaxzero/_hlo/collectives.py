@@ -61,8 +61,8 @@ class Collective:
 
     Attributes:
         op: its name in HLO.
-        results: what it leaves on one device.
-        groups: the devices that take part together; of a permutation, who sends to whom.
+        results: shapes of its results on one device.
+        groups: the devices of each group; of a permutation, pairs of sender and receiver.
         trips: how often one execution of the program runs it.
         line: the line of the HLO.
     """
@@ -87,7 +87,11 @@ class Collective:
         return any(len({device // num_local for device in group}) > 1 for group in self.groups)
 
     def from_parts(self, parts: int) -> int:
-        """Bytes that a device gets from other parts of its group, of so many equal ones."""
+        """Bytes that a device receives from outside its own part of a group of `parts` equal ones.
+
+        With one part for each device that is all it receives; with one for each node, what comes
+        from other nodes.
+        """
         held = sum(shape.num_bytes for shape in self.results)
         if self.op == "collective-permute":
             return held if parts > 1 else 0

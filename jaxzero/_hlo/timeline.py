@@ -28,7 +28,7 @@ from .cost import (
 from .instructions import Computation, Instruction, Program, parse
 from .traffic import NO_WORK, Traffic, traffic
 
-_Free = dict[str, float]  # of each stream but that of compute: when it has done what it was given
+_Free = dict[str, float]  # for each stream but that of compute, the second at which it is idle
 
 
 @dataclasses.dataclass
@@ -79,7 +79,7 @@ class Timeline:
 
     @property
     def host_hidden_share(self) -> float:
-        """The share of the time of copies from and to the host that the device does not wait."""
+        """The share of the time of copies from and to the host in which the device computes."""
         return 1 - self.host_exposed_seconds / self.host_seconds if self.host_seconds else 1.0
 
     def add(self, other: Timeline, times: int) -> None:
@@ -217,7 +217,7 @@ class Walk:
         return end
 
     def _land(self, line: Timeline, flight: _Flight) -> None:
-        """Wait for what was started."""
+        """Let the device wait until a transfer that was started has ended."""
         waited = max(0.0, flight.end - line.seconds)
         line.seconds += waited
         if flight.received is None:
@@ -228,7 +228,7 @@ class Walk:
             line.asynchronous_bytes += flight.received
 
     def inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
-        """What an instruction does by itself, and how often."""
+        """The timeline of an instruction, or of the computation it calls, and how often it runs."""
         called, computations = instruction.called, self.program.computations
         if instruction.op == "while":
             body = self.computation(computations[called["body"][0]])

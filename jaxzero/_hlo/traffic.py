@@ -130,7 +130,7 @@ def _written(instruction: Instruction, within: Computation) -> _Parts:
 
 
 def _read_by_fusion(inner: Computation) -> _Parts:
-    """What a fusion reads: of what it only slices or updates, that part."""
+    """What a fusion reads: all of a parameter, or the slices if it only slices or updates it."""
     parts = []
     for parameter in inner.instructions:
         if parameter.op != "parameter":
@@ -162,7 +162,7 @@ def _users(parameter: Instruction, inner: Computation) -> tuple[set[str], list[I
 
 
 def _written_by_fusion(inner: Computation) -> _Parts:
-    """What a fusion writes: of what it updates, that part."""
+    """What a fusion writes: its results, or the updated slice of one that it updates in place."""
     root, parts = inner.root, []
     for result in [inner.by_name[x] for x in root.operands] if root.op == "tuple" else [root]:
         source = result
@@ -175,6 +175,6 @@ def _written_by_fusion(inner: Computation) -> _Parts:
 
 
 def _only_moves(instruction: Instruction) -> bool:
-    """Whether an instruction computes nothing but perhaps an index."""
+    """Whether an instruction only copies arrays, or computes scalars such as an index."""
     scalars = all(shape.size == 1 for shape in instruction.results)
     return instruction.op in _MOVES or instruction.op in NO_WORK or scalars

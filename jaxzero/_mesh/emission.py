@@ -1,8 +1,8 @@
 """Put equations that were traced before into the trace under way, without tracing them again.
 
-To bind an equation again (`per_device.bind`) JAX infers the types of its results again. The body of
-a `jit` with `inline=True` it copies into the trace, equation by equation, with the types that they
-have: in less than half of the time.
+When an equation is bound again (`per_device.bind`), JAX infers the types of its results again. JAX
+copies the body of a `jit` with `inline=True` into the trace equation by equation, and keeps their
+types. That takes less than half of the time, so equations are wrapped in such a `jit` here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.extend import core as jex
 
 from .per_device import is_traced, with_inputs_alone
 
-# An equation, and what its inputs and its outputs are called.
+# An equation, the names of its inputs, and the names of its outputs.
 Named = tuple[Any, Sequence[Any], Sequence[Any]]
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -27,8 +27,8 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
 
     Args:
         equations: each with the names of its inputs and of its outputs. A name is hashable, and
-            each value has its own. An input that no earlier equation makes is read.
-        read: returns the array or number of a name, of the type of the equation's input.
+            each value has its own. An input that no earlier equation produces comes from `read`.
+        read: returns the array or number for a name, of the type of the equation's input.
 
     Returns:
         The outputs of all equations, by name.

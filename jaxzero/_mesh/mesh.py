@@ -273,7 +273,12 @@ def _shown(mesh: AbstractMesh) -> str:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise unless `mesh` is a mesh with the axes `node` and `local`, and `tokens` automatic."""
+    """Check that `mesh` has the axes `node` and `local`.
+
+    Raises:
+        ValueError: `mesh` is no mesh, or lacks one of the two axes.
+        NotImplementedError: it has an axis `tokens` that is not automatic.
+    """
     if not isinstance(mesh, Mesh | SimulatedMesh | NodeMesh):
         raise ValueError(
             f"`mesh` must be a mesh of devices, such as `jz.make_mesh()`; got {mesh!r}."

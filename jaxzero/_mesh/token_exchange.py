@@ -5,14 +5,15 @@ tokens x, of which each chose k experts e with weights w,
 
     y = sum over the k experts that a token chose of w_e expert_e(x).
 
-Exactly: all tokens of a node go to each of its devices, once each, with their choices. A device
-sums up what its own experts make of them, sends each device the sums for its tokens, and receives n
-such sums for each of its own. That is `n T` rows, the most of `T` tokens on each device that can
-come to one. With a capacity the pairs of token and expert are sent that fit into it, `factor` times
-as many as with even choices, and the others are dropped.
+Without a capacity the result is exact: every device of a node receives all tokens of the node, once
+each, with their choices. It sums the results of its own experts for each token and returns these
+partial sums, n of which each device adds up for each of its own tokens. With T tokens on each
+device that is `n T` rows, as many as could at most be routed to one device. With a capacity, pairs
+of token and expert are sent, up to `factor` times as many as a device would get if choices were
+even, and the others are dropped.
 
-Within a device, rows are sorted by expert. Every permutation is a gather in backward as in forward,
-so that sums have one order, and no two rows are written to one place.
+Within a device, rows are sorted by expert. Every permutation is a gather in backward as in forward:
+no scatter adds rows in an order of its own.
 
 Legend: t tokens of a device, n of all that a device has received, k choices of a token, d features,
 m rows.
@@ -174,9 +175,10 @@ def _entering_bytes(tokens: Any) -> int:
 def _own_choices(
     choices_nk: Int[Array, "n k"], weights_nk: Float[Array, "n k"], num_local: int
 ) -> tuple[Int[Array, "n m"], Float[Array, "n m"]]:
-    """This device's choices of all tokens, `num_local` for those of other devices, and weights.
+    """The choices that are experts of this device, for all tokens of the node, and their weights.
 
-    A token has at most `num_local` choices among them, so `m = min(k, num_local)`.
+    Choices count from this device's first expert; `num_local` marks one of another device. A token
+    has at most `num_local` of this device's experts, so `m = min(k, num_local)`.
     """
     if num_local > choices_nk.shape[1]:
         is_here = (choices_nk >= 0) & (choices_nk < num_local)
@@ -254,7 +256,7 @@ def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
     return lax.all_to_all(varying(x, LOCAL), LOCAL, 0, 0, tiled=True)
 
 
-# Gathers of rows whose derivatives are gathers too: each row is read by known others.
+# Gathers of rows whose derivatives are written as gathers too. JAX would derive scatter-adds.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -322,15 +324,15 @@ def _read(x: Array, index: Array, k: int) -> Array:
 
 
 def _sum_of_copies(x: Shaped[Array, "m d"], k: int) -> Shaped[Array, "n d"]:
-    """Add each `k` rows."""
+    """Sum each `k` neighbouring rows, in float32 or wider, and round once."""
     if k == 1:
         return x
     copies = x.reshape(len(x) // k, k, x.shape[1])
     return copies.sum(axis=1, dtype=widened(x.dtype)).astype(x.dtype)
 
 
-# Each is the derivative of the other. Sums of 16 bits are rounded once, on the device that reads
-# them; a reduce-scatter would round after each of its steps.
+# `_gathered` and `_summed` are each other's derivative. Sums of 16-bit numbers are rounded once, on
+# the device that receives them; a reduce-scatter would round after each of its steps.
 
 
 @jax.custom_vjp

@@ -3,9 +3,9 @@
 The operations run in their own order. Gathers are emitted where their group's `issues` say. A
 bucket of gradients is encoded once its last gradient is made; it goes over its first axis at the
 next tie to another value, over the second one tie later, and its gradients pass through the tie
-after that (see [Note: ties]). Where several buckets are made between two ties, because weights were
-sent early, each sends those before it on. A deferred group of a loop's body is encoded, and reduced
-in later ticks (`_reduce_early`, `emit_loop`).
+after that (see [Note: ties]). Where several buckets are completed between two ties, because weights
+were sent early, each of them sends the earlier ones over their next axis. A deferred group of a
+loop's body is encoded, and reduced in later ticks (`_reduce_early`, `emit_loop`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Emit the pipeline of a loop: the instructions of its body, and what connects iterations with it.
+"""Emit the pipeline of a loop: the instructions of its body, and those that connect iterations.
 
 Gathers are ahead of the iteration that needs them, reductions behind the one that makes the
 gradients, each by one tick for each mesh axis. Copies from host memory are ahead of gathers, copies

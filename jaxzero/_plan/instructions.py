@@ -297,12 +297,15 @@ class Update(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HoldStates(Instruction):
-    """Let the stacks of the leaves that are updated wait for the layers copied from them."""
+    """Let the stacks of the leaves that are updated wait for the layers copied from them.
+
+    XLA writes a stack in place only if nothing reads the old one later.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hold(Instruction):
-    """The barriers alone of an instruction that has no iteration here."""
+    """The barriers of an instruction that is left out since it has no iteration in these ticks."""
 
     tie: Tie | None
     pin: Value | None

@@ -2,7 +2,7 @@
 
 What a layer computes is often far larger in one place than elsewhere (the scores of attention in
 backward). The weights of the next layer and the gradients of the previous one, as large as a layer
-each, need not exist there: the ones are gathered after it, the others are reduced before it. A
+each, need not exist there: those weights are gathered after it, those gradients reduced before. A
 layer is the body of a loop or, in an unrolled program, the operations between the first uses of two
 groups of weights.
 
@@ -215,7 +215,7 @@ def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) ->
 
 def work_needed(operations: Sequence[Operation]) -> list[int]:
     """For each of a block's first operations, its multiplications and those it depends on."""
-    needed: dict[Value, int] = {}  # the operations with products behind a value, as a set of bits
+    needed: dict[Value, int] = {}  # bit i: the value depends on the i-th operation with products
     products: list[int] = []
     work = []
     for operation in operations:

@@ -149,8 +149,9 @@ def hops_in_turn(
 ) -> tuple[int, ...]:
     """Send a group over its last axis once it has arrived over the one before.
 
-    In a loop's body the second group would be sent over both where the body begins, since no group
-    is before the first. Over the last axis it waits for about half of the work until its first use.
+    A group is sent over each axis one group earlier than over the next. In a loop's body there is
+    no group before the first, so the second would be sent over both axes where the body begins.
+    Here it is sent over the last axis after about half of the work until its first use.
 
     Args:
         issues: for each axis, the operation before which the group is sent.
@@ -208,11 +209,11 @@ def _work_to_send(num_bytes: int, axes: Sequence[str]) -> int:
 
 
 class _Exchanged:
-    """Where exchanges of a body have ended.
+    """The places in a body at which its own exchanges have ended.
 
     Attributes:
         places: for each run of exchanges without matrix products between them, its range of
-            operations, and the result of the exchange that needs most of the body's work.
+            operations, and a result of the exchange that depends on most of the body's work.
     """
 
     def __init__(self, plan: BlockPlan):
