@@ -30,11 +30,10 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
 
 from . import _blockwise as blocks
 from . import _reference
+from ._column_walk import LANES, TILE_ROWS
 from ._format import Format
 
-_LANES = 128  # of a vector register of a TPU
 _MATRIX = 128  # rows of the matrix of a rotation: four groups
-_TILE_ROWS = 32  # of an array of bytes
 
 
 def num_parts(shape: tuple[int, ...], format: Format) -> int:
@@ -47,7 +46,7 @@ def num_parts(shape: tuple[int, ...], format: Format) -> int:
     if not rows or not width or width % format.block:
         return 0
     num_blocks = width // format.block
-    choices = (2**i for i in range(_LANES.bit_length()) if num_blocks % 2**i == 0)
+    choices = (2**i for i in range(LANES.bit_length()) if num_blocks % 2**i == 0)
     return next((num for num in choices if _fills_lanes(num * rows)), 0)
 
 
@@ -58,7 +57,7 @@ def _fills_lanes(num: int) -> bool:
 
 def _lanes(num: int) -> int:
     """`num` columns with empty ones behind them, to whole rows of lanes."""
-    return math.ceil(num / _LANES) * _LANES
+    return math.ceil(num / LANES) * LANES
 
 
 def to_blocks(pieces: Float[Array, "n ..."], format: Format) -> Float[Array, "n k b r"]:
@@ -121,7 +120,7 @@ def encode(
     codes_nkhr = _packed(jnp.swapaxes(codes_nkrb, 2, 3), format.bits)
     num, num_blocks, size, rows = codes_nkhr.shape
     scales = _scale_bytes(scale_nkr, format)
-    missing = jnp.zeros((num, -scales.shape[1] % _TILE_ROWS, rows), jnp.uint8)
+    missing = jnp.zeros((num, -scales.shape[1] % TILE_ROWS, rows), jnp.uint8)
     codes = codes_nkhr.reshape(num, num_blocks * size, rows)
     return lax.concatenate((codes, scales, missing), 1)
 

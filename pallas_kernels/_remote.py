@@ -25,12 +25,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.compute_on import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import DTypeLike
 
 from . import _memory as memory
 from . import _reference as reference
 from . import _tile as tile
 from ._format import Format
+from ._memory import store_tile
 from ._protocol import Party, Semaphore, exchange
 from ._tile_layout import TileLayout
 
@@ -319,15 +319,6 @@ class Block(Party):
             store_tile(part, x_w.astype(part.dtype))
 
 
-def clipped(x_w: Array, dtype: DTypeLike) -> Array:
-    """Limit numbers to the finite range of `dtype`; NaN is kept.
-
-    Decoded numbers may exceed the range by a rounding error, and a cast would make them infinite.
-    """
-    largest = jnp.float32(reference.largest(dtype))
-    return jnp.minimum(jnp.maximum(x_w, -largest), largest)
-
-
 def run(
     block: type[Block],
     source: Array,
@@ -384,11 +375,3 @@ def semaphores(devices: int) -> list[Any]:
 def load_tile(ref: Any, layout: Any) -> Array:
     """Load a tile into registers."""
     return _plgpu.load(ref, layout=layout, optimized=False)
-
-
-def store_tile(ref: Any, value: Array) -> None:
-    """Store a tile from registers."""
-    if hasattr(plgpu, "store"):  # JAX 0.12 rejects narrow stores unless `optimized=False`
-        _plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value

@@ -96,7 +96,7 @@ class GatherBucket:
         return [_joined(*each) for each in zip(self.parts, self._rows(), dtypes, strict=True)]
 
     def _rows(self) -> list[kernels.InPlace]:
-        """Each weight's columns of `data`, as floats if no weight has a codec and one dtype is all."""
+        """Each weight's columns of `data`: floats, if all are sent as floats of one dtype."""
         columns = _columns(self.parts)
         dtypes = {None if part.codec is not None else part.dtype for part in self.parts}
         only = dtypes.pop() if len(dtypes) == 1 else None
