@@ -322,7 +322,7 @@ def bfloat16_parts(x: Float[Array, "*shape"]) -> list[BFloat16[Array, "*shape"]]
 
 
 def hadamard(width: int) -> Float32[np.ndarray, "width width"]:
-    """Hadamard's matrix for groups of 32, as often on the diagonal as `width` has groups."""
+    """A block-diagonal matrix: Hadamard's 32 x 32 matrix for each group of 32 in `width`."""
     signs = np.ones((1, 1), np.float32)
     while len(signs) < GROUP:
         signs = np.block([[signs, signs], [signs, -signs]])

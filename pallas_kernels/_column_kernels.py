@@ -48,7 +48,7 @@ def quantize(
     divisor: int = 1,
     interpret: bool = False,
 ) -> UInt8[Array, "p t r"]:
-    """The messages of `x / divisor`, of the pieces of a matrix."""
+    """Encode the pieces of a matrix `x / divisor` as messages."""
     num, rows, _ = pieces.shape
     target = Rows(format, walk.num_blocks)
 
@@ -215,7 +215,7 @@ def _hadamard() -> Float[Array, "128 128"]:
 
 
 def _message(num: int, rows: int, target: Rows, walk: Walk) -> dict[str, Any]:
-    """The messages that a kernel writes, a chunk at a time."""
+    """Arguments of `pl.pallas_call` for messages that a kernel writes, a chunk at a time."""
     lanes = math.ceil(rows / LANES) * LANES
     shape = (num, target.of_codes + target.of_scales, lanes)
     block = (1, walk.chunk * target.of_block, LANES)
@@ -325,7 +325,7 @@ def _encoded(
 
 
 def _read_scales(sent_ref: Any, scales_ref: Any) -> None:
-    """Keep the bytes of scales, in the first step of a column."""
+    """In the first grid step of each 128 columns, copy the bytes of their scales to VMEM."""
 
     @pl.when(pl.program_id(2) == 0)
     def _keep():

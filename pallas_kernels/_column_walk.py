@@ -55,7 +55,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The chunks of a piece.
+    """How a grid walks over a piece: in chunks of blocks.
 
     Attributes:
         num_blocks: blocks in a column of a piece.

@@ -56,7 +56,7 @@ def _fills_lanes(num: int) -> bool:
 
 
 def _lanes(num: int) -> int:
-    """`num` columns with empty ones behind them, to whole rows of lanes."""
+    """`num` rounded up to a multiple of the 128 lanes."""
     return math.ceil(num / LANES) * LANES
 
 
@@ -76,13 +76,13 @@ def to_blocks(pieces: Float[Array, "n ..."], format: Format) -> Float[Array, "n 
 
 
 def _filled(columns: Shaped[Array, "*dims r"]) -> Shaped[Array, "*dims lanes"]:
-    """Add columns of zeros, to whole rows of lanes."""
+    """Pad the last dim with zeros to a multiple of the 128 lanes."""
     *dims, num = columns.shape
     return jnp.pad(columns, [(0, 0)] * len(dims) + [(0, _lanes(num) - num)])
 
 
 def from_blocks(x_nkbr: Shaped[Array, "n k b r"], shape: tuple[int, ...]) -> Shaped[Array, "n ..."]:
-    """The pieces of `shape` in blocks; the reverse of `to_blocks`."""
+    """Join blocks to the pieces of `shape` that they were cut from; the reverse of `to_blocks`."""
     num, num_blocks, block, lanes = x_nkbr.shape
     rows, width = math.prod(shape[:-1]), num_blocks * block
     parts = shape[-1] // width
@@ -103,7 +103,7 @@ def encode(
     seed: UInt32[Array, ""],
     divisor: int = 1,
 ) -> UInt8[Array, "n t r"]:
-    """The messages of `x / divisor`, of pieces of `shape` in blocks."""
+    """Encode `x / divisor` as messages; `x` are pieces of `shape` in blocks."""
     is_kept_nkr = None
     if format.hadamard:
         rotated = _rotated(x_nkbr, 1 / blocks.GROUP)
@@ -128,7 +128,7 @@ def encode(
 def decode(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dtype: DTypeLike
 ) -> Float[Array, "n k b r"]:
-    """The numbers in messages of pieces of `shape`."""
+    """Decode messages of pieces of `shape`, to blocks."""
     x_nkbr, scale_nk1r = _read(message, format, shape)
     # Rotated before the product with scales: codes are exact in bfloat16, and so are their sums.
     if format.hadamard:
@@ -140,7 +140,7 @@ def decode(
 def _read(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
 ) -> tuple[Float32[Array, "n k b r"], Float32[Array, "n k 1 r"]]:
-    """The numbers that codes stand for, and the scales, whose sign says what was not rotated."""
+    """The numbers that codes stand for, and the scales, negative for blocks not rotated."""
     num, _, rows = message.shape
     width = shape[-1] // num_parts(shape, format)
     num_blocks, size = width // format.block, format.code_bytes(format.block)
@@ -207,7 +207,7 @@ def _sum_of(
     decoded: Callable[[UInt8[Array, "p t r"]], Float32[Array, "p k b r"]],
     message: UInt8[Array, "n p t r"],
 ) -> Float32[Array, "p k b r"]:
-    """The sum over the senders of what is decoded from their messages."""
+    """Decode the messages of each sender, and sum over senders."""
     if len(message) > blocks.ADDED:
         return blocks.add_up(jax.vmap(decoded)(message))
     # Messages are cut apart before they are decoded: XLA then fuses decoding with the additions,

@@ -27,7 +27,7 @@ _known: contextvars.ContextVar[_Known | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def alike_once() -> Iterator[None]:
-    """Trace functions once for arguments that are alike, in this context (`for_alike`)."""
+    """Let `for_alike` reuse its traces in this context."""
     token = _known.set({})
     try:
         yield
@@ -75,7 +75,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _kind(x: Any) -> Any:
-    """What two arguments have in common that are alike."""
+    """A key that is equal for arguments that are alike: the type of an array, or the value."""
     if _is_array(x):
         return jax.typeof(x)
     if isinstance(x, CommSpec):

@@ -175,7 +175,7 @@ class CommSpec:
         return self.num_devices if self.mean_divisor is None else self.mean_divisor
 
     def num_runs(self, microbatches: int) -> int:
-        """The micro-batches of a step, summed over devices; the fastest run `microbatches`."""
+        """Micro-batches of a step, summed over devices; the fastest node runs `microbatches`."""
         if self.node_microbatches is None:
             return self.num_devices * microbatches
         return self.sizes[LOCAL] * sum(self.node_microbatches)

@@ -187,5 +187,5 @@ def _note(
 
 
 def lead_parts(shape: tuple[int, ...], lead: int) -> tuple[int, ...]:
-    """The sizes of the layers of a stack, which are encoded one by one."""
+    """The number of elements of each layer of a stack; layers are encoded one by one."""
     return (math.prod(shape[lead:]),) * math.prod(shape[:lead])

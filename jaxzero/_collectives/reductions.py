@@ -180,7 +180,7 @@ def _reduce_one(
 
 
 def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
-    """The shards of the leaves, of these shapes, in the shard of a bucket."""
+    """Cut the shard of a bucket into the shards of its leaves, of these shapes."""
     parts, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)

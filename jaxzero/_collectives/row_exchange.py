@@ -326,7 +326,7 @@ class _Rows:
 
 
 def gather_ids(ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...]) -> list[Int32[Array, ...]]:
-    """The ids `[n, k]` of several lookups, of all devices, `[*axes, n, k]`, in one message."""
+    """All-gather the ids `[n, k]` of several lookups, as `[*axes, n, k]`, in one message."""
     message = jnp.concatenate([x.reshape(-1) for x in ids])
     of_all = message.reshape(*[1] * len(axes), -1)
     for dim, axis in reversed([*enumerate(axes)]):

@@ -72,7 +72,7 @@ def compute_seconds(
 
 
 def exchanged_bytes(instruction: Instruction, within: Computation, program: Program) -> int:
-    """What a device receives in a kernel that is a whole exchange (`pallas_kernels._remote`)."""
+    """Bytes that a device receives in an exchange by one kernel (`pallas_kernels._remote`)."""
     if instruction.op == "call-start":
         inner = program.computations[instruction.called["to_apply"][0]]
         return sum(exchanged_bytes(x, inner, program) for x in inner.instructions)

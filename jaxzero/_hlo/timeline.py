@@ -83,7 +83,7 @@ class Timeline:
         return 1 - self.host_exposed_seconds / self.host_seconds if self.host_seconds else 1.0
 
     def add(self, other: Timeline, times: int) -> None:
-        """Append another one, run `times` times."""
+        """Append `times` runs of another timeline."""
         for field in dataclasses.fields(self):
             value = getattr(other, field.name)
             if field.name == "launches":
@@ -102,7 +102,7 @@ class _Flight:
 
 
 def timeline(module: str | Program, rates: Rates) -> Timeline:
-    """Walk a compiled module.
+    """Predict the timeline of a compiled module.
 
     Args:
         module: its scheduled HLO, or what `parse` has read of it.
@@ -175,7 +175,7 @@ class Walk:
         return line
 
     def _send(self, line: Timeline, free: _Free, collective: Collective) -> float:
-        """Run a collective on its stream; the time of its end."""
+        """Run a collective on its stream; return the time of its end."""
         cost = collective_seconds(collective, self.rates)
         local, node = link_bytes(collective, self.rates)
         line.communication_seconds += cost
@@ -194,7 +194,7 @@ class Walk:
     def _exchange(
         self, line: Timeline, free: _Free, instruction: Instruction, received: int
     ) -> float:
-        """Run a kernel that is an exchange on the stream of collectives; the time of its end."""
+        """Run an exchange kernel on the stream of collectives; return the time of its end."""
         called = self.program.computations[instruction.called["to_apply"][0]]
         cost = self.computation(called).seconds
         line.communication_seconds += cost
@@ -205,7 +205,7 @@ class Walk:
         return free["collectives"]
 
     def _copy(self, line: Timeline, free: _Free, moved: Traffic) -> float:
-        """Run a copy on the streams from and to the host; the time of its end."""
+        """Run a copy on the streams from and to the host; return the time of its end."""
         line.host_bytes_in += moved.from_host
         line.host_bytes_out += moved.to_host
         line.host_seconds += max(moved.from_host, moved.to_host) / self.rates.host

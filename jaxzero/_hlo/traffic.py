@@ -42,7 +42,7 @@ _PLACEMENTS = {  # custom calls that say where an array is, and copy nothing
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes of one run.
+    """Bytes that one run of an instruction moves.
 
     Attributes:
         device: read from and written to the device's memory; not the device's side of a copy
@@ -69,7 +69,7 @@ class Traffic:
 
 
 def traffic(instruction: Instruction, within: Computation, program: Program) -> Traffic:
-    """What an instruction that is no collective moves by itself, not in what it calls."""
+    """Bytes that an instruction, no collective, moves itself, without computations it calls."""
     op = instruction.op
     if op in NO_WORK or op in _CALLERS or op.endswith("-done"):
         return Traffic()

@@ -70,7 +70,7 @@ def _is_high(equation: Any) -> bool:
 
 
 class Recording:
-    """A function as it was traced on arrays of some types. It can be put into any other trace.
+    """The jaxpr of a function, which can be put into any other trace for arrays of its types.
 
     Attributes:
         is_closed: whether it reads no array of the trace that it was recorded in.
@@ -95,7 +95,7 @@ class Recording:
 
 
 def _call(jaxpr: Any, values: list[Any]) -> Any:
-    """Call a jaxpr without constants, inlined."""
+    """Bind a `jit` of a jaxpr without constants, which JAX inlines into the trace."""
     equation, inline = _a_call()
     num, params = len(values), equation.params
     per_input = {x: params[x] * num for x in ("in_shardings", "in_layouts", "donated_invars")}

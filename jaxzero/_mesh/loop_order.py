@@ -108,7 +108,7 @@ def in_order(program: Any, tokens: list[Token]) -> Any:
 
 
 def _with_token(program: Any, sent: Sequence[Any]) -> Any:
-    """Append the token to a program whose collectives, `sent`, need not wait for any.
+    """Append the token to a program whose collectives, `sent`, need not wait for a token.
 
     The program is not evaluated again: of an unrolled model that would take as long as a trace.
     """
@@ -121,7 +121,7 @@ def _with_token(program: Any, sent: Sequence[Any]) -> Any:
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of constants and carried values, which parameters name differently by JAX version."""
+    """The numbers of constants and of carried values of a `scan`, from its parameters."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()

@@ -140,7 +140,7 @@ def on_token_parts(function: Callable, in_dims: Any, out_dims: Any) -> Callable:
 
 
 def whole_weight(x: Any) -> Any:
-    """A weight, gathered over `node` and `local`, gathered over `tokens` too."""
+    """All-gather a weight over `tokens`, after its gather over `node` and `local`."""
     return split_over_tokens(x, None)
 
 

@@ -92,7 +92,7 @@ class LoopPlan:
         return bool(self.updates and self.num_last)
 
     def leads(self, layer: ShardedParam) -> range:
-        """How many iterations before its use a layer is on the device: from the least to the most.
+        """The iterations by which a layer is on the device before its use, least to most.
 
         A layer is encoded `num_hops` iterations ahead if it is prefetched, and otherwise in the
         iteration that uses it.

@@ -60,7 +60,7 @@ def instructions_of(plan: BlockPlan, *, in_pipeline: bool = False) -> tuple[Inst
 
 
 def deferred_instructions(plan: BlockPlan, lag: int) -> tuple[Instruction, ...]:
-    """What is done `lag` ticks later with the deferred groups of a loop's body, once reduced."""
+    """The instructions, `lag` ticks later, that take the gradients out of deferred groups."""
     emitter = _Emitter(plan, True)
     emitter.at = len(plan.block.operations)
     for group in plan.deferred_groups:
@@ -167,7 +167,7 @@ class _Emitter:
                 self._decode(i)
 
     def _starts(self, loop: LoopPlan) -> bool:
-        """Whether the prologue of a loop is sent here."""
+        """Whether the prologue of a loop is sent before the current operation."""
         return loop.issue == self.at and loop.is_pipelined and loop.continues is None
 
     def _send(self, number: int, group: GatherGroup) -> None:
@@ -342,7 +342,10 @@ class _Emitter:
     # Ties.
 
     def _tie(self, value: Value | None) -> Tie | None:
-        """A tie to `value`; at the first to a value, groups in flight go over their next axis."""
+        """A tie to `value`; None if it does not exist yet.
+
+        The first tie to a value sends the groups in flight over their next axis before it.
+        """
         if value is None or value not in self._known:
             return None
         start, reduced = len(self.done), ()

@@ -82,7 +82,7 @@ class _LoopEmitter:
 
     @property
     def _age(self) -> int:
-        """Ticks until deferred gradients are used.
+        """The number of ticks from the making of deferred gradients to their use.
 
         They go to host memory one tick after they are reduced, so that the copy overlaps with all
         of an iteration, and so does the last reduction.

@@ -22,7 +22,7 @@ _AGAIN = "rematted_computation"  # the scope of `jax.checkpoint`
 
 @dataclasses.dataclass(frozen=True)
 class GatheredExperts:
-    """Experts of which weights are gathered, and what `jz.Ungathered` would send in a node.
+    """Experts whose weights are gathered, and the bytes of tokens with `jz.Ungathered`.
 
     Attributes:
         names: the names of the leaves.
@@ -44,7 +44,7 @@ class GatheredExperts:
 def find_gathered_experts(
     plan: BlockPlan, transfers: Sequence[Transfer], microbatches: int
 ) -> list[GatheredExperts]:
-    """The experts of a plan, if all of their tokens are fewer bytes than they are.
+    """The gathered experts of a plan, if sending tokens takes fewer bytes; else an empty list.
 
     Args:
         plan: of a step, or of a micro-batch.

@@ -26,7 +26,7 @@ from .param_uses import ShardedParam
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """Something that a device does.
+    """One thing that a device does: a copy, a collective, an operation of the program.
 
     Attributes:
         at: the operation of the block before which, or with which, it is done; the number of
@@ -42,7 +42,7 @@ class Instruction:
 
     @property
     def parts(self) -> Iterator[Instruction]:
-        """This instruction, and those that the tie which it has puts before and after it."""
+        """This instruction, with those of its tie before and after it."""
         tie: Tie | None = getattr(self, "tie", None)
         if not isinstance(tie, Tie):
             yield self
@@ -168,7 +168,7 @@ class StartLoop(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunLoop(Instruction):
-    """Run the loop that operation `at` is; its carry and the tie's buckets wait for the tie."""
+    """Run the loop at operation `at`; its carry and the buckets of `tie` pass a barrier first."""
 
     tie: Tie
 
@@ -267,7 +267,7 @@ class Begin(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output(Instruction):
-    """Take output `output` of an iteration, a final gradient as its mean."""
+    """Take output `output` of an iteration; a final gradient is divided to its mean."""
 
     output: int
 

@@ -98,7 +98,7 @@ def latest_issues(
 def _times_of_use(
     needed: Sequence[int], costs: np.ndarray, others: np.ndarray, backward: int
 ) -> list[int]:
-    """When each group is used, in multiplications, if the link rests only before backward."""
+    """Times of use of all groups, in multiplications, if the link idles only before backward."""
     used, link = [], 0
     for i, (done, more) in enumerate(itertools.pairwise((0, *needed))):
         if i == backward and used:
@@ -167,7 +167,7 @@ def hops_in_turn(
     needed = work_needed(operations)  # and no more: XLA may do other operations later
 
     def least(place: int) -> int:
-        """The work that overlaps with one of the two hops, the one with less."""
+        """The work beside the hop that has less of it, if the last hop is sent at `place`."""
         return min(needed[place - 1] - before, until - needed[place - 1])
 
     places = (x for x in range(first + 1, at) if ties[x] is not ties[x - 1])

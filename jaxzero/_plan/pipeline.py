@@ -150,7 +150,7 @@ class Pipeline:
         return max(ticks.start - each.lag, known.start) < min(ticks.stop - each.lag, known.stop)
 
     def in_ticks(self, ticks: range) -> Iterator[Instruction]:
-        """What is done in each of some ticks.
+        """The instructions that are done in each of some ticks.
 
         Barriers are kept where an instruction is left out: XLA compiles each piece of the loop
         alike, so that losses and gradients have the same bits as if the loop were one piece. Where

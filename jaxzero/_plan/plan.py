@@ -311,7 +311,7 @@ def find_held_whole(plan: BlockPlan) -> Iterator[HeldWhole]:
 
 
 def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
-    """Gradients of scanned stacks, by the names of these, that are not reduced layer by layer."""
+    """Gradients of the stacks named in `scanned` that are not reduced layer by layer."""
     makers = {value: x for x in plan.block.operations for value in x.outputs}
     reduced = {**plan.gradients.reduces}
     reduced |= {plan.block.outputs[i]: spec for i, spec in plan.gradients.at_end.items()}

@@ -32,7 +32,7 @@ ACTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """A bucket's way over one mesh axis.
+    """One collective of a bucket: its all-gather or reduction over one mesh axis.
 
     Attributes:
         axis: the mesh axis.
@@ -322,7 +322,7 @@ class _BlockSteps:
         yield from inside._copies_at_end(plan)
 
     def _fetch_of_layer(self, x: HostTransfer, loop: LoopPlan, layer: ShardedParam) -> PlanStep:
-        """The fetch of a layer in each iteration of the loop, of which this is the body."""
+        """The copy from host memory of one layer in each iteration, where this is a loop's body."""
         issues = (
             group.issues[0]
             for group in self.plan.gather_groups

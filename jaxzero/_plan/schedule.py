@@ -151,7 +151,10 @@ def _plan_block(
 def _with_ties(
     reduces: Sequence[ReduceGroup], ties: Sequence[Value | None]
 ) -> Iterator[ReduceGroup]:
-    """The groups, each with the value at which those before it go on; an input has none."""
+    """The groups, each with the value after which earlier groups go over their next axis.
+
+    A group of inputs has none.
+    """
     return (dataclasses.replace(x, tie=ties[x.at]) if x.at >= 0 else x for x in reduces)
 
 
@@ -257,7 +260,7 @@ _NO_BODY = _Body(0, False)
 
 
 def _body_of(gathers: Sequence[Gather]) -> _Body:
-    """Count the layers in the body of a loop that has these gathers."""
+    """Find the layers in the body of a loop from its gathers."""
     passes = find_passes(gathers)
     first = [x for x in gathers if not passes[x]]
     for by_row in (False, True):

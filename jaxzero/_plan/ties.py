@@ -87,7 +87,7 @@ def start_of_backward(
     gradients: BlockGradients,
     boundary: int | None,
 ) -> tuple[int, Value] | None:
-    """Find the first costly operation of backward that reads a cotangent, and the largest of them.
+    """Find the first costly operation of backward that reads a cotangent, and the largest read.
 
     Args:
         block: the program.

@@ -240,10 +240,7 @@ class ZeroConfig:
                     f"got {getattr(self, name)!r}."
                 )
         for name in ("param_persistence_threshold", "min_quantized_size"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"`{name}` counts elements and cannot be negative; got {getattr(self, name)}."
-                )
+            check_integer(name, "ZeroConfig", getattr(self, name), 0)
         if not isinstance(self.schedule, CommSchedule):
             raise ValueError(f"`schedule` must be a `jz.CommSchedule(...)`; got {self.schedule!r}.")
         if self.offload is not None:
