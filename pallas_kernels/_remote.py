@@ -160,7 +160,7 @@ class Tiling:
         return TileLayout(self.rows, block, halves, rotated=False, vector=vector)
 
     def seeds(self, seed: Array) -> list[Array]:
-        """What stochastic rounding reads: its seed and, of several parts, `first_indices`."""
+        """A kernel's inputs for stochastic rounding: the seed and, with parts, `first_indices`."""
         if self.format.rounding != "stochastic":
             return []
         firsts = [jnp.asarray(self.first_indices())] if len(self.parts) > 1 else []

@@ -171,7 +171,7 @@ class CommSpec:
 
     @property
     def divisor(self) -> int | float:
-        """What the sum of a gradient over devices, in one micro-batch, is divided by."""
+        """The number that divides a micro-batch's sum over devices to give the mean."""
         return self.num_devices if self.mean_divisor is None else self.mean_divisor
 
     def num_runs(self, microbatches: int) -> int:
@@ -310,7 +310,7 @@ class ReduceSpec:
         return comm.gradient_codec(axis, size, self.dtype)
 
     def exchange(self, axis: str, comm: CommSpec) -> Codec | None:
-        """The codec, if the hop over `axis` is one kernel (`kernel_hop`)."""
+        """The codec of a hop over `axis` that is one kernel (`kernel_hop`); None for another."""
         codec = self.codec(axis, comm)
         return codec if codec is not None and codec.exchange_format is not None else None
 

@@ -263,7 +263,7 @@ def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
 def _rows(
     x: Shaped[Array, "n d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
 ) -> Shaped[Array, "m d"]:
-    """Row `order // k` of `x`: `order` is a permutation of `k` copies of each row."""
+    """Rows `order // k` of `x`; `order` is a permutation of `k` copies of each row."""
     return x[order_m // k]
 
 
@@ -301,9 +301,10 @@ _sums.defvjp(_sums_forward, _sums_backward)
 def _sent(
     x: Shaped[Array, "n d"], pair_s: Int[Array, " s"], slot_p: Int[Array, " p"], k: int
 ) -> Shaped[Array, "s d"]:
-    """Row `pair // k` of `x` in each slot; 0 where `pair` is out of range.
+    """Fill each slot with row `pair // k` of `x`, or with 0 if its `pair` is out of range.
 
-    `slot_p` is the slot of each pair, out of range if it has none.
+    `pair_s` is the pair in each slot, and `slot_p` the slot of each pair, out of range if it has
+    none: the derivative reads by it.
     """
     return _read(x, pair_s, k)
 

@@ -383,7 +383,7 @@ class _Emitter:
         return Tie(value, before, reduced, tuple(copied), buckets, self._taken(start))
 
     def _taken(self, start: int) -> tuple[Instruction, ...]:
-        """Take out what has been emitted since there were `start` instructions."""
+        """Remove and return the instructions that were emitted after the first `start` of them."""
         taken = tuple(self.done[start:])
         del self.done[start:]
         return taken

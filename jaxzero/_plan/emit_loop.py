@@ -164,9 +164,10 @@ class _LoopEmitter:
     def _use_deferred(self, outputs: list[int]) -> Iterator[Instruction]:
         """Collect the deferred outputs, or update with them.
 
-        [Note: the last updates] Where the last tick runs apart, it also copies the layers of all
-        updates that are left, and near its end does the update of the iteration whose gradient is
-        reduced by then. After it nothing computes that could hide these copies.
+        [Note: the last updates] If the loop's last tick runs outside of the loop, it also copies
+        the layers of all updates that are left from host memory, and near its end does the update
+        of the iteration whose gradient is reduced by then. Ticks after it compute nothing that
+        could hide these copies.
         """
         age, length, end = self._age, self.loop.length, self._end
         updated = [i for i in outputs if i in self.plan.updates]
