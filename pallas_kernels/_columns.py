@@ -162,7 +162,7 @@ def decode_sum_and_cut(
 ) -> Float32[Array, "num k b columns"]:
     """`decode_sum`, cut into `num` pieces along `dim`, each as by `to_blocks`.
 
-    Rows of neither the sum nor a piece are cut into parts.
+    The rows of the sum and of a piece must not be cut into parts (`num_parts` is 1).
     """
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:-1]) // num
     if dim == len(shape) - 1:
@@ -312,7 +312,7 @@ def _unpacked(packed_nkhr: UInt8[Array, "n k h r"], bits: int) -> UInt8[Array, "
 
 
 def _scale_bytes(scale_nkr: Float32[Array, "n k r"], format: Format) -> UInt8[Array, "n _ r"]:
-    """The upper `scale_bytes` bytes of each scale: the lowest of them of all scales first."""
+    """Byte 0 of all scales, then byte 1 of all, and so on; of bfloat16 a scale has two bytes."""
     bits = lax.bitcast_convert_type(scale_nkr, jnp.uint32)
     first = 4 - format.scale_bytes
     return lax.concatenate(

@@ -183,7 +183,7 @@ class EncodedShards:
         return dataclasses.replace(self.gathered_by_kernel(axis), data=x, shape=tuple(x.shape))
 
     def gathered_by_kernel(self, axis: str) -> EncodedShards:
-        """The record of these shards after the kernel's gather over `axis`, in its result's dtype."""
+        """The record of these shards after the kernel's gather, with the dtype of its result."""
         assert self.hop is not None
         return dataclasses.replace(self.over(axis), dtype=self.hop.dtype, hop=None)
 

@@ -159,7 +159,7 @@ def total_of(x: Array | PartialSums) -> Array:
 
 
 def sum_of(x: Sum | PartialSums, half: int) -> Sum:
-    """`x` as a sum; `PartialSums` are added up, with `half` also over the first `half` senders."""
+    """Add up `PartialSums`, also those of the first `half` senders; return other sums as is."""
     if not isinstance(x, PartialSums):
         return x
     return x.halved(half) if half else x.total()

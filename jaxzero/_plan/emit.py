@@ -342,7 +342,7 @@ class _Emitter:
     # Ties.
 
     def _tie(self, value: Value | None) -> Tie | None:
-        """A tie to `value`; None if it does not exist yet.
+        """Make a tie to `value`; None if the value does not exist yet.
 
         The first tie to a value sends the groups in flight over their next axis before it.
         """
