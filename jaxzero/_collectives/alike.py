@@ -19,8 +19,8 @@ from .._mesh import Recording, is_simulating, is_traced
 from .comm_spec import CommSpec, ReduceSpec
 from .ledger import Transfer, current_ledger, note_again, noted
 
-_Known = dict[Any, tuple[Recording, list[Transfer]] | None]
-_known: contextvars.ContextVar[_Known | None] = contextvars.ContextVar(
+_Recordings = dict[Any, tuple[Recording, list[Transfer]] | None]
+_recordings: contextvars.ContextVar[_Recordings | None] = contextvars.ContextVar(
     "jaxzero_alike", default=None
 )
 
@@ -28,11 +28,11 @@ _known: contextvars.ContextVar[_Known | None] = contextvars.ContextVar(
 @contextlib.contextmanager
 def alike_once() -> Iterator[None]:
     """Let `for_alike` reuse its traces in this context."""
-    token = _known.set({})
+    token = _recordings.set({})
     try:
         yield
     finally:
-        _known.reset(token)
+        _recordings.reset(token)
 
 
 def for_alike(function: Callable[..., Any], *args: Any) -> Any:
@@ -44,7 +44,7 @@ def for_alike(function: Callable[..., Any], *args: Any) -> Any:
         args: its arguments. They are alike if they differ only in the values of arrays and in
             the names of leaves.
     """
-    recordings = _known.get()
+    recordings = _recordings.get()
     if recordings is None or is_simulating():
         return function(*args)
     leaves, treedef = jax.tree.flatten(args)

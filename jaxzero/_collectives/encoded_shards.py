@@ -128,14 +128,14 @@ class EncodedShards:
         shape = (1, *codec.message(x.size, x.dtype).shape)
         write = functools.partial(codec.encode_pieces, x, 0, 1, seed=device_index(axes))
         draft = DeferredMessage(shape, jax.named_scope("encode")(write))
-        known = self.described(jax.ShapeDtypeStruct(shape, draft.dtype))
-        known = dataclasses.replace(known, codec=codec, shape=tuple(x.shape), tiled=False)
-        return known, draft
+        shards = self.described(jax.ShapeDtypeStruct(shape, draft.dtype))
+        shards = dataclasses.replace(shards, codec=codec, shape=tuple(x.shape), tiled=False)
+        return shards, draft
 
     def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
         """These shards with only the shape and dtype of `data`, in place of an array."""
-        known = dataclasses.replace(self, kept=None)
-        return dataclasses.replace(known, data=data)  # pyright: ignore[reportArgumentType]
+        shards = dataclasses.replace(self, kept=None)
+        return dataclasses.replace(shards, data=data)  # pyright: ignore[reportArgumentType]
 
     def join(self, dtype: Any = None) -> Shaped[Array, ...]:
         """The array that the shards form, as `dtype` (by default its own)."""

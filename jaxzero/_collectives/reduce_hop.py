@@ -199,6 +199,7 @@ def sum_over(
     if num == 1:
         return x, None
     codec, x = comm.gradient_codec(axis, size, x.dtype), x.astype(accumulator_dtype(x.dtype))
+    # A `Cast` that is there for narrow floats alone is no reason for two collectives.
     if codec is None or getattr(comm.gradients, axis) is None:
         (full,), (half_sum,) = _sum_plain([x], axis, comm)
         return full, half_sum

@@ -135,6 +135,7 @@ class RowExchange:
     def int32(self, ids: Int[Array, "n k"]) -> Int32[Array, "n k"]:
         """Ids as int32; those out of bounds are -1, or the number of rows."""
         num, largest = self.shape[0], jnp.iinfo(ids.dtype).max
+        # The number of rows may not fit into the dtype of ids; then no id is too high.
         is_high = ids >= num if num <= largest else jnp.zeros_like(ids, bool)
         inside = jnp.clip(ids, 0, min(num - 1, largest)).astype(jnp.int32)
         return jnp.where(ids < 0, jnp.int32(-1), jnp.where(is_high, jnp.int32(num), inside))

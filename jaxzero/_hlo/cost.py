@@ -45,6 +45,7 @@ class Rates:
         host: bytes between its memory and the host's, each way (PCIe 5.0 x16 reaches about 50e9).
     """
 
+    # The data sheet of an H200 has 989e12, 4.8e12 and 450e9; 50e9 into a node are 400 Gbit/s.
     flops: float = 700e12
     memory: float = 4.3e12
     local: float = 400e9

@@ -121,13 +121,13 @@ class Walk:
     Attributes:
         program: the parsed module.
         rates: the rates of the machine.
-        known: the computations simulated so far, by name.
+        timelines: those of the computations simulated so far, by name.
     """
 
     def __init__(self, program: Program, rates: Rates):
         self.program = program
         self.rates = rates
-        self.known: dict[str, Timeline] = {}
+        self.timelines: dict[str, Timeline] = {}
 
     def computation(self, within: Computation) -> Timeline:
         """The timeline of one run of a computation.
@@ -135,9 +135,9 @@ class Walk:
         Raises:
             ValueError: a loop's trip count is not known.
         """
-        if within.name not in self.known:
-            self.known[within.name] = self._walk(within)
-        return self.known[within.name]
+        if within.name not in self.timelines:
+            self.timelines[within.name] = self._walk(within)
+        return self.timelines[within.name]
 
     def _walk(self, within: Computation) -> Timeline:
         line = Timeline()

@@ -171,6 +171,7 @@ def with_stages(mesh: Any, stages: int | None = None) -> Any:
     sizes[at : at + 1] = num, nodes // num
     if isinstance(mesh, SimulatedMesh):
         return SimulatedMesh(names, tuple(sizes), mesh.device)
+    # `stage` has the type of `node`, of which it is a part.
     types = (*mesh.axis_types[:at], mesh.axis_types[at], *mesh.axis_types[at:])
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
 
@@ -238,6 +239,8 @@ def _mapped(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) ->
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names={*AXES, STAGE} & {*mesh.axis_names},
+        # With the check, a scan whose carry begins as a constant is a type error, and so code
+        # written for one device would not run. Every value counts as different on each device.
         check_vma=False,
     )
 

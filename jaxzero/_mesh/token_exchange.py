@@ -208,12 +208,12 @@ def _grouped(
     rows_md: Any = _rows(tokens_nd, order_m, inverse_m, k)
     rows_md = jnp.where(is_here_m1, rows_md, 0)
     weights_m1: Any = _rows(weights_nk.reshape(-1, 1), order_m, inverse_m, 1)
-    made_md = compute(rows_md, sizes_e, jnp.where(is_here_m1, weights_m1, 0)[:, 0])
-    if made_md.ndim != 2 or len(made_md) != num * k:
+    results_md = compute(rows_md, sizes_e, jnp.where(is_here_m1, weights_m1, 0)[:, 0])
+    if results_md.ndim != 2 or len(results_md) != num * k:
         raise ValueError(
-            f"`compute` must return [rows, features] for {num * k} rows; got {made_md.shape}."
+            f"`compute` must return [rows, features] for {num * k} rows; got {results_md.shape}."
         )
-    return _sums(jnp.where(is_here_m1, made_md, 0), order_m, inverse_m, k)
+    return _sums(jnp.where(is_here_m1, results_md, 0), order_m, inverse_m, k)
 
 
 def _with_capacity(
@@ -245,10 +245,10 @@ def _with_capacity(
     choices_s = jnp.where(choices_s < 0, num_local, choices_s % num_local)
     weights_s1: Any = _sent(weights_tk.reshape(-1, 1), pair_s, slot_p, 1)
     rows_sd, choices_s1, weights_s1 = map(_exchanged, (rows_sd, choices_s[:, None], weights_s1))
-    made_sd = _exchanged(_grouped(compute, rows_sd, choices_s1, weights_s1, num_local))
-    made_pd: Any = _sent(made_sd, slot_p, pair_s, 1)
+    results_sd = _exchanged(_grouped(compute, rows_sd, choices_s1, weights_s1, num_local))
+    results_pd: Any = _sent(results_sd, slot_p, pair_s, 1)
     dropped = jnp.sum(~fits_p & (chosen_p >= 0), dtype=jnp.int32)
-    return _sum_of_copies(made_pd, k), dropped
+    return _sum_of_copies(results_pd, k), dropped
 
 
 def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:

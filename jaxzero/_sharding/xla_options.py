@@ -186,10 +186,10 @@ def compiler_options(
         >>> options = jz.compiler_options(jax.devices()[0].platform)
         >>> step = jax.jit(train_step, compiler_options=options)
     """
-    known = (*_PLATFORMS, *(name for name in _registered if name not in _PLATFORMS))
-    if platform not in known:
+    platforms = (*_PLATFORMS, *(name for name in _registered if name not in _PLATFORMS))
+    if platform not in platforms:
         raise ValueError(
-            f"`platform` must be one of {', '.join(map(repr, known))}; got {platform!r}. Use "
+            f"`platform` must be one of {', '.join(map(repr, platforms))}; got {platform!r}. Use "
             "`jax.devices()[0].platform`, or add a platform with "
             "`jaxzero.extend.register_compiler_options`."
         )
