@@ -152,7 +152,7 @@ def _gap(mesh: AnyMesh) -> str | None:
     if isinstance(mesh, SimulatedMesh):
         return "its devices are simulated, and the kernel stores into the memory of real ones"
     if mesh.shape.get(TOKENS, 1) > 1:
-        return f"the mesh has the axis `{TOKENS}`, which splits weights, and the kernel sends whole"
+        return f"the kernel cannot exchange weights that the mesh axis `{TOKENS}` splits"
     devices = physical(mesh).devices.flatten().tolist()
     # JAX gives such a kernel the addresses of all devices of the mesh, whatever axis it uses, and
     # XLA exchanges them inside one process.
