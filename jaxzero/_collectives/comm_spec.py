@@ -234,7 +234,7 @@ class CommSpec:
     def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
         """The codec with which a weight of `num` elements (in full) is gathered over `axis`."""
         codec = getattr(self.weights, axis)
-        if isinstance(codec, WeightHop):  # it sends differences to slices that this gather lacks
+        if isinstance(codec, WeightHop):  # it needs a wire state, which this gather lacks
             codec = self.hpz and self.hpz.codec
         return self.suitable_for_weights(codec, num, dtype)
 

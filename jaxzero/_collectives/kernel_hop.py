@@ -62,7 +62,7 @@ class KernelHop:
             of_leaves: whether parts belong to different leaves.
 
         Returns:
-            The gathered array in `dtype`; with `parts`, a row of each device, `[devices, _]`.
+            The gathered array in `dtype`; with `parts`, `[devices, sum(parts)]`.
 
         Raises:
             NotImplementedError: the kernel does not support `x`, with the reason.

@@ -155,8 +155,8 @@ class RowExchange:
             shard: this device's shard.
             ids_of_all: from `gather_ids`.
             ids: this device's ids, of any integer dtype.
-            dtypes: rows are cast to these dtypes in turn, as the function does; they are encoded,
-                sent and summed in the last one.
+            dtypes: rows are cast to these dtypes in turn, as the user's function casts them;
+                they are encoded, sent and summed in the last one.
             fill: the value that is read at ids out of bounds; None reads the nearest row there.
             wait: passes the ids through a barrier, so that the rows are not read before it.
 
