@@ -79,9 +79,9 @@ _TPU: Options = {
 }
 _CPU_BEFORE_0_11: Options = {
     # The default scheduler goes breadth first: all gathers run first, and gathered weights wait for
-    # their layers. For 12 layers with 40M parameters in float32, each of four devices needs 614 MB
+    # their layers. For 40M parameters in float32, in 12 layers, each of four devices needs 614 MB
     # of temporary memory with it, and 105 MB with this scheduler; steps are slower too, since the
-    # kernel has to map new memory (JAX 0.10.2). From JAX 0.11 on the default keeps the order too:
+    # system has to map new memory (JAX 0.10.2). From JAX 0.11 on the default keeps the order too:
     # 147 MB against 119 MB.
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
