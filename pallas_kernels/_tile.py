@@ -150,10 +150,10 @@ def _largest(parts_w: Sequence[Array]) -> Array:
 def keep_zeros(
     parts_w: Sequence[Array], rotated_w: Sequence[Array], shape: Shape
 ) -> tuple[list[Array], Array]:
-    """Choose the rotated numbers of each row, or its own if there is an exact zero among them.
+    """Choose the rotated numbers of each row, or the row as it was if it has an exact zero.
 
     Returns:
-        The numbers, and whether each row has its own. See `_blockwise`.
+        The numbers, and whether each row is as it was ([Note: exact zeros] in `_blockwise`).
     """
     negative_r = _largest([-jnp.abs(x_w) for x_w in parts_w])
     is_kept_w = along(negative_r, shape) >= 0

@@ -101,7 +101,7 @@ def dequantize_sum_requantize_tiled(
     divisor: int = 1,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "num r _"]:
-    """Sum messages of `quantize_tiled`, divide, and encode the pieces of the quotient alike.
+    """Sum messages of `quantize_tiled`, divide, and encode pieces of the quotient as such messages.
 
     The sum, of `shape`, is cut into `num` pieces along `dim`.
     """

@@ -195,8 +195,8 @@ class _Order:
 def _body(closed: Any) -> Callable[[list[Any], Token], tuple[list[Any], Token]]:
     """A body or a branch, as a function of its inputs and of the token.
 
-    The token that it returns depends on results of the body. XLA would hoist a token that did not
-    out of the loop, and nothing would wait for the loop.
+    The token that it returns depends on results of the body. XLA would hoist any other token out of
+    the loop, and nothing would wait for the loop.
     """
 
     def run(inputs: list[Any], token: Token) -> tuple[list[Any], Token]:

@@ -146,7 +146,7 @@ class _LoopEmitter:
     def _fetches(self) -> Iterator[Instruction]:
         """Copies from host memory: `window` ticks before the shards are encoded for the first time.
 
-        They end a tick, unless an iteration copies for itself.
+        They are the end of a tick; where an iteration copies its own shards, they are its start.
         """
         for weight in self.in_host:
             lag = -(self.plan.leads(weight)[-1] + self.plan.window)

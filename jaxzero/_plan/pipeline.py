@@ -132,7 +132,7 @@ class Pipeline:
 
     @functools.cached_property
     def last_tick(self) -> int:
-        """The tick after the last one."""
+        """The tick at which the loop has ended: one more than the last."""
         return self.length + max(0, *(x.lag for x in self.instructions))
 
     def iterations(self, each: Instruction) -> range:

@@ -346,7 +346,7 @@ class _BlockSteps:
     def _copies_at_end(self, loop: LoopPlan) -> Iterator[PlanStep]:
         """The offloads, in each iteration, of one layer of every gradient in host memory.
 
-        They are followed by the copies of updates, in each iteration of one layer of every array.
+        Then the copies of updates: in each iteration, one layer of every array that is updated.
         """
         end, place = (
             len(self.plan.block.operations),
