@@ -133,7 +133,7 @@ class RowExchange:
         return self.comm.axes_with_peers((*self.comm.axes, *others))
 
     def int32(self, ids: Int[Array, "n k"]) -> Int32[Array, "n k"]:
-        """Ids as int32; those out of bounds are -1, or the number of rows."""
+        """Ids as int32; a negative one becomes -1, one past the last row the number of rows."""
         num, largest = self.shape[0], jnp.iinfo(ids.dtype).max
         # The number of rows may not fit into the dtype of ids; then no id is too high.
         is_high = ids >= num if num <= largest else jnp.zeros_like(ids, bool)

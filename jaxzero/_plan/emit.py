@@ -277,7 +277,7 @@ class _Emitter:
     # Gradients.
 
     def _is_reduced(self, group: int) -> bool:
-        """Whether a group, or in a pipeline that of the iteration before, has been sent."""
+        """Whether a `Reduce` of a group is emitted; in a pipeline, of the iteration before."""
         return any(isinstance(x, Reduce) and x.group == group for x in self.done)
 
     def _num_axes(self, group: int) -> int:

@@ -283,7 +283,11 @@ class Room:
         self._left = held.max(initial=0) - held
 
     def take(self, group: Sequence[Gather], issue: int, stop: int) -> int:
-        """The first operation from `issue` on from which the group can wait until `stop`."""
+        """Take the room for a group to wait in until `stop`, as early as there is enough.
+
+        Returns:
+            The operation at which the wait begins, `issue` at the earliest.
+        """
         num_bytes = sum(gather.num_bytes for gather in group)
         full = np.flatnonzero(self._left[issue:stop] < num_bytes)
         first = issue + int(full[-1]) + 1 if full.size else issue
