@@ -1,8 +1,8 @@
 """Put equations that were traced before into the trace under way, without tracing them again.
 
-To bind an equation again (`per_device.bind`) JAX infers the types of its results again. The body of
-a `jit` with `inline=True` it copies into the trace, equation by equation, with the types that they
-have: in less than half of the time.
+When an equation is bound again (`per_device.bind`), JAX infers the types of its results again. JAX
+copies the body of a `jit` with `inline=True` into the trace equation by equation, and keeps their
+types. That takes less than half of the time, so equations are wrapped in such a `jit` here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.extend import core as jex
 
 from .per_device import is_traced, with_inputs_alone
 
-# An equation, and what its inputs and its outputs are called.
+# An equation, the names of its inputs, and the names of its outputs.
 Named = tuple[Any, Sequence[Any], Sequence[Any]]
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -27,8 +27,8 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
 
     Args:
         equations: each with the names of its inputs and of its outputs. A name is hashable, and
-            each value has its own. An input that no earlier equation makes is read.
-        read: returns the array or number of a name, of the type of the equation's input.
+            each value has its own. An input that no earlier equation produces comes from `read`.
+        read: returns the array or number for a name, of the type of the equation's input.
 
     Returns:
         The outputs of all equations, by name.
@@ -70,7 +70,7 @@ def _is_high(equation: Any) -> bool:
 
 
 class Recording:
-    """A function as it was traced on arrays of some types. It can be put into any other trace.
+    """The jaxpr of a function, which can be put into any other trace for arrays of its types.
 
     Attributes:
         is_closed: whether it reads no array of the trace that it was recorded in.
@@ -95,7 +95,7 @@ class Recording:
 
 
 def _call(jaxpr: Any, values: list[Any]) -> Any:
-    """Call a jaxpr without constants, inlined."""
+    """Bind a `jit` of a jaxpr without constants, which JAX inlines into the trace."""
     equation, inline = _a_call()
     num, params = len(values), equation.params
     per_input = {x: params[x] * num for x in ("in_shardings", "in_layouts", "donated_invars")}
