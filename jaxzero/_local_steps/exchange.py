@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from .._collectives import accumulator_dtype, gather_nodes, labelled
+from .._collectives import accumulator_dtype, gather_nodes, labelled, reduce_nodes
 from .._mesh import LOCAL, NODE, NodeMesh, map_devices
 from .._sharding import LeafSpec, path_endings, path_name
 from .fragments import Cut, Part, decode, encode, mean_of_nodes
@@ -106,11 +106,12 @@ class Sent(NamedTuple):
     """A fragment on its way.
 
     Attributes:
-        messages: the messages of all nodes, `[nodes, bytes]` on each device.
+        messages: on each device the messages of all nodes, `[nodes, bytes]`; or their sum,
+            `[1, elements]`, if the exchange is a reduction.
         parts: what this node had in the fragment when it was sent, if that is needed to merge.
     """
 
-    messages: Shaped[Array, "nodes _"]
+    messages: Shaped[Array, "rows _"]
     parts: list[Array]
 
 
@@ -153,7 +154,8 @@ class Exchange:
     @functools.cached_property
     def parts(self) -> list[Part]:
         dtypes = [accumulator_dtype(leaf.dtype) for leaf in self.leaves]
-        in_floats = jnp.result_type(*dtypes) if self.has_tangents else None
+        are_floats = self.has_tangents or self.is_reduced
+        in_floats = max(dtypes, key=lambda dtype: dtype.itemsize) if are_floats else None
         return [
             Part(
                 cut.part_shape,
@@ -178,9 +180,30 @@ class Exchange:
         return [i for i, leaf in enumerate(self.leaves) if self.codec_of(leaf) is not None]
 
     @property
+    def num_nodes(self) -> int:
+        return self.mesh.mesh.shape[NODE]
+
+    @functools.cached_property
+    def is_reduced(self) -> bool:
+        """Whether an all-reduce sums the messages of the nodes; otherwise each gathers all of them.
+
+        With n nodes and messages of B bytes, (n - 1) B enter a device that gathers, 2 (n - 1) / n B
+        one that reduces. For two nodes this is the same. Codes cannot be summed. A message with
+        encoded leaves is gathered with its leaves that have no codec: these are small, and a second
+        collective would add its latency.
+        """
+        return self.num_nodes > 2 and not self.encoded
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a device's message for one fragment."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
     def message_bytes(self) -> int:
-        """Bytes of the messages of all nodes, which a device holds while a fragment travels."""
-        return sum(part.num_bytes for part in self.parts) * self.mesh.mesh.shape[NODE]
+        """Bytes of the messages that a device holds while a fragment travels."""
+        # XLA writes the sum over the message that is reduced.
+        return self.sent_bytes * (1 if self.is_reduced else self.num_nodes)
 
     @property
     def kept_bytes(self) -> int:
@@ -193,9 +216,9 @@ class Exchange:
     @property
     def node_bytes(self) -> int:
         """Bytes that enter one node in a round."""
-        mesh = self.mesh.mesh
-        of_device = sum(part.num_bytes for part in self.parts) * self.method.fragments
-        return of_device * (mesh.shape[NODE] - 1) * mesh.shape[LOCAL]
+        others = self.sent_bytes * (self.num_nodes - 1)
+        into_device = 2 * others // self.num_nodes if self.is_reduced else others
+        return into_device * self.method.fragments * self.mesh.mesh.shape[LOCAL]
 
     def _specs(self, numbers: Sequence[int] | None = None) -> list[PartitionSpec]:
         chosen = range(len(self.leaves)) if numbers is None else numbers
@@ -215,7 +238,8 @@ class Exchange:
             message = encode(self.parts, deltas)
             residuals = self._left_out(deltas, message, residuals, number)
             with labelled("fragments", *(leaf.path for leaf in self.leaves)):
-                return gather_nodes(message), own if self._keeps_progress else [], residuals
+                messages = reduce_nodes(message) if self.is_reduced else gather_nodes(message)
+            return messages, own if self._keeps_progress else [], residuals
 
         specs, encoded = self._specs(), self._specs(self.encoded)
         run = self._on_devices(
@@ -266,9 +290,9 @@ class Exchange:
         everywhere, kept_specs = PartitionSpec(), specs if self._keeps_progress else []
 
         def read(
-            messages: Shaped[Array, "nodes _"], anchors: list[Array], state: list[Array], number
+            messages: Shaped[Array, "rows _"], anchors: list[Array], state: list[Array], number
         ) -> Any:
-            means = mean_of_nodes(self.parts, messages)
+            means = mean_of_nodes(self.parts, messages, self.num_nodes)
             anchors = [cut.read(x, number) for cut, x in zip(self.cuts, anchors, strict=True)]
             return means, anchors, self._state_part(state, number)
 
