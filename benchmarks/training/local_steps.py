@@ -136,11 +136,11 @@ def _zero(nodes: int) -> jz.Zero:
     return jz.Zero(jz.make_mesh(nodes, simulate=nodes), jz.zero3())
 
 
-@functools.cache
-def _step(study: Study, nodes: int, rate: float = 1.0) -> Callable:
+def training_step(study: Study, zero: jz.Zero, rate: float = 1.0) -> Callable:
+    """A step of the inner optimizer: `(params, opt_state, tokens) -> (params, opt_state, loss)`."""
     # Whole states are sharded by shape below, which pads Muon's coefficients.
-    tx = _zero(nodes).optimizer(study.tx(rate))
-    value_and_grad = _zero(nodes).value_and_grad(
+    tx = zero.optimizer(study.tx(rate))
+    value_and_grad = zero.value_and_grad(
         lambda params, tokens: losses(study.size, params, tokens).mean()
     )
 
@@ -155,7 +155,7 @@ def _step(study: Study, nodes: int, rate: float = 1.0) -> Callable:
 @functools.cache
 def _synchronous(study: Study, nodes: int) -> Callable:
     """Many steps in one call: `(state, tokens) -> (state, losses)`."""
-    step = _step(study, nodes)
+    step = training_step(study, _zero(nodes))
 
     def one(state, tokens):
         *state, loss = step(*state, tokens)
@@ -169,7 +169,8 @@ def _rounds(study: Study, name: str, nodes: int) -> tuple[Any, Callable]:
     """The rounds, and one round compiled."""
     settings = method(name)
     assert settings is not None
-    rounds = _zero(nodes).local_steps(_step(study, nodes, settings.rate), settings.local)
+    step = training_step(study, _zero(nodes), settings.rate)
+    rounds = _zero(nodes).local_steps(step, settings.local)
     return rounds, jax.jit(rounds, donate_argnums=0)
 
 
