@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -93,12 +94,14 @@ class _Run:
         ]
 
     def losses(self) -> list[float]:
-        """Held-out, of the newest row of each seed."""
+        """Held-out, of the newest row of each seed; infinite if training diverged."""
         settings = dataclasses.replace(_STUDY, steps=self.steps).settings
+        runs = [row["results"] for row in read_rows("local_steps", settings)]
         newest = {
-            run["seed"]: run["held_out_loss"]
-            for run in (row["results"] for row in read_rows("local_steps", settings))
+            run["seed"]: math.inf if run["held_out_loss"] is None else run["held_out_loss"]
+            for run in runs
             if (run["method"], run["nodes"]) == (self.method, _NODES)
+            and run.get("corpus") == runs[-1].get("corpus")  # of the packages that were there
         }
         return list(newest.values())
 

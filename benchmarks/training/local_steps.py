@@ -321,7 +321,7 @@ def _run_all(study: Study) -> None:
     }
     for seed in study.seeds:  # outermost: when stopped, what is there can be compared
         for name in study.methods or DEFAULT:
-            for nodes in study.nodes[:1] if name == BASELINE[0] else study.nodes:
+            for nodes in study.nodes[:1] if name == BASELINE else study.nodes:
                 if (name, nodes, seed) not in done:
                     append_row(_NAME, _run(study, name, nodes, seed))
 
