@@ -43,6 +43,7 @@ class TwoTower:
 
 
 def init_recommender(model: Recommender, key: Array) -> Any:
+    """Parameters in float32."""
     keys = jax.random.split(key, 3)
     shape = (model.rows, model.width)
     tables = [jax.random.normal(k, shape) / 16 for k in jax.random.split(keys[0], model.tables)]
@@ -70,6 +71,7 @@ def recommender_loss(
 
 
 def init_two_tower(model: TwoTower, key: Array) -> Any:
+    """Parameters in float32."""
     keys = jax.random.split(key, 4)
     sizes = (model.hidden, model.width)
     return {

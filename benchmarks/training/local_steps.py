@@ -11,9 +11,9 @@ of nodes, and so is the global batch; methods are compared seed by seed. All nod
 one device. As in DiLoCo's own experiments, the first steps are synchronous, and every method goes
 on from the same parameters and optimizer state. The learning rate is tuned for synchronous training
 (`--learning-rate`); a method multiplies it, after the synchronous steps, by a factor that is tuned
-for it. Judged is the mean of the nodes' parameters, in
-float32, on held-out modules. A row is appended as each run ends; a run whose row is there, for the
-same settings and code, is not run again.
+for it. The mean of the nodes' parameters, in float32, is judged on held-out modules or packages. A
+row is appended as each run ends; a run whose row is there, for the same settings and code, is not
+run again.
 """
 
 from __future__ import annotations

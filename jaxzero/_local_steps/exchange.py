@@ -1,11 +1,11 @@
 """Exchange fragments between nodes: pseudo-gradients out, new outer parameters in.
 
-Everything here runs in a program of one node (`map_nodes`). Arrays are global over its devices;
-what is cut, encoded and merged is done on shards.
+Everything here runs in the program of one node (`map_nodes`), whose arrays are global over the
+node's devices. Each device cuts, encodes and merges its own shards (`map_devices`).
 
-The outer optimizer's state is laid out like the parameters, and cut into fragments like them. A
-leaf of it that has the path and shape of a parameter (momentum) is laid out and cut like it. Any
-other leaf (a counter) is kept once for each fragment, because every fragment has its own turn.
+A leaf of the outer optimizer's state that has the path and shape of a parameter (momentum) is laid
+out like this parameter, and cut into fragments like it. Any other leaf (a counter) is kept once for
+each fragment, because the optimizer runs once for each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class OuterLayout:
         tx: the optimizer.
         as_tree: builds the tree that the optimizer sees, from one value for each exchanged leaf.
         treedef: the structure of its state.
-        owners: for each leaf of the state, the exchanged leaf that it belongs to, or None.
+        owners: for each leaf of the state, the index of the exchanged leaf that has its path and
+            shape; None: the leaf has a copy for each fragment.
         fragments: the number of fragments.
     """
 
@@ -58,11 +59,18 @@ class OuterLayout:
         parts: Sequence[jax.ShapeDtypeStruct],
         fragments: int,
     ) -> OuterLayout:
-        """Plan the state of `tx` for leaves that are like `full`, with fragments like `parts`.
+        """Match the leaves of the state of `tx` with the exchanged leaves.
+
+        Args:
+            tx: the optimizer.
+            as_tree: as in the class.
+            full: for each exchanged leaf, its global shape on one node and its dtype.
+            parts: the same of the part of the leaf that is in one fragment.
+            fragments: their number.
 
         Raises:
-            ValueError: for a fragment, `tx` keeps an array that is not a part of the one that it
-                keeps for all.
+            ValueError: `tx`, given a fragment, keeps an array that is neither shaped like the
+                fragment of a leaf nor like the array that it keeps for full leaves.
         """
         paths = jax.tree_util.tree_flatten_with_path(as_tree(full))[0]
         leaves = {path_name(path): i for i, (path, _) in enumerate(paths)}
@@ -85,7 +93,7 @@ class OuterLayout:
         return cls(tx, as_tree, treedef, tuple(owners), fragments)
 
     def init(self, anchors: Sequence[Array]) -> list[Array]:
-        """The leaves of the state before the first round."""
+        """The leaves of the state before the first round; those without an owner are stacked."""
         state = jax.tree.leaves(self.tx.init(self.as_tree(anchors)))
         return [
             jnp.broadcast_to(x, (self.fragments, *jnp.shape(x))) if owner is None else x
@@ -95,7 +103,7 @@ class OuterLayout:
     def update(
         self, gradients: Sequence[Array], state: Sequence[Array], anchors: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """The new outer parameters and the new state of a fragment."""
+        """Run the optimizer on one fragment: its new outer parameters, and the new state."""
         params = self.as_tree(anchors)
         old = jax.tree.unflatten(self.treedef, state)
         updates, new = self.tx.update(self.as_tree(gradients), old, params)
@@ -134,7 +142,7 @@ class Exchange:
     """The exchange of the fragments of some leaves.
 
     Attributes:
-        method: how often, in how many fragments and bits.
+        method: the user's settings.
         leaves: the leaves, with their layouts on the devices of one node.
         cuts: how each device's shard of a leaf is cut into fragments.
         mesh: the devices of one node.
@@ -260,6 +268,7 @@ class Exchange:
             delta = _difference(cut.read(anchor, number), x.astype(anchor.dtype))
             if i in left_out:
                 delta += cut.read(left_out[i], number).astype(delta.dtype)
+            # What an earlier fragment holds too is not written back; zeros do not widen a scale.
             new = cut.is_new(number)
             deltas.append(delta if new is None else jnp.where(new, delta, 0))
         return deltas
@@ -335,7 +344,10 @@ class Exchange:
         return params, Outer(anchors, state, outer.residuals)
 
     def _merged(self, now: Array, own: Array, anchor: Array) -> Array:
-        """The node's parameters, which were `own` when they were sent and are `now` by now."""
+        """Merge a fragment of the new outer parameters, `anchor`, with the node's own parameters.
+
+        These were `own` when they were sent, and are `now` after the steps of the delay.
+        """
         dtype = anchor.dtype
         if self.method.mixing is None:
             return anchor + _difference(now.astype(dtype), own.astype(dtype))

@@ -42,7 +42,10 @@ class Cut:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], num: int) -> Cut:
-        """Cut along the first dim that divides evenly, otherwise along the largest."""
+        """Cut along the first dim that divides evenly, otherwise along the largest.
+
+        The first dim of a stack counts layers, so that a part then has whole layers.
+        """
         even = [dim for dim, size in enumerate(shape) if size and size % num == 0]
         largest = max(range(len(shape)), key=lambda dim: shape[dim], default=0)
         return cls(shape, even[0] if even else largest, num)
@@ -83,7 +86,7 @@ class Cut:
         return lax.dynamic_update_slice_in_dim(x, part, self._start(number), self.dim)
 
     def is_new(self, number: Array) -> Bool[Array, ...] | None:
-        """Which elements of a part are in none before it; None: all of them."""
+        """A mask of the elements of part `number` that no earlier part holds; None: all."""
         if not self.shape:
             return number == 0 if self.num > 1 else None
         if self.shape[self.dim] % self.num == 0:
@@ -117,7 +120,7 @@ class Part:
 
     @property
     def columns(self) -> int:
-        """The number of elements in the message."""
+        """Elements of a row of the message: bytes, or floats."""
         return self.num_bytes if self.in_floats is None else self.num
 
     @property

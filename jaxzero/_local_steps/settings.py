@@ -38,8 +38,8 @@ class LocalSteps:
             `mixing * own + (1 - mixing) * outer`. None: the node's parameters are moved by the
             difference between the new outer parameters and what the node had when it sent; so the
             progress of the `delay` steps is kept, as LOSCAR-SGD does. Without a delay, 0 and None
-            are the same. With a codec, take it small: what the codec leaves out is sent later,
-            while the node's own parameters still hold it, with this weight.
+            are the same. With a codec, take a small weight: the next message sends the rounding
+            error of the last, which the node's own parameters, with this weight, still hold.
 
     Raises:
         ValueError: a number is out of range, `fragments` does not divide `every`, or `delay` is
