@@ -16,10 +16,11 @@ from ._llama import EXPERTS
 
 
 def shardings(tree: Any, mesh: Mesh, experts: Sequence[str] = ()) -> Any:
-    """Each leaf over all devices, on its largest dim that they divide; whole if there is none.
+    """Shardings that split each leaf over all devices, along its largest dim that they divide.
 
-    Leaves `[layers, experts, ...]` whose names are in `experts` are split over `local` on their
-    second dim, and over `node` on the largest one after it.
+    A leaf without such a dim is replicated. Leaves `[layers, experts, ...]` whose names are in
+    `experts` are split over `local` on their second dim, and over `node` on the largest one after
+    it.
 
     That is how FSDP is commonly written with GSPMD. Where matrices are cut on their first dim, as
     jaxzero does, the compiler sends more: with 40M parameters 704 MB for a step of
@@ -40,7 +41,7 @@ def shardings(tree: Any, mesh: Mesh, experts: Sequence[str] = ()) -> Any:
 
 
 def init(function: Callable, *args: Any, mesh: Mesh) -> Any:
-    """What `function(*args)` makes, made on the devices and split there."""
+    """Run `function(*args)` on all devices, with its results sharded by `shardings`."""
     split = shardings(jax.eval_shape(function, *args), mesh)
     return jax.jit(function, out_shardings=split)(*args)
 

@@ -96,8 +96,7 @@ def two_tower_loss(
         params: of `init_two_tower`.
         batch: `users` `[b]`, `seen` `[b, seen]` and `items` `[b]`, integers.
         constrain: called on activations.
-        gather: collects the items of all devices, where each has its own rows of the batch; the
-            own ones are found by their id.
+        gather: all-gathers the items, if each device has its own rows of the batch.
     """
     seen = constrain(params["items"][batch["seen"]]).mean(1)
     of_user = jnp.concatenate([constrain(params["users"][batch["users"]]), seen], axis=1)

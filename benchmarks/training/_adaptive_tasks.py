@@ -258,7 +258,7 @@ def _read_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shifted(images: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Each image by -1, 0 or 1 pixels in both directions."""
+    """Shift each image by -1, 0 or 1 pixels in both directions."""
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)))
     rows, columns = generator.integers(0, 3, (2, len(images), 1, 1))
     i, j = np.arange(8)[None, :, None], np.arange(8)[None, None]

@@ -1,8 +1,8 @@
 """The methods of the study of local steps, by name.
 
-A name is one of `_SETTINGS`, then, if it is another, the outer optimizer, then, if it is another,
-how many times the learning rate of synchronous training the nodes take:
-`diloco10 sgd(0.7, momentum=0.6, nesterov=True) rate 1.4`.
+A name has up to three parts, such as `diloco10 sgd(0.7, momentum=0.6, nesterov=True) rate 1.4`: a
+key of `_SETTINGS`; an outer optimizer in place of the one there; and the learning rate of the nodes
+over that of synchronous training, if it is not 1.
 """
 
 from __future__ import annotations

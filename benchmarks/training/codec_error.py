@@ -132,7 +132,7 @@ def _may_rotate(codec: Any) -> bool:
 
 
 def _blocks(codec: Any, blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of `blocks` that a codec can have."""
+    """The sizes of blocks, out of `blocks`, that a codec accepts."""
     least = _SMALLEST_BLOCK if _may_rotate(codec) else 0
     return tuple(block for block in blocks if block >= least)
 

@@ -62,7 +62,8 @@ def _costs(mesh: jax.sharding.Mesh, name: str) -> dict[str, Any]:
         stacked = jax.ShapeDtypeStruct((every, *shape), jnp.int32)
         arguments = run.abstract(params, opt_state), stacked
     options = jz.compiler_options("cuda", local_steps=settings is not None)
-    text = jax.jit(run).lower(*arguments).compile(compiler_options=options).as_text()
+    program: Any = jax.jit(run).lower(*arguments)
+    text = program.compile(compiler_options=options).as_text()
     lines = {link: timeline(text, Rates(num_local=1, node=rate)) for link, rate in _LINKS.items()}
     line = next(iter(lines.values()))
     return {

@@ -65,7 +65,7 @@ class Study:
 
     Attributes:
         steps: of the inner optimizer, a multiple of 100.
-        synchronous_steps: so many of them, before the others, are synchronous; a multiple of 100.
+        synchronous_steps: how many of them, the first ones, are synchronous; a multiple of 100.
         rows: windows in a step, over all nodes.
         learning_rate: the highest, after the warm-up.
         inner: the optimizer of synchronous training and of the nodes.
