@@ -47,10 +47,11 @@ def init(function: Callable, *args: Any, mesh: Mesh) -> Any:
 
 
 def lowered(variant: str, model: Any, mesh: Mesh, batch: Any) -> Any:
-    """The step of a model of `_models`; but for `gspmd`, with sharding constraints on activations.
+    """Lower the loss and gradients of a model of `_models` as one GSPMD program.
 
-    With `gspmd-experts` a device has the experts that it computes, sent from other nodes for each
-    layer, and tokens are exchanged as with jaxzero, in a `jax.shard_map` around the experts.
+    All variants except `gspmd` have sharding constraints on activations. With `gspmd-experts`
+    experts are split over the devices of a node, gathered over nodes for each layer, and tokens are
+    exchanged as with jaxzero, in a `jax.shard_map` around the experts.
     """
     names = EXPERTS if variant == "gspmd-experts" else ()
     of_rows, is_long = jz.Zero(mesh).batch_spec, "tokens" in mesh.axis_names

@@ -138,7 +138,7 @@ def _blocks(codec: Any, blocks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _bits(blocks: tuple[int, ...], num: int = 2**20) -> Errors:
-    """Bits for each number of a long row."""
+    """Bits per number of an encoded row of `num` numbers."""
     return {
         name: {
             str(block): 8 * dataclasses.replace(codec, block=block).num_bytes(num, "float32") / num
