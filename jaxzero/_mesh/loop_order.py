@@ -26,13 +26,12 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jaxtyping import Array, Int32
 
-from .emission import Recording
+from .emission import Recording, bind
 from .mesh_kinds import LOCAL, NODE
 from .per_device import (
     CALLS_AND_REMAT,
     appended,
     bare,
-    bind,
     equations_inside,
     evaluate,
     inner_jaxprs,
