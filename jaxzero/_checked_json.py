@@ -30,7 +30,7 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
     name the key that holds them.
 
     Args:
-        path: of the file.
+        path: the JSON file.
         remedy: what to do about a damaged file, for messages.
 
     Raises:
@@ -119,14 +119,14 @@ def number(
     above: int | float = -math.inf,
     below: int | float = math.inf,
 ) -> Kind:
-    """A finite number, as a float: in `[least, most]`, and strictly between `above` and `below`."""
+    """A finite number in `[least, most]`, strictly between `above` and `below`; read as a float."""
     limits = {"at least": least, "above": above, "at most": most, "below": below}
     words = [f"{name} {limit:g}" for name, limit in limits.items() if math.isfinite(limit)]
 
     def accepts(value: Any) -> bool:
         return (
             type(value) in (int, float)
-            and abs(value) < 2**1023  # also as float; neither infinite nor NaN
+            and abs(value) < 2**1023  # `float(value)` is finite, also of a long integer
             and least <= value <= most
             and above < value < below
         )
@@ -150,11 +150,12 @@ def one_of(*choices: str) -> Kind:
 
 
 def exactly(only: Any) -> Kind:
-    """`only`; where that is false or 0, null as well."""
+    """The value `only`, or a number equal to it; null too if `only` is false or 0."""
 
     def accepts(value: Any) -> bool:
         if value is None:
             return not only
+        # By type too: in Python `True == 1`.
         numbers = {int, float}
         alike = type(value) is type(only) or {type(value), type(only)} <= numbers
         return alike and value == only
@@ -172,7 +173,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def list_of(kind: Kind, *, length: int | None = None) -> Kind:
-    """A list, as a tuple, each entry of which `kind` accepts."""
+    """A list, each entry of which `kind` accepts. It is read as a tuple."""
     num = "" if length is None else f"{length} entries, "
     return Kind(
         f"a list of {num}each {kind.text}",
@@ -206,13 +207,13 @@ class JsonKeys:
     Only keys in `kinds` can be read, so that no value is used unchecked.
 
     Args:
-        content: the object.
+        content: the JSON object.
         kinds: what each key may hold. Keys of nested objects are in the same table.
-        where: the file, for messages.
+        where: the name of the file, for messages.
         remedy: what to do about a wrong value, for messages.
         missing: what to do about a missing key, for messages.
         defaults: values of keys that the object does not have.
-        prefix: of keys in messages, for nested objects.
+        prefix: for a nested object, what messages write before its keys, such as "optimizer.".
     """
 
     def __init__(
@@ -278,7 +279,7 @@ class JsonKeys:
         return self._nested(value or self._defaults.get(key) or {}, f"{self._prefix}{key}.")
 
     def over(self, other: "JsonKeys") -> "JsonKeys":
-        """Return the keys of both, those of `self` where both have one."""
+        """Return the keys of both objects; where both have a key, with the value of `self`."""
         merged = {**other._content, **self._content}
         return self._nested(merged, self._prefix if self._content else other._prefix)
 

@@ -3,9 +3,9 @@
     logits = cap(scale hidden head),  cap(x) = c tanh(x / c),  total = log(sum(exp(logits)))
     loss   = total - logits[label] + z total^2
 
-A scan runs over chunks of tokens. What backward needs of a chunk's logits is computed from them at
-once if the weight of each loss is known, and else from the logits computed again, and `total`, one
-number per token:
+A scan runs over chunks of tokens, so that only the logits of one chunk exist at a time. If the
+weights of the losses are given, forward computes the gradients too, while it has a chunk's logits.
+Otherwise it keeps `total`, one number per token, and backward computes the logits again:
 
     dloss / dlogits = (1 + 2 z total) exp(logits - total) - onehot(label)
 
@@ -101,7 +101,10 @@ def softmax_cross_entropy(
 
 
 def _cut(x: Array, dim: int, num_chunks: int) -> Array:
-    """Pad a dim of tokens and cut it into chunks: `[chunks, *rows, tokens of a chunk, ...]`."""
+    """Pad a dim of tokens and cut it into chunks: `[chunks, *rows, tokens of a chunk, ...]`.
+
+    Padding is zeros: tokens of label 0 whose losses are cut off, or whose weight is 0.
+    """
     added = -x.shape[dim] % num_chunks
     if added:
         x = jnp.pad(x, [(0, added if i == dim else 0) for i in range(x.ndim)])
@@ -139,7 +142,7 @@ class _Form:
             logits - totals[..., None]
         )
         gradient = gradient - jnp.where(_is_label(logits, labels), g[..., None], 0)
-        if self.soft_cap is not None:
+        if self.soft_cap is not None:  # `logits` are capped: tanh' = 1 - tanh^2
             gradient = gradient * (1 - (logits / self.soft_cap) ** 2)
         gradient = gradient if self.scale == 1 else gradient * self.scale
         gradient = gradient.astype(hidden.dtype)
@@ -150,7 +153,7 @@ class _Form:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(form: _Form, hidden: Array, head: Array, labels: Array) -> Array:
-    """Losses of chunks of tokens; `hidden`, `labels` and the result have a leading dim of them."""
+    """Losses of all chunks; `hidden`, `labels` and the result have a leading dim of chunks."""
     return _losses_forward(form, hidden, head, labels)[0]
 
 
@@ -190,7 +193,7 @@ def _weighted_sum(form: _Form, hidden: Array, head: Array, labels: Array, weight
 def _weighted_sum_forward(
     form: _Form, hidden: Array, head: Array, labels: Array, weights: Array
 ) -> tuple[Array, Any]:
-    """Also compute the gradients, from the same logits: only a factor is missing."""
+    """Also compute the gradients, from the same logits, but for a factor: the sum's cotangent."""
 
     def step(head_gradient: Array, chunk: Any) -> tuple[Array, Any]:
         hidden, labels, weights = chunk
@@ -229,8 +232,8 @@ def _product(x: Array, matrix: Array, dim: int) -> Array:
 def _sum_over_tokens(x: Array, y: Array) -> Array:
     """Sum of the outer products of the vectors of each token, in 32 bits or more.
 
-    Where tokens are split over devices, it is the sum of each device, `[devices, *sum]`: the sums
-    of all chunks are added up before those of devices are.
+    Where tokens are split over devices, each device has its own sum, `[devices, *sum]`. They are
+    added up once, after the last chunk (`_sum_of_parts`), and not by a collective in each chunk.
     """
     num = _num_parts(x)
     if num > 1:
@@ -239,12 +242,12 @@ def _sum_over_tokens(x: Array, y: Array) -> Array:
     parts = tokens[-2:-1] if num > 1 else ()
     summed = tuple(i for i in tokens if i not in parts)
     dims = ((summed, summed), (parts, parts))
-    made = jax.lax.dot_general(x, y, dims, preferred_element_type=widened(x.dtype))
-    return split_over_tokens(made, 0) if num > 1 else made
+    sums = jax.lax.dot_general(x, y, dims, preferred_element_type=widened(x.dtype))
+    return split_over_tokens(sums, 0) if num > 1 else sums
 
 
 def _zeros_of_parts(head: Array, hidden: Array, dtype: np.dtype) -> Array:
-    """What the results of `_sum_over_tokens` for chunks `hidden` are added to."""
+    """Zeros in the shape and sharding of what `_sum_over_tokens` returns for a chunk."""
     num = _num_parts(hidden)
     if num == 1:
         return jnp.zeros(head.shape, dtype)
@@ -276,8 +279,10 @@ def _check_options(
             "`vocabulary_dim` must be 1 for a `head` of [width, vocabulary], or 0 for "
             f"[vocabulary, width]; got {vocabulary_dim}."
         )
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"`soft_cap` must be positive, or None for no cap; got {soft_cap}.")
+    if soft_cap is not None and not 0 < soft_cap < np.inf:
+        raise ValueError(
+            f"`soft_cap` must be positive and finite, or None for no cap; got {soft_cap}."
+        )
     for name, value in (("scale", scale), ("z_loss", z_loss)):
         if not np.isfinite(value) or value < 0:
             raise ValueError(f"`{name}` must be a finite number, at least 0; got {value}.")

@@ -1,4 +1,7 @@
-"""Names of a package that are imported on first use: of slow modules, and of those of an extra."""
+"""Import the modules of a package when their names are first used.
+
+For modules that are slow to import, and for those that need packages of an extra.
+"""
 
 import contextlib
 import importlib
@@ -10,7 +13,7 @@ from typing import Any
 def imported_on_first_use(
     package: str, names: Mapping[str, tuple[str, str | None]]
 ) -> Callable[[str], Any]:
-    """A `__getattr__` for a package.
+    """Make a `__getattr__` for a package, which imports the module of a name.
 
     Args:
         package: its `__name__`.
@@ -34,7 +37,7 @@ def extra_for(what: str, extra: str) -> Iterator[None]:
 
     Args:
         what: the beginning of the message, such as "`name` needs".
-        extra: of pyproject.toml.
+        extra: the name of the extra in pyproject.toml.
     """
     try:
         yield
@@ -51,7 +54,7 @@ def extra_for(what: str, extra: str) -> Iterator[None]:
 def exported_on_first_use(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A `__getattr__` and a `__dir__` for a package whose names cost much to import.
+    """Make a `__getattr__` and a `__dir__` for a package whose modules are slow to import.
 
     Args:
         package: its `__name__`.
@@ -62,9 +65,9 @@ def exported_on_first_use(
     def find(name: str) -> Any:
         if name not in homes:
             raise _no_attribute(package, name)
-        found = getattr(importlib.import_module(f".{homes[name]}", package), name)
-        setattr(sys.modules[package], name, found)  # found without `find` from here on
-        return found
+        value = getattr(importlib.import_module(f".{homes[name]}", package), name)
+        setattr(sys.modules[package], name, value)  # Python calls `find` for absent names only
+        return value
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})

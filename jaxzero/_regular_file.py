@@ -1,4 +1,4 @@
-"""Open files by name that somebody else may have put there: regular ones only, of bounded size.
+"""Open files that other programs may have written: regular ones only, of bounded size.
 
 Opening a named pipe waits for a writer, and reading a device such as /dev/zero never ends.
 """
@@ -18,7 +18,7 @@ _KINDS = {
 
 
 class IrregularFile(ValueError):
-    """Something else is in the place of a regular file, or the file is too large."""
+    """The path is that of a pipe, a device or a socket, or the file is too large."""
 
 
 def regular_size(path: Path) -> int:

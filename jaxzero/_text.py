@@ -54,7 +54,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def to_download(path: Path) -> str:
-    """Advice where a path that is not there may be the id of a model on a hub; "" elsewhere."""
+    """Advice to download, if a missing path looks like `owner/model` on a hub; otherwise ""."""
     parts = path.parts
     if len(parts) != 2 or parts[0] in ("/", ".", "..") or path.exists():
         return ""

@@ -8,6 +8,7 @@ import sysconfig
 import warnings
 from pathlib import Path
 
+# Packages whose frames lie between the user's line and the code that warns.
 INSIDE = ("jaxzero", "jax", "jaxtyping", "beartype", "contextlib", "functools")
 
 
@@ -23,15 +24,19 @@ def warn(message: str) -> None:
 
 
 class RowsMixedWarning(UserWarning):
-    """The loss mixes rows, so that each device computes something else than one device would."""
+    """A function combines rows of the batch otherwise than in a sum or mean that it returns.
+
+    An example is to divide by a mean over rows. Each device then takes that of its own rows, so the
+    result is not that of one device with all rows.
+    """
 
 
-_said: dict[str, dict] = {}  # by file: what Python has shown already
+_shown: dict[str, dict] = {}  # by file, Python's registry of the warnings that it has shown
 
 
 def warn_at(message: str, category: type[Warning], file: str, line: int) -> None:
     """Issue a warning for a line of the user's code that is not being executed."""
-    warnings.warn_explicit(message, category, file, line, registry=_said.setdefault(file, {}))
+    warnings.warn_explicit(message, category, file, line, registry=_shown.setdefault(file, {}))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What XLA does in the installed version of JAX, where the versions that run here differ.
+"""What XLA does in the installed version of JAX, where the supported versions differ.
 
 Each name but the first says what later versions do.
 """
@@ -11,9 +11,9 @@ _VERSION: Final = jax.__version_info__
 
 IS_BEFORE_0_11: Final = _VERSION < (0, 11)  # other compiler options exist, or help
 
-# On CPUs a matrix product is rounded in the same way if a second operation reads it.
+# On CPUs a matrix product has the same bits whether one operation reads it or two.
 PRODUCTS_MAY_BE_READ_TWICE: Final = _VERSION >= (0, 11)
 
-# Host memory may be indexed by what is computed from a loop's counter, and scanned in reverse.
-# Before, XLA took turn `i` to be at row `i`, and copied the wrong rows.
+# A loop may index host memory by a value computed from its counter, and scan it in reverse. Earlier
+# versions of XLA copy row `i` in iteration `i`, whatever the index, so results are wrong.
 COUNTERS_INDEX_HOST: Final = _VERSION >= (0, 12)

@@ -31,6 +31,8 @@ from . import commands, distributed, jobs
 from ._processes import DIVERGED, FILE_ERROR, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
 from .launch import Launch, launch
 
+# Errors whose message says all, so that no traceback is printed, with the exit status of each. The
+# first class that an error is of counts.
 _STATUSES = {
     distributed.ReplicasDiffer: DIVERGED,
     jobs.Diverged: DIVERGED,
@@ -39,6 +41,7 @@ _STATUSES = {
     ValueError: MISTAKE,
 }
 
+# What to do about errors of the file system, which say only what is wrong.
 _ADVICE = {
     errno.EACCES: "Check its permissions, or name another path.",
     errno.EPERM: "Check its permissions, or name another path.",
@@ -183,9 +186,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status_of(error: Exception) -> int | None:
     """The exit status of an error whose message suffices; None if it needs a traceback."""
-    if any(isinstance(cause, TimeoutError) for cause in distributed.causes(error)):
+    causes = [*distributed.causes(error)]
+    if any(isinstance(cause, TimeoutError) for cause in causes):
         return PEER_LOST
-    if _is_of_files(error):
+    # A checkpoint that cannot be saved is a `RuntimeError`, caused by the error of its file.
+    if _is_of_files(error) or (type(error) is RuntimeError and any(map(_is_of_files, causes))):
         return FILE_ERROR
     return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), None)
 
@@ -200,11 +205,9 @@ def resume_command(arguments: Sequence[str], name: str | None) -> str:
     return shlex.join(words)
 
 
-def _is_of_files(error: Exception) -> bool:
+def _is_of_files(error: BaseException) -> bool:
     others = (ConnectionError, ChildProcessError, ProcessLookupError, InterruptedError)
-    plain = type(error) is OSError  # also one of ours, with a message and no number
-    has_number = isinstance(error, OSError) and error.errno is not None
-    return (plain or has_number) and not isinstance(error, others)
+    return isinstance(error, OSError) and not isinstance(error, others)
 
 
 def _text_of(error: Exception) -> str:

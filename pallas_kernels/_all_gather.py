@@ -15,7 +15,8 @@ from jax import Array, lax
 from jaxtyping import DTypeLike, Float, UInt32
 
 from ._format import Format
-from ._remote import Block, RemoteConfig, Tiling, clipped, run
+from ._remote import Block, RemoteConfig, Tiling, run
+from ._tile import clipped
 
 
 class AllGather(Block):

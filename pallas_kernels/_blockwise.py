@@ -34,7 +34,7 @@ from jaxtyping import Array, BFloat16, Bool, DTypeLike, Float, Float32, Shaped, 
 from ._format import check_packable
 
 GROUP = 32  # elements that are rotated together
-ADDED = 16  # the most rows that are added one by one, each by instructions of its own
+ADDED = 16  # up to this many rows are added one by one in an unrolled sum
 _TAIL = 8.0  # near sqrt(GROUP), by which `rotate` makes typical numbers smaller
 TINY = 2.0**-126  # the smallest normal float32 and bfloat16; XLA treats smaller ones as zero
 
@@ -322,7 +322,7 @@ def bfloat16_parts(x: Float[Array, "*shape"]) -> list[BFloat16[Array, "*shape"]]
 
 
 def hadamard(width: int) -> Float32[np.ndarray, "width width"]:
-    """Hadamard's matrix for groups of 32, as often on the diagonal as `width` has groups."""
+    """A block-diagonal matrix: Hadamard's 32 x 32 matrix for each group of 32 in `width`."""
     signs = np.ones((1, 1), np.float32)
     while len(signs) < GROUP:
         signs = np.block([[signs, signs], [signs, -signs]])

@@ -30,7 +30,7 @@ def quantize(
     divisor: int,
     implementation: Implementation | None,
 ) -> UInt8[Array, "n t r"]:
-    """The messages of the pieces of `x / divisor`."""
+    """Encode the pieces of `x / divisor` as messages in columns."""
     num, *shape = pieces.shape
 
     def in_xla(pieces: Any, seed: Any) -> Any:
@@ -61,7 +61,7 @@ def dequantize(
     dtype: DTypeLike,
     implementation: Implementation | None,
 ) -> Float[Array, "n ..."]:
-    """The pieces of `shape` in messages."""
+    """Decode messages in columns to their pieces, each of `shape`."""
 
     def in_xla(message: Any) -> Any:
         return _columns.from_blocks(_columns.decode(message, format, shape, dtype), shape)
@@ -77,7 +77,7 @@ def dequantize_sum(
     shape: tuple[int, ...],
     implementation: Implementation | None,
 ) -> Float32[Array, "1 ..."]:
-    """The sum of the messages of pieces of `shape`."""
+    """Decode messages in columns, of pieces of `shape`, and sum them."""
 
     def in_xla(message: Any) -> Any:
         return _columns.from_blocks(_columns.decode_sum(message[:, 0], format, shape), shape)

@@ -48,12 +48,13 @@ def quantize(
     divisor: int = 1,
     interpret: bool = False,
 ) -> UInt8[Array, "p t r"]:
-    """The messages of `x / divisor`, of the pieces of a matrix."""
+    """Encode the pieces of a matrix `x / divisor` as messages."""
     num, rows, _ = pieces.shape
     target = Rows(format, walk.num_blocks)
 
     def kernel(seed_ref: Any, matrix_ref: Any, x_ref: Any, out_ref: Any, scales_ref: Any) -> None:
-        first_row = pl.program_id(1) * LANES  # read here: the interpreter knows it in no loop
+        # Outside of `block`: in a loop the interpreter does not know `pl.program_id`.
+        first_row = pl.program_id(1) * LANES
 
         def block(i: Int32[Array, ""]) -> Float32[Array, "b 128"]:
             x_rb = x_ref[0, :, _range(i, format.block)]
@@ -214,7 +215,7 @@ def _hadamard() -> Float[Array, "128 128"]:
 
 
 def _message(num: int, rows: int, target: Rows, walk: Walk) -> dict[str, Any]:
-    """The messages that a kernel writes, a chunk at a time."""
+    """Arguments of `pl.pallas_call` for messages that a kernel writes, a chunk at a time."""
     lanes = math.ceil(rows / LANES) * LANES
     shape = (num, target.of_codes + target.of_scales, lanes)
     block = (1, walk.chunk * target.of_block, LANES)
@@ -240,7 +241,7 @@ def _source_specs(num: int, source: Rows, walk: Walk, place: Any) -> list[pl.Blo
 
 
 def _memory(rows: Rows, *num: int) -> Any:
-    """Memory of the core for the rows of scales, whose bytes are 32 bits wide."""
+    """VMEM for the rows of scales, with one byte in each int32."""
     return pltpu.VMEM((*num, rows.of_scales, LANES), jnp.int32)
 
 
@@ -259,9 +260,9 @@ def _write(
     walk: Walk,
     divisor: int,
 ) -> None:
-    """Encode `block(i)` for the blocks of a chunk, or write the scales, in the last step.
+    """Encode `block(i)` for the blocks of a chunk, or, in the last grid step, write the scales.
 
-    Its numbers are exact in `dtype`.
+    The numbers that `block` returns are exact in `dtype`.
     """
     chunk, first_row, format = pl.program_id(2), pl.program_id(1) * LANES, target.format
 
@@ -302,7 +303,7 @@ def _encoded(
     target: Rows,
     divisor: int,
 ) -> tuple[Int32[Array, "h 128"], Float32[Array, "1 128"]]:
-    """The codes of block `k` of each column, as bytes that are 32 bits wide, and the scales.
+    """The codes of block `k` of each column, one byte in each int32, and the scales.
 
     The first column is row `first_row` of the piece.
     """
@@ -324,7 +325,7 @@ def _encoded(
 
 
 def _read_scales(sent_ref: Any, scales_ref: Any) -> None:
-    """Keep the bytes of scales, in the first step of a column."""
+    """In the first grid step of each 128 columns, copy the bytes of their scales to VMEM."""
 
     @pl.when(pl.program_id(2) == 0)
     def _keep():

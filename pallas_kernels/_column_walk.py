@@ -20,8 +20,9 @@ from ._format import Format
 
 LANES = 128  # of a vector register of a TPU
 TILE_ROWS = 32  # of an array of bytes
-_STEP_BYTES = 2**21  # that a step may read and write, unless a chunk of that size is too small
-_MEMORY = 12 * 2**20  # of 16 MiB that XLA grants a kernel on a v5e
+# The most bytes that a grid step reads and writes, unless no possible chunk is so small.
+_STEP_BYTES = 2**21
+_MEMORY = 12 * 2**20  # bytes of VMEM for a kernel, of the 16 MiB that XLA grants it on a v5e
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +55,11 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The chunks of a piece.
+    """How a grid walks over a piece: in chunks of blocks.
 
     Attributes:
-        num_blocks: of a piece.
-        chunk: blocks of a step, of which there are a whole number.
+        num_blocks: blocks in a column of a piece.
+        chunk: blocks that one grid step takes; it divides `num_blocks`.
     """
 
     num_blocks: int
@@ -75,10 +76,10 @@ class Walk:
         """Choose a chunk; None if there is none that fits into the core's memory.
 
         Args:
-            num_blocks: of a piece.
-            rows: of the messages that are read and written.
-            block_bytes: that a step reads and writes for each block, in 128 columns.
-            kept_bytes: of the scales of all messages, in 128 columns.
+            num_blocks: blocks in a column of a piece.
+            rows: the rows of the messages that are read and written.
+            block_bytes: bytes that a step reads and writes for each block, in 128 columns.
+            kept_bytes: bytes of VMEM for the scales of all messages, in 128 columns.
         """
         chunks = [
             n

@@ -30,23 +30,23 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8, UInt32
 
 from . import _blockwise as blocks
 from . import _reference
+from ._column_walk import LANES, TILE_ROWS
 from ._format import Format
 
-_LANES = 128  # of a vector register of a TPU
 _MATRIX = 128  # rows of the matrix of a rotation: four groups
-_TILE_ROWS = 32  # of an array of bytes
 
 
 def num_parts(shape: tuple[int, ...], format: Format) -> int:
-    """Into how many parts of whole blocks a row is cut, so that few of 128 lanes are empty.
+    """The number of parts into which each row of a piece is cut, so that few lanes are empty.
 
-    1 if a piece of `shape` has many rows. 0: no number does it, and messages cannot be columns.
+    Parts are whole blocks. A piece of `shape` with many rows has 1 part. 0: no number leaves few of
+    128 lanes empty, and messages cannot be columns.
     """
     rows, width = math.prod(shape[:-1]), shape[-1]
     if not rows or not width or width % format.block:
         return 0
     num_blocks = width // format.block
-    choices = (2**i for i in range(_LANES.bit_length()) if num_blocks % 2**i == 0)
+    choices = (2**i for i in range(LANES.bit_length()) if num_blocks % 2**i == 0)
     return next((num for num in choices if _fills_lanes(num * rows)), 0)
 
 
@@ -56,8 +56,8 @@ def _fills_lanes(num: int) -> bool:
 
 
 def _lanes(num: int) -> int:
-    """`num` columns with empty ones behind them, to whole rows of lanes."""
-    return math.ceil(num / _LANES) * _LANES
+    """`num` rounded up to a multiple of the 128 lanes."""
+    return math.ceil(num / LANES) * LANES
 
 
 def to_blocks(pieces: Float[Array, "n ..."], format: Format) -> Float[Array, "n k b r"]:
@@ -65,7 +65,7 @@ def to_blocks(pieces: Float[Array, "n ..."], format: Format) -> Float[Array, "n 
     num, *shape = pieces.shape
     parts = num_parts(tuple(shape), format)
     rows, width = math.prod(shape[:-1]), shape[-1] // parts
-    if parts == 1:  # filled up first: XLA transposes whole tiles
+    if parts == 1:  # padded before the transpose, since XLA transposes whole tiles
         missing = _lanes(rows) - rows
         x = jnp.pad(pieces.reshape(num, rows, width), ((0, 0), (0, missing), (0, 0)))
         columns = jnp.swapaxes(x, 1, 2)
@@ -76,13 +76,13 @@ def to_blocks(pieces: Float[Array, "n ..."], format: Format) -> Float[Array, "n 
 
 
 def _filled(columns: Shaped[Array, "*dims r"]) -> Shaped[Array, "*dims lanes"]:
-    """Add columns of zeros, to whole rows of lanes."""
+    """Pad the last dim with zeros to a multiple of the 128 lanes."""
     *dims, num = columns.shape
     return jnp.pad(columns, [(0, 0)] * len(dims) + [(0, _lanes(num) - num)])
 
 
 def from_blocks(x_nkbr: Shaped[Array, "n k b r"], shape: tuple[int, ...]) -> Shaped[Array, "n ..."]:
-    """The pieces of `shape` in blocks; the reverse of `to_blocks`."""
+    """Join blocks to the pieces of `shape` that they were cut from; the reverse of `to_blocks`."""
     num, num_blocks, block, lanes = x_nkbr.shape
     rows, width = math.prod(shape[:-1]), num_blocks * block
     parts = shape[-1] // width
@@ -103,7 +103,7 @@ def encode(
     seed: UInt32[Array, ""],
     divisor: int = 1,
 ) -> UInt8[Array, "n t r"]:
-    """The messages of `x / divisor`, of pieces of `shape` in blocks."""
+    """Encode `x / divisor` as messages; `x` are pieces of `shape` in blocks."""
     is_kept_nkr = None
     if format.hadamard:
         rotated = _rotated(x_nkbr, 1 / blocks.GROUP)
@@ -120,7 +120,7 @@ def encode(
     codes_nkhr = _packed(jnp.swapaxes(codes_nkrb, 2, 3), format.bits)
     num, num_blocks, size, rows = codes_nkhr.shape
     scales = _scale_bytes(scale_nkr, format)
-    missing = jnp.zeros((num, -scales.shape[1] % _TILE_ROWS, rows), jnp.uint8)
+    missing = jnp.zeros((num, -scales.shape[1] % TILE_ROWS, rows), jnp.uint8)
     codes = codes_nkhr.reshape(num, num_blocks * size, rows)
     return lax.concatenate((codes, scales, missing), 1)
 
@@ -128,9 +128,10 @@ def encode(
 def decode(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dtype: DTypeLike
 ) -> Float[Array, "n k b r"]:
-    """The numbers in messages of pieces of `shape`."""
+    """Decode messages of pieces of `shape`, to blocks."""
     x_nkbr, scale_nk1r = _read(message, format, shape)
-    if format.hadamard:  # before scales come in, so that sums are exact, and so is bfloat16
+    # Rotated before the product with scales: codes are exact in bfloat16, and so are their sums.
+    if format.hadamard:
         rotated = _rotated(x_nkbr.astype(jnp.bfloat16), 1.0)
         x_nkbr, scale_nk1r = jnp.where(scale_nk1r < 0, x_nkbr, rotated), jnp.abs(scale_nk1r)
     return _reference.to_dtype(x_nkbr * scale_nk1r, dtype)
@@ -139,7 +140,7 @@ def decode(
 def _read(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
 ) -> tuple[Float32[Array, "n k b r"], Float32[Array, "n k 1 r"]]:
-    """The numbers that codes stand for, and the scales, whose sign says what was not rotated."""
+    """The numbers that codes stand for, and the scales, negative for blocks not rotated."""
     num, _, rows = message.shape
     width = shape[-1] // num_parts(shape, format)
     num_blocks, size = width // format.block, format.code_bytes(format.block)
@@ -161,7 +162,7 @@ def decode_sum_and_cut(
 ) -> Float32[Array, "num k b columns"]:
     """`decode_sum`, cut into `num` pieces along `dim`, each as by `to_blocks`.
 
-    Rows of neither the sum nor a piece are cut into parts.
+    The rows of the sum and of a piece must not be cut into parts (`num_parts` is 1).
     """
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:-1]) // num
     if dim == len(shape) - 1:
@@ -206,10 +207,11 @@ def _sum_of(
     decoded: Callable[[UInt8[Array, "p t r"]], Float32[Array, "p k b r"]],
     message: UInt8[Array, "n p t r"],
 ) -> Float32[Array, "p k b r"]:
-    """The sum over the senders of what is decoded from their messages."""
+    """Decode the messages of each sender, and sum over senders."""
     if len(message) > blocks.ADDED:
         return blocks.add_up(jax.vmap(decoded)(message))
-    # Cut before they are decoded: XLA fuses that with the additions, or it writes all in float32.
+    # Messages are cut apart before they are decoded: XLA then fuses decoding with the additions,
+    # where otherwise it would write every decoded message to memory in float32.
     senders = (lax.index_in_dim(message, i, keepdims=False) for i in range(len(message)))
     return functools.reduce(jnp.add, map(decoded, senders))
 
@@ -299,7 +301,8 @@ def _unpacked(packed_nkhr: UInt8[Array, "n k h r"], bits: int) -> UInt8[Array, "
     if bits == 8:
         return packed_nkhr
     num, num_blocks, half, rows = packed_nkhr.shape
-    # Shifts by a broadcast array, and no concatenation, which XLA would not fuse with what follows.
+    # Both halves by one shift with a broadcast array: XLA would not fuse a concatenation of two
+    # shifted arrays with the operations that follow.
     shifts = jnp.asarray([28, 24], jnp.int32).reshape(1, 1, 2, 1, 1)
     wide = packed_nkhr.astype(jnp.int32)[:, :, None]
     codes = (wide << shifts) >> jnp.int32(28)
@@ -309,7 +312,7 @@ def _unpacked(packed_nkhr: UInt8[Array, "n k h r"], bits: int) -> UInt8[Array, "
 
 
 def _scale_bytes(scale_nkr: Float32[Array, "n k r"], format: Format) -> UInt8[Array, "n _ r"]:
-    """The upper `scale_bytes` bytes of each scale: the lowest of them of all scales first."""
+    """Byte 0 of all scales, then byte 1 of all, and so on; of bfloat16 a scale has two bytes."""
     bits = lax.bitcast_convert_type(scale_nkr, jnp.uint32)
     first = 4 - format.scale_bytes
     return lax.concatenate(

@@ -23,8 +23,8 @@ class TileConfig:
     hidden by the other warpgroups of the multiprocessor.
 
     Args:
-        elements: numbers in a tile, a power of two. A kernel takes more if one block is larger
-            or if the tile would not fill all lanes.
+        elements: numbers in a tile, a power of two. Tiles have more if one quantization block is
+            larger, or if fewer would leave lanes without numbers.
         vector: consecutive elements that a lane loads at once, a power of two.
 
     Raises:

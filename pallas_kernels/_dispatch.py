@@ -20,7 +20,7 @@ from ._config import DEFAULT, Implementation
 from ._format import Format
 from ._in_place import InPlace, Place, cut_out
 
-_OLDEST = (0, 11, 2)  # before, Mosaic GPU and its interpreter miss what is needed
+_OLDEST = (0, 11, 2)  # older Mosaic GPU and its interpreter lack operations of the kernels
 _FLOATS = ("bfloat16", "float16", "float32")
 _KERNEL_KINDS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # that `_tile` writes and reads
 

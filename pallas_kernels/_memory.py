@@ -89,7 +89,7 @@ def store(ref: Any, window: Window, value: Array) -> None:
         return
     flat = ref.at[pl.ds(window.start, window.rows * window.stride)]
     if _interpret.get() is None:
-        _store(_columns(flat, window), value)
+        store_tile(_columns(flat, window), value)
         return
     # The interpreter cannot store some columns only, so whole rows are read, changed and written.
     # This is safe because no other warpgroup accesses these rows.
@@ -133,7 +133,7 @@ def store_columns(
         for i, group in enumerate(columns):
             for j, column in enumerate(group):
                 groups = pl.ds(i * width, width) if width > 1 else i
-                _store(view.at[:, groups, j], column)
+                store_tile(view.at[:, groups, j], column)
         return
     stacked = [jnp.stack(list(group), axis=-1) for group in columns]
     whole = jnp.concatenate([x.reshape(shape[0], width, -1) for x in stacked], axis=1)
@@ -148,7 +148,8 @@ def _columns(flat: Any, window: Window) -> Any:
     return rows.at[:, pl.ds(window.first, window.width)]
 
 
-def _store(ref: Any, value: Array) -> None:
+def store_tile(ref: Any, value: Array) -> None:
+    """Store an array in registers into all of `ref`."""
     if hasattr(_gpu, "store"):  # JAX 0.12 rejects narrow stores unless `optimized=False`
         _gpu.store(ref, value, optimized=False)
     else:

@@ -337,7 +337,7 @@ def _load(
 
 
 def _scaled(parts: list[Array], scale_r: Array, shape: tile.Shape) -> list[Array]:
-    return [_clipped(x * tile.along(scale_r, shape), jnp.float32) for x in parts]
+    return [tile.clipped(x * tile.along(scale_r, shape), jnp.float32) for x in parts]
 
 
 def _sum(
@@ -379,13 +379,8 @@ def _sum(
     return [x + y for x, y in zip(tile.rotate(total[:half]), total[half:], strict=True)]
 
 
-def _clipped(x: Array, dtype: DTypeLike) -> Array:
-    largest = jnp.float32(reference.largest(dtype))
-    return jnp.minimum(jnp.maximum(x, -largest), largest)
-
-
 def _fit(x: Array, dtype: DTypeLike) -> Array:
-    return (x if dtype == jnp.float32 else _clipped(x, dtype)).astype(dtype)
+    return (x if dtype == jnp.float32 else tile.clipped(x, dtype)).astype(dtype)
 
 
 def _tail(

@@ -17,7 +17,8 @@ from jax import Array
 from jaxtyping import Float, Float32, UInt32
 
 from ._format import Format
-from ._remote import Block, RemoteConfig, Tiling, clipped, run
+from ._remote import Block, RemoteConfig, Tiling, run
+from ._tile import clipped
 
 
 class ReduceScatter(Block):

@@ -135,7 +135,7 @@ def decode(
     """Decode rows of `num` numbers from the bytes of codes and scales; the reverse of `encode`."""
     scale_k1 = blocks.read_scales(scales, format.scale_dtype)[..., None]
     x_kb = from_codes(blocks.unpack(codes, num, format.block, format.bits), format)
-    if format.hadamard:  # before scales come in, so that sums are exact
+    if format.hadamard:  # rotated before the product with scales: sums of codes are exact
         x_kb = jnp.where(scale_k1 < 0, x_kb, blocks.unrotate(x_kb, num, width))
         scale_k1 = jnp.abs(scale_k1)
     return to_dtype(blocks.join(x_kb * scale_k1, num), dtype)
@@ -149,7 +149,8 @@ def from_codes(codes: UInt8[Array, "*dims"], format: Format) -> Float32[Array, "
 
 def to_dtype(x: Float32[Array, "*dims"], dtype: DTypeLike) -> Float[Array, "*dims"]:
     """Round to `dtype`, where what is too large becomes its largest number."""
-    # Half a step above the largest number of a type lies infinity. NaN stays.
+    # A cast rounds numbers from half a step above the largest number of a type on to infinity. The
+    # clip keeps NaN.
     return jnp.clip(x, -largest(dtype), largest(dtype)).astype(dtype)
 
 

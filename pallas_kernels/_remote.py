@@ -25,12 +25,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.compute_on import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import DTypeLike
 
 from . import _memory as memory
 from . import _reference as reference
 from . import _tile as tile
 from ._format import Format
+from ._memory import store_tile
 from ._protocol import Party, Semaphore, exchange
 from ._tile_layout import TileLayout
 
@@ -38,7 +38,7 @@ from ._tile_layout import TileLayout
 _plgpu: Any = plgpu
 _compute_on: Any = compute_on
 
-_STREAM = 1  # of exchanges: one after the other, beside what XLA computes
+_STREAM = 1  # of exchanges: they run one after the other, beside what XLA computes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,8 @@ class Tiling:
 
         `parts` are the sizes of arrays that lie side by side in the only run.
         """
-        rows = max(2, config.elements // format.block)  # the scale of one row would be a scalar
+        # At least 2, since the scale of a single row would be a scalar and not an array.
+        rows = max(2, config.elements // format.block)
         while not cls(outer, (inner,), format, rows, config).tile_layout.vector:
             rows *= 2
         if len(parts) > 1:
@@ -159,7 +160,7 @@ class Tiling:
         return TileLayout(self.rows, block, halves, rotated=False, vector=vector)
 
     def seeds(self, seed: Array) -> list[Array]:
-        """What stochastic rounding reads: its seed and, of several parts, `first_indices`."""
+        """A kernel's inputs for stochastic rounding: the seed and, with parts, `first_indices`."""
         if self.format.rounding != "stochastic":
             return []
         firsts = [jnp.asarray(self.first_indices())] if len(self.parts) > 1 else []
@@ -318,15 +319,6 @@ class Block(Party):
             store_tile(part, x_w.astype(part.dtype))
 
 
-def clipped(x_w: Array, dtype: DTypeLike) -> Array:
-    """Limit numbers to the finite range of `dtype`; NaN is kept.
-
-    Decoded numbers may exceed the range by a rounding error, and a cast would make them infinite.
-    """
-    largest = jnp.float32(reference.largest(dtype))
-    return jnp.minimum(jnp.maximum(x_w, -largest), largest)
-
-
 def run(
     block: type[Block],
     source: Array,
@@ -364,7 +356,7 @@ def run(
         scratch_types=semaphores(devices),
         **memory.interpret_options(),  # `skip_device_barrier` stays False: see `_protocol`
     )
-    # XLA starts what is on another stream early, and waits for it where the result is needed.
+    # XLA starts a call on another stream early, and waits for it where its result is needed.
     beside_compute = _compute_on(
         lambda *args: exchanged(*args)[0],
         compute_type=f"gpu_stream:{_STREAM}",
@@ -383,11 +375,3 @@ def semaphores(devices: int) -> list[Any]:
 def load_tile(ref: Any, layout: Any) -> Array:
     """Load a tile into registers."""
     return _plgpu.load(ref, layout=layout, optimized=False)
-
-
-def store_tile(ref: Any, value: Array) -> None:
-    """Store a tile from registers."""
-    if hasattr(plgpu, "store"):  # JAX 0.12 rejects narrow stores unless `optimized=False`
-        _plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value

@@ -24,8 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import DTypeLike
 
 from . import _blockwise as blocks
+from . import _reference as reference
 from ._format import Format
 
 WARPS = 4  # per warpgroup
@@ -148,10 +150,10 @@ def _largest(parts_w: Sequence[Array]) -> Array:
 def keep_zeros(
     parts_w: Sequence[Array], rotated_w: Sequence[Array], shape: Shape
 ) -> tuple[list[Array], Array]:
-    """Choose the rotated numbers of each row, or its own if there is an exact zero among them.
+    """Choose the rotated numbers of each row, or the row as it was if it has an exact zero.
 
     Returns:
-        The numbers, and whether each row has its own. See `_blockwise`.
+        The numbers, and whether each row is as it was ([Note: exact zeros] in `_blockwise`).
     """
     negative_r = _largest([-jnp.abs(x_w) for x_w in parts_w])
     is_kept_w = along(negative_r, shape) >= 0
@@ -235,6 +237,15 @@ def along(x_r: Array, shape: Shape) -> Array:
         return x_r
     x_w = lax.broadcast_in_dim(x_r, shape.array, tuple(range(x_r.ndim)))
     return plgpu.layout_cast(x_w, shape.layout)
+
+
+def clipped(x_w: Array, dtype: DTypeLike) -> Array:
+    """Limit numbers to the finite range of `dtype`; NaN is kept.
+
+    Decoded numbers may exceed the range by a rounding error, and a cast would make them infinite.
+    """
+    largest = jnp.float32(reference.largest(dtype))
+    return jnp.minimum(jnp.maximum(x_w, -largest), largest)
 
 
 def rotate(parts_w: Sequence[Array]) -> list[Array]:

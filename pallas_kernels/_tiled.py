@@ -20,12 +20,12 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float32, Integer, Shaped, UInt8
 
 from . import _column_choice, _columns, _reference
+from ._column_walk import LANES
 from ._config import Implementation
 from ._dispatch import as_uint32
 from ._format import Format
 
-_LANES = 128  # of a vector register of a TPU
-_TILE = 8 * _LANES  # numbers of 32 bits in a register, and in a tile of an array
+_TILE = 8 * LANES  # numbers of 32 bits in a register, and in a tile of an array
 
 
 def quantize_tiled(
@@ -101,7 +101,7 @@ def dequantize_sum_requantize_tiled(
     divisor: int = 1,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "num r _"]:
-    """Sum messages of `quantize_tiled`, divide, and encode the pieces of the quotient alike.
+    """Sum messages of `quantize_tiled`, divide, and encode pieces of the quotient as such messages.
 
     The sum, of `shape`, is cut into `num` pieces along `dim`.
     """
@@ -131,15 +131,15 @@ def pieces_of(x: Shaped[Array, "*shape"], dim: int, num: int) -> Shaped[Array, "
 
 
 def _width(format: Format) -> int:
-    """The numbers that are multiplied by one matrix in a rotation: as many as a block allows."""
-    return min(format.block, _LANES)
+    """The width of the matrix of a rotation: 128, which fills the lanes, or a smaller block."""
+    return min(format.block, LANES)
 
 
 def _tiles(rows: UInt8[Array, "n m"]) -> UInt8[Array, "n t 128"]:
     """Rows of bytes as tiles, the last filled up with zeros."""
     num, size = rows.shape
     padded = jnp.pad(rows, ((0, 0), (0, -size % _TILE)))
-    return padded.reshape(num, padded.shape[1] // _LANES, _LANES)
+    return padded.reshape(num, padded.shape[1] // LANES, LANES)
 
 
 def _parts(
@@ -148,7 +148,7 @@ def _parts(
     """The bytes of codes and of scales, as `_reference.encode` returns them."""
     code_bytes = format.code_bytes(num)
     scale_bytes = format.num_bytes(num) - code_bytes
-    tiles = math.ceil(code_bytes / _TILE) * (_TILE // _LANES)
+    tiles = math.ceil(code_bytes / _TILE) * (_TILE // LANES)
     codes = _rows(lax.slice_in_dim(message, 0, tiles, axis=1), code_bytes)
     planes = _rows(lax.slice_in_dim(message, tiles, message.shape[1], axis=1), scale_bytes)
     scales = jnp.moveaxis(planes.reshape(len(message), format.scale_bytes, -1), 1, 2)
@@ -156,4 +156,4 @@ def _parts(
 
 
 def _rows(tiles: UInt8[Array, "n t 128"], size: int) -> Shaped[Array, "n _"]:
-    return tiles.reshape(len(tiles), tiles.shape[1] * _LANES)[:, :size]
+    return tiles.reshape(len(tiles), tiles.shape[1] * LANES)[:, :size]

@@ -57,9 +57,10 @@ def plan(
 
     Args:
         shape: shape (o, n, i) of the array.
-        formats: wire formats that the kernel reads and writes, all with one block size.
+        formats: formats of the messages that the kernel reads and writes, of one block size.
         config: tile sizes; None for those of `tile_config`.
-        offsets: strides and starts, in elements; accesses begin at sums of multiples of these.
+        offsets: strides and starts, in elements. Each load and store begins at a sum of multiples
+            of these, so a vector's length must divide all of them.
     """
     outer, pieces, inner = shape
     block = formats[0].block

@@ -30,7 +30,7 @@ from .runs import (
 )
 
 _FACTOR = 2.0  # both models round: see `bound` in `compare`
-_USELESS = 0.5  # a bound that zeros or other weights may keep
+_USELESS = 0.5  # a bound so large that zeros, or the outputs of other weights, may be within it
 _RECORD = (
     "Pass the model, as `jax_module`, whose submodules are called in `function`; or let `function` "
     'return `(outputs, intermediates)`: of Linen `model.apply(variables, x, mutable="intermediates"'
@@ -106,7 +106,8 @@ def compare(
         stack.enter_context(jax.default_matmul_precision("highest"))
         calls: Calls = {}
         if submodules is not False and not returns_both:
-            stack.enter_context(jax.disable_jit())  # in a `jit` the arrays of a model are others
+            # Submodules are recognised by their arrays, which are tracers inside a `jit`.
+            stack.enter_context(jax.disable_jit())
             calls = stack.enter_context(recorded(model))
         ours = call(function, map_arrays(jax_array, inputs))
     if returns_both:
@@ -157,7 +158,11 @@ def _submodules(
     dtypes: list[Any],
     alone: tuple[list[str], list[str]],
 ) -> list[ComparedOutput]:
-    """A row for each call of a submodule, in PyTorch's order; add the other names to `alone`."""
+    """Return a row for each call of a submodule, in PyTorch's order.
+
+    Names that were not compared are added to `alone`: those of PyTorch to its first list, ours to
+    its second. `dims` has the number of dimensions of PyTorch's parameters.
+    """
     theirs: dict[str, list[tuple[int, TorchCall]]] = {}
     for place, their_call in enumerate(torch_calls):
         if their_call.array is not None:
@@ -168,17 +173,17 @@ def _submodules(
             f"No name of `submodules` fits: ours were called {_shown(calls)}; those of PyTorch "
             f"{_shown(theirs)}. Leave it out to compare outputs only. {'' if calls else _RECORD}"
         )
-    lengths: dict[str, list[tuple[int, ...]]] = {}  # of stacks
+    lengths: dict[str, list[tuple[int, ...]]] = {}  # of the stack that an index is in, at least
     for pair in pairs:
         lengths.setdefault(pair.ours, []).append(tuple(n + 1 for n in pair.index))
     rows, paired = [], (set(), set())
     for pair in pairs:
         last = [theirs[name] for name in pair.theirs]
         ours = calls[pair.ours]
-        if len(last[0]) == 1 and len(ours) > 1:  # of each example, in a vmap
+        if len(last[0]) == 1 and len(ours) > 1:  # a vmap calls ours for each example
             ours = [np.stack(ours)]
         if any(each.shape[: len(pair.index)] != max(lengths[pair.ours]) for each in ours):
-            continue  # a stack of parameters whose outputs are none
+            continue  # the parameters are stacked, but the submodule's output has no such dimension
         paired[0].update(pair.theirs)
         paired[1].add(pair.ours)
         ours = [each[pair.index] for each in ours]
@@ -203,7 +208,7 @@ def _outputs(
     dtypes: list[Any],
     alone: tuple[list[str], list[str]],
 ) -> list[ComparedOutput]:
-    """A row for each output of the models; add the names of the others to `alone`."""
+    """Return a row for each output of the models; add names that were not compared to `alone`."""
     held = theirs.arrays
     if output is not None:
         chosen = {name: x for name, x in held.items() if f"{name}.".startswith(f"{output}.")}
@@ -278,9 +283,9 @@ def _row(
 
 
 def _in_shape_of(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray | None:
-    """PyTorch's output in the shape of ours, or in one that ours is repeated to; None if neither.
+    """Return PyTorch's output in the shape of ours, or as it is if ours broadcasts to it; or None.
 
-    Embeddings of positions, for one, may be computed once for all rows.
+    Ours may have size 1 where, for example, embeddings of positions are computed once for all rows.
     """
     if ours.size == theirs.size:
         return theirs.reshape(ours.shape)
@@ -291,7 +296,7 @@ def _in_shape_of(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray | None:
 
 
 def _scale(ours: np.ndarray, theirs: np.ndarray, bound: float) -> float | None:
-    """The number that makes PyTorch's output of ours, if there is one."""
+    """Return the factor that takes our output to PyTorch's within the bound; None if none does."""
     if ours.shape != theirs.shape or not ours.size:
         return None
     place = np.unravel_index(np.abs(ours).argmax(), ours.shape)
@@ -302,7 +307,12 @@ def _scale(ours: np.ndarray, theirs: np.ndarray, bound: float) -> float | None:
 
 
 def bound_of(dtypes: Iterable[Any], end: TorchCall) -> tuple[str, float]:
-    """The coarsest dtype, and the bound of a relative difference; see `compare`."""
+    """Return the coarsest dtype, and the bound of the difference; the formula is in `compare`.
+
+    Args:
+        dtypes: of our output first, then all others that took part.
+        end: the call that made PyTorch's output: it counts the roundings until there.
+    """
     dtypes = list(dtypes)
     if not jnp.issubdtype(dtypes[0], jnp.inexact):
         return dtypes[0].name, 0.0
@@ -318,7 +328,10 @@ def _eps(dtype: Any) -> float:
 
 
 def difference_of(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest absolute difference, divided by the largest absolute value of `theirs`."""
+    """Return the largest absolute difference, divided by the largest absolute value of `theirs`.
+
+    NaN if either holds a NaN; infinite if integers differ, or only one holds an infinity.
+    """
     if not jnp.issubdtype(ours.dtype, jnp.inexact):
         return 0.0 if np.array_equal(ours, theirs) else math.inf
     kind = np.complex128 if np.iscomplexobj(ours) or np.iscomplexobj(theirs) else np.float64

@@ -1,8 +1,8 @@
-"""Which submodule of ours is which of PyTorch: from a mapping of names, or the rules of parameters.
+"""Pair our submodules with PyTorch's, by a mapping of names or by the rules of parameters.
 
 A rule `Rule("layers.{i}.up.kernel", "h.{i}.fc.weight", ...)` says that `layers.3.up` is `h.3.fc`.
-Its steps say how the outputs correspond: rows of a weight are features of the output, so what
-splits or reorders rows, as that of fused or rotated heads does, does it with the output as well.
+Its steps say how the outputs correspond: rows of a weight are features of the output, so steps that
+split or reorder rows, as for fused heads or rotary pairs, are applied to the output as well.
 """
 
 import collections
@@ -17,7 +17,7 @@ import numpy as np
 from jaxzero.interop._rules import Rule, Step, pattern_of, rules_in
 from jaxzero.interop._tensors import ArrayTensor
 
-# Names of parameters of layers; other parameters may be those of a part of a module.
+# Names of the parameters of whole layers, whose outputs can be compared.
 _OURS = ("bias", "embedding", "kernel", "scale", "weight")
 _THEIRS = ("bias", "weight")
 _VARIABLE = re.compile(r"\{(\w+)\}")
@@ -25,14 +25,14 @@ _VARIABLE = re.compile(r"\{(\w+)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Outputs of ours, and those of PyTorch that they correspond to.
+    """One of our submodules, and the submodules of PyTorch that compute the same.
 
     Attributes:
-        ours: name of a submodule.
-        index: the element of its output, where layers are a stack.
+        ours: name of our submodule.
+        index: where layers are stacked, the index of the layer in our output; else `()`.
         theirs: names of submodules of PyTorch; several if ours fuses them.
-        steps: turn rows of their weights into ours.
-        part: which result of the steps is ours.
+        steps: the steps of the rule, which turn rows of their weights into rows of ours.
+        part: which result of the steps is that of `ours`, where PyTorch's is fused.
     """
 
     ours: str
@@ -42,7 +42,10 @@ class Pair:
     part: int
 
     def readings(self, outputs: list[np.ndarray]) -> dict[str, np.ndarray]:
-        """PyTorch's outputs in the layouts that ours may have; "" if it is the same."""
+        """Return PyTorch's outputs in the layouts that ours may have.
+
+        The keys name the layouts, for notes; "" is that of PyTorch.
+        """
         layouts = {}
         if len(outputs) == 1:
             (output,) = outputs
@@ -58,7 +61,7 @@ class Pair:
                 for step in self.steps:
                     tensors = step(tensors)
                 output = tensors[self.part].read()
-            except (ValueError, IndexError):  # a step for columns, of which outputs have others
+            except (ValueError, IndexError):  # a step for columns, which are not features
                 pass
             else:
                 layouts["as the rule says"] = output
@@ -71,8 +74,12 @@ def pairs_of(
 ) -> list[Pair]:
     """Pair the submodules that were recorded.
 
-    `names` is True for equal names, a mapping from ours to theirs with variables as in rules, or
-    rules of parameters, of which those of PyTorch have `dims` dimensions.
+    Args:
+        names: True for equal names; or a mapping from ours to theirs, with variables as in rules;
+            or rules of parameters.
+        ours: names of our submodules.
+        theirs: names of PyTorch's submodules.
+        dims: name of a parameter of PyTorch -> its number of dimensions.
     """
     ours, theirs = list(ours), list(theirs)
     if names is True:
@@ -84,13 +91,16 @@ def pairs_of(
     pairs: dict[Any, Pair] = {}
     for pair in (pair for rule in rules for pair in _filled(rule, ours, theirs)):
         pairs.setdefault((pair.ours, pair.index, pair.theirs), pair)
-    # Two layers of PyTorch may be added to one of ours.
+    # Where two layers of PyTorch are added to make one of ours, neither output can be compared.
     places = collections.Counter(key[:2] for key in pairs)
     return [pair for key, pair in pairs.items() if places[key[:2]] == 1]
 
 
 def _of_parameters(rules: Iterable[Rule], dims: Mapping[str, int]) -> list[Rule]:
-    """Rules of modules; those of biases, whose steps are for features only, come first."""
+    """Turn rules of parameters into rules of their modules.
+
+    Those of biases come first and win: their steps concern features only, as outputs need them.
+    """
     rules_of_modules: list[tuple[bool, Rule]] = []
     for rule in rules:
         if _ends(rule.ours) <= set(_OURS) and _ends(rule.theirs) <= set(_THEIRS):
@@ -132,4 +142,4 @@ def _filled(rule: Rule, ours: list[str], theirs: list[str]) -> Iterator[Pair]:
 
 
 def _with(pattern: str, numbers: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda found: numbers.get(found[1], found[0]), pattern)
+    return _VARIABLE.sub(lambda match: numbers.get(match[1], match[0]), pattern)

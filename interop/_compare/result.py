@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jaxzero._report import TextTable
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a number
 _WIDTH = 100  # columns of the table
 
 
@@ -22,8 +22,8 @@ class ComparedOutput:
         difference: largest absolute difference, divided by the largest absolute value of
             PyTorch's; NaN if one of the two holds a NaN; infinite if only one holds an infinity, if
             integers are not equal, or if the numbers of elements differ.
-        bound: what rounding may make of it; see `compare`.
-        note: what else there is to say, such as another shape in PyTorch; mostly empty.
+        bound: the largest difference that rounding explains; see `compare`.
+        note: a remark, such as the shape in PyTorch if it differs; mostly empty.
         of_model: whether it is an output of the model, not of a submodule.
     """
 
@@ -50,7 +50,7 @@ class Comparison:
         outputs: what was compared: submodules in the order in which PyTorch computed them, then
             the outputs of the model.
         only_in_torch: submodules and outputs of PyTorch that were compared with nothing.
-        only_in_jax: those of ours.
+        only_in_jax: our submodules and outputs that were compared with nothing.
     """
 
     outputs: tuple[ComparedOutput, ...]
@@ -117,7 +117,7 @@ class Comparison:
 
 
 def _grouped(names: Iterable[str]) -> str:
-    """Names, of which those that differ in numbers only are one."""
+    """Join names; those that differ only in numbers are written once, with their count."""
     counts: dict[str, int] = {}
     for name in names:
         pattern = _NUMBER.sub("*", name)

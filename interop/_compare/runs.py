@@ -1,9 +1,9 @@
 """Run a function of JAX and a module of PyTorch, and record the outputs of their submodules.
 
 Flax NNX, Equinox and plain classes have no common way to record, so `__call__` of their classes is
-replaced while the function runs. A submodule is recognised by the arrays that it holds: `nnx.merge`
-and `eqx.combine` make other objects of them. In a `scan` or with `nnx.vmap` the arrays are others
-too, so what is in there is not recorded. PyTorch has hooks.
+replaced while the function runs. A submodule is recognised by the arrays that it holds, since
+`nnx.merge` and `eqx.combine` make new objects with the same arrays. In a `scan` or with `nnx.vmap`
+the arrays are tracers too, so submodules in there are not recorded. PyTorch has hooks.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from jaxzero._mesh import is_traced
-from jaxzero.interop._tensors import plain_name
+from jaxzero.interop._tensors import array_of_torch, plain_name
 
 Calls = dict[str, list[np.ndarray]]  # by name: the first array of the output of each call
 
@@ -29,11 +29,11 @@ class Named(NamedTuple):
     """A model's outputs."""
 
     arrays: dict[str, np.ndarray]  # by dotted name; "" if there is one array and nothing else
-    others: tuple[str, ...]  # names of what is no array
+    others: tuple[str, ...]  # names and types of outputs that are no arrays
 
 
 def named_arrays(tree: Any) -> Named:
-    """Name the arrays of outputs: mappings, dataclasses and tuples, nested. None is left out."""
+    """Name the arrays in outputs: mappings, dataclasses and tuples, nested. `None` is left out."""
     arrays, others = {}, []
     for name, leaf in _leaves(tree, ""):
         array = as_numpy(leaf)
@@ -78,17 +78,11 @@ def _is_array(leaf: Any) -> bool:
 
 
 def as_numpy(leaf: Any) -> np.ndarray | None:
-    """An array of either library as one of NumPy that shares no memory; None if it is none."""
+    """Copy an array of either library to NumPy; return None if `leaf` is no array."""
     if not _is_array(leaf):
         return None
     if hasattr(leaf, "detach"):  # a tensor of PyTorch
-        import torch
-
-        tensor = leaf.detach().cpu().resolve_conj().resolve_neg()
-        if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
-            narrow = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
-            return tensor.float().numpy().astype(narrow)
-        return tensor.numpy().copy()
+        return np.array(array_of_torch(leaf))
     return np.array(jax.tree.leaves(leaf)[0])  # of a variable of Flax, its value
 
 
@@ -102,22 +96,25 @@ def map_arrays(convert: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 def jax_array(given: Any) -> jax.Array:
-    """An input for JAX, in the dtype that JAX has for it: float32 and int32 without x64.
+    """Convert an input to a JAX array, in JAX's dtype for it: float32 and int32 without x64.
 
     Raises:
         ValueError: it holds an integer that this dtype lacks.
     """
     array: Any = as_numpy(given) if hasattr(given, "detach") else given
-    found = jnp.asarray(array)
-    if jnp.issubdtype(found.dtype, jnp.integer) and not np.array_equal(found, array):
-        raise ValueError(f"`inputs` hold integers that {found.dtype} lacks, which JAX would use.")
-    return found
+    converted = jnp.asarray(array)
+    if jnp.issubdtype(converted.dtype, jnp.integer) and not np.array_equal(converted, array):
+        raise ValueError(
+            f"`inputs` hold integers that {converted.dtype} lacks, which JAX would use."
+        )
+    return converted
 
 
 def torch_tensor(given: Any, device: Any) -> Any:
-    """An input for PyTorch, in the dtype that JAX has for it; but integers have 64 bits.
+    """Convert an input to a tensor on `device`; a tensor keeps its dtype.
 
-    A tensor of PyTorch stays what it is.
+    An array gets the dtype that `jax_array` gives it, so that both models see the same numbers,
+    except that integers become int64, PyTorch's own default.
     """
     import torch
 
@@ -145,7 +142,7 @@ def recorded(model: Any) -> Iterator[Calls]:
     names: dict[Any, str] = {}
     for name, part in submodules_of(model).items():
         names.setdefault(_identity(part), name)
-    active: set[int] = set()  # a class may call `__call__` of its base
+    active: set[int] = set()  # `__call__` of a class may call that of its base: one call
 
     def replaced(original: Any) -> Any:
         @functools.wraps(original)
@@ -222,15 +219,16 @@ def _identity(part: Any) -> Any:
 
 
 def _owner(kind: type) -> type:
-    """The class that defines `__call__`."""
+    """The class, `kind` or one of its bases, that defines the `__call__` of `kind`."""
     return next(each for each in kind.__mro__ if "__call__" in vars(each))
 
 
 def calls_in(intermediates: Any) -> Calls:
-    """Name what a function returns as intermediates: `{"layers": {"0": {"mlp": array}}}`.
+    """Return the calls of submodules by dotted path, from intermediates in nested dicts.
 
-    Those of Flax have a tuple with an element for each call, under the name `__call__` if they are
-    outputs of modules, and Linen puts them under "intermediates".
+    `{"layers": {"0": {"mlp": array}}}` has one call of `layers.0.mlp`. In Flax each leaf is a tuple
+    of one array per call, outputs of modules are under the key `__call__`, and Linen puts all of it
+    under "intermediates".
     """
     calls: Calls = {}
 
@@ -239,7 +237,7 @@ def calls_in(intermediates: Any) -> Calls:
             node = node.get_value()
         if isinstance(node, Mapping):
             for key, part in node.items():
-                walk(part, path if key in ("__call__",) else (*path, str(key)))
+                walk(part, path if key == "__call__" else (*path, str(key)))
         elif isinstance(node, list):
             for number, part in enumerate(node):
                 walk(part, (*path, str(number)))
@@ -259,8 +257,8 @@ class TorchCall:
     Attributes:
         name: of the submodule.
         array: the first array of its output; None if it has none, or is not recorded.
-        num_roundings: parameters that were used up to its end, and calls without parameters.
-        longest_sum: the most elements that one of these parameters sums over.
+        num_roundings: number of parameters used, and of calls without parameters, until its end.
+        longest_sum: the most elements that are summed for one output, over these parameters.
     """
 
     name: str
@@ -271,6 +269,11 @@ class TorchCall:
 
 def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[TorchCall]]:
     """Run a module in evaluation mode, without gradients.
+
+    Args:
+        module: the `torch.nn.Module`.
+        inputs: its inputs, as for `compare`.
+        record: True to keep the outputs of its submodules.
 
     Returns:
         Its outputs, and the calls of its submodules in the order in which they ended. The last one
@@ -283,10 +286,10 @@ def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[Torc
     inputs = map_arrays(lambda each: torch_tensor(each, device), inputs)
     calls: list[TorchCall] = []
 
-    def add(name: str, each: Any, _: Any, output: Any) -> None:
-        own = len(list(each.parameters(recurse=False)))
-        is_leaf = next(each.children(), None) is None
-        held = list(each.parameters())  # also of children that are used without a call
+    def add(name: str, submodule: Any, _: Any, output: Any) -> None:
+        own = len(list(submodule.parameters(recurse=False)))
+        is_leaf = next(submodule.children(), None) is None
+        held = list(submodule.parameters())  # also of children that are used without a call
         last = calls[-1] if calls else TorchCall("", None, 0, 1)
         calls.append(
             TorchCall(
@@ -306,7 +309,7 @@ def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[Torc
 
 
 def _summed(parameter: Any) -> int:
-    """Elements that are summed for one of the output: inputs of a linear layer, or a norm's."""
+    """Number of elements that are summed for one output: inputs of a linear layer or of a norm."""
     return math.prod(parameter.shape[1:]) if parameter.ndim > 1 else parameter.numel()
 
 

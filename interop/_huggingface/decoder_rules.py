@@ -16,11 +16,11 @@ from .layer_rules import GATE_UP, LAYER, QUERY_KEY_VALUE, attention, embedding, 
 
 _THEIRS = "model.layers.{i}"
 
-# In files, but no parameters: masks and speeds of rotation, which are computed here.
+# Tensors in files that are no parameters: masks and rotary frequencies, which our models compute.
 BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
 HEAD = "lm_head.weight"
 PREFIXES = ("model.", "transformer.", "gpt_neox.")  # of the names of all tensors but the head
-EMBEDDINGS = "embedding.embedding"  # of ours
+EMBEDDINGS = "embedding.embedding"  # path of the parameter in our models
 
 
 class Names(NamedTuple):
@@ -32,9 +32,10 @@ class Names(NamedTuple):
 
 
 def without_prefix(rules: tuple[Rule, ...], names: Iterable[str]) -> tuple[Rule, ...]:
-    """The rules for the names in a checkpoint: not `model.norm`, but `norm`, if none has a prefix.
+    """Return the rules for `names` of a checkpoint: without `model.` if no name has such a prefix.
 
-    A model that was saved without its head has such names. That is sufficient if the head is tied.
+    A model that was saved without its language-model head has names without the prefix. It is
+    complete if the head is tied to the embeddings.
     """
     if any(name.startswith(PREFIXES) for name in names):
         return rules
@@ -104,7 +105,8 @@ _NORMS_AROUND = _norms(
 
 
 def _gpt2() -> tuple[Rule, ...]:
-    # Its projections are `[in, out]` in the file too; queries, keys and values are one.
+    # GPT-2's projections are `[in, out]` in the file too, so they are not transposed; query, key
+    # and value are one tensor.
     theirs = "transformer.h.{i}"
 
     def conv(ours: str, name: str) -> tuple[Rule, ...]:
@@ -132,7 +134,7 @@ def _gpt2() -> tuple[Rule, ...]:
 
 
 def _neox(config: DecoderConfig) -> tuple[Rule, ...]:
-    # Queries, keys and values are one projection, in which each head has its three together.
+    # Query, key and value are one projection, in which the three parts of a head are adjacent.
     theirs = "gpt_neox.layers.{i}"
     split = SplitHeads(0, config.num_heads, 3)
     return (
@@ -149,7 +151,7 @@ def _neox(config: DecoderConfig) -> tuple[Rule, ...]:
 
 
 def _phi3(config: DecoderConfig) -> tuple[Rule, ...]:
-    # Queries, keys and values are one projection, and so are gate and up.
+    # Query, key and value are one projection, and so are gate and up.
     num_query, num_key = config.num_heads, config.num_key_value_heads
     sizes = tuple(num * config.head_size for num in (num_query, num_key, num_key))
     return (
@@ -203,7 +205,7 @@ _DEEPSEEK = (
     *_gated(f"{LAYER}.mlp.shared", f"{_THEIRS}.mlp.shared_experts"),
 )
 
-# StableLM has a tensor for the norm of each head, which are one parameter here.
+# StableLM has a norm for each head `{h}`, each a tensor; here all of them are one parameter.
 _NORMS_OF_HEADS = tuple(
     Rule(
         f"{LAYER}.attention.{ours}_norm.scale",
@@ -214,12 +216,11 @@ _NORMS_OF_HEADS = tuple(
 
 
 def _fixed(*rules: Rule) -> Names:
-    """Names that do not depend on the sizes of the model."""
+    """Names whose rules are the same for every config of the family."""
     return Names(lambda config: rules)
 
 
-# Not every layer of Mixtral need have experts; what this version of transformers holds in memory as
-# one tensor of all experts is a tensor for each in the file.
+# transformers 5 holds all experts of a layer as one tensor in memory, but writes one for each.
 _MIXTRAL = (*_ENDS, *_ATTENTION, *_NORMS_BEFORE, *_experts("block_sparse_moe", "w1", "w3", "w2"))
 _STARCODER = (
     *_ENDS,
@@ -249,7 +250,8 @@ DECODER_NAMES: dict[str, Names] = {
     "olmo2": _fixed(*_ENDS, *_ATTENTION, *_MLP, *_NORMS_AFTER),
     "mixtral": _fixed(*_MIXTRAL),
     "qwen3_moe": _fixed(*_ENDS, *_ATTENTION, *_MLP, *_NORMS_BEFORE, *_experts("mlp", *_GATED)),
-    # Layer 61 predicts the token after the next.
+    # DeepSeek-V3 has 61 layers. Layer 61 is its multi-token prediction, which is used in training
+    # only and which our decoder does not have.
     "deepseek_v3": _fixed(*_DEEPSEEK)._replace(buffers=(*BUFFERS, "model.layers.61.*")),
     "gpt_neox": Names(
         _neox,

@@ -60,7 +60,12 @@ _MODERN_LAYERS = (
 
 
 def modern_bert_rules(config: ModernBertConfig) -> tuple[Rule, ...]:
-    """Rules of a `ModernBert`, whose first layer is not in the stack if layers are scanned."""
+    """Rules of a `ModernBert`.
+
+    Its first layer has no norm before attention, so with scanned layers it is apart, and the stack
+    begins with layer 1 of the file. A variable such as `{i}` counts from 0; so the rules of the
+    stack list all names, and merge the tensors along a new dimension.
+    """
     if not config.scan_layers:
         return (*_MODERN_ENDS, *_MODERN_LAYERS)
     rows = {"Wqkv": 3 * config.hidden_size, "Wi": 2 * config.intermediate_size}
@@ -87,7 +92,7 @@ def _renamed(paths: tuple[str, ...], layer: str) -> tuple[str, ...]:
 
 
 def _of_stack(step: Step) -> Step:
-    """The step that does to each element of a stack what `step` does to one."""
+    """The step that applies `step` to each element of a stack `[layers, ...]`."""
     if isinstance(step, Split):
         return Split(step.dim + 1, step.sizes)
     assert step == Transpose(), f"{step} is in no rule of these layers"

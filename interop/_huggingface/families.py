@@ -1,8 +1,8 @@
 """Families of models in Hugging Face directories: how each reads its config and names tensors.
 
 A family of decoders joins the tables of `jaxzero.models` (configuration) with those of
-`decoder_rules` (names); one of the user is a subclass of `DecoderFamily`. A new family of encoders
-is a row of `ENCODERS`.
+`decoder_rules` (names). Users add families as subclasses of `DecoderFamily`. A new family of
+encoders is a row of `ENCODERS`.
 """
 
 import abc
@@ -89,16 +89,16 @@ class DecoderFamily(abc.ABC):
         return make_config(DecoderConfig, self.fields(content, path) | changes, path)
 
     def make(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> Decoder:
-        """A `Decoder`."""
+        """Build a `Decoder` with random parameters."""
         return Decoder(config, rngs=rngs)
 
     def rules_for(self, config: DecoderConfig, names: Iterable[str]) -> tuple[Rule, ...]:
-        """`rules` for `names` of a checkpoint, and for a stack if `config` scans layers."""
+        """Adapt `rules` to a config, whose layers may be scanned, and to a checkpoint's `names`."""
         rules = tuple(self.rules(config))
         return without_prefix(stacked(rules) if config.scan_layers else rules, names)
 
     def ignored(self, config: DecoderConfig) -> tuple[str, ...]:
-        """Names of tensors that are no parameters: buffers, and a head tied to the embeddings."""
+        """Patterns of tensors that are no parameters: buffers, and a head tied to embeddings."""
         return (*self.buffers, self.head) if config.tied_head else self.buffers
 
 
@@ -111,6 +111,7 @@ class _KnownDecoders(DecoderFamily):
     head: str
 
     def fields(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
+        # The caller may have chosen this family for a file of another `model_type`.
         return decoder_fields(content | {"model_type": self.model_type}, path)
 
     def rules(self, config: DecoderConfig) -> tuple[Rule, ...]:
@@ -122,9 +123,9 @@ class EncoderFamily:
     """A family of encoders as a row of a table, with the methods of a `DecoderFamily`.
 
     Attributes:
-        config: the class of its config, which reads `config.json`.
-        model: makes the model, from a config and `rngs=`.
-        rules: names of tensors, for a config with layers in a list or in a stack.
+        config: the class of its config, whose `from_json` reads `config.json`.
+        model: builds the model from a config and `rngs=`.
+        rules: returns the rules for a config, with layers in a list or scanned.
         buffers, remedy: as of a `DecoderFamily`.
     """
 
@@ -189,7 +190,7 @@ _registered: dict[str, DecoderFamily] = {}
 def register_decoder_family(family: DecoderFamily) -> None:
     """Add a family to `load_decoder` and `export_decoder`, by its `model_type`.
 
-    It takes the place of a family that has the same one.
+    It replaces a family of the same `model_type`, built in or registered earlier.
 
     Raises:
         ValueError: it is not an instance of a `DecoderFamily`, or has no `model_type`.
@@ -209,10 +210,10 @@ def check_family(family: object) -> None:
 
 
 def decoder_family(model_type: str) -> DecoderFamily:
-    """The family of a `model_type`, registered or built in.
+    """Return the family of a `model_type`, registered or built in.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no family of this `model_type`.
     """
     return _decoder_family(model_type, "`model_type`")
 
@@ -224,7 +225,7 @@ def decoder_family_of(directory: Path | str) -> DecoderFamily:
 
 
 def encoder_family_of(directory: Path | str) -> EncoderFamily:
-    """The family of encoders, as `decoder_family_of`."""
+    """The family of encoders that the `config.json` of a directory names."""
     return row_of(*read_config(directory), ENCODERS, "encoders")
 
 

@@ -26,7 +26,7 @@ def linear(ours: str, theirs: str) -> tuple[Rule, ...]:
 
 
 def fused(ours: Iterable[str], theirs: str, split: Step) -> tuple[Rule, ...]:
-    """Rules of linear layers that are one in the checkpoint, whose outputs `split` divides."""
+    """Rules of linear layers that are fused in the checkpoint; `split` divides their outputs."""
     ours = tuple(ours)
     return (
         Rule(tuple(f"{each}.kernel" for each in ours), f"{theirs}.weight", split, Transpose()),

@@ -27,7 +27,7 @@ from .decoder_rules import EMBEDDINGS
 from .families import DecoderFamily, Family, check_family, decoder_family_of, encoder_family_of
 
 _ROWS = 4096  # rows of the embeddings that are compared at a time
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a number
 _COUNTED = {"i": "layer", "e": "expert"}  # other variables count heads
 _VARIABLE = re.compile(r"\{(\w+)\}")
 Dtype = np.typing.DTypeLike | Literal["source"] | None
@@ -175,7 +175,7 @@ def export_encoder(
 
 
 class _Opened(NamedTuple):
-    """A checkpoint beside the model that it is of, before anything is read."""
+    """A checkpoint and the model that it belongs to, before any tensor is read."""
 
     family: Family
     config: Any
@@ -192,9 +192,10 @@ def _opened(family: Family, directory: Path | str, changes: dict[str, Any]) -> _
     _check_counts(rules, checkpoint, config, directory)
     graphs = []
 
-    # Split while it is traced: `nnx.eval_shape` walks the model twice more.
+    # The model is split inside the trace: `nnx.eval_shape` would walk it twice more.
     def parameters() -> Any:
-        rngs: Any = nnx.Rngs(0) if config.scan_layers else ShapesOnly()  # a stack splits them
+        # Scanned layers split the keys, for which `ShapesOnly` has none.
+        rngs: Any = nnx.Rngs(0) if config.scan_layers else ShapesOnly()
         graph, state = nnx.split(family.make(config, rngs=rngs))
         graphs.append(graph)
         return state
@@ -257,6 +258,7 @@ def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
         return
     embeddings = named_leaves(params).leaves[EMBEDDINGS]
     head = head.astype(embeddings.dtype)
+    # As bytes, of which NaNs equal themselves.
     same = head.shape == embeddings.shape and all(
         head[rows].tobytes() == embeddings[rows].tobytes()
         for rows in ((slice(i, i + _ROWS), slice(None)) for i in range(0, head.shape[0], _ROWS))
@@ -302,7 +304,7 @@ def _check_counts(
 
 
 def _kinds(rules: Iterable[Rule]) -> dict[str, list[str]]:
-    """By the name of a tensor without its numbers: what each number counts."""
+    """Map each tensor name, with `{}` for its numbers, to what each number counts, in order."""
     return {
         _VARIABLE.sub("{}", theirs): [_COUNTED.get(name, "") for name in _VARIABLE.findall(theirs)]
         for rule in rules

@@ -1,6 +1,6 @@
-"""Compute with Hugging Face transformers on PyTorch, to compare.
+"""Run models in Hugging Face transformers on PyTorch, as references for `jaxzero.models`.
 
-Both are optional (`pip install "jaxzero[torch]"`) and are imported only when called.
+Both are optional (`pip install "jaxzero[torch]"`) and are imported only when these are called.
 """
 
 import contextlib
@@ -32,7 +32,9 @@ _RENAMED = {
     "intermediate.dense": "mlp.fc1",
     "}.output.dense": "}.mlp.fc2",
 }
-_ROWS, _LENGTH = 3, 13  # rows and tokens that are compared; as no usual number of heads
+# Rows and tokens that are compared. With as many tokens as heads, shapes would not tell the layouts
+# `[rows, heads, tokens, size]` and `[rows, tokens, heads, size]` apart.
+_ROWS, _LENGTH = 3, 13
 
 
 def embed_with_transformers(
@@ -90,7 +92,7 @@ def compare_with_transformers(directory: Path | str, *, submodules: bool = False
     torch, transformers = _imported()
     loaded, rules = _load(directory)
     config = loaded.config
-    # As lists of layers, so that each of them can be recorded.
+    # Layers are in a list, not scanned, so that the output of each can be recorded.
     model = nnx.merge(
         loaded.graph, jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), loaded.params)
     )
@@ -103,7 +105,8 @@ def compare_with_transformers(directory: Path | str, *, submodules: bool = False
     else:
         length = min(_LENGTH, config.max_length)
         ids = random.integers(config.vocabulary_size, size=(_ROWS, length))
-        padding = read_config(directory)[0].get("pad_token_id")  # may have no position
+        # No padding tokens: RoBERTa gives them no position, whatever the mask says.
+        padding = read_config(directory)[0].get("pad_token_id")
         ids = np.where(ids == padding, (ids + 1) % config.vocabulary_size, ids)
         mask = np.ones(ids.shape, bool)
         inputs, torch_inputs = (ids, mask), {"input_ids": ids, "attention_mask": mask}
@@ -125,7 +128,7 @@ def compare_with_transformers(directory: Path | str, *, submodules: bool = False
 
 
 def _load(directory: Path | str) -> tuple[LoadedDecoder | LoadedEncoder, Any]:
-    """A checkpoint in float32, with its layers in a list, and its rules."""
+    """Load a checkpoint in float32 with its layers in a list; return it and its rules."""
     options: dict[str, Any] = {
         "dtype": "float32",
         "compute_dtype": "float32",

@@ -26,7 +26,7 @@ from jaxzero.interop._tensors import AdamMoments, Checkpoint, LazyTensor, named_
 
 from .load_into import lazy_leaf
 
-# States that hold more than a counter, and the field that counts all updates of the run.
+# Types of states that hold arrays beside a counter; the field that counts all updates of the run.
 _COUNTER_OF: dict[type, str] = {
     optax.MultiStepsState: "gradient_step",
     optax.InjectHyperparamsState: "count",
@@ -96,8 +96,7 @@ def load_adam(
     given = rules_in(rules or ()) or None
     if given is None and not isinstance(source, Checkpoint):
         raise ValueError("`rules` are required unless `source` is a `Checkpoint`. Pass them.")
-    named: Any = source
-    settled_rules, ignore = settled(tree, named, rules=given, accept=accept, ignore=ignore)
+    settled_rules, ignore = settled(tree, source, rules=given, accept=accept, ignore=ignore)
     check_moves(settled_rules)
     moments = source.adam() if isinstance(source, Checkpoint) else source
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
@@ -139,19 +138,19 @@ def _moved(
     return replace(**{field: value})
 
 
-def _is_counting(x: Any) -> bool:
-    """Whether a state has a field that counts, of updates or of something else."""
-    fields = getattr(type(x), "_fields", None)
-    if fields is None and dataclasses.is_dataclass(type(x)):
-        fields = [each.name for each in dataclasses.fields(x)]
-    return bool(fields) and (type(x) in _COUNTER_OF or "count" in fields)
+def _is_counting(state: Any) -> bool:
+    """Whether a state has a field that counts something: updates of the run, or others."""
+    fields = getattr(type(state), "_fields", None)
+    if fields is None and dataclasses.is_dataclass(type(state)):
+        fields = [field.name for field in dataclasses.fields(state)]
+    return bool(fields) and (type(state) in _COUNTER_OF or "count" in fields)
 
 
 def _counts_updates(state: Any, stops: Callable[[Any], bool]) -> str | None:
-    """The field of a state that counts the updates of the run; None if it counts what it holds.
+    """Return the field of a state that counts the updates of the run; None if there is none.
 
-    What a state accumulates, such as a mean with its own correction of bias, is not in the
-    checkpoint: a counter of it must begin anew too.
+    A state that accumulates arrays, such as a mean with its own correction of bias, counts what it
+    has accumulated. That is not in the checkpoint and begins anew, so its counter must too.
     """
     if type(state) in _COUNTER_OF:
         return _COUNTER_OF[type(state)]
@@ -261,7 +260,7 @@ def _counter(step: int, like: Any) -> Any:
 
 
 def _read_like(tensor: LazyTensor, like: Any) -> Any:
-    """Read a tensor into the shape, dtype and sharding of `like`, padded with zeros if need be."""
+    """Read a tensor into the shape, dtype and sharding of `like`; its padding is zeros."""
     like = data_of(like)
     tensor = tensor.astype(like.dtype)
     if not isinstance(like, jax.Array):
@@ -269,7 +268,7 @@ def _read_like(tensor: LazyTensor, like: Any) -> Any:
 
     def read(index: Any) -> np.ndarray:
         data = tensor[index]  # without the padding: slices are clipped to the tensor's shape
-        bounds = (each.indices(size) for each, size in zip(index, like.shape, strict=True))
+        bounds = (part.indices(size) for part, size in zip(index, like.shape, strict=True))
         sizes = [stop - start for start, stop, _ in bounds]
         padding = [(0, n - held) for n, held in zip(sizes, data.shape, strict=True)]
         return np.pad(data, padding) if padding else data  # numpy pads no scalar
@@ -280,7 +279,11 @@ def _read_like(tensor: LazyTensor, like: Any) -> Any:
 def _steps_of_names(
     rules: Iterable[Rule], shapes: Shapes, steps_of: Mapping[str, int]
 ) -> Iterator[tuple[str, int]]:
-    """Yield the name of each tensor, and the steps that its parameters have all taken."""
+    """Yield the name of each tensor of the checkpoint and the steps that its parameters took.
+
+    Raises:
+        ValueError: a rule makes one tensor from parameters with different numbers of steps.
+    """
     for use in uses_of(rules, {path: shapes[path] for path in steps_of}):
         steps = {steps_of[path]: path for path in chain(*use.ours.values())}
         if len(steps) > 1:
@@ -310,16 +313,20 @@ def _counts_of(
 ) -> dict[int, int]:
     """Map the `id` of each Adam state to its count.
 
-    It is `given` for an Adam whose parameters have taken different numbers of steps (`steps_of`, by
-    path): an error if there is such an Adam and none is given, or none and one is given.
+    Args:
+        states: states of Adam.
+        steps_of: path of a parameter -> the numbers of steps that its tensors have taken.
+        moments: the moments of the checkpoint.
+        given: the count of an Adam whose parameters have taken different numbers of steps; it is
+            required if there is such an Adam, and an error if there is none.
     """
     if given is not None and (type(given) is not int or not 0 < given < 2**31):
         raise ValueError(f"`steps` must be a positive number of steps; got {given!r}.")
     counts, differing = {}, []
     for state in states:
-        found = {n: path for path in named_leaves(state.mu).leaves for n in steps_of[path]}
-        differing += [found] if len(found) > 1 else []
-        counts[id(state)] = next(iter(found), moments.step) if len(found) < 2 else given
+        path_of = {n: path for path in named_leaves(state.mu).leaves for n in steps_of[path]}
+        differing += [path_of] if len(path_of) > 1 else []
+        counts[id(state)] = next(iter(path_of), moments.step) if len(path_of) < 2 else given
     if differing and given is None:
         raise ValueError(_different_steps(differing[0], moments.betas))
     if given is not None and not differing:
@@ -330,25 +337,25 @@ def _counts_of(
     return counts
 
 
-def _different_steps(found: Mapping[int, str], betas: tuple[float, float]) -> str:
-    """Say what one count would change, given number of steps -> a parameter."""
-    least, most = min(found), max(found)
+def _different_steps(path_of: Mapping[int, str], betas: tuple[float, float]) -> str:
+    """The message that says what one count would change; `path_of` has a path for each count."""
+    least, most = min(path_of), max(path_of)
 
-    def factor(count: int, steps: int) -> float:  # of the next update
+    def factor(count: int, steps: int) -> float:  # by which the next update would be multiplied
         ours, theirs = (
             math.sqrt(1 - betas[1] ** (n + 1)) / (1 - betas[0] ** (n + 1)) for n in (count, steps)
         )
         return ours / theirs
 
     def changes(count: int) -> str:
-        steps = max(found, key=lambda each: abs(math.log(factor(count, each))))
-        return f"`steps={count}` multiplies the next update of `{found[steps]}` by " + (
+        steps = max(path_of, key=lambda taken: abs(math.log(factor(count, taken))))
+        return f"`steps={count}` multiplies the next update of `{path_of[steps]}` by " + (
             f"{factor(count, steps):.4g}"
         )
 
     return (
-        f"An Adam in `opt_state` has one count of steps, but `{found[most]}` took {most}, and "
-        f"`{found[least]}` {least}. Give parameters with different counts an Adam each, with "
+        f"An Adam in `opt_state` has one count of steps, but `{path_of[most]}` took {most}, and "
+        f"`{path_of[least]}` {least}. Give parameters with different counts an Adam each, with "
         "`optax.partition`, which is exact; or choose one count with `steps=`, which changes the "
         f"correction of bias: {changes(most)}, and {changes(least)} (betas {betas}); the factors "
         "tend to 1."

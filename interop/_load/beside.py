@@ -1,4 +1,4 @@
-"""The optimizer's state in a file of its own, beside the model that it trained.
+"""Find and read an optimizer's state in a file of its own, beside the model that it trained.
 
 The Trainer of transformers writes `optimizer.pt` into `checkpoint-N`, and Accelerate's `save_state`
 writes `optimizer.bin`. Both hold `optimizer.state_dict()`, with numbers for parameters. Files of
@@ -18,14 +18,25 @@ from jaxzero._text import escaped, shown
 from jaxzero.interop._tensors import AdamMoments, Checkpoint
 from jaxzero.interop._torch import ModelOrder, Origin, parameters_in, read_optimizer
 
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_1.bin")  # the last: of several
+# Accelerate writes several optimizers as `optimizer.bin`, `optimizer_1.bin`, ...
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_1.bin")
 _OF_TRAINER = "trainer_state.json"
 
 
 def with_optimizer(
     checkpoint: Checkpoint, path: Path, given: Path | str | None, records: Collection[str]
 ) -> Checkpoint:
-    """Add the moments of the optimizer's file that is given, or that lies in the directory."""
+    """Add the moments of an optimizer's file to a checkpoint; return it unchanged if there is none.
+
+    Args:
+        checkpoint: the opened checkpoint.
+        path: its file or directory; a directory may hold the optimizer's file.
+        given: the optimizer's file; None to look for one in the directory.
+        records: full names of classes that a pickle may name; they are not imported.
+
+    Raises:
+        ValueError: `given` is not a file, or the checkpoint has the state of an optimizer itself.
+    """
     directory = path if path.is_dir() else path.parent
     if given is None:
         files = [path / name for name in _OPTIMIZERS if (path / name).is_file()]
@@ -82,7 +93,7 @@ def _order(checkpoint: Checkpoint, directory: Path) -> ModelOrder:
         model = _model_of_transformers(directory, kind, len(checkpoint))
         trainer: Any = transformers.Trainer
         decayed = trainer.get_decay_parameter_names(None, model)  # it does not use `self`
-    except Exception as error:  # whatever that class raises
+    except Exception as error:  # the constructor of any class of transformers may raise anything
         raise ValueError(
             f"{unknown}transformers makes no {shown(kind)} of config.json ({escaped(error)})"
         ) from error
@@ -97,7 +108,7 @@ def _order(checkpoint: Checkpoint, directory: Path) -> ModelOrder:
 
 
 def _model_of_transformers(directory: Path, kind: str, num_tensors: int) -> Any:
-    """Make the model of a config.json without data."""
+    """Build the model that a config.json describes on the meta device: shapes without data."""
     import torch
     import transformers
 

@@ -36,7 +36,8 @@ def write_checkpoint(
         form: "safetensors" holds one tensor in memory at a time. "torch" (`torch.save`) and "dcp"
             (`torch.distributed.checkpoint`) need PyTorch, and hold all tensors in memory.
         max_shard_bytes: size limit of a safetensors file, in bytes.
-        source: a directory whose config and tokenizer are copied; with "safetensors" only.
+        source: a directory whose config and tokenizer are copied with "safetensors"; the other
+            forms hold tensors alone, and ignore it.
 
     Raises:
         ValueError: `form` is no form, or `path` is a file where a directory is needed or vice
@@ -65,6 +66,7 @@ def write_checkpoint(
             new_directory(path, replaces=(".metadata", "*.distcp")) as folder,
             warnings.catch_warnings(),
         ):
+            # Its warning of `no_dist=True`, which is meant: this process writes all of it.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             content = to_torch(tensors)
             with _errors_of_files():
@@ -142,7 +144,8 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
             passed to the optimizer.
 
     Raises:
-        ValueError: a parameter that has moments is in no group, or one is given by its number.
+        ValueError: a parameter that has moments is in no group, or one is in two groups or is given
+            by its number.
     """
     import torch
 
@@ -153,10 +156,14 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
             "optimizer: `[{**group, 'params': [names[i] for i in group['params']]} for group in "
             "param_groups]`, with `names = [name for name, _ in model.named_parameters()]`."
         )
-    numbers = {
-        name: number
-        for number, name in enumerate(name for group in param_groups for name in group["params"])
-    }
+    names = [name for group in param_groups for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    if len(numbers) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"`param_groups` names {shown(twice)} twice, but an optimizer has each parameter once. "
+            "Name it in one group."
+        )
     missing = sorted(moments.exp_avg.keys() - numbers.keys())
     if missing:
         raise ValueError(
@@ -183,7 +190,8 @@ def torch_state_dict(moments: AdamMoments, param_groups: Sequence[Mapping[str, A
 def _tensor(array: np.ndarray) -> Any:
     import torch
 
-    # The data is passed as bytes: PyTorch does not accept the bfloat16 of ml_dtypes.
+    # The data is passed as bytes, since PyTorch does not accept the bfloat16 of ml_dtypes, and in a
+    # `bytearray`, since it warns of memory that is not writable.
     dtype = getattr(torch, array.dtype.name)
     if not array.size:
         return torch.empty(array.shape, dtype=dtype)

@@ -151,7 +151,7 @@ def lazy_leaf(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
 
 
 def checked_dtype(dtype: np.typing.DTypeLike) -> np.dtype:
-    """The dtype of a user's argument `dtype`; raises `ValueError` unless it is of floats."""
+    """Return the argument `dtype` as a numpy dtype; `ValueError` unless it is floating-point."""
     try:
         checked = np.dtype(dtype)
     except TypeError:

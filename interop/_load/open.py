@@ -56,7 +56,7 @@ class CheckpointForm(abc.ABC):
     def open(
         self, path: Path, *, key: str | None = None, records: Collection[str] = ()
     ) -> Checkpoint:
-        """The tensors by name.
+        """Open the checkpoint without reading its tensors.
 
         Args:
             path: a path that `recognizes` has accepted.
@@ -155,7 +155,10 @@ def _refuse_key(form: str, path: Path, key: str | None) -> None:
 
 
 def adapter_in(path: Path) -> str | None:
-    """What to do with a directory of PEFT, as the rest of a sentence; None if it is none."""
+    """Say what to do with a directory of PEFT; None if `path` is no such directory.
+
+    The text completes a sentence that begins with the path.
+    """
     if not (path / "adapter_config.json").is_file():
         return None
     files = [file.name for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
@@ -168,7 +171,7 @@ def adapter_in(path: Path) -> str | None:
 
 
 def _is_whole_model(path: Path) -> bool:
-    """Whether safetensors of a full model are there; others may be of adapters beside it."""
+    """Whether a directory has the safetensors of a full model; others may be those of adapters."""
     return any((path / name).is_file() for name in (SINGLE, SAFETENSORS_INDEX))
 
 
@@ -189,7 +192,7 @@ def register_checkpoint_form(form: CheckpointForm) -> None:
 
 
 def known_forms() -> tuple[CheckpointForm, ...]:
-    """Registered forms, then those here."""
+    """Registered forms, then the forms of this module."""
     return (*_registered, *_FORMS)
 
 
@@ -272,7 +275,7 @@ def open_checkpoint(
 
 
 def _others_in(path: Path) -> str:
-    """Say what the first file is that is known by its first bytes."""
+    """Describe the first file of a directory that its first bytes reveal; "" if there is none."""
     files = (x for x in sorted(path.iterdir()) if x.is_file() and x.suffix not in _NO_WEIGHTS)
     told = ((file, kind_of_file(file)) for file in files)
     return next((f"{shown(file.name)} in it {kind} " for file, kind in told if kind), "")

@@ -1,9 +1,10 @@
-"""Modules made up from those of a checkpoint, so that a model's can be matched with them.
+"""Modules derived from those of a checkpoint, as further candidates for the model's modules.
 
 *Stacks*: a checkpoint may have a tensor for each layer, where the model has one parameter for all.
-Which names fill a range is decided for all at once, in arrays: of a hundred thousand names, each
-with several numbers, few may. *Weights*: torch stores some as norm and direction (`weight_norm`).
-*Parts*: query, key and value of a tensor that fuses them in a known layout.
+The numbers in a stack's names must fill a range 0, 1, 2, ... There may be a hundred thousand names,
+each with several numbers, so groups that cannot fill one are sorted out in numpy first.
+*Weights*: torch stores some as norm and direction (`weight_norm`). *Parts*: query, key and value of
+a tensor that fuses them in a known layout.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from jaxzero.interop._rules import Rule, Shapes, WeightNorm, pattern_of
 
 from .names import Module, Tensor, pieces_of, shapes_of
 
-_MAX_NUMBERS = 6  # in a name whose modules are stacked: each pair of them is tried
+_MAX_NUMBERS = 6  # in the name of a module that is stacked, since every pair of them is tried
 Indices = tuple[int, ...]
 _PARAMETRIZED = re.compile(r"((?:.*\.)?)parametrizations\.(\w+)\.original0")
 
@@ -40,14 +41,17 @@ def stacks_of(modules: Sequence[Module]) -> list[Module]:
     for form in forms.values():
         if len(form) > 1:
             stacks += _stacks(modules, form)
-    # With one variable before those with two; as the first module of each is ordered.
+    # Stacks with one variable before those with two; of these, in the order of their first modules.
     return [stack for _, stack in sorted(stacks, key=lambda each: each[0])]
 
 
 def _stacks(
     modules: Sequence[Module], form: Sequence[tuple[int, list[str]]]
 ) -> Iterator[tuple[tuple, Module]]:
-    """The stacks of modules with the same text around their numbers, each with its place."""
+    """Yield (key to sort by, stack) for modules with the same text around their numbers.
+
+    `form` has (index in `modules`, pieces of the name) of these modules.
+    """
     ids: dict[str, int] = {}
     texts = [pieces[1::2] for _, pieces in form]
     as_text = np.array([[ids.setdefault(x, len(ids)) for x in each] for each in texts], np.int64)
@@ -65,14 +69,19 @@ def _stacks(
                     first, pieces = form[group[0]]
                     positions = tuple(2 * place + 1 for place in varied)
                     pattern = _pattern(pieces, positions)
-                    made = _stacked(pattern, positions, stack, members)
-                    yield (num_variables, first, varied), made
+                    yield (
+                        (num_variables, first, varied),
+                        _stacked(pattern, positions, stack, members),
+                    )
 
 
 def _possible_groups(
     kept: Int64[np.ndarray, "n k"], varied: Int64[np.ndarray, "n v"]
 ) -> Iterator[list[int]]:
-    """Group n names with the same k texts, where their v numbers may fill their ranges."""
+    """Group n names by their k kept texts, and yield the indices of each group that may be a stack.
+
+    A group is left out if it has fewer names than a stack with the largest of its v varied numbers.
+    """
     group = np.zeros(len(kept), np.int64)
     for column in kept.T:
         # Numbered anew each time, or the numbers would overflow.
@@ -87,6 +96,7 @@ def _possible_groups(
 
 
 def _full_range(members: Mapping[Indices, Module]) -> Indices | None:
+    """The lengths of a stack whose indices are all there, from 0 on; None if some are missing."""
     counts = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
     return counts if math.prod(counts) == len(members) > 1 else None
 
@@ -113,10 +123,11 @@ def _pattern(pieces: list[str], positions: tuple[int, ...]) -> str:
 
 
 class Normed(NamedTuple):
-    """Two tensors of the checkpoint that are one weight.
+    """How two tensors of the checkpoint, norm and direction, make a weight.
 
     Attributes:
-        old: of `torch.nn.utils.weight_norm`, with the endings `_g` and `_v`.
+        old: True for `torch.nn.utils.weight_norm`, which names them with `_g` and `_v`; False for
+            that of `torch.nn.utils.parametrizations`.
         step: computes the weight.
     """
 
@@ -125,10 +136,10 @@ class Normed(NamedTuple):
 
 
 def with_weights(shapes: Shapes) -> tuple[dict[str, tuple[int, ...]], dict[str, Normed]]:
-    """Put the weight in place of each norm and direction.
+    """Replace each norm and direction by the weight that they make.
 
     Returns:
-        Name -> shape, in the same order; and name of a weight -> how it is made.
+        Name -> shape, in the same order; and name of a weight -> how its tensors make it.
     """
     merged, normed, taken = {}, {}, set()
     for name, shape in shapes.items():
@@ -155,7 +166,7 @@ def tensors_of(weight: str, *, old: bool) -> tuple[str, str]:
 
 
 def from_tensors(rules: Iterable[Rule], normed: Mapping[str, Normed]) -> list[Rule]:
-    """Rules that begin at norm and direction, where they speak of the weight."""
+    """Rewrite rules of weights that `with_weights` introduced as rules of norm and direction."""
     derived = []
     for rule in rules:
         pattern = pattern_of(rule.theirs[0])  # of a stack, or a name
@@ -167,7 +178,10 @@ def from_tensors(rules: Iterable[Rule], normed: Mapping[str, Normed]) -> list[Ru
 
 
 def _dims(norms: tuple[int, ...], directions: tuple[int, ...]) -> list[int | None]:
-    """The dims of which each element has a norm; more than one where the result is the same."""
+    """The `dim`s of `WeightNorm` that give norms of this shape.
+
+    Several, if a dimension has size 1: all of them give the same weight.
+    """
     dims: list[int | None] = [None, *range(len(directions))]
     return [dim for dim in dims if WeightNorm(dim).norms_of(directions) == norms]
 

@@ -19,7 +19,7 @@ from .pairs import Steps, possible_steps
 from .proposal import generalize
 
 _PARTS = ("query", "key", "value")
-_UNKNOWN = (0, 0, 0)  # numbers of heads, until they are written
+_UNKNOWN = (0, 0, 0)  # numbers of heads, until `_with_heads` writes them into the text of a rule
 
 
 class Found(NamedTuple):
@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
     Attributes:
         layouts: pattern of the tensors' names -> the two rules as text: whole, and head by head;
-            then, if rotary pairs may have to be turned, the same with `RotaryPairs`.
+            then, if rotary pairs may have to be reordered, the same with `RotaryPairs`.
         undecided: path of a parameter -> the tensor that it is a part of.
         members: names of all fused tensors.
     """
@@ -46,7 +46,7 @@ def find_fused(
         ours: modules of the model that have no counterpart.
         theirs: modules of the checkpoint that have none, also stacked ones.
         paths: paths of all parameters.
-        interleaved: names say that rotary pairs may have to be turned (`layouts`).
+        interleaved: True if names say that rotary pairs may have to be reordered (`is_meta`).
     """
     rules: dict[Rule, int | None] = {}  # for the whole layout -> number of heads, where known
     left, members = list(theirs), set()

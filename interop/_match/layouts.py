@@ -25,13 +25,13 @@ _DECODES = re.compile("decod|generat|unflatten", re.IGNORECASE)
 
 
 class Question(NamedTuple):
-    """Two rules for one parameter, of which shapes allow both.
+    """Two rules for one parameter, both of which its shape allows.
 
     Attributes:
-        name: the tensor.
-        steps: those that are proposed; None if they hold an unknown number of heads.
-        other: those of the other rule.
-        why: what to find out.
+        name: name of the tensor.
+        steps: steps of the rule that is proposed; None if they need an unknown number of heads.
+        other: steps of the other rule.
+        why: what the user has to find out.
     """
 
     name: str
@@ -51,7 +51,13 @@ class Layer(NamedTuple):
 
 
 def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer | None:
-    """The layer of a weight, from the steps that turn it into a kernel; None if it is none."""
+    """Return the layer of a weight, or None if the tensor is not that of a layer.
+
+    Args:
+        name: name of the tensor.
+        shape: its shape.
+        steps: the steps that turn it into a kernel, which tell convolutions from other tensors.
+    """
     turns = [each for each in steps if isinstance(each, Transpose)]
     if len(shape) == 2:
         return Layer(name, shape[1], shape[0], False, False)
@@ -64,17 +70,19 @@ def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer 
 
 
 def flattened(
-    decided: Decided, known: Iterable[Layer], shapes: Mapping[str, tuple[int, ...]]
+    decided: Decided, given: Iterable[Layer], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Question]:
-    """Ask about linear layers beside convolutions, and norms between them.
+    """Ask about linear layers that read or make images, and norms beside them.
 
-    `known` are layers of rules that the caller has given; `shapes` has all tensors in the order of
-    the checkpoint.
+    Args:
+        decided: pairs of modules, with the steps of each role.
+        given: layers of rules that the caller has given.
+        shapes: name -> shape of all tensors, in the order of the checkpoint.
 
     Returns:
         Path of a parameter -> the question.
     """
-    layers = {each.name: each for each in known}
+    layers = {layer.name: layer for layer in given}
     for pair, steps in decided:
         tensor = pair.theirs.tensors.get("weight")
         if tensor is None or "weight" not in steps or pair.theirs.part is not None:
@@ -105,11 +113,11 @@ def flattened(
 
 
 class _Image(NamedTuple):
-    """An image that a linear layer reads or makes: `size` numbers, beside a convolution."""
+    """A flattened image that a linear layer reads or makes."""
 
-    name: str
+    name: str  # of the convolution that makes or reads the image
     channels: int
-    size: int
+    size: int  # channels, height and width multiplied; or with other numbers beside the image
 
     def channels_last(self, dim: int, num_dims: int) -> Steps:
         """The steps that reorder a dimension from channels first to channels last."""
@@ -122,7 +130,7 @@ class _Image(NamedTuple):
         return (Unflatten(dim, first), Transpose(*dims), Flatten(dim, last))
 
     def why(self, what: str) -> str:
-        """The question, before the other rule."""
+        """The question as text; `what` is such as "its inputs may be"."""
         if self.size % self.channels:
             return (
                 f"{what} a flattened image of {self.channels} channels ({self.name!r}) beside "
@@ -156,8 +164,10 @@ class _Line:
         self._convolutions = [x for x in self._layers if x.is_convolution]
 
     def images_read(self) -> dict[str, tuple[Layer, bool]]:
-        """Name of a linear layer -> the convolution whose flattened image it may read, and whether
-        it surely does.
+        """Return name of a linear layer -> (convolution, whether it is sure).
+
+        The layer may read the flattened image of the convolution. Where that is sure, the rule that
+        reorders is proposed; else the plain rule is, because the inputs may be something else.
         """
         first = self._place[self._convolutions[0].name]
         channels = {x.outputs for x in self._convolutions}
@@ -165,6 +175,8 @@ class _Line:
         for at, layer in enumerate(self._layers):
             if not layer.is_convolution:
                 earlier = (self._layers[k] for k in range(at - 1, -1, -1))
+                # Named before all convolutions, as `classifier` before `features` in a sorted file,
+                # it may follow the last of them.
                 is_first = self._place[layer.name] < first
                 later = (self._layers[k] for k in range(len(self._layers) - 1, at, -1))
                 image = _before(layer, itertools.chain(earlier, later if is_first else ()), images)
@@ -177,9 +189,10 @@ class _Line:
         """The convolution for whose input the outputs of a linear layer may be reshaped."""
         size, place = layer.outputs, self._place[layer.name]
         if self._last_reader(reads).get(size, -1) > place:
-            return None
+            return None  # a later linear layer reads as many numbers, which need not be an image
         later = (x for x in self._convolutions if self._place[x.name] > place)
         following = [*itertools.islice(later, 1)]
+        # Names in a sorted file do not tell what follows: only parts of decoders are considered.
         if self._is_sorted:
             following = [x for x in self._convolutions if x.inputs > 1 and size % x.inputs == 0]
             decodes = _DECODES.search(layer.name)
@@ -187,18 +200,24 @@ class _Line:
                 x for x in following if x.is_transposed or (decodes and _DECODES.search(x.name))
             ]
         if any(x.inputs == size for x in following):
-            return None
+            return None  # an image of one pixel: each output is a channel
         return next((x for x in following if x.inputs > 1 and size % x.inputs == 0), None)
 
     def _last_reader(self, reads: Collection[str]) -> dict[int, int]:
-        """Number of inputs -> the place of the last linear layer that has them from another."""
+        """Map a number of inputs to the place of the last linear layer that has it.
+
+        Layers that read images (`reads`) do not count.
+        """
         if not hasattr(self, "_readers"):
             linear = (x for x in self._layers if not x.is_convolution and x.name not in reads)
             self._readers = {x.inputs: self._place[x.name] for x in linear}
         return self._readers
 
     def names_beside(self, layer: Layer, image: "_Image") -> set[str] | None:
-        """Names between a layer and a convolution; None for all, if no other layer has its size."""
+        """Names of tensors between a layer and a convolution, where norms of the image are.
+
+        None for all names, if no other layer has as many outputs as the image has numbers.
+        """
         own = layer.outputs == image.size
         if self._outputs[image.size] == own:
             return None
@@ -212,18 +231,25 @@ def _with_numbers(name: str) -> list[tuple[str, int]]:
 
 
 def _before(
-    linear: Layer, earlier: Iterable[Layer], found: Mapping[str, tuple[Layer, bool]]
+    linear: Layer, earlier: Iterable[Layer], images: Mapping[str, tuple[Layer, bool]]
 ) -> tuple[Layer, bool] | None:
-    """The last convolution whose channels divide the inputs of a linear layer.
+    """Return the last convolution whose channels divide the inputs of a linear layer.
 
-    None if a linear layer nearer to it, or the channels themselves, give as many numbers.
+    None if a layer in between has as many outputs as `linear` has inputs, or the convolution has as
+    many channels: then no image is flattened.
+
+    Args:
+        linear: the layer.
+        earlier: the layers before it, the nearest first.
+        images: the result for those linear layers; see `images_read`, also for what is returned.
     """
     size, is_sure, beside = linear.inputs, True, None
     for layer in earlier:
         if layer.outputs == size:
-            # It may follow a square layer that reads an image, or stand beside it.
-            is_square = not layer.is_convolution and layer.inputs == size and layer.name in found
-            return (found[layer.name][0], False) if is_square else None
+            # If that is a square layer that reads an image, `linear` may follow it, or read the
+            # same image.
+            is_square = not layer.is_convolution and layer.inputs == size and layer.name in images
+            return (images[layer.name][0], False) if is_square else None
         if layer.is_convolution and size % layer.outputs == 0:
             if layer.outputs > 1:
                 return layer, is_sure
@@ -234,15 +260,19 @@ def _before(
 
 
 def _questions(
-    each: Pair,
+    paired: Pair,
     steps: Mapping[str, Steps],
     before: _Image | None,
     after: _Image | None,
     is_sure: bool,
 ) -> dict[str, Question]:
+    """Ask about a linear layer that may read the image `before`, or make the image `after`.
+
+    If `is_sure`, the rule that reorders is proposed, and else the plain one.
+    """
     questions = {}
     for role, plain in steps.items():
-        ours, theirs = each.ours.tensors[role], each.theirs.tensors[role]
+        ours, theirs = paired.ours.tensors[role], paired.theirs.tensors[role]
         is_weight = role == "weight"
         as_stored = is_weight and ours.name.endswith("kernel") and Transpose() not in plain
         outputs, inputs = (1, 0) if as_stored else (0, 1)
@@ -261,7 +291,10 @@ def _questions(
 
 
 def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
-    """Norms of a flattened image have its order too: of the tensors in `names`, None for all."""
+    """Ask about norms over a flattened image, whose scales have the image's order too.
+
+    Only tensors in `names` are considered; None for all.
+    """
     return {
         each.ours.tensors[role].name: Question(
             each.theirs.tensors[role].name,
@@ -288,17 +321,18 @@ def rotary(
     from_meta, to_meta = is_meta(shapes), is_meta(paths)
     if not from_meta and not to_meta:
         return {}
-    rotated = [(each, steps) for each, steps in decided if _is_rotated(each)]
+    rotated = [(paired, steps) for paired, steps in decided if _is_rotated(paired)]
     sizes = [2 * shape[-1] for name, shape in shapes.items() if shape and _FREQUENCIES.search(name)]
     rotary_dim = sizes[0] if sizes else None
-    most = max((x.shape[0] for each, _ in rotated for x in each.theirs.tensors.values()), default=0)
+    tensors = [tensor for paired, _ in rotated for tensor in paired.theirs.tensors.values()]
+    most = max((tensor.shape[0] for tensor in tensors), default=0)
     heads = [x for two in rotated if (x := _head_dim(*two, most)) is not None]
     head_dim = heads[0] if heads else rotary_dim
     to = "halves" if from_meta else "interleaved"
     questions = {}
-    for each, steps in rotated:
+    for paired, steps in rotated:
         for role, plain in steps.items():
-            ours, theirs = each.ours.tensors[role], each.theirs.tensors[role]
+            ours, theirs = paired.ours.tensors[role], paired.theirs.tensors[role]
             as_stored = ours.name.endswith("kernel") and Transpose() not in plain
             dim = len(theirs.shape) - 1 if as_stored else 0
             num_heads = 0 if head_dim is None else theirs.shape[dim] // head_dim
@@ -334,20 +368,24 @@ def is_meta(names: Iterable[str]) -> bool:
     return any(map(_META.search, names))
 
 
-def _is_rotated(each: Pair) -> bool:
+def _is_rotated(paired: Pair) -> bool:
     """Whether a module is a query or a key, or a norm of one."""
-    words = (words_of(name) & {"query", "key"} for name in (each.theirs.name, each.ours.name))
-    return each.theirs.part is None and any(len(found) == 1 for found in words)
+    names = (paired.theirs.name, paired.ours.name)
+    words = (words_of(name) & {"query", "key"} for name in names)
+    return paired.theirs.part is None and any(len(parts) == 1 for parts in words)
 
 
-def _head_dim(each: Pair, steps: Mapping[str, Steps], most: int) -> int | None:
-    """The size of a head, where the model has a dim for heads, or norms of single heads."""
+def _head_dim(paired: Pair, steps: Mapping[str, Steps], most: int) -> int | None:
+    """The size of a head, if the model has a dimension for heads, or a norm over single heads.
+
+    `most` is the most rows of a query or key: a norm of fewer elements is over single heads.
+    """
     for role, plain in steps.items():
         split = [step for step in plain if isinstance(step, Unflatten)]
         if split:
             return split[-1].sizes[-1]
-        shape = each.theirs.tensors[role].shape
-        if "norm" in words_of(each.theirs.name) and shape[-1] < most:
+        shape = paired.theirs.tensors[role].shape
+        if "norm" in words_of(paired.theirs.name) and shape[-1] < most:
             return shape[-1]
     return None
 

@@ -73,7 +73,7 @@ class Module:
 
 
 def modules_of(shapes: Mapping[str, tuple[int, ...]]) -> list[Module]:
-    """Group tensors into modules."""
+    """Group tensors, given by name and shape, into modules."""
     grouped: dict[str, dict[str, Tensor]] = {}
     for name, shape in shapes.items():
         module, role = _module_and_role(name)
@@ -103,7 +103,7 @@ def similarity(ours: Module, theirs: Module) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _shared(our_words: frozenset[str], their_words: frozenset[str]) -> float:
-    """The share of their weight that words have in common."""
+    """The weight of the shared words, as a fraction of the weight of all words of both names."""
     every, both = _weight(our_words | their_words), _weight(our_words & their_words)
     return both / every if every else 0.0
 
@@ -171,4 +171,5 @@ def _ranked(modules: list[Module]) -> list[Module]:
 
 
 def pieces_of(name: str) -> list[str]:
-    return re.split(r"(\d{1,18})", name)  # text and numbers in turn; Python reads no endless number
+    """Split a name into text and numbers in turn; text comes first and last, and may be empty."""
+    return re.split(r"(\d{1,18})", name)  # at most 18 digits, so that int64 holds each number

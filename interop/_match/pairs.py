@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 TRANSPOSED = re.compile(r"transpose|deconv|upconv|convt(?![a-z])|tconv", re.IGNORECASE)
 _MARGIN = 0.05  # required lead in similarity of the best candidate over the second
 Candidates = dict[int, dict[int, float]]  # number of ours -> number of theirs -> similarity
-_MOST = 8  # modules that are looked up, each among all of the checkpoint
+_MOST = 8  # modules whose misfit is explained, since each is compared with all of the checkpoint
 
 
 def possible_steps(name: str, ours: Shape, theirs: Shape) -> list[Steps]:
@@ -131,7 +131,7 @@ def _candidates(ours: Sequence[Module], theirs: Sequence[Module]) -> Candidates:
         by_sizes[_sizes(module)][module.stack, shapes_of(module)].append(other)
     candidates: Candidates = {}
     for mine, module in enumerate(ours):
-        fitting = [  # whether one fits is decided by the first of its shapes
+        fitting = [  # modules of equal stacks and shapes fit alike, so the first is tried
             others
             for others in by_sizes[_sizes(module)].values()
             if all(_ways(module, theirs[others[0]]).values())
@@ -184,6 +184,7 @@ def _mutual_leaders(candidates: Candidates) -> list[tuple[float, int, int]]:
 
 
 def _leader(scores: Mapping[int, float]) -> int | None:
+    """The best candidate; None if there is none, or it does not lead by `_MARGIN`."""
     ranked = heapq.nlargest(2, scores.items(), key=lambda item: item[1])
     if not ranked or (len(ranked) > 1 and ranked[0][1] - ranked[1][1] < _MARGIN):
         return None
@@ -195,13 +196,13 @@ def _is_free(module: Module, taken: set[tuple[str, int]]) -> bool:
 
 
 def _claims(module: Module) -> set[tuple[str, int]]:
-    """List the (tensor, third) of the checkpoint that a module uses: one third, or all three."""
+    """Return (tensor, part) of the checkpoint for each third that a module uses: one, or all."""
     parts = range(3) if module.part is None else (module.part,)
     return {(name, part) for name in module.members for part in parts}
 
 
 def misfits_of(ours: Iterable[Module], theirs: Sequence[Module]) -> dict[str, str]:
-    """Map path -> why nothing fits, for the leaves to blame.
+    """Map path -> why nothing fits, for the leaves that keep their module from fitting.
 
     Args:
         ours: modules of the model that nothing fits.

@@ -1,4 +1,4 @@
-"""What `match` proposes: rules, those of them to confirm, and what it could not decide."""
+"""The result of `match`: rules, which of them to confirm, and what could not be decided."""
 
 import dataclasses
 import itertools
@@ -9,8 +9,8 @@ from jaxzero._text import escaped, first_names, matches, shown
 from jaxzero.interop._rules import Rule, pattern_of
 
 _NUMBER = re.compile(r"\d+")
-_LETTERS = "nmlk"  # distinct from the letters "ij" that `names` uses for stacks
-_SHOWN = 8  # rules in an error
+_LETTERS = "nmlk"  # distinct from the letters "ij" that `derived` uses for stacks
+_SHOWN = 8  # the most rules that an error lists
 
 
 def generalize(rules: Sequence[Rule], paths: Iterable[str]) -> tuple[Rule, ...]:
@@ -58,6 +58,7 @@ def _with_letter(rule: Rule, letter: str) -> Rule:
 
 
 def _speaks_of(rule: Rule, paths: list[str]) -> list[str]:
+    """The paths that a rule matches, sorted."""
     pattern = pattern_of(rule.ours[0])
     return sorted(path for path in paths if pattern.fullmatch(path))
 

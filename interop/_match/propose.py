@@ -29,7 +29,7 @@ from jaxzero.interop._rules import (
     rules_in,
     uses_of,
 )
-from jaxzero.interop._tensors import LazyTensor, named_leaves, other_names
+from jaxzero.interop._tensors import named_leaves, other_names
 
 from .derived import from_tensors, parts_of, stacks_of, tensors_of, with_weights
 from .fused import find_fused
@@ -42,7 +42,7 @@ from .proposal import Proposal, generalize
 _LEFT_OUT = ("*num_batches_tracked", "*_extra_state")
 
 
-@without_gc()  # a third of the time, with a hundred thousand names
+@without_gc()  # garbage collection takes a third of the time with a hundred thousand names
 def match(
     tree: Any,
     source: Mapping[str, Any],
@@ -56,14 +56,14 @@ def match(
     as in `torch.nn.MultiheadAttention`; norms with and without running statistics; embeddings;
     layers that are numbered differently, or stacked for a scan; torch's weight norm. What names and
     shapes leave open is asked: in which order an image was flattened beside a linear layer, which
-    elements rotary embeddings pair, the layout of fused attention. They do not show that a
-    convolution is a transposed one, unless its name says so: torch lays it out differently. Review
-    the proposed rules and keep them in your code.
+    elements rotary embeddings pair, the layout of fused attention. A transposed convolution, which
+    torch lays out differently, is recognized by its name only. Review the proposed rules and keep
+    them in your code.
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.
         source: tensors of the checkpoint, by name: from `open_checkpoint`, or a `state_dict`.
-        rules: rules that are known. They are kept, and the others proposed for what they leave.
+        rules: rules that are known. They are kept, and rules are proposed for all other parameters.
         ignore: patterns (with `*`) for names of tensors that are not parameters.
 
     Raises:
@@ -130,7 +130,7 @@ def _unused(modules: Iterable[Module], used: set[str]) -> list[Module]:
 def _covered(
     rules: tuple[Rule, ...], shapes: Shapes, held: Shapes
 ) -> tuple[set[str], set[str], list[Layer]]:
-    """Paths of the parameters, and names and layers of the tensors, that rules speak of."""
+    """Paths of the parameters that rules match, and names and layers of their tensors."""
     paths: set[str] = set()
     for rule in rules:
         patterns = [pattern_of(each) for each in rule.ours]
@@ -195,6 +195,9 @@ def _settle(
 ) -> tuple[list[tuple[Pair, dict[str, Steps]]], dict[str, str], dict[str, tuple[str, ...]]]:
     """Where several steps are possible, choose those that other tensors of the kind take.
 
+    Tensors are of one kind if the last component of our path, and their number of dimensions, are
+    the same. Only whether steps transpose is compared.
+
     Returns:
         Pairs with steps for each role; path -> why its pair or its steps may be wrong; and path ->
         the possible steps, for parameters whose steps are not decided.
@@ -216,7 +219,7 @@ def _settle(
             else:
                 steps[role] = chosen
             why = [paired.doubt] if paired.doubt is not None else []
-            if not habit:
+            if not habit:  # then there are two ways at least: a single one would be the habit
                 why.append(f"the shape also allows the steps {list(ways[1])}")
             if why:
                 assumed[path] = "; ".join(why)
@@ -266,15 +269,22 @@ def _rules(
 
 def settled(
     tree: Any,
-    source: Mapping[str, LazyTensor],
+    source: Any,
     *,
     rules: Iterable[Rule] | None,
     accept: str | Rule | Iterable[str | Rule],
     ignore: Iterable[str],
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Return the rules that a caller has given; or propose some, once the assumed are accepted.
+    """Return the rules that a caller has given, or else those that `match` proposes.
 
-    Arguments are those of `load_into`.
+    Args:
+        tree: parameters of the model.
+        source: tensors of the checkpoint by name; not used with `rules`.
+        rules: the caller's rules; None to propose some.
+        accept, ignore: as in `load_into`.
+
+    Raises:
+        ValueError: a proposed rule is neither sure nor accepted, or something is undecided.
 
     Returns:
         Rules, and patterns for names of tensors that are not parameters.

@@ -1,7 +1,7 @@
 """Rules that map tensors of a checkpoint to parameters of a tree, and back.
 
 In: rules and named tensors. Out: a lazy tensor per parameter, or per tensor of the checkpoint.
-The two directions are exact inverses, but for steps that compute (`AddBiases`, `WeightNorm`).
+The two directions are exact inverses, except for steps that compute (`AddBiases`, `WeightNorm`).
 """
 
 from .apply import to_ours as to_ours

@@ -75,10 +75,10 @@ def to_ours(
                 f"for {tensor.shape} (its `{tensor.label}`). They belong to different models: "
                 "check that the model's config has the sizes of the checkpoint."
             )
-    made: dict[str, LazyTensor] = {}
+    parameters: dict[str, LazyTensor] = {}
     for use in uses_of(rules, shapes):
-        made |= _ours_of(use, held)
-    return made
+        parameters |= _ours_of(use, held)
+    return parameters
 
 
 def check_names(
@@ -91,7 +91,10 @@ def check_names(
 ) -> None:
     """Raise `ValueError` unless a checkpoint has all tensors that the rules need, and no others.
 
-    See `to_ours`.
+    Args:
+        given: names of the checkpoint's tensors.
+        wanted: names that the rules need.
+        where, ignore, remedy: as for `to_ours`.
     """
     given, wanted, ignore = set(given), set(wanted), patterns_in(ignore)
     missing = sorted(wanted - given)
@@ -100,29 +103,30 @@ def check_names(
     if prefix:
         if remedy == _NAME_EVERY_TENSOR:
             remedy = f"Write it in the rules, or {_COPY}"
-        elif prefix == _DDP:  # others may be of a model with more than is asked for
+        elif prefix == _DDP:  # another prefix may be that of a submodule of a larger model
             remedy = f"To remove it, {_COPY}"
         remedy = f"It has these names with {shown(prefix)} before them. {remedy}"
-    found = [f"lacks {first_names(missing)}"] if missing else []
-    found += [f"holds unknown {first_names(unknown)}"] if unknown else []
-    if found:
-        raise ValueError(f"The checkpoint {where} {' and '.join(found)}. {remedy}")
+    problems = [f"lacks {first_names(missing)}"] if missing else []
+    problems += [f"holds unknown {first_names(unknown)}"] if unknown else []
+    if problems:
+        raise ValueError(f"The checkpoint {where} {' and '.join(problems)}. {remedy}")
 
 
 def _prefix(missing: list[str], unknown: list[str]) -> str:
-    """Return what stands before all missing names among the unknown ones; "" if nothing does."""
+    """Return the prefix with which all missing names are unknown names; "" if there is none."""
     ends = [name for name in unknown if name.endswith(f".{missing[0]}")]
     prefixes = (name.removesuffix(missing[0]) for name in ends)
     unknown_names = set(unknown)
-    found = next((p for p in prefixes if unknown_names.issuperset(p + x for x in missing)), "")
-    if found or not all(name.startswith(_DDP) for name in unknown):
-        return found
-    # Names of the model's own, such as `model.`, may follow.
+    prefix = next((p for p in prefixes if unknown_names.issuperset(p + x for x in missing)), "")
+    if prefix or not all(name.startswith(_DDP) for name in unknown):
+        return prefix
+    # `module.` may stand before a prefix of the model's own, as in `module.model.norm.weight`.
     inner = {end for name in unknown for end in _ends(name.removeprefix(_DDP))}
     return _DDP if inner.issuperset(missing) else ""
 
 
 def _ends(name: str) -> list[str]:
+    """Return a name without its first 0, 1 and 2 components."""
     parts = name.split(".", 2)
     return [".".join(parts[number:]) for number in range(len(parts))]
 

@@ -24,19 +24,20 @@ Back = Literal["first", "halves"]
 class _BySlice(View):
     """A tensor whose slice along `dim` is a function of the same slices of the viewed tensors.
 
-    Of each of these the whole slice is read, also for a part of the result; those that have size 1
-    along all dimensions, or none, are read whole. If `dim` is None, every element may depend on all
-    others.
+    Reading a part of the result reads whole slices of the viewed tensors, and all of a scalar. If
+    `dim` is None, every element of the result may depend on all elements of the viewed tensors, and
+    these are read whole.
     """
 
     dim: int | None
     function: Callable[..., np.ndarray]
 
     def own_boxes(self) -> list[Box]:
-        """The slices of the only viewed tensor that this process holds whole.
+        """The slices along `dim` that this process can compute, since it holds all of their inputs.
 
         Raises:
-            NotImplementedError: it holds a part of a slice, or there are several tensors.
+            NotImplementedError: this process holds only a part of a slice of the viewed tensor, or
+                several tensors are viewed.
         """
         (source, *others) = self.viewed
         boxes = source.own_boxes()
@@ -77,7 +78,7 @@ class _Computing(Step):
 
     @abc.abstractmethod
     def undo(self, tensors: Tensors) -> Tensors:
-        """Make tensors from which the step computes these."""
+        """Return tensors of the checkpoint from which the step would compute `tensors`."""
 
     @property
     def inverse(self) -> Step:
@@ -88,6 +89,7 @@ class _Computing(Step):
 @dataclasses.dataclass(frozen=True)
 class _Undo(Step):
     of: _Computing
+    computes = True
 
     def __call__(self, tensors: Tensors) -> Tensors:
         return self.of.undo(tensors)
@@ -99,7 +101,7 @@ class _Undo(Step):
 
 @dataclasses.dataclass(frozen=True)
 class AddBiases(_Computing):
-    """Add the two biases of a recurrent layer of torch, where the model has one.
+    """Add the two biases of a recurrent layer of torch, for a model that has one bias.
 
     From `(bias_ih, bias_hh)` of `torch.nn.RNN` or `LSTM`, `[gates * h]`, it makes their sum. In
     `torch.nn.GRU`, `[3 * h]`, the last third of `bias_hh` is multiplied by the reset gate, so it
@@ -141,7 +143,7 @@ class AddBiases(_Computing):
         return (concatenate((total, *apart), 0),)
 
     def undo(self, tensors: Tensors) -> Tensors:
-        """Divide the sum by the rule of `back`."""
+        """Divide the sum into two biases, as `back` says."""
         parts = 4 if self.cell == "gru" else 1
         if len(tensors) != 1 or tensors[0].ndim != 1 or tensors[0].shape[0] % parts:
             raise ValueError(
@@ -172,7 +174,8 @@ class WeightNorm(_Computing):
     which give the weight again. Norms are computed in float32 at least.
 
     Attributes:
-        dim: dimension that keeps a norm for each of its elements; None for one norm of all.
+        dim: dimension with a norm for each of its indices, as `dim` in torch; None for one norm of
+            the whole weight.
     """
 
     dim: int | None = 0
@@ -198,7 +201,7 @@ class WeightNorm(_Computing):
         return tuple(size if dim == self.dim else 1 for dim, size in enumerate(shape))
 
     def undo(self, tensors: Tensors) -> Tensors:
-        """Compute the norms; the directions are the weight itself."""
+        """Return the norms of the weight, and the weight itself as the directions."""
         if len(tensors) != 1 or not self._fits(tensors[0].shape):
             shapes = [each.shape for each in tensors]
             raise ValueError(f"{self} makes one weight; got shapes {shapes}.")

@@ -79,6 +79,8 @@ class RotaryPairs(Step):
                 "is rotated."
             )
         before, after = tensor.shape[: self.dim], tensor.shape[self.dim + 1 :]
+        # Element 2 j + s of interleaved pairs is element s * rotary / 2 + j of halves, so the
+        # conversion transposes `[rotary / 2, 2]`, and back `[2, rotary / 2]`.
         heads, at = tensor.reshape((*before, num_heads, size, *after)), self.dim + 1
         turned = heads.narrow(at, 0, rotary)
         pairs = (rotary // 2, 2) if self.to == "halves" else (2, rotary // 2)

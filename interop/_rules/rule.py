@@ -96,7 +96,7 @@ def rules_in(rules: Any) -> tuple[Rule, ...]:
 
 
 def patterns_in(ignore: Any) -> tuple[str, ...]:
-    """Return one name or pattern, or several, as a tuple; `ValueError` if one is no text."""
+    """Return `ignore`, one pattern or several, as a tuple; `ValueError` if one is no string."""
     given = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     if not all(isinstance(each, str) for each in given):
         raise ValueError(f"`ignore` must hold names of tensors, or patterns; got {ignore!r}.")
@@ -104,7 +104,7 @@ def patterns_in(ignore: Any) -> tuple[str, ...]:
 
 
 def check_moves(rules: Iterable[Rule]) -> None:
-    """Raise `ValueError` if a rule computes values, so that it does not map moments."""
+    """Raise `ValueError` if a rule computes values: Adam's moments cannot be mapped by it."""
     for rule in rules:
         if any(step.computes for step in rule.steps):
             raise ValueError(
@@ -225,7 +225,8 @@ def pattern_of(pattern: str) -> re.Pattern[str]:
     """Compile a pattern to a regular expression with a named group for each variable."""
     parts, seen = [], set()
     for text, name in _PIECES.findall(pattern):
-        # The first occurrence of a variable captures a number; later ones must repeat it.
+        # The first occurrence of a variable captures a number; later ones must repeat it. Numbers
+        # have no leading zeros, since `_filled` writes none back.
         parts.append(
             re.escape(text)
             if text
@@ -242,4 +243,4 @@ def _variables(pattern: str) -> list[str]:
 
 
 def _filled(pattern: str, numbers: Mapping[str, int]) -> str:
-    return _VARIABLE.sub(lambda found: str(numbers[found[1]]), pattern)
+    return _VARIABLE.sub(lambda match: str(numbers[match[1]]), pattern)

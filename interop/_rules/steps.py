@@ -70,9 +70,9 @@ class Transpose(Step):
 
 
 class _Sized(Step):
-    """Base class of steps with sizes along a dimension; it checks both."""
+    """Base class of steps with `sizes` along a dimension `dim`; checks and normalizes both."""
 
-    may_count: ClassVar[bool] = False  # whether `sizes` may be the number of equal ones
+    may_count: ClassVar[bool] = False  # whether `sizes` may be the number of equal parts
     dim: int
     sizes: tuple[int, ...] | int
 
@@ -97,9 +97,9 @@ class _Sized(Step):
 
 
 class _Parts(_Sized):
-    """Base class of steps that divide a dimension among tensors, or join it of several.
+    """Base class of steps that split a dimension into several tensors, or concatenate it from them.
 
-    They do so in each of `num_heads` blocks of the dimension.
+    They do so within each of `num_heads` equal blocks of the dimension.
     """
 
     may_count = True
@@ -108,12 +108,12 @@ class _Parts(_Sized):
 
     @property
     def inverse(self) -> "_Parts":
-        """The step that joins again what this one divides, or divides what it joins."""
+        """The step that concatenates what this one splits, or splits what it concatenates."""
         return self.undone_by(**vars(self))
 
 
 class _Dividing(_Parts):
-    """Base class of steps that divide one tensor."""
+    """Base class of steps that split one tensor."""
 
     def __call__(self, tensors: Tensors) -> Tensors:
         num_heads = self.num_heads
@@ -128,10 +128,10 @@ class _Dividing(_Parts):
                 f"{self.dim} of its shape {whole.shape}."
             )
         blocks = _in_heads(whole, self.dim, num_heads)
+        inner = blocks.ndim - whole.ndim + self.dim  # one later if heads have their own dimension
         ends = list(itertools.accumulate(sizes))
         parts = [
-            blocks.narrow(blocks.ndim - whole.ndim + self.dim, end - size, end)
-            for size, end in zip(sizes, ends, strict=True)
+            blocks.narrow(inner, end - size, end) for size, end in zip(sizes, ends, strict=True)
         ]
         return tuple(_without_heads(part, self.dim, num_heads) for part in parts)
 
@@ -263,7 +263,7 @@ class Unflatten(_Sized):
 
     @property
     def inverse(self) -> "Flatten":
-        """Joins the dimensions again."""
+        """The step that joins the dimensions again."""
         return Flatten(self.dim, self.sizes)
 
 
@@ -289,7 +289,7 @@ class Flatten(_Sized):
 
     @property
     def inverse(self) -> Unflatten:
-        """Splits the dimension again."""
+        """The step that splits the dimension again."""
         return Unflatten(self.dim, self.sizes)
 
 
@@ -306,7 +306,7 @@ def run_back(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
 
 
 def _in_heads(tensor: LazyTensor, dim: int, num_heads: int) -> LazyTensor:
-    """Divide a dimension into `[num_heads, size]`; into nothing if there is one head."""
+    """Reshape a dimension to `[num_heads, size]`; return the tensor unchanged for one head."""
     if num_heads == 1:
         return tensor
     before, after = tensor.shape[:dim], tensor.shape[dim + 1 :]

@@ -1,4 +1,4 @@
-"""Which files beside the weights a new checkpoint takes over: config, tokenizer, modules.
+"""Find and copy the files that a new checkpoint takes from its source: config, tokenizer, modules.
 
 Nothing outside of the source directory is copied: a link in a downloaded checkpoint could otherwise
 carry a private file into the next upload, or lead in a circle. Hugging Face keeps the files of its
@@ -45,7 +45,7 @@ CARRIED = (
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """What a new checkpoint takes over.
+    """The files, besides weights, that a new checkpoint takes from its source.
 
     Attributes:
         files: path in the new directory -> file to copy, without `config.json`.
@@ -69,7 +69,7 @@ class Carried:
 
 
 def carried_from(source: Path) -> Carried:
-    """Find what to take over from a checkpoint, before anything is written."""
+    """Find the files to copy from the directory `source`, before anything is written."""
     if not source.is_dir():
         raise ValueError(
             f"`source` must be the directory of a checkpoint; {str(source)!r} is none. Leave it "

@@ -36,7 +36,8 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"  # an entry that is not a tensor
-_SHARDS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in the metadata; of each tensor
+# A key of the metadata of `HuggingFaceStorageWriter`, and a key of its entry for each tensor.
+_SHARDS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 _SHARD = re.compile(r"shard-\d+-")
 _MAX_HEADER_BYTES = 100_000_000  # limit of the library
 _ALIGNMENT = 8  # of the first tensor, in bytes
@@ -87,6 +88,7 @@ def read_header(file: Path) -> tuple[list[Entry], dict[str, str]]:
         if name != _METADATA
     ]
     end = 8 + length
+    # By size too, since an empty tensor has the offset of the one after it.
     for entry in sorted(entries, key=lambda entry: (entry.offset, _num_bytes(entry))):
         if entry.offset != end:
             raise _broken(
@@ -163,7 +165,8 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
 def _check_whole(file: Path, metadata: Mapping[str, str]) -> None:
     """Raise if the tensors are shards of one process, as `HuggingFaceStorageWriter` can save them.
 
-    Its files that hold whole tensors have the same metadata, with offsets of 0, and other names.
+    Files into which it consolidated the shards of all processes have the same metadata, but offsets
+    of 0 and no `shard-` in their names.
     """
     info = metadata.get(_SHARDS)
     if info is None:

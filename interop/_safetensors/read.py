@@ -15,13 +15,16 @@ _NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 
 
 def index_in(path: Path) -> Path | None:
-    """Return the index of a directory, also under another name; None if there is not just one."""
+    """Return the index file of a directory: `INDEX`, or else the only one of another name.
+
+    None if the directory has the single file `SINGLE`, or no index, or several.
+    """
     if (path / INDEX).is_file():
         return path / INDEX
     if (path / SINGLE).is_file():
         return None
-    found = [file for file in path.glob(f"*{INDEX_SUFFIX}") if file.is_file()]
-    return found[0] if len(found) == 1 else None
+    others = [file for file in path.glob(f"*{INDEX_SUFFIX}") if file.is_file()]
+    return others[0] if len(others) == 1 else None
 
 
 def files_in(path: Path) -> list[Path]:
@@ -70,9 +73,9 @@ def tensors_in(path: Path | str) -> dict[str, FileTensor]:
 
 
 def tensors_and_aliases(path: Path | str) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """As `tensors_in`, and name of a tensor that was left out -> name of the equal one.
+    """Return the tensors as `tensors_in`, and `{name that has no tensor: name of the equal one}`.
 
-    `safetensors.torch.save_model` writes tied weights once, and the other names as metadata.
+    `safetensors.torch.save_model` writes tied weights once, and their other names as metadata.
     """
     path = Path(path)
     given = path if path.name.endswith(INDEX_SUFFIX) and path.is_file() else None
@@ -106,10 +109,10 @@ def _tensors_in_files(
             "such as `pytorch_model.bin`."
         )
     tensors: dict[str, FileTensor] = {}
-    told: dict[str, str] = {}
+    all_metadata: dict[str, str] = {}
     for file in files:
         entries, metadata = read_header(file)
-        told |= metadata
+        all_metadata |= metadata
         for name, dtype, shape, offset in entries:
             if name in tensors:
                 raise ValueError(
@@ -120,5 +123,7 @@ def _tensors_in_files(
             tensors[name] = FileTensor(
                 file=file, name=name, shape=shape, dtype=dtype, offset=offset
             )
-    aliases = {name: x for name, x in told.items() if x in tensors and name not in tensors}
+    aliases = {
+        name: kept for name, kept in all_metadata.items() if kept in tensors and name not in tensors
+    }
     return tensors, aliases

@@ -34,7 +34,7 @@ _OWN = ("*.safetensors", INDEX, "config.json", *CARRIED)
 
 
 def create_file(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    """Create a file with its header and its final size; the data are zeros."""
+    """Create a file with its header and its final size; the data are zeros until written."""
     header = header_of(_ordered(tensors))
     with open(path, "wb") as file:
         file.write(header)
@@ -44,7 +44,13 @@ def create_file(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
 def write_boxes(
     path: Path, tensors: Mapping[str, LazyTensor], boxes: Mapping[str, list[Box]]
 ) -> None:
-    """Write boxes of tensors to the file that was created of them, without flushing it to disk."""
+    """Write boxes of tensors into a file of `create_file`, without flushing it to disk.
+
+    Args:
+        path: the file, created with the same `tensors`.
+        tensors: all tensors of the file, by name.
+        boxes: name -> the boxes to write, of every tensor.
+    """
     ordered = _ordered(tensors)
     start = len(header_of(ordered))
     descriptor = os.open(path, os.O_WRONLY)
@@ -66,13 +72,21 @@ def _ordered(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 def write_box(
     descriptor: int, start: int, shape: tuple[int, ...], box: Box, array: np.ndarray
 ) -> None:
-    """Write a box of a tensor, whose first byte is byte `start` of the file."""
+    """Write a box of a tensor to an open file.
+
+    Args:
+        descriptor: the file.
+        start: offset of the tensor's first byte in the file.
+        shape: shape of the tensor.
+        box: where `array` lies in the tensor.
+        array: the elements of the box.
+    """
     for chunk, part in _chunks(box, array):
         flat = np.ascontiguousarray(part).reshape(-1).data.cast("B")
         firsts, length = runs(shape, chunk)
         length *= part.itemsize
         positions = (start + firsts * part.itemsize).tolist()
-        # Nothing but the call itself: a slice of a transposed matrix is a run for each row.
+        # The loop does little but the call: a slice of a transposed matrix is a run for each row.
         for done, position in zip(range(0, len(flat), length), positions, strict=True):
             run = flat[done : done + length]
             written = os.pwrite(descriptor, run, position)
@@ -142,7 +156,7 @@ def save_tensors(
         )
     files = _divide(tensors, max_shard_bytes)
     carried = None
-    with all_write(directory):
+    with all_write(directory):  # so that an error of process 0 stops the others too
         if source is not None and jax.process_index() == 0:
             carried = carried_from(Path(source))
     with new_directory(directory, replaces=_OWN) as folder:
@@ -180,7 +194,7 @@ def _divide(tensors: Mapping[str, LazyTensor], max_bytes: int) -> dict[str, dict
 
 
 def _write_files(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> int:
-    """Write what this process holds, and return its size in bytes."""
+    """Write the boxes of all tensors that this process holds, and return their size in bytes."""
     num_bytes = 0
     turn = itertools.cycle(range(jax.process_count()))
     for file, tensors in files.items():
@@ -204,7 +218,7 @@ def _check_whole(num_bytes: int, tensors: Mapping[str, LazyTensor]) -> None:
 
 
 def _boxes_to_write(tensor: LazyTensor, turn: int) -> list[Box]:
-    """List what this process writes; `turn` is the process that writes an unsharded tensor."""
+    """List the boxes that this process writes; process `turn` writes an unsharded tensor."""
     if tensor.collective:
         return tensor.own_boxes()
     is_mine = jax.process_index() == turn and tensor.size

@@ -5,6 +5,7 @@ In: the location of a tensor's data. Out: lazy tensors that read any box of elem
 """
 
 from .array_tensor import ArrayTensor as ArrayTensor
+from .array_tensor import array_of_torch as array_of_torch
 from .array_tensor import as_lazy as as_lazy
 from .boxes import MAX_DIMS as MAX_DIMS
 from .boxes import Box as Box

@@ -33,9 +33,15 @@ class ArrayTensor(LazyTensor):
 
 
 def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
-    """A lazy tensor as it is; an array of numpy or a tensor of PyTorch as one, without a copy.
+    """Return a lazy tensor, a numpy array or a tensor of PyTorch as a lazy tensor, without a copy.
 
-    `where` says where others are.
+    Args:
+        value: the tensor.
+        name: its name, for messages.
+        where: where it is, for messages, such as "in `tensors`".
+
+    Raises:
+        ValueError: it is anything else, a `DTensor`, or has no dense values that numpy can hold.
     """
     if isinstance(value, LazyTensor):
         return value
@@ -47,7 +53,7 @@ def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
         )
     if hasattr(value, "detach"):
         try:
-            return ArrayTensor(_of_torch(value), name)
+            return ArrayTensor(array_of_torch(value), name)
         except (KeyError, NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(
                 f"{shown(name)} {where} is no dense tensor of numbers that NumPy can hold "
@@ -62,12 +68,18 @@ def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
     )
 
 
-def _of_torch(tensor: Any) -> np.ndarray:
+def array_of_torch(tensor: Any) -> np.ndarray:
+    """Return a tensor of PyTorch as a numpy array; of one on the CPU, the array shares its memory.
+
+    Raises:
+        TypeError: numpy and ml_dtypes lack its dtype, or it is sparse.
+    """
     import torch
 
+    # PyTorch conjugates and negates views lazily, by a flag that numpy would ignore.
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
     if dtype.isbuiltin == 1:  # of NumPy itself; 2: of ml_dtypes
         return tensor.numpy()
-    # PyTorch refuses to convert bfloat16 and float8, which NumPy lacks: integers carry the bits.
+    # PyTorch refuses to convert bfloat16 and float8, which NumPy lacks, so view them as integers.
     return tensor.view({1: torch.uint8, 2: torch.int16}[dtype.itemsize]).numpy().view(dtype)

@@ -51,10 +51,12 @@ def joined(boxes: list[Box]) -> list[Box]:
 
 
 def replaced(entries: tuple, position: int, entry: object) -> tuple:
+    """Return a tuple with another entry at one position."""
     return (*entries[:position], entry, *entries[position + 1 :])
 
 
 def with_places(parts: list[Box]) -> list[tuple[Box, slice]]:
+    """Pair each box with the slice of its elements in the flat concatenation of all boxes."""
     ends = list(itertools.accumulate(math.prod(box_shape(part)) for part in parts))
     starts = [0, *ends[:-1]]
     return [(part, slice(start, end)) for part, start, end in zip(parts, starts, ends, strict=True)]

@@ -105,7 +105,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def other_names(source: Mapping[str, Any], used: Collection[str]) -> list[str]:
-    """Names of a checkpoint that are not used, of tied weights that are used by another name."""
+    """Return the unused names of tied weights that are used under another of their names."""
     aliases: Mapping[str, str] = getattr(source, "aliases", {})
     if not aliases:
         return []
@@ -131,10 +131,11 @@ def read_index(index: Path, kind: str, *, was_named: bool) -> dict[str, str]:
     file_of: dict[str, str] = {}
     try:
         file_of = json.loads(read_regular(index, _MAX_INDEX_BYTES))["weight_map"]
+        # A path such as `../other` would lead out of the checkpoint's directory.
         others = [x for x in file_of.values() if not isinstance(x, str) or Path(x).name != x]
         wrong = f"it names {shown(others[0])}, which is not a file beside it" if others else ""
         wrong = wrong or ("" if file_of else "it has an empty `weight_map`")
-    except IrregularFile:
+    except IrregularFile:  # a `ValueError` that says itself what to do
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         wrong = f"its `weight_map` must give files ({type(error).__name__}: {escaped(error)})"

@@ -41,7 +41,7 @@ class FileTensor(LazyTensor):
 
     @property
     def place(self) -> tuple:
-        """Where its data lies in a file, which is the same for two names of one tensor."""
+        """Where its data lies in which file: equal for two names of one tensor (tied weights)."""
         return self.file, self.offset, self.shape, self.strides, self.dtype
 
     @property
@@ -56,12 +56,14 @@ class FileTensor(LazyTensor):
         itemsize, shape = self.dtype.itemsize, box_shape(box)
         first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
         size, start = span(shape, strides), self.offset + first * itemsize
+        # Touching a page that is mapped beyond the end of a file kills the process (SIGBUS).
         if self.file.stat().st_size < self.offset + span(self.shape, strides) * itemsize:
             raise ValueError(
                 f"{str(self.file)!r} ends inside tensor {shown(self.name)}: it was cut off after "
                 "it was opened. Copy or download it again."
             )
         in_bytes = [stride * itemsize for stride in strides]
+        # Only without gaps: with large strides the span may be much more than the elements.
         if size == math.prod(shape) and size * itemsize < _LEAST_MAPPED:
             with open(self.file, "rb") as file:
                 file.seek(start)
@@ -72,7 +74,7 @@ class FileTensor(LazyTensor):
 
     def _mapped(self, start: int, length: int, shape: tuple[int, ...], strides: list[int]):
         """Map `length` bytes from byte `start` on, and view an array in them."""
-        before = start % mmap.ALLOCATIONGRANULARITY  # where a map may begin
+        before = start % mmap.ALLOCATIONGRANULARITY  # a map begins at a multiple of it
         with open(self.file, "rb") as file:
             mapped = mmap.mmap(
                 file.fileno(), before + length, offset=start - before, access=mmap.ACCESS_READ
@@ -87,7 +89,12 @@ def called(name: str, tensor: Any) -> Any:
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Number of elements from the first to the last, including gaps between strides."""
+    """Number of elements in memory from the first of a tensor to its last, with the gaps between.
+
+    Args:
+        shape: shape of the tensor.
+        strides: distance of neighbours along each dimension, in elements.
+    """
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

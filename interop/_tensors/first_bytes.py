@@ -1,4 +1,4 @@
-"""Say what a file is that is no checkpoint, from its first bytes, and what to do with it."""
+"""Recognize files that are no checkpoints by their first bytes, and say what to do with them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +12,7 @@ _TF = (
     "the weights of a Keras or TensorFlow model (HDF5)",
     f"Give the safetensors of the model, or read it with `h5py` and {_ARRAYS}.",
 )
-# The first bytes, what the file is, and the next step; the first that fits.
+# The first bytes, what the file is, and the next step; the first row that fits is used.
 _KINDS: tuple[tuple[bytes, str, str], ...] = (
     (
         b"GGUF",
@@ -60,11 +60,14 @@ _LONGEST = 512  # bytes that are looked at; tar has its name from byte 257 on
 
 
 def kind_of_file(file: Path, start: int = 0) -> str | None:
-    """What a file is and what to do, as the rest of a sentence after its name; None if unknown.
+    """Return the kind of a file and what to do with it, or None if its first bytes are unknown.
+
+    The text completes a sentence that begins with the file's name: `is a GGUF file of llama.cpp.
+    Give ...`.
 
     Args:
         file: a regular file.
-        start: offset of what is looked at, in bytes.
+        start: byte offset at which to look for the first bytes.
     """
     with open_regular(file) as opened:
         opened.seek(start)
@@ -99,14 +102,15 @@ def _kind_of(head: bytes) -> tuple[str, str] | None:
 
 
 def _begins_msgpack(head: bytes) -> bool:
-    """Whether a table begins whose first key is a short text."""
+    """Whether the bytes begin a msgpack map whose first key is a string of at most 255 bytes."""
+    # The types fixmap (not empty), map 16 and map 32; below, fixstr and str 8.
     skipped = 1 if 0x81 <= head[0] <= 0x8F else {0xDE: 3, 0xDF: 5}.get(head[0], 0)
     key = head[skipped : skipped + 1]
     return bool(skipped and key) and (0xA1 <= key[0] <= 0xBF or key[0] == 0xD9)
 
 
 def kind_of_archive(names: Iterable[str]) -> str | None:
-    """What a zip archive is, from the names in it, as `kind_of_file`; None if unknown."""
+    """Return the kind of a zip archive from the names in it, as `kind_of_file` does of a file."""
     names = list(names)
     if names and all(name.endswith(".npy") for name in names):
         return f"is an archive of numpy (.npz). Read it with `np.load` and {_ARRAYS}."

@@ -55,19 +55,19 @@ class LazyTensor(abc.ABC):
 
     @property
     def collective(self) -> bool:
-        """True if reading is a collective: all processes read such tensors, in the same order."""
+        """True if reading is a collective: all processes must read the same boxes in one order."""
         return False
 
     @property
     def is_in_file(self) -> bool:
-        """True if `borrow` of all of the tensor copies nothing, since it maps a file.
+        """True if `borrow` of the whole tensor maps a file, and so copies nothing.
 
-        It may then be called in any thread.
+        Any thread may then call `borrow`.
         """
         return False
 
     def own(self) -> "LazyTensor":
-        """View the tensor as one of which only `own_boxes` can be read, without a collective."""
+        """Return a view of which only `own_boxes` can be read, which takes no collective."""
         return self
 
     def own_boxes(self) -> list[Box]:
@@ -194,7 +194,7 @@ def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class View(LazyTensor):
-    """A tensor whose elements are those of others, or computed from them."""
+    """A lazy tensor whose elements are those of the tensors in `viewed`, or computed from them."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -213,7 +213,7 @@ class View(LazyTensor):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _ViewOfOne(View):
-    copies_nothing: ClassVar[bool] = False  # it then shares the memory of the map of a file
+    copies_nothing: ClassVar[bool] = False  # True if a read box shares the memory of the source
 
     @property
     def source(self) -> LazyTensor:
@@ -222,11 +222,11 @@ class _ViewOfOne(View):
 
     @property
     def is_in_file(self) -> bool:
-        """As the viewed tensor, where elements only change places."""
+        """True if the viewed tensor is in a file and this view copies nothing."""
         return self.copies_nothing and self.source.is_in_file
 
     def own_boxes(self) -> list[Box]:
-        """The boxes of the viewed tensor, in this view."""
+        """The boxes of the viewed tensor, translated into boxes of this view."""
         return [mine for box in self.source.own_boxes() for mine in self._boxes_of(box)]
 
     def _boxes_of(self, box: Box) -> list[Box]:
@@ -299,7 +299,7 @@ class _Concatenated(View):
             size = part[self.dim][1] - part[self.dim][0]
             target = (slice(None),) * self.dim + (slice(filled, filled + size),)
             data = tensor._read_box(part)
-            if whole is None:  # in the memory order of the parts, so that runs are copied
+            if whole is None:  # in the memory order of the parts, so that long runs are copied
                 whole = np.empty_like(data, shape=box_shape(box))
             raw(whole)[target] = raw(data)
             filled += size

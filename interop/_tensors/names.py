@@ -23,7 +23,7 @@ class NamedLeaves(NamedTuple):
     """The leaves of a tree by dotted path."""
 
     leaves: dict[str, Any]  # in the order of the tree
-    rebuild: Callable[[Mapping[str, Any]], Any]  # path -> new leaf, to a tree of this structure
+    rebuild: Callable[[Mapping[str, Any]], Any]  # {path: new leaf} -> a tree of this structure
 
 
 def named_leaves(tree: Any) -> NamedLeaves:
@@ -39,9 +39,9 @@ def named_leaves(tree: Any) -> NamedLeaves:
     paths = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(x, nnx.Variable) or is_stored(x)
     )
-    for path, found in paths:
-        is_variable = isinstance(found, nnx.Variable)
-        value = jax.tree.leaves(found, is_leaf=is_stored)[0] if is_variable else found
+    for path, leaf in paths:
+        is_variable = isinstance(leaf, nnx.Variable)
+        value = jax.tree.leaves(leaf, is_leaf=is_stored)[0] if is_variable else leaf
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise ValueError(
@@ -60,14 +60,14 @@ def named_leaves(tree: Any) -> NamedLeaves:
 
 
 def plain_name(name: Any) -> Any:
-    """Return a name without components that are wrappers; what is no text as it is."""
+    """Drop the components of a name that wrappers add; return a key that is no string unchanged."""
     if type(name) is not str:
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS) or name
 
 
 def by_plain_name(held: Mapping[Any, Value], where: str) -> dict[Any, Value]:
-    """Return the items under their plain names, in order; `ValueError` if two have the same."""
+    """Return `held` by plain name, in its order; `ValueError` if two names have one plain name."""
     full: dict[Any, Any] = {}
     for name in held:
         other = full.setdefault(plain_name(name), name)

@@ -40,7 +40,7 @@ class ShardedTensor(LazyTensor):
         return not self.array.is_fully_addressable
 
     def own(self) -> LazyTensor:
-        """The shards of this process."""
+        """View the shards of this process, which are read without a collective."""
         return _OwnShards(self.array, self.shape, self.label)
 
     def own_boxes(self) -> list[Box]:
@@ -54,6 +54,7 @@ class ShardedTensor(LazyTensor):
 
     def _read_box(self, box: Box) -> np.ndarray:
         inside = tuple(slice(start, stop) for start, stop in box)
+        # Slicing on the devices first saves transfers, of which there are none in host memory.
         if not self.collective and _is_in_host_memory(self.array):
             return _assemble(self.array, inside)
         array, inside = _cut_unsplit(self.array, inside)
@@ -92,6 +93,7 @@ def _cut_unsplit(
         sizes.append(part.stop - part.start if unsplit else size)
         left.append(slice(0, part.stop - part.start) if unsplit else part)
     if tuple(sizes) != array.shape:
+        # The starts are arguments, not constants: all layers of a stack share one program.
         array = _cut(array.sharding)(array, np.array(starts, np.int32), tuple(sizes))
     return array, tuple(left)
 
@@ -119,7 +121,7 @@ def _in_each_process(array: jax.Array) -> jax.Array:
         )
     mesh = sharding.mesh
     owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    own = tuple(
+    own = tuple(  # axes along which all devices are of one process
         name
         for axis, name in enumerate(mesh.axis_names)
         if (owners == owners.take([0], axis)).all()
@@ -170,4 +172,4 @@ def _to_host(data: jax.Array, inside: tuple[slice, ...]) -> np.ndarray:
     # `np.asarray` caches the host copy in the array. Converting a temporary array drops the cache
     # at once; otherwise host memory would grow by everything that is saved.
     held = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-    return np.asarray(held)[inside]
+    return np.asarray(held)[(*inside, ...)]  # with `...`, a scalar is an array too

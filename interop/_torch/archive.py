@@ -1,4 +1,4 @@
-"""Locate the entries of a zip archive that `torch.save` wrote, and check that all of it is whole.
+"""Locate the entries of a zip archive that `torch.save` wrote, and check that it is undamaged.
 
 The archive ends with a directory of its entries; each entry is a local header, followed by its
 bytes. `zipfile` believes the directory, so an offset that is wrong by a few bytes would give wrong
@@ -24,8 +24,9 @@ _NAMES_ARE_UTF8, _HAS_DESCRIPTOR, _IS_FOLDER = 0x800, 0x8, 0x10
 # signature.
 _DESCRIPTOR_BYTES = (16, 24, 12, 20)
 _END_64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")  # of the record before
-# What stands in `_END` for a number that only `_END_64` holds; None where there is no such number.
+_LOCATOR = struct.Struct("<4sLQL")  # gives the place of `_END_64`, which it follows
+# For each field of `_END`, the value that says that only `_END_64` has the number; None for fields
+# that are in `_END` alone.
 _IN_64 = (None, None, None, 2**16 - 1, 2**16 - 1, 2**32 - 1, 2**32 - 1, None)
 _ENTRY_BYTES, _ENTRY_LENGTHS = 46, 28  # of a directory entry: size, and where its lengths are
 _VERSIONS = range(1, 11)  # those of PyTorch's own reader
@@ -60,14 +61,18 @@ class ByteRange(io.RawIOBase):
 class Archive:
     """The entries of one archive, checked.
 
-    `opened` are its bytes, which begin at byte `start` of `file`.
+    Args:
+        file: the file that holds the archive.
+        start: offset of the archive in the file, in bytes.
+        where: name of the file, for messages.
+        opened: the bytes of the archive.
 
     Raises:
         ValueError: `torch.save` did not write the archive, or it is damaged. Damage may also raise
             any of `NOT_ZIP`.
     """
 
-    pid_items = 5  # of the description of a storage
+    pid_items = 5  # items of the tuple that describes a storage (its persistent id)
 
     def __init__(self, file: Path, start: int, where: str, opened: ByteRange):
         self.file, self.where = file, where
@@ -85,7 +90,7 @@ class Archive:
 
     def read(self, entry: str) -> bytes:
         """Read a small entry as a whole."""
-        self.place(entry)
+        self.place(entry)  # raises if it is not there
         return self._archive.read(self._prefix + entry)
 
     def place(self, entry: str) -> tuple[int, int]:
@@ -110,7 +115,7 @@ class Archive:
         return prefix
 
     def _check_end(self, count: int) -> None:
-        """Check the records after the directory; PyTorch also writes those of large archives."""
+        """Check the records after the directory; PyTorch may also write the 64-bit ones."""
         begin, total = self._archive.start_dir, self._opened.seek(0, io.SEEK_END)
         tail = total - _END_64.size - _LOCATOR.size - _END.size
         self._opened.seek(max(tail, 0))
@@ -120,13 +125,14 @@ class Archive:
         size = (tail if is_64 else total - _END.size) - begin
         expected = (b"PK\x05\x06", 0, 0, count, count, size, begin, 0)
         if is_64:
-            # A number may be given by the larger record alone.
-            found = _END.unpack_from(records, end)
+            # A number may be in the larger record alone.
+            fields = _END.unpack_from(records, end)
             expected = tuple(
-                most if given == most else each
-                for each, given, most in zip(expected, found, _IN_64, strict=True)
+                most if given == most else number
+                for number, given, most in zip(expected, fields, _IN_64, strict=True)
             )
             sign, length, _, _, *numbers = _END_64.unpack_from(records)
+            # The length does not count the first 12 bytes, the signature and itself.
             whole = (sign, length) == (b"PK\x06\x06", _END_64.size - 12)
             whole &= numbers == [0, 0, count, count, size, begin]
             whole &= _LOCATOR.unpack_from(records, _END_64.size) == (b"PK\x06\x07", 0, tail, 1)
@@ -247,7 +253,7 @@ def not_an_archive(file: Path, start: int, where: str, error: Exception) -> str:
         begin = opened.read(9)
     if (kind := kind_of_file(file, start)) is not None:
         return f"{where} {kind}"
-    if begin[8:] == b"{":  # the header's length, and its text
+    if begin[8:] == b"{":  # safetensors: 8 bytes of length, then a header of JSON
         return (
             f"{where} looks like a safetensors file. If it is, rename it so that its name ends in "
             ".safetensors."

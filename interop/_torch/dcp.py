@@ -44,7 +44,9 @@ _BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"  # a pickl
 def covers_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Return True if boxes, none of them empty, cover a shape without gap or overlap.
 
-    Dimensions that no box divides are left out.
+    A box is described by its corners, with alternating signs. The boxes cover the shape if all
+    corners, added up by position, cancel except those of the whole shape. Dimensions that no box
+    divides are left out.
 
     Raises:
         ValueError: the boxes divide too many dimensions.
@@ -60,7 +62,7 @@ def covers_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     corners: collections.Counter[tuple[int, ...]] = collections.Counter()
     for box, sign in [*((box, 1) for box in boxes), (whole, -1)]:
         for upper in itertools.product((0, 1), repeat=len(dims)):
-            corner = tuple(box[dim][each] for dim, each in zip(dims, upper, strict=True))
+            corner = tuple(box[dim][side] for dim, side in zip(dims, upper, strict=True))
             corners[corner] += sign * (-1) ** sum(upper)
     return not any(corners.values())
 
@@ -122,13 +124,15 @@ class DcpTensor(LazyTensor):
 def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
     """Open a directory that `torch.distributed.checkpoint.save` wrote.
 
-    `key` is that of `open_checkpoint`.
+    Args:
+        directory: the directory.
+        key: dotted path of the model's state dict in the saved dict; None to find it.
     """
     path = directory / METADATA
     metadata = unpickle(path.read_bytes(), repr(str(path)))
     entries = _mapping(metadata, "state_dict_metadata", path)
     places = _mapping(metadata, "storage_data", path)
-    planned = metadata.field("planner_data") or {}  # absent if the dict was not flattened
+    planned = metadata.field("planner_data") or {}  # flat name -> path; absent if not flattened
     if not all(type(name) is str for name in entries) or not isinstance(planned, Mapping):
         raise TypeError("names of tensors that are not text")
     paths = paths_of(entries, planned)
@@ -159,6 +163,7 @@ def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
 
 
 def _object(name: str, places: Mapping) -> Any:
+    """Read a pickled object, such as a number or a list."""
     file, start, length = places[None]
     return read_torch_file(file, within=(start, length), name=name)
 

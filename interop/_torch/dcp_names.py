@@ -1,11 +1,13 @@
-"""Which tensors of a distributed checkpoint are a model's, which an optimizer's; and its moments.
+"""Tell the tensors of a model in a distributed checkpoint from those of optimizers; read moments.
 
 The dict that is saved, such as `{"model": {...}, "optim": {"state": {NAME: {"exp_avg": ...}}}}`, is
 flattened to names such as `optim.state.NAME.exp_avg`. `NAME` has dots of its own, so the paths in
-`planner_data` say where it begins. A model may have modules called `state` and buffers called
-`sum` too: without a dict called `state`, only what groups name, or a dict of nothing but the state
-of Adam, is an optimizer's. A model's names go without the keys above its state dict: those under
-which lies all that an optimizer has trained, or the only key at the top.
+`planner_data` say where it begins. A model too may have modules called `state` and buffers called
+`sum`. So where `state` is not a key of its own in a path, tensors are an optimizer's only if
+`param_groups` name their parameter, or if their dict holds nothing but Adam's state.
+
+The keys above a model's state dict, such as `model`, are dropped from its names. They are those of
+the dict that holds every parameter with optimizer state, or else the only key at the top.
 
 Numbers and lists, such as a step that is no tensor or the parameters of a group, are pickled
 objects in the files.
@@ -22,19 +24,19 @@ from jaxzero.interop._tensors import AdamMoments, LazyTensor, plain_name
 from .moments import moments_of
 
 Path = tuple[str | int, ...]  # keys of nested dicts and lists
-# What optimizers of PyTorch keep for each element.
+# What optimizers of PyTorch keep for each element; a state without any of these is no optimizer's.
 _KEPT = frozenset({"exp_avg", "exp_inf", "momentum_buffer", "square_avg", "sum"})
-_MAX_KEYS_ABOVE = 3
+_MAX_KEYS_ABOVE = 3  # above the model's state dict
 States = Mapping[Path, Mapping[str, Mapping[str, Any]]]
 
 
 class StateEntry(NamedTuple):
     """The parts of the path of a tensor or number in an optimizer's state."""
 
-    above: Path  # of the optimizer
+    above: Path  # path of the optimizer's state dict
     name: str  # of the parameter
     key: str  # such as exp_avg
-    flat: bool  # `state.NAME.KEY` is one key, as with `flatten_optimizer_state_dict`
+    flat: bool  # True if `state.NAME.KEY` is one key, as with `flatten_optimizer_state_dict`
 
 
 def path_text(path: Path) -> str:
@@ -45,8 +47,12 @@ def path_text(path: Path) -> str:
 def paths_of(names: Iterable[str], planned: Mapping[Any, Any]) -> dict[str, Path]:
     """Map each name to its path, which is the whole name as one key if the dict was not flattened.
 
+    Args:
+        names: flat names.
+        planned: `planner_data` of the metadata: flat name -> path.
+
     Raises:
-        TypeError: a path is no tuple of texts and numbers that make up the name.
+        TypeError: a path is not a tuple of strings and integers that, joined by dots, are the name.
     """
     paths = {name: planned.get(name, (name,)) for name in names}
     for name, path in paths.items():
@@ -58,16 +64,16 @@ def paths_of(names: Iterable[str], planned: Mapping[Any, Any]) -> dict[str, Path
 
 
 def state_entry(path: Path) -> StateEntry | None:
-    """Return what a path says of an optimizer's state; None if it cannot be of one."""
+    """Divide the path of an entry of an optimizer's state; None if it cannot be such a path."""
     if len(path) >= 3 and path[-3] == "state":
         return StateEntry(path[:-3], str(path[-2]), str(path[-1]), flat=False)
     return _flat_entry(path, "state")
 
 
 def _flat_entry(path: Path, part: str) -> StateEntry | None:
-    """Return what a path says if its last key is `PART.NAME.KEY`.
+    """Divide a path whose last key is `PART.NAME.KEY`; None if it is not.
 
-    If the dict was not flattened, this is a whole name, in which the keys above come first.
+    If the saved dict was not flattened, the path is one key, the name `ABOVE.PART.NAME.KEY`.
     """
     last = str(path[-1]) if path else ""
     begin = re.search(r"(?:^|\.)(state|param_groups)\.", last)
@@ -83,11 +89,11 @@ def _flat_entry(path: Path, part: str) -> StateEntry | None:
 def sort_tensors(
     tensors: Mapping[str, LazyTensor], paths: Mapping[str, Path]
 ) -> tuple[dict[str, LazyTensor], dict[Path, dict[str, dict[str, Any]]]]:
-    """Separate the tensors that are no optimizer's from the states of each optimizer.
+    """Separate the tensors of optimizers from all others.
 
     Returns:
-        Name -> tensor, for the first; and path of the optimizer -> name of the parameter -> its
-        state.
+        `{name: tensor}` of the others; and `{path of an optimizer: {name of a parameter: state}}`,
+        where a state is `{"exp_avg": tensor, ...}`.
     """
     nested: dict[Path, dict[str, dict[str, Any]]] = {}
     flat: dict[Path, dict[str, dict[str, Any]]] = {}
@@ -118,7 +124,7 @@ def sort_tensors(
 def _of_optimizers(
     flat: Mapping[Path, dict[str, dict[str, Any]]], paths: Mapping[str, Path]
 ) -> dict[Path, dict[str, dict[str, Any]]]:
-    """Return what is an optimizer's of all that could be by its name `state.NAME.KEY`."""
+    """Keep those states `above -> name -> entries` of flat keys that are surely an optimizer's."""
     groups: dict[Path, set[str]] = {}
     for path in paths.values():
         group = _flat_entry(path, "param_groups")
@@ -137,6 +143,7 @@ def _of_optimizers(
 
 
 def _is_kept(state: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a state has, for any parameter, an entry that optimizers keep."""
     return any(_KEPT & held.keys() for held in state.values())
 
 
@@ -144,7 +151,7 @@ def _holds_only_state(above: Path, ordered: Sequence[str]) -> bool:
     """Whether all names below `above` begin with `state.` or are of `param_groups`."""
     top = "".join(f"{key}." for key in above)
 
-    def count(prefix: str) -> int:
+    def count(prefix: str) -> int:  # names that begin with it, which are adjacent in order
         ends = (prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)) if prefix else ("", "\U0010ffff")
         first, last = (bisect.bisect_left(ordered, end) for end in ends)
         return last - first
@@ -164,7 +171,7 @@ def model_names(
             tensors was saved inside another; None to find it.
         where: the checkpoint, for messages.
     """
-    below: dict[Path, dict[str, str]] = {}
+    below: dict[Path, dict[str, str]] = {}  # dict that may be the model's -> full name -> name
     for full, path in paths.items():
         for length in range(min(len(path), _MAX_KEYS_ABOVE + 1)):
             below.setdefault(path[:length], {})[full] = path_text(path[length:])
@@ -184,12 +191,12 @@ def model_names(
     if not fitting and len(tops) == 1:
         above = tops.pop()
     names = {full: below.get(above, {}).get(full, full) for full in paths}
-    unlike = {plain_name(name) for name in names.values()}
-    return names if len(unlike) == len(names) else {full: full for full in paths}
+    distinct = {plain_name(name) for name in names.values()}
+    return names if len(distinct) == len(names) else {full: full for full in paths}
 
 
 def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Map what names begin with, such as `model` -> full name -> the rest of it."""
+    """Map each beginning of a name, such as `model` -> full name -> the rest of the name."""
     models: dict[str, dict[str, str]] = {}
     for full in names:
         keys = full.split(".", _MAX_KEYS_ABOVE)
@@ -200,7 +207,7 @@ def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _fits(trained: set[str], above: Path, below: Mapping[Path, Mapping[str, str]]) -> bool:
-    """Whether all that an optimizer has trained may be in the dict at `above`.
+    """Whether the dict at `above` may hold all `trained` parameters.
 
     `DistributedDataParallel` puts `module.` before names, and functions of PyTorch that save an
     optimizer's state leave it out.
@@ -228,7 +235,7 @@ def read_moments(
         objects: path -> reads the object there.
         tensors: tensors of the model by name.
         where: the directory, for messages.
-        names: names of the parameters, if the optimizer has numbers in their place.
+        names: names of the parameters in the optimizer's order, if it identifies them by number.
         in_order: whether `tensors` are in the order of the model's state dict.
     """
     state_of: dict[str, dict[str, Any]] = {}
@@ -282,7 +289,7 @@ def _two_states(where: str, first: tuple[Path, str], second: tuple[Path, str]) -
 
 
 def _groups(above: Path, objects: Mapping[Path, Callable[[], Any]]) -> list[dict] | None:
-    """Return the groups of an optimizer that has numbers; None if they were not saved."""
+    """Return the groups of an optimizer that numbers its parameters; None if they are not saved."""
     path = (*above, "param_groups")
     for whole in (path, (path_text(path),)):  # the second: not flattened
         if whole in objects:

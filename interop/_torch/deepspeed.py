@@ -50,7 +50,9 @@ def is_part_of_deepspeed(file: Path) -> bool:
 def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
     """Open a checkpoint that `engine.save_checkpoint` or `ds_to_universal` wrote.
 
-    The directory is that of a run, whose `latest` file names the newest checkpoint, or of one step.
+    Args:
+        directory: that of a run, whose `latest` file names the newest checkpoint, or of one step.
+        records: full names of classes that a pickle may name; they are not imported.
     """
     directory = _tagged(directory)
     is_universal = (directory / "zero").is_dir()
@@ -93,8 +95,8 @@ def _tagged(directory: Path) -> Path:
 def _ranked(directory: Path, pattern: re.Pattern[str], *, merged: bool = False) -> list[Path]:
     """List the files of all processes in the order of ranks.
 
-    `merged` is for universal checkpoints, whose trained parameters have been merged over tensor and
-    pipeline parallelism: files of the first process of these are listed.
+    With tensor, pipeline or expert parallelism it raises, unless `merged`: in universal checkpoints
+    trained parameters have been merged, and only the files of model-parallel rank 0 are listed.
     """
     files: dict[int, Path] = {}
     for path in directory.iterdir():
@@ -141,7 +143,7 @@ def _open_zero(
     whole = states[0].tensors(leaving_out=shapes)
     tensors = untrained_of_stage_3(states) if stage == 3 else whole
 
-    def of(kind: str) -> dict[str, LazyTensor]:
+    def of(kind: str) -> dict[str, LazyTensor]:  # "fp32" or a moment, of all trained parameters
         return {name: join(name, kind, shape, fragments, ranks) for name, shape in shapes.items()}
 
     def moments(_: Sequence[str] | None = None) -> AdamMoments:

@@ -1,7 +1,7 @@
 """Locate the parts of a file that PyTorch wrote before 1.6, and check that it is whole.
 
-It is a row of five pickles (a magic number, a version, a description of the machine, the object,
-the keys of its storages), followed by the storages in the order of the keys: for each the number of
+It begins with five pickles: a magic number, a version, a description of the machine, the object,
+and the keys of its storages. The storages follow in the order of the keys, each as the number of
 its elements, in 8 bytes, and the elements, little-endian on every machine.
 
 The bytes of an element are known from the object alone, and the place of a storage from all before
@@ -34,9 +34,22 @@ def is_legacy(head: bytes) -> bool:
 
 
 class LegacyFile:
-    """The parts of `length` bytes of a file, checked; it reads storages as `Archive` does."""
+    """An object in the form before PyTorch 1.6, located in a file and checked.
 
-    pid_items = 6  # of the description of a storage
+    It has the methods of an `Archive`.
+
+    Args:
+        file: the file.
+        start: offset of the object in the file, in bytes.
+        length: its size in bytes.
+        where: name of the file, for messages.
+        records: full names of classes that a pickle may name; they are not imported.
+
+    Raises:
+        ValueError: the file is damaged, or was written on a big-endian machine.
+    """
+
+    pid_items = 6  # items of the tuple that describes a storage (its persistent id)
 
     def __init__(
         self, file: Path, start: int, length: int, where: str, records: Collection[str]
@@ -96,6 +109,7 @@ class LegacyFile:
             )
 
     def _note(self, pid: tuple) -> Any:
+        """Record the elements and the dtype of a storage, in the first reading of the object."""
         if pid[0] == "module":
             return pid[1]
         _, of, key, _, count, _ = pid  # `_Reader` checks them

@@ -1,10 +1,10 @@
 """What the model states of DeepSpeed hold: shapes, buffers, frozen parameters and tied names.
 
 `param_shapes` lists the parameters of each group in the order of the flat tensors. If it lists them
-in another order, every size may still add up. Stages 1 and 2 also store the model itself, so some
-elements of each parameter, of each process that holds some, are compared with it. Stage 3 stores
-only the names of the model's parameters, and the order of each group must be theirs. Two of its
-shapes that were exchanged do not show in the files.
+in another order, every size may still add up. Stages 1 and 2 also store the model itself, so a few
+elements of every fragment of a parameter are compared with it. Stage 3 stores only the names of the
+model's parameters, and each group must be in their order. If the shapes of two parameters were
+exchanged in `param_shapes`, nothing else in the files of stage 3 would show it.
 """
 
 import collections
@@ -40,14 +40,14 @@ class ModelState:
     Args:
         file: the file.
         records: full names of classes that a pickle may name; they are not imported.
-        merged: for universal checkpoints. If those are of a pipeline, which writes its layers to
-            other files, `module` is None; it becomes an empty dict.
+        merged: True for a universal checkpoint. Pipeline parallelism writes layers to other files
+            and None as `module`, which is then read as an empty dict.
 
     Attributes:
         module: the model's state dict; stage 3 stores empty tensors for parameters.
         frozen: name of a parameter that is not trained -> its shape.
         fragments: name of such a parameter -> this process's part of it.
-        shared: second name of a tied parameter -> the first.
+        shared: other name of a tied parameter -> the name under which its elements are stored.
         buffers: names of buffers.
     """
 
@@ -84,7 +84,7 @@ class ModelState:
         }
 
     def not_there(self, name: str) -> ValueError:
-        """The error for a parameter that has a shape, and is not in the model."""
+        """The error for a parameter that has a shape here but no tensor in `module`."""
         what = f"gives {shown(name)} a shape, but the model there (`module`) has no such tensor, so"
         return wrong(self.file, f"{what} it cannot be checked", AGAIN)
 
@@ -171,6 +171,7 @@ def check_values(
         flat, model = (each.reshape((each.size,)) for each in (tensor, held))
         for start in _starts([fragment.size for fragment in fragments[name]]):
             window = (slice(start, start + _WINDOW),)
+            # Beyond the range of the model's dtype, a float32 weight is infinite in the model too.
             with np.errstate(over="ignore", invalid="ignore"):
                 cast = flat[window].astype(held.dtype)
             if not np.array_equal(cast.astype(float), model[window].astype(float), equal_nan=True):
@@ -205,9 +206,9 @@ def check_global_steps(states: Sequence[ModelState]) -> None:
 def check_optimizer_step(stage: int, state: ModelState, rank: Rank) -> None:
     """Raise `ValueError` if the optimizer states are of a later step than the model states.
 
-    The optimizer may have taken fewer steps, if the run once loaded a checkpoint without its
-    optimizer. In stages 1 and 2 that is no question, since parameters are compared with the model.
-    In stage 3 the files may also be of two checkpoints, so there it is a warning.
+    The optimizer may have taken fewer steps than the run, if the run once loaded a checkpoint
+    without its optimizer. In stage 3 that may also mean that the files are of two checkpoints, so
+    there it is a warning. In stages 1 and 2, `check_values` would find this.
     """
     run, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
     if type(run) is not int or type(skipped) is not int or not rank.steps:
@@ -228,15 +229,19 @@ def check_optimizer_step(stage: int, state: ModelState, rank: Rank) -> None:
 def with_aliases(
     checkpoint: Checkpoint, state: ModelState, trained: Collection[str], *, cut: bool = False
 ) -> Checkpoint:
-    """Add the second names of tied parameters.
+    """Add the other names of tied parameters to a checkpoint.
 
-    `trained` are the parameters that have optimizer state. If it is `cut`, the model state may hold
-    parts of tensors only, because of tensor parallelism.
+    Args:
+        checkpoint: the checkpoint, with the first names only.
+        state: the model state that lists tied parameters.
+        trained: names of the parameters that have optimizer state.
+        cut: True if tensor parallelism cut the tensors of the model state, so that their shapes
+            are not compared.
     """
     aliases = {name: other for name, other in state.shared.items() if other in checkpoint.tensors}
     for name, other in aliases.items():
         tied, held = checkpoint.tensors[other], state.module.get(name)
-        # Stage 3 stores empty tensors.
+        # Stage 3 stores empty tensors for parameters: no shape to compare.
         stored = held if isinstance(held, LazyTensor) and held.size else tied
         if name != other and (name in trained or not cut and stored.shape != tied.shape):
             raise ValueError(
@@ -249,7 +254,7 @@ def with_aliases(
 
 
 def untrained_of_stage_3(states: Sequence[ModelState]) -> dict[str, LazyTensor]:
-    """Buffers, and frozen parameters, of which each process holds a part."""
+    """Return buffers, and frozen parameters, joined from the parts that the processes hold."""
     first = states[0]
     tensors = first.tensors(leaving_out=first.module.keys() - first.buffers)
     for name, given in first.frozen.items():

@@ -25,7 +25,7 @@ from jaxzero.interop._tensors import (
 )
 
 Shape = tuple[int, ...]
-_Taken = tuple[int, ...]  # how many parameters each group has
+_Taken = tuple[int, ...]  # how many of its parameters each group has taken so far
 _MAX_STATES = 2**20  # ways to match that are followed side by side: a bound on memory
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,8 +36,8 @@ class ModelOrder(NamedTuple):
 
     Attributes:
         names: in the order of `model.parameters()`.
-        decayed: those of the first of its two groups; None if it is only known that no name with
-            "bias" in it is one of them.
+        decayed: names in the first of the Trainer's two groups, which has weight decay; None if it
+            is only known that no name with "bias" in it is one of them.
     """
 
     names: Sequence[str]
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
     Attributes:
         order: returns the order of the model's parameters, or raises a `ValueError` with the reason
             why it is not known.
-        of_trainer: whether it is the Trainer of transformers, which made the optimizer's groups.
+        of_trainer: True if the Trainer of transformers made the optimizer's groups.
     """
 
     order: Callable[[], ModelOrder]
@@ -60,14 +60,15 @@ class Origin(NamedTuple):
 def parameters_in(tensors: Mapping[str, LazyTensor]) -> list[str]:
     """Return the names in a model's state dict that `model.named_parameters()` may have.
 
-    It has no integers, no statistics of batch normalization, and no second name of a tied weight,
-    which is the same place in the file. Other buffers cannot be told from parameters.
+    Left out are integers, statistics of batch normalization, and all but the first name of a tied
+    weight, whose names have one place in the file. Other buffers cannot be told from parameters.
     """
     seen, names = set(), []
     for name, tensor in tensors.items():
         layer, _, last = name.rpartition(".")
         stem = f"{layer}." if layer else ""
         is_statistic = last in _BATCH_NORM and all(stem + each in tensors for each in _BATCH_NORM)
+        # Empty tensors may have one place without being tied.
         place = tensor.place if isinstance(tensor, FileTensor) and tensor.size else name
         if tensor.dtype.kind not in "biu" and not is_statistic and place not in seen:
             names.append(name)
@@ -81,9 +82,13 @@ def _names_of_numbers(
     shapes: Mapping[str, Shape],
     origin: Origin,
 ) -> dict[int, str]:
-    """Return the name of every number that has moments, given the numbers of each group.
+    """Return the name of the parameter of every number that has moments.
 
-    `moments` has the shapes of those with a state, `shapes` those of all that may be parameters.
+    Args:
+        groups: the numbers in each group of the optimizer.
+        moments: number -> shape of its moments; absent if the parameter has no state.
+        shapes: name -> shape, of all tensors that may be parameters.
+        origin: what is known of the order of names and of the groups.
 
     Raises:
         ValueError: a number cannot be told; the message is the reason.
@@ -101,17 +106,21 @@ def _names_of_numbers(
     return {number: names[0] for number, names in candidates_of.items()}
 
 
-def _doubtful(found: Mapping[int, Sequence[str]]) -> int | None:
-    """Return a number that has not one name of its own; None if all have."""
-    counts = collections.Counter(name for names in found.values() for name in names)
+def _doubtful(candidates_of: Mapping[int, Sequence[str]]) -> int | None:
+    """Return a number that does not have exactly one name of its own; None if all have."""
+    counts = collections.Counter(name for names in candidates_of.values() for name in names)
     return next(
-        (key for key, names in found.items() if len(names) != 1 or counts[names[0]] > 1), None
+        (key for key, names in candidates_of.items() if len(names) != 1 or counts[names[0]] > 1),
+        None,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ways:
-    """The ways in which groups can take their parameters from a list of names."""
+    """The ways in which groups can take their parameters, in order, from a list of names.
+
+    Attributes: see `_names_of_numbers`; `order` has the list of names.
+    """
 
     groups: Sequence[Sequence[int]]
     moments: Mapping[int, Shape]
@@ -123,6 +132,8 @@ class _Ways:
         """Return the names that each number can have."""
         end = tuple(map(len, self.groups))
         spare = len(self.order.names) - sum(end)  # names that no group takes
+        # Forward: which counts `_Taken` can be reached after each name. Backward, below: which of
+        # them lead to `end`, so that only names on complete ways are candidates.
         reached = [{(0,) * len(end)}]
         num_states = 0
         for index, name in enumerate(self.order.names):
@@ -145,14 +156,19 @@ class _Ways:
         names = collections.defaultdict(list)
         alive = {end}
         for name, befores in zip(self.order.names[::-1], reached[-2::-1], strict=True):
-            moves = [(b, n) for b in befores for a, n in self._moves(b, name) if a in alive]
+            moves = [
+                (before, number)
+                for before in befores
+                for after, number in self._moves(before, name)
+                if after in alive
+            ]
             alive = {before for before, _ in moves}
             for number in {number for _, number in moves if number is not None}:
                 names[number].insert(0, name)
         return names
 
     def _moves(self, before: _Taken, name: str) -> Iterator[tuple[_Taken, int | None]]:
-        """List what can follow when a name is left out, or taken by a group as its next."""
+        """Yield (counts after, number that takes the name), or (before, None) if none takes it."""
         yield before, None
         for index, group in enumerate(self.groups):
             taken = before[index]
@@ -185,7 +201,7 @@ def moments_of(
         where: file name, for messages.
         names: names of the parameters in the optimizer's order. If None, the names that the
             optimizer recorded; or those that follow from shapes and the order of the model.
-        origin: where that order is known from; if None, `tensors` are in that of a state dict.
+        origin: what gives that order; if None, `tensors` are in the order of a state dict.
     """
     state = dict(optimizer["state"])
     if not state:
@@ -276,7 +292,11 @@ def gather_moments(
 ) -> AdamMoments:
     """Convert an optimizer state that is grouped by the names of parameters to `AdamMoments`.
 
-    `betas` is what the file says that they are.
+    Args:
+        state: name of a parameter -> entry, such as "exp_avg" -> tensor or number.
+        shapes: name -> shape of the model's tensors; a moment must have that of its parameter.
+        where: the file, for messages.
+        betas: those in the file; None if it has none.
     """
     means, squares, steps = {}, {}, {}
     for name, held in state.items():
@@ -304,9 +324,9 @@ def _are_betas(value: Any) -> TypeGuard[tuple[float, float]]:
 
 
 def check_no_others(entries: Iterable[Any], what: str) -> None:
-    """Raise `ValueError` if an optimizer state has entries that Adam's lacks; see `check_is_adam`.
+    """Raise `ValueError` if an optimizer state has entries that Adam's does not have.
 
-    It may lack some of Adam's.
+    It may lack some of Adam's. `what` begins the message, as in `check_is_adam`.
     """
     check_is_adam(dict.fromkeys((*(*MOMENTS, "step"), *entries)), what)
 

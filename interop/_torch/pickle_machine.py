@@ -79,6 +79,7 @@ class PickleMachine:
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []  # stacks below each mark
         self.memo: dict[int, Any] = {}
+        # The constants are for small pickles, which may nest and share more than their length.
         self._max_size = 10_000 + len(data)
         self._work = 100_000 + 10 * len(data)
         self._compound_keys = 0
@@ -114,7 +115,7 @@ class PickleMachine:
         return self.stack.pop()
 
     def push(self, value: Any) -> None:
-        """Push a value; the stack may have been exchanged since it was computed."""
+        """Push a value on the present stack, which `since_mark` may have replaced meanwhile."""
         self.stack.append(value)
 
     def spend(self, work: int) -> None:
@@ -127,13 +128,13 @@ class PickleMachine:
             )
 
     def tuple_of(self, items: Iterable[Any]) -> tuple[Any, ...]:
-        """Make a tuple, and check its size as a tree."""
+        """Make a tuple, and check its size when it is written out without sharing."""
         made = tuple(items)
         self._measure(made)
         return made
 
     def frozenset_of(self, items: Iterable[Any]) -> frozenset[Any]:
-        """Make a frozenset of keys, and check its size as a tree."""
+        """Make a frozenset of keys, and check its size when it is written out without sharing."""
         made = frozenset(self.key(item) for item in items)
         self._measure(made)
         return made
@@ -178,20 +179,21 @@ class PickleMachine:
                 self.key(element)
 
     def _size_of(self, value: Any) -> tuple[int, int]:
+        """Number of nodes and depth of a value, of which only tuples and frozensets count."""
         if type(value) not in (tuple, frozenset):
             return 1, 0
         return self._nested.get(id(value)) or (1 + len(value), 1)
 
-    def _measure(self, made: Any) -> None:
-        sizes = [self._size_of(item) for item in made]
+    def _measure(self, value: Any) -> None:
+        sizes = [self._size_of(item) for item in value]
         size, depth = 1 + sum(size for size, _ in sizes), 1 + max((d for _, d in sizes), default=0)
         if size > self._max_size or depth > _MAX_DEPTH:
             raise pickle.UnpicklingError(
                 f"nested tuples of {size} items, {depth} deep, in {len(self._data)} bytes"
             )
         if depth > 1:
-            self._nested[id(made)] = size, depth
-            self._kept.append(made)
+            self._nested[id(value)] = size, depth
+            self._kept.append(value)
 
 
 def _mark(machine: PickleMachine, _: Any) -> None:

@@ -43,7 +43,7 @@ def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Ch
 
 
 def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
-    """Open a directory with `pytorch_model.bin`, or with its parts and their index, or an index."""
+    """Open an index of parts, or a directory that holds `pytorch_model.bin` or such an index."""
     is_directory = directory.is_dir()
     index = directory / INDEX if is_directory else directory
     directory = index.parent
@@ -208,10 +208,10 @@ def _optimizers_in(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
         return []
     if _is_optimizer(content):
         return [("", content)]
-    optimizers: dict[int, tuple[str, Mapping[str, Any]]] = {}  # at two paths: counts once
+    optimizers: dict[int, tuple[str, Mapping[str, Any]]] = {}  # by id: one at two paths counts once
     for key, value in content.items():
         path = key[:_MAX_PATH] if isinstance(key, str) else shown(key)
-        in_list = isinstance(value, list)  # Lightning keeps one
+        in_list = isinstance(value, list)  # Lightning keeps a list of optimizers
         for number, each in enumerate(value if in_list else [value]):
             if isinstance(each, Mapping) and _is_optimizer(each):
                 optimizers.setdefault(id(each), (f"{path}[{number}]" if in_list else path, each))

@@ -25,7 +25,8 @@ from .pickle_machine import RecordKind
 from .torchscript import script_state_dict
 from .unpickle import TorchStorage, unpickle
 
-# A tensor may repeat elements of its storage (`expand`); a file may do so up to this many bytes.
+# A tensor may repeat elements of its storage (`expand`), so a small file can describe more bytes
+# than memory holds. All tensors of a file may have this many bytes more than their storages.
 _MAX_REPEATED_BYTES = 2**28
 
 

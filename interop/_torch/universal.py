@@ -1,8 +1,8 @@
 """Open universal checkpoints of DeepSpeed, which `ds_to_universal.py` makes.
 
 `zero/NAME/` holds the tensors of a trained parameter, whole: `fp32.pt`, `exp_avg.pt`,
-`exp_avg_sq.pt` and `step.pt`. Made from stage 3 they are flat, except where tensor parallelism was
-merged, and the step is only in `zero/optimizer_state.pt`.
+`exp_avg_sq.pt` and `step.pt`. If the checkpoint was converted from stage 3, tensors are flat,
+except where tensor parallelism was merged, and the step is in `zero/optimizer_state.pt` only.
 
 Shapes of stage 3, buffers and untrained parameters are in the model states, which are copied. From
 stages 1 and 2 the converter also writes `fp32.pt` of what has no optimizer state, from the first
@@ -90,19 +90,19 @@ def open_universal(
 def _folders(directory: Path) -> dict[str, Path]:
     """Map name of a parameter -> its folder.
 
-    Activation checkpointing gives a parameter two names, of which one has its moments; of the
-    other, `ds_to_universal.py` copies what the model state holds.
+    Activation checkpointing gives a parameter two names. One folder has its moments and is kept;
+    for the other name, `ds_to_universal.py` only copies the tensor of the model state.
     """
-    found = [path for path in sorted(directory.iterdir()) if path.is_dir()]
-    trained = {plain_name(path.name) for path in found if _is_trained(path)}
+    folders = [path for path in sorted(directory.iterdir()) if path.is_dir()]
+    trained = {plain_name(path.name) for path in folders if _is_trained(path)}
     return by_plain_name(
-        {x.name: x for x in found if _is_trained(x) or plain_name(x.name) not in trained},
+        {x.name: x for x in folders if _is_trained(x) or plain_name(x.name) not in trained},
         repr(str(directory)),
     )
 
 
 def _entries(folder: Path) -> set[str]:
-    """What the optimizer keeps of a parameter."""
+    """Names of the entries that the optimizer keeps for a parameter, such as `exp_avg`."""
     return {path.stem for path in folder.glob("*.pt")} - {"fp32"}
 
 
@@ -111,9 +111,10 @@ def _is_trained(folder: Path) -> bool:
 
 
 def _check_optimizer(optimizer: Any, file: Path) -> None:
-    """Check that what is saved of the optimizer, beside the folders, is not of another than Adam.
+    """Raise `ValueError` if `optimizer_state.pt` is of another optimizer than Adam.
 
-    Older converters copy the entries of Adam only: then this file alone shows others.
+    Older converters write only Adam's entries into the folders, so that only this file shows that
+    the optimizer has others.
     """
     what, groups = f"The optimizer in {str(file)!r}", optimizer.get("param_groups") or ()
     for state in _states_in(optimizer):
@@ -133,8 +134,9 @@ def _shaped(
 ) -> LazyTensor:
     """Give a tensor of stage 3 the shape of its parameter.
 
-    It is stored flat; or, merged over tensor parallelism (`cut` is not empty), in its own shape, of
-    which the model states give that of a part: one size of it may be another.
+    It is stored flat; or, if it was merged over tensor parallelism (`cut` is not empty), in its
+    full shape. The model states then give the shape of one process's part, which may differ from
+    the full shape in one dimension.
     """
     shape = shapes.get(plain_name(folder.name))
     if shape is None:
@@ -158,7 +160,7 @@ def _shaped(
 def _check_copies(
     folders: Mapping[str, Path], kept: Mapping[str, LazyTensor], others: Mapping[str, LazyTensor]
 ) -> None:
-    """Check the shapes of what the converter copied from the first model state."""
+    """Check the shapes of the tensors that the converter copied from the first model state."""
     for name in kept.keys() & others.keys():
         if kept[name].shape != others[name].shape:
             raise ValueError(
@@ -169,18 +171,24 @@ def _check_copies(
 
 
 def _of_tensor_parallelism(directory: Path, prefix: str) -> list[Path]:
-    """Model states of all but the first process of tensor or pipeline parallelism."""
-    found = sorted(directory.glob(f"{prefix}mp_rank_*_model_states.pt"))
-    return [path for path in found if "mp_rank_00_" not in path.name]
+    """List the model states of all processes of tensor or pipeline parallelism but the first.
+
+    `prefix` is the glob pattern of what stands before `mp_rank_` in their names.
+    """
+    files = sorted(directory.glob(f"{prefix}mp_rank_*_model_states.pt"))
+    return [path for path in files if "mp_rank_00_" not in path.name]
 
 
 def _check_whole(
     state: ModelState, names: Collection[str], trained: Collection[str], cut: Sequence[Path]
 ) -> None:
-    """Check that no parameter is taken from a model state that may hold a part of it.
+    """Check that no parameter is read from a model state that may hold only a part of it.
 
-    Those that were `trained` have been merged over tensor parallelism; `cut` are the model states
-    of its other processes.
+    Args:
+        state: the first model state.
+        names: all parameters and buffers that are read.
+        trained: parameters with optimizer state, which were merged over tensor parallelism.
+        cut: model states of the other processes of tensor parallelism; empty without it.
     """
     merged = {*trained, *(name for name, other in state.shared.items() if other in trained)}
     parameters = [name for name in names if name not in merged and name not in state.buffers]

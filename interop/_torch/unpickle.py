@@ -98,7 +98,7 @@ class TorchStorage(NamedTuple):
 
 
 class _Marker(NamedTuple):
-    """A class that is only passed as an argument."""
+    """A class that a pickle passes as an argument, and does not call."""
 
     name: str
 
@@ -215,15 +215,16 @@ class Names:
         return data
 
     def _of_type(
-        self, machine: PickleMachine, function: Any, kind: Any, made: Any, state: Any
+        self, machine: PickleMachine, function: Any, kind: Any, arguments: Any, state: Any
     ) -> Any:
         of_tensor = isinstance(kind, _Marker | RecordKind)  # the latter: a class of the user
-        if function not in self._tensors.values() or not of_tensor or type(made) is not tuple:
+        if function not in self._tensors.values() or not of_tensor or type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"a tensor made by {shown(function)} as {shown(kind)}")
-        return function.make(machine, *made)
+        return function.make(machine, *arguments)
 
 
 def _check_gradient(requires_grad: Any, dtype: Any) -> None:
+    """Raise if a tensor of integers requires a gradient, which PyTorch rejects when it loads."""
     real = not isinstance(dtype, np.dtype) or dtype.kind in "fcV"  # V: bfloat16, float8
     if type(requires_grad) is not bool or (requires_grad and not real):
         raise pickle.UnpicklingError(f"requires_grad={shown(requires_grad)} of {shown(dtype)}")

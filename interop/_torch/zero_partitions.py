@@ -38,8 +38,8 @@ OTHERS = "The files belong to different checkpoints: copy those of one."
 Shape = tuple[int, ...]
 # A parameter may begin at a multiple of 16 bytes of the model's dtype: of 8, 4, 2 or 1 bytes.
 _ALIGNMENTS = (1, 2, 4, 8, 16)
-_PARTITION_MULTIPLE = 2  # of elements in a partition
-_SAMPLE = 16  # elements
+_PARTITION_MULTIPLE = 2  # DeepSpeed makes partitions of an even number of elements
+_SAMPLE = 16  # elements that are compared at each place
 
 
 def wrong(file: Path, what: str, remedy: str) -> ValueError:
@@ -98,7 +98,13 @@ def paddings_of(group: Mapping[str, Shape], index: int, ranks: Sequence[Rank]) -
 
 
 def check_partitions(total: int, index: int, ranks: Sequence[Rank]) -> None:
-    """Check the flat tensors of a group of stage 1 or 2, of `total` elements with paddings."""
+    """Check the sizes of the flat tensors of a group of stage 1 or 2 in all processes.
+
+    Args:
+        total: elements of the group, with the paddings after its parameters.
+        index: number of the group.
+        ranks: the processes.
+    """
     size = -(-total // (len(ranks) * _PARTITION_MULTIPLE)) * _PARTITION_MULTIPLE
     for number, rank in enumerate(ranks):
         padding = min(size, max(0, (number + 1) * size - total))
@@ -113,7 +119,7 @@ def check_partitions(total: int, index: int, ranks: Sequence[Rank]) -> None:
 
 
 def check_pieces(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> None:
-    """Check the flat tensors of stage 3."""
+    """Check the sizes of the flat tensors of stage 3 in all processes."""
     sizes = [
         sum(-(-math.prod(shape) // len(ranks)) for shape in group.values()) for group in groups
     ]
@@ -193,10 +199,10 @@ def check_ranks(ranks: Sequence[Rank]) -> None:
 
 
 def _sample(rank: Rank) -> bytes | None:
-    """Some elements of each group of the parameters and of their means.
+    """Return the bytes of some elements of a process's parameters and of their first moments.
 
-    None if one of the two has equal elements only, as in a run that has not begun: such partitions
-    of two processes may be the same.
+    None if all sampled elements of either are equal, as the zeros of moments before the first step:
+    the partitions of two processes may then rightly be the same.
     """
     sampled = []
     for kind in ("fp32", MOMENTS[0]):
@@ -293,7 +299,10 @@ def _of_stage_3(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) ->
 
 
 def _cut(offset: int, size: int, pieces: Sequence[tuple[tuple[int, int], int]]) -> list[Fragment]:
-    """Locate the `size` elements from `offset` on in consecutive shards."""
+    """Locate the `size` elements from `offset` on in consecutive flat tensors.
+
+    `pieces` has ((rank, group), number of elements) for each flat tensor.
+    """
     fragments, begin = [], 0
     for (rank, group), length in pieces:
         start, stop = max(offset, begin), min(offset + size, begin + length)

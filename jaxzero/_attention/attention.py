@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from .._mesh import num_token_parts
 from .form import Form, default_scale
 from .split import Method, attend_heads, attend_split, back_to_tokens, exchanged, method_for
 
-# As in `jax.nn.dot_product_attention`, or a function that is called in its place.
+# As in `jax.nn.dot_product_attention`; or a function with its arguments, which is called instead.
 Implementation = Literal["xla", "cudnn"] | Callable[..., Any] | None
 LONG_ROW = 8192  # tokens: the logits of a head take 256 MiB in float32
 
@@ -38,9 +39,9 @@ def attention(
 ) -> Float[Array, "b t h v"]:
     """Dot-product attention, also of rows whose tokens are split over devices.
 
-    The arguments are those of `jax.nn.dot_product_attention`, and with them alone, on a mesh
-    without the axis `tokens`, short rows are given to it. With that axis
-    (`jz.make_mesh(tokens=...)`), each device computes its part of the work; queries, keys and
+    The arguments are those of `jax.nn.dot_product_attention`, and some more. If no others are given
+    and the mesh has no axis `tokens`, JAX's function computes rows of up to 8192 tokens. With that
+    axis (`jz.make_mesh(tokens=...)`), each device computes its part of the work; queries, keys and
     values may have any sharding, and the result is split like `jz.split_tokens`. Long rows are
     computed in blocks of queries and keys, so that memory is linear in tokens, and blocks that a
     causal mask or a window hides take no time. All ways compute the same, up to rounding.
@@ -49,24 +50,26 @@ def attention(
         query: `[rows, tokens, heads, size]`.
         key: `[rows, tokens, groups, size]`; each group serves `heads / groups` heads.
         value: `[rows, tokens, groups, size]`, where the size may be another one.
-        bias: added to logits, as in JAX; all logits then exist at once.
+        bias: added to logits, broadcast to `[rows, heads, queries, keys]`; all logits then exist at
+            once.
         mask: True for what is seen, broadcast to `[rows, heads, queries, keys]`. Of shape
             `[rows, 1, 1, keys]`, as for padding, it costs no more than segments do; otherwise all
             logits exist at once.
         scale: factor of the logits; by default `1 / sqrt(size)`.
         is_causal: whether a query sees no later keys.
         query_seq_lengths: as in JAX; all logits then exist at once.
-        key_value_seq_lengths: likewise.
+        key_value_seq_lengths: as in JAX; all logits then exist at once.
         local_window_size: how many keys before and after its own position a query sees.
         implementation: as in JAX. "cudnn" keeps the logits on the chip, forward and backward; it
             takes 16-bit arrays with heads of a multiple of 8, up to 128 numbers (256 on Hopper).
-            Or a function with the arguments of `jax.nn.dot_product_attention` but this one, such
-            as `tokamax.dot_product_attention`. Both get whole rows, so that on a mesh with
-            `tokens` each device takes some of the heads, as with `method="heads"`; key-value heads
-            that are fewer than the devices are sent to several. There they work inside functions
-            given to `zero` only.
-        segments: the document of each token, for queries and keys: they see their own document
-            only, and nothing sees segment 0, which is padding (`jaxzero.data.PackedRows`).
+            Or a function with the arguments of `jax.nn.dot_product_attention` except
+            `implementation`, such as `tokamax.dot_product_attention`. Both get whole rows, so on a
+            mesh with `tokens` each device takes some of the heads, as with `method="heads"`, and
+            key-value heads that are fewer than the devices are sent to several. On such a mesh they
+            work only inside functions given to `zero`.
+        segments: the number of each token's document, `[rows, tokens]`, for queries and keys: they
+            see their own document only, and nothing sees segment 0, which is padding
+            (`jaxzero.data.PackedRows`).
         softcap: logits x become `softcap * tanh(x / softcap)`.
         chunk: how many queries, and keys, a block has; the logits of a block exist at once. None:
             1024, and rows of up to 8192 tokens on one device are not computed in blocks.
@@ -124,12 +127,16 @@ def attention(
 
 
 def is_library(implementation: Implementation) -> bool:
-    """Whether it is a call of a library, which the compiler cannot partition."""
+    """Whether `implementation` calls a library: the compiler cannot partition such a call."""
     return implementation == "cudnn" or callable(implementation)
 
 
 def dot_product_attention(*arrays: Any, implementation: Implementation, **options: Any) -> Any:
-    """That of JAX, or `implementation` if it is a function."""
+    """Call `implementation` if it is a function, otherwise `jax.nn.dot_product_attention`.
+
+    Raises:
+        ValueError: the function returns an array of another shape or dtype than JAX's would.
+    """
     if callable(implementation):
         query, _, value, *_ = arrays
         result = implementation(*arrays, **options)
@@ -172,14 +179,17 @@ def _window(size: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | 
 
 
 def _as_key_mask(mask: Any) -> Bool[Array, "b s"] | None:
-    """A mask that is the same for all queries and heads, without their dims."""
+    """A mask that is the same for all queries and heads, without their dims; None for others."""
     if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
         return None
     return mask[:, 0, 0]
 
 
 def _marks_of_keys(segments: Any, key_mask: Any, key: Any) -> Int[Array, "b s"] | None:
-    """The segment of each key, or 1; 0 for keys that nothing sees. None: all are alike."""
+    """The segment of each key, or 1 without segments; 0 for keys that nothing sees.
+
+    None if there are neither segments nor a mask.
+    """
     if key_mask is None:
         return segments
     seen = jnp.broadcast_to(key_mask, key.shape[:2])
@@ -216,6 +226,7 @@ def _checked_method(
             f'{query.shape[1]} queries. Take "gather".'
         )
     chosen = method or method_for(query, key, value)
+    # A ring has the keys of one device at a time, and what needs all logits needs all keys.
     return "gather" if needs_all and chosen == "ring" else chosen
 
 
@@ -255,7 +266,9 @@ def _check(
             f"`scale` must be a number; got an array of {scale.dtype}. Multiply `query` by it, and "
             "give `scale=1.0`."
         )
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"`softcap` must be positive, or None for no cap; got {softcap}.")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(
+            f"`softcap` must be positive and finite, or None for no cap; got {softcap}."
+        )
     if chunk is not None and chunk < 1:
         raise ValueError(f"`chunk` must be a number of tokens, at least 1; got {chunk}.")

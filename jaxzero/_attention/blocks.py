@@ -2,9 +2,9 @@
 
     o_i = sum_j exp(x_ij - L_i) v_j,    L_i = log sum_j exp(x_ij),    x_ij = cap(scale q_i k_j)
 
-A loop goes over the pairs of blocks in which some query sees some key, and carries of each query
-the running maximum of x, the sum of exponentials and the sum of values. Forward keeps o and L;
-backward computes the x of each pair again:
+A loop goes over the pairs of blocks in which some query sees some key. For each query it carries
+the running maximum of x, the sum of exponentials and the weighted sum of values. Forward keeps o
+and L; backward computes the x of each pair again:
 
     p = exp(x - L);    dv = p^T do;    ds = p (do v^T - (do . o - dL))
     dq = scale ds k;   dk = scale ds^T q
@@ -40,7 +40,7 @@ _NOT_SEEN = -1e30  # below every logit, and finite, so that a difference of two 
 
 
 class Keys(NamedTuple):
-    """Keys, values and their marks: of each part."""
+    """Keys, values and marks of each part; `Form.marks` says what marks mean."""
 
     key: Float[Array, "b p s g k"]
     value: Float[Array, "b p s g v"]
@@ -48,7 +48,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries with their marks, and what is data of the keys that they see."""
+    """Queries and marks of each part, and the limits of what they see that are traced arrays."""
 
     query: Float[Array, "b p t g n k"]
     marks: Int[Array, "b p t"]
@@ -64,12 +64,12 @@ def attend_in_blocks(
 
     Args:
         form: which keys are seen, and the formula.
-        queries: of each part; more than `form.chunk` must be a multiple of it.
-        keys: of each part, likewise.
+        queries: those of each part. Their number is at most `form.chunk`, or a multiple of it.
+        keys: those of each part, with the same condition.
 
     Returns:
-        The mixed values in the dtype of the values, and the logarithms in 32 bits or more. For a
-        query that sees no key they are 0, and a large negative number.
+        The mixed values, in the dtype of the values, and the logarithms, in 32 bits or more. For a
+        query that sees no key these are 0 and a large negative number.
     """
     return _forward(form, queries, keys)[0]
 
@@ -122,17 +122,17 @@ def _backward(
     def pair(sums: tuple[Array, ...], block: _Block, keys: Keys) -> tuple[Array, ...]:
         of_query, of_key, of_value = sums
         logits, slope = block.logits(form, queries, keys)
-        chances = _exp_of_difference(logits, block.of_queries(logarithm))
-        mixed = block.of_queries(gradient)
-        of_logits = _product("bptgnv,bpsgv->bpgnts", mixed, block.of_keys(keys.value))
-        of_logits = chances * (of_logits - _to_logits(block.of_queries(products)))
+        probabilities = _exp_of_difference(logits, block.of_queries(logarithm))
+        of_mixed = block.of_queries(gradient)
+        of_logits = _product("bptgnv,bpsgv->bpgnts", of_mixed, block.of_keys(keys.value))
+        of_logits = probabilities * (of_logits - _to_logits(block.of_queries(products)))
         of_logits = (of_logits * slope * form.scale).astype(queries.query.dtype)
-        chances = chances.astype(mixed.dtype)
+        probabilities = probabilities.astype(of_mixed.dtype)
         query, key = block.of_queries(queries.query), block.of_keys(keys.key)
         return (
             block.add(of_query, _product("bpgnts,bpsgk->bptgnk", of_logits, key)),
             block.add_to_keys(of_key, _product("bpgnts,bptgnk->bpsgk", of_logits, query)),
-            block.add_to_keys(of_value, _product("bpgnts,bptgnv->bpsgv", chances, mixed)),
+            block.add_to_keys(of_value, _product("bpgnts,bptgnv->bpsgv", probabilities, of_mixed)),
         )
 
     start = tuple(
@@ -162,7 +162,8 @@ class _Block:
     num_keys: int
     step: Array  # of the ring
     is_edge: bool  # whether some query does not see some key
-    # Without it the compiler splits loops as it likes, and exchanges blocks in each iteration.
+    # `Form.placed`. Without it the compiler chooses how the arrays of a loop are split, and then
+    # exchanges blocks in each iteration.
     placed: Callable[[Array], Array]
 
     def of_queries(self, x: Array) -> Array:
@@ -188,8 +189,8 @@ class _Block:
         self, form: Form, queries: Queries, keys: Keys
     ) -> tuple[Float[Array, "b p g n t s"], Array | float]:
         """Logits, `_NOT_SEEN` where a key is not seen, and the derivative of the soft cap."""
-        # What is seen depends on no array, so that JAX and XLA would compute it for all pairs,
-        # before the loop: one byte for each query and key.
+        # The barrier makes what is seen depend on an array. Otherwise it depends on constants only,
+        # and JAX and XLA compute it before the loop, for all pairs: a byte for each query and key.
         starts = self.query_start, self.key_start
         query, starts = lax.optimization_barrier((self.of_queries(queries.query), starts))
         logits = _product("bptgnk,bpsgk->bpgnts", query, self.of_keys(keys.key))
@@ -237,12 +238,14 @@ class _Loop:
         self.num_parts, num_queries, num_keys = *queries.query.shape[1:3], keys.key.shape[2]
         self.num_steps = self.num_parts if form.is_ring else 1
         self.sizes = min(num_queries, form.chunk), min(num_keys, form.chunk)
+        # Two lists of pairs, `[pairs, 2]`: those whose queries see all of their keys, which need no
+        # mask, and those whose queries may see some. What is data puts all pairs into the second.
         if self.start is not None:
             shape = -(-num_queries // self.sizes[0]), -(-num_keys // self.sizes[1])
             self.pairs = np.empty((0, 2), np.int32), np.argwhere(np.ones(shape)).astype(np.int32)
             return
         pairs = pairs_of_blocks(form, num_queries, num_keys, self.num_parts, self.sizes)
-        if form.marks is not None or queries.reach is not None:  # which are data
+        if form.marks is not None or queries.reach is not None:
             pairs = pairs[0][:0], np.concatenate(pairs)
         self.pairs = pairs
 
@@ -255,9 +258,11 @@ class _Loop:
         """Apply `pair` to all pairs, with the keys of each part in turn.
 
         Args:
-            sums: what is carried.
-            pair: the sums after a pair, from those before it, the block, and the keys.
-            num_of_queries: how many of the sums belong to queries; others travel with the keys.
+            sums: the running sums, which the loop carries.
+            pair: a function of the sums, a `_Block` and the keys, which returns the sums with those
+                of the block added.
+            num_of_queries: how many of the sums belong to queries. The others belong to keys, and
+                travel with them.
         """
         last = self.num_steps - 1
         if not last:

@@ -1,4 +1,4 @@
-"""Which keys a query sees, and the formula of logits; and so, which blocks of keys."""
+"""Which keys a query sees, the formula of its logits, and which pairs of blocks are computed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Form:
         marks: what `marks` of queries and keys mean. "segments": they must be equal, and not 0;
             "keys": that of the key must not be 0; None: nothing.
         chunk: the most queries, and keys, of a block.
-        query_places: `(factor, offset)`: token x of part p is at position `factor x + offset p`.
-        key_places: likewise, of keys.
-        is_ring: whether each part has only its keys, and those of the others come to it in turn.
+        query_places: `(factor, offset)`: query x of part p is at position `factor x + offset p`.
+        key_places: `(factor, offset)` of keys, likewise.
+        is_ring: whether each part begins with its own keys only, and receives those of the other
+            parts one after the other.
         split_dim: the dim of `[b, p, ...]` that is split over devices: 1 the parts, 3 the heads.
     """
 
@@ -42,7 +43,10 @@ class Form:
     split_dim: int | None = None
 
     def placed(self, x: Array, collective: str | None = None) -> Array:
-        """`x`, split over devices on `split_dim`, if it has that dim; sent by `collective`."""
+        """Constrain `x` to be split over devices on `split_dim`, if it has that dim.
+
+        `collective` names the one that moves `x` there; None if `x` is split so already.
+        """
         if self.split_dim is None or x.ndim <= self.split_dim:
             return x
         if collective is not None:
@@ -53,8 +57,17 @@ class Form:
 def pairs_of_blocks(
     form: Form, num_queries: int, num_keys: int, num_parts: int, sizes: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs of blocks `[pairs, 2]` in which the queries of all parts see all keys of all parts,
-    and those in which some may see some.
+    """Pairs of blocks in which all queries see all keys, and those in which some may see some.
+
+    Args:
+        form: which keys are seen.
+        num_queries: queries of a part.
+        num_keys: keys of a part.
+        num_parts: the number of parts. A pair is for the same blocks of all parts.
+        sizes: queries of a block, and keys.
+
+    Returns:
+        Two int32 arrays `[pairs, 2]`: the numbers of the block of queries and of that of keys.
     """
 
     def bounds(places: tuple[int, int], num: int, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,9 +5,9 @@
               (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509)
     ring      each device has its queries; the keys and values of the others come to it in turn
 
-All of them are constraints on where arrays lie; the compiler adds the collectives. With a causal
-mask or a window, queries of `gather` and `ring` are dealt out to devices in turn, so that each has
-as many keys to look at (`blocks`).
+All of them are constraints on how arrays are split; the compiler adds the collectives. With a
+causal mask or a window, `gather` and `ring` deal out queries to devices in turn, so that the
+queries of each device see about as many keys (`blocks`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def method_for(
     key_bsgk: Shaped[Array, "b s g k"],
     value_bsgv: Shaped[Array, "b s g v"],
 ) -> Method | None:
-    """The way that is taken, by bytes and heads; None: tokens are not split, or not evenly.
+    """Choose a method, by heads and bytes; None if tokens are not split, or not evenly.
 
-    Heads, if each device can have some of them. All their queries are then on one device, which
-    leaves out what a mask hides and can call a kernel for it. Where there are many queries for one
-    key they cost more bytes: above twice those of the keys, keys are sent. Keys and values travel
-    in a ring, so that a device never holds those of all tokens; of rows that are not split evenly
-    into queries and keys they are gathered.
+    "heads" if the devices can share the key-value heads. A device then has all queries of its
+    heads, leaves out what a mask hides, and can call a kernel. Queries are sent too: where many
+    share one key, that is more bytes, and if it is more than twice those of sending keys and values
+    alone, these are sent. "ring" then, so that a device never holds the keys of all tokens; or
+    "gather" if there are not as many keys as queries.
     """
     num = num_token_parts()
     if num == 1 or query_bthk.shape[1] % num or key_bsgk.shape[1] % num:
@@ -70,8 +70,9 @@ def attend_split(
     """Attend in blocks, with tokens split over devices.
 
     Args:
-        form: which keys are seen; the places of tokens are set here.
-        method: the way; None: all on one device. With `start` there is no ring.
+        form: which keys are seen. `query_places`, `key_places`, `is_ring` and `split_dim` are set
+            here.
+        method: how queries meet keys; None: all on one device. "ring" does not go with `start`.
         query_bthk: queries.
         key_bsgk: keys.
         value_bsgv: values.
@@ -85,7 +86,8 @@ def attend_split(
         The mixed values, and the logarithm of the softmax's denominator of each query and head.
     """
     if method is not None:
-        # Their gradients too, so that what makes them of tokens is not split by heads.
+        # This also constrains their gradients. Otherwise the compiler would split backward of the
+        # projections before this by heads too.
         arrays = query_bthk, key_bsgk, value_bsgv
         query_bthk, key_bsgk, value_bsgv = (split_over_tokens(x, 1) for x in arrays)
     batch, num_queries, heads, size = query_bthk.shape
@@ -95,7 +97,7 @@ def attend_split(
     if key_marks is None:
         key_marks = jnp.ones((batch, num_keys), jnp.int32)
     query_btgnk = query_bthk.reshape(batch, num_queries, groups, heads // groups, size)
-    # With a mask by distance, tokens are dealt out in turn, if that is one all-to-all.
+    # With a mask by distance, tokens are dealt out in turn, if one all-to-all can do that.
     num_parts = num_token_parts() if method in ("gather", "ring") else 1
     in_turn = form.before is not None or form.after is not None
     in_turn = in_turn and num_parts > 1 and num_queries % num_parts**2 == 0
@@ -112,30 +114,31 @@ def attend_split(
     arrays = [cut(query_btgnk), cut(query_marks)]
     arrays += [cut_keys(x) for x in (key_bsgk, value_bsgv, key_marks)]
     moves = method == "heads" or in_turn
-    of_keys = moves and method != "gather"  # which are where they belong
-    has_marks = form.marks is not None  # others are constants
+    of_keys = moves and method != "gather"  # "gather" has placed the keys already
+    has_marks = form.marks is not None  # otherwise marks are constants, and not sent
     is_moved = moves, moves and has_marks, of_keys, of_keys, of_keys and has_marks
     padded = [
-        form.placed(_padded(x, form.chunk), "all-to-all" if each else None)
-        for x, each in zip(arrays, is_moved, strict=True)
+        form.placed(_padded(x, form.chunk), "all-to-all" if moved else None)
+        for x, moved in zip(arrays, is_moved, strict=True)
     ]
-    if padded[-1].shape != arrays[-1].shape and form.marks is None:
+    if padded[-1].shape != arrays[-1].shape and form.marks is None:  # marks of padding are 0
         form = dataclasses.replace(form, marks="keys")
     query, query_marks, *keys = padded
     data = (
         None if x is None else jax.lax.stop_gradient(x).astype(jnp.int32) for x in (reach, start)
     )
-    made: Any = attend_in_blocks(form, Queries(query, query_marks, *data), Keys(*keys))
-    mixed, logarithm = (_joined(x, num_queries, num_parts, in_turn) for x in made)
+    results: Any = attend_in_blocks(form, Queries(query, query_marks, *data), Keys(*keys))
+    mixed, logarithm = (_joined(x, num_queries, num_parts, in_turn) for x in results)
     mixed = mixed.reshape(batch, num_queries, heads, -1)
     logarithm = logarithm.reshape(batch, num_queries, heads)
     return back_to_tokens(mixed, method, moves), back_to_tokens(logarithm, method, moves)
 
 
 def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """Queries, keys and values where attention over whole rows needs them.
+    """Split queries, keys and values so that each device can attend over whole rows.
 
-    The compiler then partitions any attention over the queries, or over the heads.
+    With "heads", all three are split by heads; otherwise queries are split by tokens, and keys and
+    values are gathered. The compiler then partitions any attention in the same way.
     """
     query, key, value = (split_over_tokens(x, 1) for x in (query, key, value))
     if method == "heads":
@@ -148,14 +151,15 @@ def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[A
 def back_to_tokens(x: Array, method: Method | None, moves: bool | None = None) -> Array:
     """Split what attention returns over tokens, dim 1; unchanged if `method` is None.
 
-    `moves` says whether it was split otherwise, by default that heads were exchanged.
+    `moves` says whether it is split otherwise now, by default if heads were exchanged.
     """
     if method is None:
         return x
     moves = method == "heads" if moves is None else moves
     if not moves:
         return split_over_tokens(x, 1)
-    # Heads first: backward starts from this split, and the compiler would choose its exchanges.
+    # Split by heads first, for backward: there this constraint comes after the exchange, and keeps
+    # the cotangent split by heads. Otherwise the compiler would choose further exchanges.
     return exchange_over_tokens(split_over_tokens(x, 2), 1, "all-to-all")
 
 

@@ -231,7 +231,7 @@ def _may_be_deleted(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         is_there = True
-        with contextlib.suppress(OSError):  # perhaps that of the body; no evidence that it is gone
+        with contextlib.suppress(OSError):  # it cannot be looked at, so it may still be there
             is_there = is_folder(folder)
         if is_there:
             raise

@@ -47,10 +47,10 @@ def record_files(
     Returns:
         Relative path -> record.
     """
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob(pattern))}
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob(pattern))}
     return {
         name: FileRecord(path.stat().st_size, digest(path))
-        for name, path in found.items()
+        for name, path in paths.items()
         if path.is_file() and name not in known
     }
 
@@ -109,13 +109,13 @@ def read_description(folder: Path) -> dict[str, Any]:
 def _read_sizes(folder: Path) -> dict[str, int]:
     """Read file -> size from `jaxzero.json`.
 
-    The data may be a few times as large as the leaves, so that nobody waits for the digest of a
-    file that cannot belong to them.
+    Files that are together far larger than the leaves can need are damage too: otherwise a restore
+    would spend hours on the digest of a file that cannot belong to the checkpoint.
     """
     try:
         with _opening(folder, DESCRIPTION):
-            said = read_description(folder)
-        sizes, leaves = said["files"], said["leaves"]
+            description = read_description(folder)
+        sizes, leaves = description["files"], description["leaves"]
         bound = max_bytes_of(sum(_leaf_bytes(text) for text in leaves.values()), len(leaves))
         total = sum(sizes.values())
         outside = [name for name in sizes if ".." in Path(name).parts or Path(name).is_absolute()]
@@ -162,7 +162,10 @@ def _read_sums(folder: Path) -> dict[str, str]:
 
 
 def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> None:
-    """Raise `_Damage` unless a file has its size and digest. `size` is None for a text."""
+    """Raise `_Damage` unless a file has its size and digest.
+
+    `size` is None for the description, which holds the sizes of the other files.
+    """
     path = folder / name
     with _opening(folder, name):
         num_bytes = regular_size(path)
@@ -180,7 +183,7 @@ class _Damage(Exception):
 
 @contextlib.contextmanager
 def _opening(folder: Path, name: str) -> Iterator[None]:
-    """Raise `_Damage` if a file is missing or none; name it in other I/O errors of the body."""
+    """Raise `_Damage` if a file is missing or not regular; name it in other errors of reading."""
     try:
         yield
     except MISSING as error:

@@ -152,10 +152,10 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
             continue
         if problem is None:
             return step
-        with all_succeed(f"{name}-{step}-aside", seconds) as told:
+        with all_succeed(f"{name}-{step}-aside", seconds) as facts:
             moved = set_aside(folder) if jax.process_index() == 0 else None
-            told["renamed"] = moved and moved.name
-        renamed = told.of_all[0]["renamed"]
+            facts["renamed"] = moved and moved.name
+        renamed = facts.of_all[0]["renamed"]
         if renamed is None:
             in_place.append(folder.name)
         damaged.append(_say_damage(folder, problem, renamed))
@@ -185,19 +185,19 @@ def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int]
 
     On a shared file system other processes may see changes later.
     """
-    with all_succeed(name, seconds) as told:
+    with all_succeed(name, seconds) as facts:
         if jax.process_index() == 0:
-            told |= {"steps": list_steps(directory), "aside": list_damaged(directory)}
-    return told.of_all[0]["steps"], told.of_all[0]["aside"]
+            facts |= {"steps": list_steps(directory), "aside": list_damaged(directory)}
+    return facts.of_all[0]["steps"], facts.of_all[0]["aside"]
 
 
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
-    """Return if a checkpoint exists, and a description of its damage. Collective."""
-    with all_succeed(name, seconds) as told:  # an error is not evidence of damage
+    """Return whether a checkpoint exists, and a description of its damage or None. Collective."""
+    with all_succeed(name, seconds) as facts:  # an error is not evidence of damage
         share = {"number": jax.process_index(), "count": jax.process_count()}
-        told["problem"] = find_damage(folder, **share)
-        told["is_there"] = is_folder(folder)
-    blind = [number for number, each in enumerate(told.of_all) if not each["is_there"]]
+        facts["problem"] = find_damage(folder, **share)
+        facts["is_there"] = is_folder(folder)
+    blind = [number for number, each in enumerate(facts.of_all) if not each["is_there"]]
     if blind:
         with all_succeed(f"{name}-again", seconds) as seen:  # it may have been deleted
             seen["is_there"] = jax.process_index() == 0 and is_folder(folder)
@@ -207,7 +207,7 @@ def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
             f"Process {blind[0]} does not see {str(folder)!r}, which process 0 does. Keep "
             "checkpoints in a directory on a file system that all processes share."
         )
-    problems = [each["problem"] for each in told.of_all if each["problem"] is not None]
+    problems = [each["problem"] for each in facts.of_all if each["problem"] is not None]
     return True, "; ".join(dict.fromkeys(problems)) or None
 
 

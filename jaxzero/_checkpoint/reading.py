@@ -24,7 +24,7 @@ from .digests import MAX_ITEM_BYTES, MAX_TEXT_BYTES, MISSING, max_bytes_of
 from .saver import EXTRA, STATE
 from .stored_leaves import Named, check_same_leaves, target
 
-# What a reader may raise about the content of files, and files that are missing.
+# What Orbax and JSON raise if the content of a file is wrong, or a file is missing.
 _OF_CONTENT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
 _OF_CONTENT += (RecursionError, NotImplementedError, MemoryError, *MISSING)
 _DATA = "d"  # folders of OCDBT, which hold the arrays in parts that are read as needed

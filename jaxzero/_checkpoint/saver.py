@@ -92,18 +92,18 @@ class Saver:
         self._step, self._name = step, new_name()
         folder = None
         try:
-            with all_succeed(f"{self._name}-begin", self._seconds) as told:
+            with all_succeed(f"{self._name}-begin", self._seconds) as facts:
                 if jax.process_index() == 0 and step not in list_steps(self._directory):
                     folder = make_temporary(self._directory, step)
-                told |= {"folder": folder and folder.name, "step": step, "own": own}
-            _check_same(told.of_all)
+                facts |= {"folder": folder and folder.name, "step": step, "own": own}
+            _check_same(facts.of_all)
         except Exception as raised:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(raised, ValueError):
                 raise
             raise self._not_saved(raised) from raised
-        made = told.of_all[0]["folder"]
+        made = facts.of_all[0]["folder"]
         return None if made is None else self._directory / made
 
     def write(self, folder: Path, content: Content) -> None:
@@ -118,14 +118,14 @@ class Saver:
         """Run the background part; return the error of deleting old checkpoints, if any."""
         is_first = jax.process_index() == 0
         try:
-            with all_succeed(f"{self._name}-written", self._seconds) as told:
+            with all_succeed(f"{self._name}-written", self._seconds) as facts:
                 try:
-                    told["records"] = self._write(folder, content.arrays, copied)
+                    facts["records"] = self._write(folder, content.arrays, copied)
                 finally:
                     copied.set()
             with all_succeed(f"{self._name}-done", self._seconds):
                 if is_first:
-                    self._complete(folder, content, told.of_all)
+                    self._complete(folder, content, facts.of_all)
         finally:
             if is_first:
                 shutil.rmtree(folder, ignore_errors=True)  # if it was not renamed

@@ -84,7 +84,7 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
 
 
 def _name(key: str, path: str) -> str:
-    """The name of a leaf: the key of its tree, and its path there, where the root is `.`."""
+    """The name of a leaf: the key of its tree, then its path in it; "." is the path of a root."""
     return key if path == "." else f"{key}.{path}"
 
 
@@ -229,7 +229,10 @@ def _even_sharding(leaf: LeafSpec, zero: Zero) -> NamedSharding:
 
 
 def stored_array(named: Named, x: jax.Array | None, zero: Zero) -> jax.Array:
-    """Pad an array that was read and reshard it like the requested one; None for an empty one."""
+    """Pad an array that was read, and reshard it like the requested one.
+
+    `x` is None for a leaf without elements, of which nothing is stored.
+    """
     leaf, like = named
     given = jnp.zeros(leaf.shape, leaf.dtype) if x is None else x
     if named.is_key:

@@ -47,7 +47,7 @@ def joined_rows(
 
 
 def joined(x: Shaped[Array, ...], shape: tuple[int, ...], dim: int, num: int) -> Shaped[Array, ...]:
-    """Join `num` pieces of `shape`, which `x` has on a dim before `dim`, along `dim`."""
+    """Join `num` pieces of `shape` along `dim`; `x` has the dim of pieces just before `dim`."""
     return x.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :])
 
 

@@ -1,8 +1,8 @@
-"""Trace what is done with a bucket once, and copy it for all buckets that are alike.
+"""Trace the collectives of a bucket once, and copy the trace for all buckets with equal shapes.
 
 An unrolled model has a bucket for each layer, with the same shapes in each. To encode, gather and
-decode one takes hundreds of calls into JAX, more than its layer computes. What is traced once is
-recorded in the ledger, and labelled, each time that it is copied.
+decode one takes hundreds of calls into JAX, more than its layer needs. Each copy is recorded in the
+ledger with the names of its own leaves.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .._mesh import Recording, is_simulating, is_traced
 from .comm_spec import CommSpec, ReduceSpec
 from .ledger import Transfer, current_ledger, note_again, noted
 
-_Known = dict[Any, tuple[Recording, list[Transfer]] | None]
-_known: contextvars.ContextVar[_Known | None] = contextvars.ContextVar(
+_Recordings = dict[Any, tuple[Recording, list[Transfer]] | None]
+_recordings: contextvars.ContextVar[_Recordings | None] = contextvars.ContextVar(
     "jaxzero_alike", default=None
 )
 
 
 @contextlib.contextmanager
 def alike_once() -> Iterator[None]:
-    """Trace functions once for arguments that are alike, in this context (`for_alike`)."""
-    token = _known.set({})
+    """Let `for_alike` reuse its traces in this context."""
+    token = _recordings.set({})
     try:
         yield
     finally:
-        _known.reset(token)
+        _recordings.reset(token)
 
 
 def for_alike(function: Callable[..., Any], *args: Any) -> Any:
@@ -44,7 +44,7 @@ def for_alike(function: Callable[..., Any], *args: Any) -> Any:
         args: its arguments. They are alike if they differ only in the values of arrays and in
             the names of leaves.
     """
-    recordings = _known.get()
+    recordings = _recordings.get()
     if recordings is None or is_simulating():
         return function(*args)
     leaves, treedef = jax.tree.flatten(args)
@@ -61,7 +61,7 @@ def for_alike(function: Callable[..., Any], *args: Any) -> Any:
 
         with noted() as transfers:
             recording = Recording(of_arrays, arrays)
-        # One that reads an array of this trace has it in its equations, which fit nowhere else.
+        # A function that closes over an array of this trace cannot be copied for other buckets.
         recordings[key] = (recording, transfers) if recording.is_closed else None
     if (recorded := recordings[key]) is None:
         return function(*args)
@@ -75,7 +75,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _kind(x: Any) -> Any:
-    """What two arguments have in common that are alike."""
+    """A key that is equal for arguments that are alike: the type of an array, or the value."""
     if _is_array(x):
         return jax.typeof(x)
     if isinstance(x, CommSpec):

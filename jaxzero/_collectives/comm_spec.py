@@ -42,9 +42,9 @@ class MessageForm:
             in their own dtype; otherwise as rows of bits, `[devices, m]`.
         join_below_bytes: leaves without a codec are joined into one message only if each sends
             fewer bytes than this; None joins all.
-        copy_below_bytes: leaves that can be sent as they lie are joined only where the larger side
-            of the collective, what a gather returns or a reduction takes, has fewer bytes of them;
-            None joins all.
+        copy_below_bytes: a leaf whose shards are contiguous in memory is copied into a joined
+            message only if it has fewer bytes than this on the larger side of the collective (a
+            gather's output, a reduction's input); None joins all.
     """
 
     tiled: bool = False
@@ -61,7 +61,7 @@ class MessageForm:
         return self.join_below_bytes is None or num_bytes < self.join_below_bytes
 
     def shares_kernel(self, num_bytes: int) -> bool:
-        """Whether an array, of `num_bytes` when it is whole, shares a kernel with others."""
+        """Whether an array of `num_bytes`, unsharded, is exchanged by one kernel with others."""
         return self.copy_below_bytes is None or num_bytes < self.copy_below_bytes
 
     def copies(self, shape: tuple[int, ...], dim: int, num_bytes: int) -> bool:
@@ -99,10 +99,10 @@ class CommSpec:
     hpz: HpZ | None
     min_quantized_size: int
     schedule: CommSchedule
-    halves: bool = False  # whether the first half of the devices is summed too
+    halves: bool = False  # whether reductions also return the sum over half of the devices
     form: MessageForm = MessageForm()
     on_cpus: bool = False  # there host memory and device memory are one
-    # What a sum over devices is divided by to be the mean of one micro-batch; None: their number.
+    # Divides a gradient's sum over devices to give one micro-batch's mean; None: `num_devices`.
     mean_divisor: float | None = None
     # How many micro-batches the devices of each node run, where nodes run different numbers.
     node_microbatches: tuple[int, ...] | None = None
@@ -115,11 +115,12 @@ class CommSpec:
         halves: bool = False,
         node_microbatches: tuple[int, ...] | None = None,
     ) -> CommSpec:
-        """Derive how a program on `mesh` communicates; the last two arguments are fields.
+        """Derive the `CommSpec` of a program on `mesh`; the last two arguments become its fields.
 
         Raises:
-            ValueError: `deterministic="mesh"` does not allow them.
-            NotImplementedError: a hop is to be one kernel, and `mesh` cannot run it.
+            ValueError: `halves` or `node_microbatches` with `deterministic="mesh"`.
+            NotImplementedError: `halves` with `ungathered`, or a hop with
+                `implementation="nvlink"` that `mesh` cannot run.
         """
         if config.schedule.deterministic and (halves or node_microbatches):
             raise ValueError(
@@ -135,10 +136,10 @@ class CommSpec:
         sizes = {axis: mesh.shape[axis] for axis in AXES}
         halves_local = halves and sizes[NODE] == 1
         check_kernel_hops(mesh, config.weights, config.gradients, halves_local=halves_local)
-        is_alone = all(sizes[axis] == 1 for axis in config.axes)  # then no slice is gathered
+        is_alone = all(sizes[axis] == 1 for axis in config.axes)  # so hpZ has nothing to keep
         hpz, node = config.hpz, config.weights.node
         if node_microbatches and hpz is None and config.stage == 3 and NODE in config.axes:
-            # Nothing is sent between nodes in later micro-batches: what was received is kept.
+            # Nodes run different numbers of micro-batches: only the first may gather over `node`.
             hpz = HpZ(codec=node if isinstance(node, Codec) else None)
         return cls(
             config.axes,
@@ -170,11 +171,11 @@ class CommSpec:
 
     @property
     def divisor(self) -> int | float:
-        """What the sum of a gradient over devices, in one micro-batch, is divided by."""
+        """The number that divides a micro-batch's sum over devices to give the mean."""
         return self.num_devices if self.mean_divisor is None else self.mean_divisor
 
     def num_runs(self, microbatches: int) -> int:
-        """The micro-batches of a step, summed over devices; the fastest run `microbatches`."""
+        """Micro-batches of a step, summed over devices; the fastest node runs `microbatches`."""
         if self.node_microbatches is None:
             return self.num_devices * microbatches
         return self.sizes[LOCAL] * sum(self.node_microbatches)
@@ -203,7 +204,7 @@ class CommSpec:
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
     def described(self, transfers: Sequence[Transfer]) -> tuple[str, ...]:
-        """A line for each axis with a codec: what weights or gradients are sent as, in all."""
+        """One line for each axis with a codec: the codecs and dtypes used in `transfers`."""
         lines = []
         for what, codecs in (("weights", self.weights), ("gradients", self.gradients)):
             for axis in self.axes_with_peers(AXES):
@@ -233,7 +234,7 @@ class CommSpec:
     def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
         """The codec with which a weight of `num` elements (in full) is gathered over `axis`."""
         codec = getattr(self.weights, axis)
-        if isinstance(codec, WeightHop):  # here without a wire state
+        if isinstance(codec, WeightHop):  # it needs a wire state, which this gather lacks
             codec = self.hpz and self.hpz.codec
         return self.suitable_for_weights(codec, num, dtype)
 
@@ -251,7 +252,10 @@ class CommSpec:
         return codec
 
     def suitable_for_weights(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
-        """`suitable`, if a message has fewer bits: more would carry nothing, without a sum."""
+        """`suitable`, or None if the codec's numbers are as wide as `dtype` or wider.
+
+        Weights are not summed, so wider messages would not make them more precise.
+        """
         codec = self.suitable(codec, num, dtype)
         return codec if codec is not None and codec.bits < 8 * jnp.dtype(dtype).itemsize else None
 
@@ -278,7 +282,7 @@ class ReduceSpec:
         layout: split dim and padding of the result.
         hops: the mesh axes to sum over, in order. With `local` only, the result is this device's
             node slice of the sum over its node.
-        exact: whether no codec of the config encodes it.
+        exact: whether it is reduced without the codecs of the config.
     """
 
     name: str
@@ -306,7 +310,7 @@ class ReduceSpec:
         return comm.gradient_codec(axis, size, self.dtype)
 
     def exchange(self, axis: str, comm: CommSpec) -> Codec | None:
-        """The codec, if the hop over `axis` is one kernel (`kernel_hop`)."""
+        """The codec of a hop over `axis` that is one kernel (`kernel_hop`); None for another."""
         codec = self.codec(axis, comm)
         return codec if codec is not None and codec.exchange_format is not None else None
 
@@ -327,10 +331,10 @@ class ReduceSpec:
     def is_joined(self, axis: str, comm: CommSpec) -> bool:
         """Whether the gradient is sent over `axis` in one message with others (`MessageForm`).
 
-        After the first axis a gradient of a quarter of the bytes is already sent alone. A joined
-        message is written once, and the sums over the previous axis are computed there: gradients
-        that arrive one by one would all be held until the last (0.25 GiB in a layer of Llama-7B).
-        Gradients in few bits are joined: they are encoded, not copied, into the message.
+        After the first axis, a quarter of the limit is enough for a gradient to be sent alone:
+        a joined message needs the sums over the previous axis of all its gradients, so those that
+        arrive first are held until the last (0.25 GiB in a layer of Llama-7B). Gradients with a
+        codec of few bits are always joined: encoding writes into the message, without a copy.
         """
         codec = self.codec(axis, comm)
         if codec is not None and not isinstance(codec, Cast):

@@ -98,8 +98,8 @@ class EncodedShards:
             return dataclasses.replace(plain, hop=KernelHop(codec, axes, self.read_as or x.dtype))
         with jax.named_scope("encode"):
             data = self._messages(x, codec, device_index(axes), tiled)
-        # Without it XLA may move casts of the decoding in front of the collective that follows,
-        # which would then send floats.
+        # Without the barrier XLA may move casts of the decoding in front of the collective that
+        # follows, which would then send floats.
         data = lax.optimization_barrier(data)
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape), tiled=tiled)
 
@@ -128,14 +128,14 @@ class EncodedShards:
         shape = (1, *codec.message(x.size, x.dtype).shape)
         write = functools.partial(codec.encode_pieces, x, 0, 1, seed=device_index(axes))
         draft = DeferredMessage(shape, jax.named_scope("encode")(write))
-        known = self.described(jax.ShapeDtypeStruct(shape, draft.dtype))
-        known = dataclasses.replace(known, codec=codec, shape=tuple(x.shape), tiled=False)
-        return known, draft
+        shards = self.described(jax.ShapeDtypeStruct(shape, draft.dtype))
+        shards = dataclasses.replace(shards, codec=codec, shape=tuple(x.shape), tiled=False)
+        return shards, draft
 
     def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
         """These shards with only the shape and dtype of `data`, in place of an array."""
-        known = dataclasses.replace(self, kept=None)
-        return dataclasses.replace(known, data=data)  # pyright: ignore[reportArgumentType]
+        shards = dataclasses.replace(self, kept=None)
+        return dataclasses.replace(shards, data=data)  # pyright: ignore[reportArgumentType]
 
     def join(self, dtype: Any = None) -> Shaped[Array, ...]:
         """The array that the shards form, as `dtype` (by default its own)."""
@@ -183,12 +183,12 @@ class EncodedShards:
         return dataclasses.replace(self.gathered_by_kernel(axis), data=x, shape=tuple(x.shape))
 
     def gathered_by_kernel(self, axis: str) -> EncodedShards:
-        """`over`, with the dtype that the kernel wrote."""
+        """The record of these shards after the kernel's gather, with the dtype of its result."""
         assert self.hop is not None
         return dataclasses.replace(self.over(axis), dtype=self.hop.dtype, hop=None)
 
     def over(self, axis: str) -> EncodedShards:
-        """These shards, with `axis` and those before it removed from `axes`, as gathered."""
+        """The record of these shards after a gather over `axis`: `axes` are those after it."""
         done = self.axes.index(axis) + 1 if axis in self.axes else 0
         return dataclasses.replace(self, axes=self.axes[done:])
 

@@ -96,7 +96,7 @@ class GatherBucket:
         return [_joined(*each) for each in zip(self.parts, self._rows(), dtypes, strict=True)]
 
     def _rows(self) -> list[kernels.InPlace]:
-        """For each weight its columns of `data`; of floats, where all weights have one dtype."""
+        """Each weight's columns of `data`: floats, if all are sent as floats of one dtype."""
         columns = _columns(self.parts)
         dtypes = {None if part.codec is not None else part.dtype for part in self.parts}
         only = dtypes.pop() if len(dtypes) == 1 else None
@@ -166,7 +166,10 @@ def _single(shards: EncodedShards, position: int) -> GatherBucket:
 
 
 def is_alone(shards: EncodedShards, comm: CommSpec, num_rows: int = 1) -> bool:
-    """Whether shards, of which there are `num_rows`, are sent over the next axis as they lie."""
+    """Whether shards are sent over the next axis by themselves, not in a joined message.
+
+    `num_rows` is the number of devices whose shards of the weight are gathered already.
+    """
     if shards.codec is not None:
         return shards.tiled
     sent = math.prod(shards.data.shape) * shards.data.dtype.itemsize

@@ -2,10 +2,10 @@
 
 With a codec whose `exchange_format` is not None (`implementation="nvlink"`), the kernels
 `quantized_all_gather` and `quantized_reduce_scatter` take the place of an encoding, XLA's
-collective and a decoding. What is in flight are arrays, not messages: before the hop the shard, or
-the full gradient, and after it the full weight, in the dtype that it is read in, or the sum. Bits
-are those of the three steps: an array is encoded by itself, also in a bucket of several, with the
-same seed; and sums are in float32, in the order of the devices.
+collective and a decoding. Buckets then hold arrays, not messages: before the hop the shard, or the
+full gradient, and after it the full weight, in the dtype that it is read in, or the sum. Results
+equal those of the three steps bit for bit: each array of a bucket is encoded by itself, with the
+same seed, and sums are in float32, in the order of the devices.
 
 Small arrays share a kernel. Each then begins with a tile of its own, and is copied into the bucket
 and out of it; large ones are read and written where they lie.
@@ -60,6 +60,9 @@ class KernelHop:
             axis: the mesh axis.
             parts: sizes of arrays of which each is encoded by itself; empty: `x` is one.
             of_leaves: whether parts belong to different leaves.
+
+        Returns:
+            The gathered array in `dtype`; with `parts`, `[devices, sum(parts)]`.
 
         Raises:
             NotImplementedError: the kernel does not support `x`, with the reason.
@@ -149,7 +152,7 @@ def _gap(mesh: AnyMesh) -> str | None:
     if isinstance(mesh, SimulatedMesh):
         return "its devices are simulated, and the kernel stores into the memory of real ones"
     if mesh.shape.get(TOKENS, 1) > 1:
-        return f"the mesh has the axis `{TOKENS}`, and the kernel takes no parts of weights"
+        return f"the kernel cannot exchange weights that the mesh axis `{TOKENS}` splits"
     devices = physical(mesh).devices.flatten().tolist()
     # JAX gives such a kernel the addresses of all devices of the mesh, whatever axis it uses, and
     # XLA exchanges them inside one process.
@@ -184,5 +187,5 @@ def _note(
 
 
 def lead_parts(shape: tuple[int, ...], lead: int) -> tuple[int, ...]:
-    """The sizes of the layers of a stack, which are encoded one by one."""
+    """The number of elements of each layer of a stack; layers are encoded one by one."""
     return (math.prod(shape[lead:]),) * math.prod(shape[:lead])

@@ -31,11 +31,11 @@ class Transfer:
     Attributes:
         purpose: "weights", "gradients", "activations" (between stages, and of attention over the
             axis `tokens`; cotangents too), "fragments" (of parameters, `Zero.local_steps`),
-            "tangents" (all that the program of tangents sends of leaves), or "other" (losses,
-            weights of examples, aux).
-        name: name of the leaf, or of the first of several; or "".
+            "tangents" (weights, gradients and their tangents in a program that `jax.jvp` derives),
+            or "other" (losses, weights of examples, aux).
+        name: name of the leaf, or of the first of several; "" for what belongs to no leaf.
         collective: "all-gather", "all-to-all", "reduce-scatter", "all-reduce" or "permute".
-        axis: the mesh axis that it runs over, of those with more than one device; or "node+local".
+        axis: the mesh axes of more than one device that it runs over, such as "node+local".
         dtype: dtype on the wire.
         forms: what the numbers are sent as, in the order of the message: codecs by name, and the
             dtypes of arrays without one.
@@ -258,7 +258,7 @@ def noted() -> Iterator[list[Transfer]]:
     """List the collectives traced in this context, for `note_again`; none is recorded yet."""
     outer, (purpose, names) = _ledger.get(), _label.get()
     ledger = outer and Ledger(outer.sizes)
-    numbered = tuple(map(str, range(len(names))))
+    numbered = tuple(map(str, range(len(names))))  # `note_again` puts names for the numbers
     label = _label.set((purpose, numbered))
     try:
         with recording(ledger):

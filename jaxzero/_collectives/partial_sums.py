@@ -1,4 +1,4 @@
-"""Sums over devices, while they are still messages, and together with sums over half of them.
+"""Sums over devices: as messages that are not decoded yet, and with sums over half the devices.
 
 SimiGrad compares the gradients of two half-batches, and needs the sum over the first half of the
 devices beside the sum over all (`CommSpec.halves`). Both are taken on the receiving device, from
@@ -64,7 +64,7 @@ class PartialSums:
         shape: shape of the sum.
         num_summed: number of devices that each message is the mean over.
         tiled: whether the messages are tiled.
-        decoded: `total`, where it was taken together with other sums, or by a kernel.
+        decoded: the result of `total`, if `decoded_together` or a kernel has computed it.
     """
 
     message: Shaped[Array, "num ..."] | kernels.InPlace | None
@@ -129,7 +129,7 @@ def decoded_together(sums: Sequence[PartialSums]) -> list[PartialSums]:
 
 
 def _joinable(sums: Sequence[PartialSums]) -> list[list[PartialSums]]:
-    """Cut into runs that can be decoded as one message."""
+    """Group neighbours into runs whose messages can be decoded as one."""
     runs: list[list[PartialSums]] = []
     for x in sums:
         if runs and _continues(runs[-1][-1], x):
@@ -159,7 +159,7 @@ def total_of(x: Array | PartialSums) -> Array:
 
 
 def sum_of(x: Sum | PartialSums, half: int) -> Sum:
-    """`x` as a sum; `PartialSums` are added up, with `half` also over the first `half` senders."""
+    """Add up `PartialSums`, also those of the first `half` senders; return other sums as is."""
     if not isinstance(x, PartialSums):
         return x
     return x.halved(half) if half else x.total()

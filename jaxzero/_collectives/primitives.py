@@ -126,14 +126,14 @@ _place: contextvars.ContextVar[_Place] = contextvars.ContextVar("jaxzero_place",
 
 @contextlib.contextmanager
 def in_region(region: str) -> Iterator[None]:
-    """Record the copies traced in this context with `region`, outside of loops."""
+    """Record the copies traced in this context as in this region of the step, and in no loop."""
     with _at(_Place(region, ())):
         yield
 
 
 @contextlib.contextmanager
 def in_loop(index: int) -> Iterator[None]:
-    """Record the copies traced in this context as those of the loop that is operation `index`."""
+    """Record the copies traced in this context as inside the loop at operation `index`."""
     region, path = _place.get()
     with _at(_Place(region, (*path, index))):
         yield

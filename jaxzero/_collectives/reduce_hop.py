@@ -181,7 +181,7 @@ def shard_shape(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, ...]:
 def _exchange(
     message: Shaped[Array, "num ..."], axis: str, codec: Codec
 ) -> Shaped[Array, "num ..."]:
-    """Send row i to device i of `axis`. The barrier keeps casts of the decoding behind it."""
+    """Send row i to device i of `axis`. The barrier keeps casts of the decoding after the send."""
     return all_to_all(lax.optimization_barrier(message), axis, forms=(codec,))
 
 
@@ -199,6 +199,7 @@ def sum_over(
     if num == 1:
         return x, None
     codec, x = comm.gradient_codec(axis, size, x.dtype), x.astype(accumulator_dtype(x.dtype))
+    # A `Cast` that is there for narrow floats alone is no reason for two collectives.
     if codec is None or getattr(comm.gradients, axis) is None:
         (full,), (half_sum,) = _sum_plain([x], axis, comm)
         return full, half_sum

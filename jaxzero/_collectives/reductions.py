@@ -82,8 +82,8 @@ def start_reduction(
     """Pad full gradients, and encode them into a bucket for the first axis."""
     axes = reduce_axes(specs, comm)
     if comm.sums_in_tree:
-        # Fused with the sums, a product could be added without being rounded first, and what XLA
-        # fuses depends on the mesh: the bits would too.
+        # XLA could fuse a product with these sums and add it unrounded. What it fuses depends on
+        # the mesh, and so would the bits of the result.
         fulls = lax.optimization_barrier(list(fulls))
     if not comm.form.tiled:
         fulls = _behind_barrier(fulls)
@@ -150,12 +150,12 @@ def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) 
 
 
 def _behind_barrier(fulls: Sequence[Shaped[Array, ...]]) -> list[Array]:
-    """The same gradients; those of few elements flat, and behind a barrier, for the sake of layout.
+    """The same gradients; those of few elements pass a barrier as flat arrays.
 
-    Most are sums over rows (of scales and biases). XLA:GPU lets the layout of a message decide
-    that of what it is made of, and for such a sum wants rows to be the minor dim. From there the
-    activations of whole models got transposed layouts, in which each norm is a sum over the major
-    dim, in two kernels (Llama-70B, JAX 0.12.0). No layout passes a flat array.
+    Most of these are sums over rows (gradients of scales and biases). XLA:GPU derives the layout of
+    a message's inputs from that of the message, and for such a sum chooses rows as the minor dim.
+    This spread to the activations of whole models, whose transposed layouts made each norm a sum
+    over the major dim, in two kernels (Llama-70B, JAX 0.12.0). It stops at a flat array.
     """
     few = [i for i, x in enumerate(fulls) if x.size < _FEW]
     flat = lax.optimization_barrier([fulls[i].reshape(-1) for i in few]) if few else []
@@ -180,7 +180,7 @@ def _reduce_one(
 
 
 def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
-    """The shards of the leaves, of these shapes, in the shard of a bucket."""
+    """Cut the shard of a bucket into the shards of its leaves, of these shapes."""
     parts, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
@@ -213,7 +213,7 @@ def _split_by_codec(
 def _messages_of(
     coded: Sequence[int], specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> list[list[int]]:
-    """Cut the indices of gradients with a codec into messages: one joins all that are not alone."""
+    """Group the indices of gradients with a codec by message: one for all that can be joined."""
     if comm.form.tiled:
         return [[i] for i in coded]
     by_kernel = [i for i in coded if specs[i].exchange(axis, comm) is not None]
@@ -255,7 +255,7 @@ def _encode_bucket(
             rows = [rows_of(sums[i], specs[i].layout.dim, comm.sizes[axis]) for i in numbers]
             plain[name] = join_columns(rows)
     rest = {i: sums[i] for i, s in enumerate(specs) if not s.scatters(axis, comm)}
-    # Without it XLA may move casts of the decoding in front of the exchange, and send floats.
+    # Without the barrier XLA may move casts of the decoding before the exchange, and send floats.
     return ReduceBucket(lax.optimization_barrier(messages), plain, rest)
 
 
@@ -344,7 +344,9 @@ def _by_kernel(
     codec: Codec,
     comm: CommSpec,
 ) -> dict[int, PartialSums]:
-    """Reduce-scatter the gradients at indices `numbers` by one kernel; the arguments of `_scatter`.
+    """Reduce-scatter the gradients at indices `numbers` by one kernel, which encodes with `codec`.
+
+    `x` is the gradient if there is one, otherwise rows `[receivers, m]` of all.
 
     Returns:
         This device's shard of each sum, by index.

@@ -45,15 +45,17 @@ Wait = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class RowExchange:
-    """The exchange of rows of one table. Legend: n rows are sums of the table's rows at k ids each.
+    """The exchange of rows of one table.
+
+    Legend: each device asks for n rows, each of them the sum of the table's rows at k ids.
 
     Attributes:
         shape: the shape of the full table, without padding; its first dim counts rows.
         dtype: the dtype of its shards.
         layout: the split dim, and its padding.
         comm: mesh axes and their sizes, and codecs.
-        coded_size: the number of elements by which codecs are chosen (`min_quantized_size`); 0
-            sends rows as they are.
+        coded_size: the number of elements that is compared with `min_quantized_size` to choose
+            codecs; 0 sends rows without a codec.
     """
 
     shape: tuple[int, ...]
@@ -82,19 +84,23 @@ class RowExchange:
         """Bytes that enter a device over each axis for n rows, their ids included.
 
         Args:
-            n: rows of one device.
-            k: ids of each.
-            dtype: of the rows before they are encoded.
+            n: number of rows that one device reads.
+            k: number of ids of each row.
+            dtype: dtype of the rows before they are encoded.
             back: whether to count cotangents, which all devices get; if not, rows that are read.
+
+        Returns:
+            Bytes for each of `AXES`.
         """
         num_bytes: dict[str, int] = dict.fromkeys(AXES, 0)
         axes = self.axes(back)
         sizes = [self.comm.sizes[axis] for axis in axes]
-        columns, parts = math.prod(self.shape[1:]), 1  # of a message; what a row has been cut into
+        # Elements of one message, and the number of parts that axes so far have cut a row into.
+        columns, parts = math.prod(self.shape[1:]), 1
         if self.layout.dim != 0:
             columns = columns // self.layout.size * self.layout.padded
         for i, axis in enumerate(axes):
-            # What the axes after this one bring is sent over it too.
+            # Rows of all devices along the minor axes, those after this one, are sent over it too.
             from_others = (sizes[i] - 1) * math.prod(sizes[i + 1 :])
             messages = n * from_others
             if self.layout.dim != 0:
@@ -109,20 +115,27 @@ class RowExchange:
         return num_bytes
 
     def codec(self, axis: str, dtype: Any, *, back: bool) -> Codec | None:
-        """What encodes rows of type `dtype` over an axis: that of gradients for cotangents."""
+        """The codec for rows of `dtype` over `axis`: of gradients if `back`, else of weights.
+
+        None if it would not make messages smaller.
+        """
         codec_of = self.comm.gradient_codec if back else self.comm.weight_codec
         codec = codec_of(axis, self.coded_size, dtype)
         is_smaller = codec is not None and codec.bits < 8 * jnp.dtype(dtype).itemsize
         return codec if is_smaller else None
 
     def axes(self, back: bool) -> tuple[str, ...]:
-        """The axes that rows are sent over, major first; cotangents are summed over all."""
+        """The axes that rows are sent over, major first.
+
+        Rows are read over the axes that split the table; cotangents (`back`) are summed over all.
+        """
         others = tuple(x for x in AXES if x not in self.comm.axes) if back else ()
         return self.comm.axes_with_peers((*self.comm.axes, *others))
 
     def int32(self, ids: Int[Array, "n k"]) -> Int32[Array, "n k"]:
-        """Ids as int32; those out of bounds are -1, or the number of rows."""
+        """Ids as int32; a negative one becomes -1, one past the last row the number of rows."""
         num, largest = self.shape[0], jnp.iinfo(ids.dtype).max
+        # The number of rows may not fit into the dtype of ids; then no id is too high.
         is_high = ids >= num if num <= largest else jnp.zeros_like(ids, bool)
         inside = jnp.clip(ids, 0, min(num - 1, largest)).astype(jnp.int32)
         return jnp.where(ids < 0, jnp.int32(-1), jnp.where(is_high, jnp.int32(num), inside))
@@ -142,14 +155,14 @@ class RowExchange:
             shard: this device's shard.
             ids_of_all: from `gather_ids`.
             ids: this device's ids, of any integer dtype.
-            dtypes: rows are cast to them in turn; they are summed up in the last one, and encoded
-                or sent.
+            dtypes: rows are cast to these dtypes in turn, as the user's function casts them;
+                they are encoded, sent and summed in the last one.
             fill: the value that is read at ids out of bounds; None reads the nearest row there.
-            wait: a function that passes ids through a barrier, which rows then wait for.
+            wait: passes the ids through a barrier, so that the rows are not read before it.
 
         Returns:
-            The rows, and an element of what is known once the first axis has been sent over: the
-            rows of all devices have been dropped then.
+            The rows in the last of `dtypes`; and one element of what the first axis has delivered.
+            What waits for that element runs when the rows read for other devices are freed.
         """
         axes, lead = self.axes(back=False), len(self.axes(back=False))
         local, is_owned = self._owned(wait(ids_of_all), fill is None)
@@ -195,8 +208,11 @@ class RowExchange:
             cotangents: this device's cotangents, encoded or sent in their dtype.
             clips: whether ids out of bounds stand for the nearest row; otherwise for none.
             divisor: what the cotangents are divided by.
-            waits: for each axis that cotangents are sent over, in order, a function as `wait` of
-                `read`.
+            waits: for each axis that cotangents are sent over, in order, a function that passes
+                what is sent through a barrier.
+
+        Returns:
+            `total` with the cotangents added.
         """
         axes = self.axes(back=True)
         rows = cotangents if self.layout.dim == 0 else pad(cotangents, self.layout)
@@ -235,10 +251,11 @@ class RowExchange:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows on their way, `[*devices, n, *row]`, or the messages of a codec, `[*devices, n, bytes]`.
+    """Rows to be sent, `[*devices, n, *row]`, or the messages of a codec, `[*devices, n, bytes]`.
 
-    `lead` is the number of the dims of devices, in which a row arrives by its sender or leaves by
-    its receiver; `dim` is one of them, and `column` a dim of the table.
+    `lead` is the number of leading dims of devices, one for each axis. Before the exchange over its
+    axis such a dim counts receivers, after it senders. In the methods, `dim` is one of these dims,
+    and `column` a dim of the table.
     """
 
     data: Any
@@ -260,7 +277,7 @@ class _Rows:
         with jax.named_scope("encode"):
             seed = device_index(program_axes(AXES))
             message = codec.encode_rows(x.reshape(*devices_n, math.prod(row)), seed=seed)
-        # Otherwise XLA may move casts of the decoding in front of the collective.
+        # Without the barrier XLA may move casts of the decoding in front of the collective.
         return _Rows(lax.optimization_barrier(message), self.lead, codec, row)
 
     def decoded(self, dtype: Any) -> _Rows:
@@ -271,12 +288,12 @@ class _Rows:
         return _Rows(x.reshape(*x.shape[:-1], *self.row), self.lead)
 
     def gathered(self, axis: str, dim: int) -> _Rows:
-        """Those of all devices."""
+        """The rows, or messages, of all devices along `axis`."""
         form = self.codec or self.data.dtype
         return dataclasses.replace(self, data=all_gather(self.data, axis, dim, forms=(form,)))
 
     def summed(self, axis: str, dim: int, codec: Codec | None) -> _Rows:
-        """Reduce-scatter."""
+        """Reduce-scatter over `axis`: this device's rows, summed over devices."""
         if codec is None:
             return _Rows(reduce_scatter(self.data, axis, dim), self.lead)
         parts = self._exchanged(axis, dim, codec, accumulator_dtype(self.data.dtype))
@@ -310,7 +327,7 @@ class _Rows:
 
 
 def gather_ids(ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...]) -> list[Int32[Array, ...]]:
-    """The ids `[n, k]` of several lookups, of all devices, `[*axes, n, k]`, in one message."""
+    """All-gather the ids `[n, k]` of several lookups, as `[*axes, n, k]`, in one message."""
     message = jnp.concatenate([x.reshape(-1) for x in ids])
     of_all = message.reshape(*[1] * len(axes), -1)
     for dim, axis in reversed([*enumerate(axes)]):

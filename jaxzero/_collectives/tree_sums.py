@@ -60,7 +60,7 @@ def scatter_in_tree(
 ) -> Shaped[Array, ...]:
     """Sum over the `num` devices of `axis`; device i keeps part i along `dim`.
 
-    `shares` is that of `primitives`.
+    `shares` is for the ledger, as in `primitives`.
     """
     received = all_to_all(rows_of(x, dim, num), axis, shares=shares)
     shape = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])

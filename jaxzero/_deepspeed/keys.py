@@ -1,8 +1,8 @@
-"""Keys of a DeepSpeed configuration by dotted path: what each may hold, and which had an effect.
+"""Keys of a DeepSpeed configuration by dotted path: what each may hold, and which were used.
 
-Ranges exclude what makes updates infinite or NaN in float32: an `eps` or a clipping norm that
-rounds to 0, for which a gradient of 0 is divided by 0; a `beta` that rounds to 1, so that the
-correction of its bias divides by 0.
+Ranges exclude values with which updates are infinite or NaN in float32: an `eps` or a clipping norm
+that rounds to 0, by which a gradient of 0 would be divided; a `beta` that rounds to 1, with which
+bias correction divides by 0.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,8 +31,8 @@ STEPS = whole(1, 2**31 - 1)
 STEPS_OR_0 = whole(0, 2**31 - 1)
 SIZE = whole(0, 2**60)  # elements; files write 5e8
 BUCKET = whole(1, 2**60)  # elements
-HPZ_GROUP = integer(0)  # devices; at most 1 for none
-MICS_GROUP = integer(-1)  # the same; -1 is what DeepSpeed takes for a missing key
+HPZ_GROUP = integer(0)  # number of devices; 0 and 1 turn hpZ off
+MICS_GROUP = integer(-1)  # number of devices; 1 and less turn MiCS off, and -1 is the default
 RATE = number(0, 1e6)
 SHARE = number(0, 1)
 SCALE = number(2.0**-24, 2.0**64)
@@ -115,17 +115,17 @@ KINDS: dict[str, Kind] = {
 }
 
 
-_MOST_LEVELS, _MOST_KEYS = 64, 10_000
+_MOST_LEVELS, _MOST_KEYS = 64, 10_000  # far more than configurations have
 _REMEDY = "Correct it in the file, or give it in `values`."
 
 
 class DeepSpeedKeys(JsonKeys):
-    """The keys of a configuration by dotted path, which records those that were read: "honoured".
+    """The keys of a configuration by dotted path; records which were used ("honoured").
 
     Args:
         content: the configuration.
-        values: dotted path -> value, in place of those of the configuration.
-        where: the configuration, for messages.
+        values: dotted path -> value; these override the configuration.
+        where: the name of the configuration, for messages.
     """
 
     def __init__(self, content: Mapping[str, Any], values: Mapping[str, Any], where: str):
@@ -142,7 +142,7 @@ class DeepSpeedKeys(JsonKeys):
         flat |= self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, and mark the key as honoured. Null is as good as no key.
+        """Return the value of a key, and mark it as honoured; `default` if it is absent or null.
 
         Raises:
             ValueError: the value is "auto", which DeepSpeed expects its caller to replace, or it is
@@ -165,7 +165,7 @@ class DeepSpeedKeys(JsonKeys):
             self._honoured.add(key)
 
     def holds(self, name: str) -> bool:
-        """Return True if the file has this section, also if it is empty; not if it is null."""
+        """Return True if the file or `values` has this section, also an empty one, but not null."""
         given = any(self._values.get(key) is not None for key in self._keys_of(name))
         return given or self._sections.get(name) is not None
 

@@ -2,13 +2,14 @@
 
 Gradients of a float16 loss underflow. So the loss is multiplied by a scale, and the gradients are
 divided by it before they are used. A dynamic scale grows until a gradient is infinite or NaN; then
-that step is skipped and the scale shrinks (Micikevicius et al. 2018, section 3.2). The rule when
-to grow and shrink is DeepSpeed's (`runtime/fp16/loss_scaler.py`), so that a run continues
+that step is skipped and the scale shrinks (Micikevicius et al. 2018, section 3.2). When it grows
+and shrinks is decided as in DeepSpeed (`runtime/fp16/loss_scaler.py`), so that a run continues
 unchanged. Flax's `DynamicScale` calls `jax.grad` itself, so it cannot be used with `jz.Zero`;
 optax's `apply_if_finite` skips steps without scaling.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32, Int32
 
-_LARGEST = 2.0**126  # a scale that became infinite would stay so
+_LARGEST = 2.0**126  # so that doubling it stays finite in float32: an infinite scale would stay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,11 +66,19 @@ def scale_loss(
 
     Args:
         inner: receives the unscaled gradients.
-        scale: a `DynamicScale`, or a constant.
+        scale: a `DynamicScale`, or a positive constant.
+
+    Raises:
+        ValueError: a constant `scale` is not positive and finite.
 
     References:
         Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2.
     """
+    if not isinstance(scale, DynamicScale) and not 0 < scale < math.inf:
+        raise ValueError(
+            f"`scale` must be a `DynamicScale`, or positive and finite; got {scale!r}, with which "
+            "every step would overflow and be skipped. DeepSpeed's 0 means `DynamicScale()`."
+        )
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
@@ -97,11 +106,18 @@ def scale_loss(
 
 
 def loss_scale_of(opt_state: Any) -> Float32[Array, ""]:
-    """Return the factor for the loss; 1 if `opt_state` has no loss scaling."""
-    found = [state.loss_scale for state in _states(opt_state)]
-    if len(found) > 1:
-        raise ValueError(f"`opt_state` scales the loss {len(found)} times. Wrap the chain once.")
-    return found[0] if found else jnp.float32(1)
+    """Return the factor by which to multiply the loss; 1 if `opt_state` has no loss scaling.
+
+    Args:
+        opt_state: state of an optax chain, with `scale_loss` anywhere in it.
+
+    Raises:
+        ValueError: `scale_loss` was applied more than once.
+    """
+    scales = [state.loss_scale for state in _states(opt_state)]
+    if len(scales) > 1:
+        raise ValueError(f"`opt_state` scales the loss {len(scales)} times. Wrap the chain once.")
+    return scales[0] if scales else jnp.float32(1)
 
 
 def _states(opt_state: Any) -> list[LossScaleState]:
@@ -110,7 +126,9 @@ def _states(opt_state: Any) -> list[LossScaleState]:
 
 
 def _next(scale: DynamicScale, state: LossScaleState, finite: Array) -> LossScaleState:
+    """The state after a step whose gradients were finite or not; `inner` is left as it was."""
     full = jnp.int32(scale.hysteresis)
+    # As DeepSpeed does it: whether the scale grows is decided by the good steps before this one.
     good, patience = state.good_steps, state.patience
     grows = (good > 0) & (good % scale.window == 0)
     halved = jnp.maximum(state.loss_scale / 2, jnp.float32(scale.minimum))

@@ -1,7 +1,11 @@
 """Translate optimizers and learning rate schedules of DeepSpeed to optax, with equal updates.
 
 A schedule gives the learning rate of update t = 0, 1, 2, ... DeepSpeed steps its schedulers after
-an update, so update t uses the rate of their iteration t - 1, and update 0 the lowest rate.
+an update, so at update t their iteration is t - 1. The warm-up schedules use it, and for update 0
+the lowest rate; `OneCycle` and `LRRangeTest` add 1 to their iteration, which gives t.
+
+References:
+    https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/lr_schedules.py
 """
 
 import functools
@@ -17,13 +21,22 @@ from .keys import DeepSpeedKeys
 
 Rate = optax.ScalarOrSchedule
 MakeOptimizer = Callable[[Rate], optax.GradientTransformation]
-CommSchedule = Callable[[Any], Any]
 
 
 def read_optimizer(
     keys: DeepSpeedKeys, given: MakeOptimizer | None, mask: Any
 ) -> optax.GradientTransformation:
-    """Build the optimizer of a configuration, or the one that is `given`, with its schedule."""
+    """Build the optimizer of a configuration, with its learning rate or schedule.
+
+    Args:
+        keys: the configuration.
+        given: makes another optimizer from the learning rate or schedule; None for the one that
+            the configuration names.
+        mask: parameters with weight decay, as for `optax.adamw`; not used with `given`.
+
+    Raises:
+        ValueError: the optimizer or the scheduler is missing or not supported.
+    """
     kind = keys.get("optimizer.type")
     rate = keys.get("optimizer.params.lr", None if kind is None else 1e-3)
     schedule = _read_schedule(keys, rate)
@@ -49,7 +62,8 @@ def read_optimizer(
 def _adam(
     keys: DeepSpeedKeys, rate: Rate, mask: Any, *, decoupled: bool = False
 ) -> optax.GradientTransformation:
-    # The key has no effect on AdamW.
+    # `adam_w_mode: false` makes an "Adam" add the decay to the gradient; for "AdamW" DeepSpeed
+    # ignores it.
     decoupled = keys.get("optimizer.params.adam_w_mode", True) or decoupled
     # `torch.optim.AdamW` has the same updates, but its own default weight decay.
     by_torch = keys.get("optimizer.params.torch_adam", False)
@@ -104,7 +118,7 @@ _OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def _read_schedule(keys: DeepSpeedKeys, rate: Any) -> CommSchedule | None:
+def _read_schedule(keys: DeepSpeedKeys, rate: Any) -> optax.Schedule | None:
     kind = keys.get("scheduler.type")
     if kind is None:
         return None
@@ -128,26 +142,32 @@ def _number(count: Any) -> Array:
     return jnp.asarray(count, jnp.float32)
 
 
-def _warmup(keys: DeepSpeedKeys) -> tuple[float, CommSchedule]:
-    """Return the number of warm-up steps, and the fraction of the rise after `i` steps."""
+def _warmup(keys: DeepSpeedKeys) -> tuple[float, optax.Schedule]:
+    """Return the number of warm-up steps, and the fraction of the rise at iteration `i`."""
+    # At least 2, as in DeepSpeed: the logarithm of 1 is 0, by which the fraction would be divided.
     steps = max(2, _param(keys, "warmup_num_steps", 1000))
     if _param(keys, "warmup_type", "log") == "linear":
         return float(steps), lambda i: i / steps
     return float(steps), lambda i: jnp.log(i + 1) / jnp.log(jnp.float32(steps))
 
 
-def _warmup_lr(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
+def _warmup_lr(keys: DeepSpeedKeys, rate: Any) -> optax.Schedule:
     return _warmup_then(keys, rate, lambda i, steps: jnp.ones_like(i))
 
 
-def _warmup_decay_lr(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
+def _warmup_decay_lr(keys: DeepSpeedKeys, rate: Any) -> optax.Schedule:
     total = _param(keys, "total_num_steps")
+    # Unlike `WarmupLR`, DeepSpeed's class does not take the optimizer's rate for a missing maximum.
     return _warmup_then(
         keys, 1e-3, lambda i, steps: jnp.maximum(0.0, (total - i) / max(1.0, total - steps))
     )
 
 
-def _warmup_then(keys: DeepSpeedKeys, rate: Any, after: Callable[..., Any]) -> CommSchedule:
+def _warmup_then(keys: DeepSpeedKeys, rate: Any, after: Callable[..., Any]) -> optax.Schedule:
+    """A rise to the maximum, and then the maximum times `after(iteration, warm-up steps)`.
+
+    `rate` is the maximum if the file has none.
+    """
     low = _param(keys, "warmup_min_lr", 0.0)
     high = _param(keys, "warmup_max_lr", rate)
     steps, risen = _warmup(keys)
@@ -160,7 +180,7 @@ def _warmup_then(keys: DeepSpeedKeys, rate: Any, after: Callable[..., Any]) -> C
     return schedule
 
 
-def _warmup_cosine_lr(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
+def _warmup_cosine_lr(keys: DeepSpeedKeys, rate: Any) -> optax.Schedule:
     total = _param(keys, "total_num_steps")
     low = _param(keys, "warmup_min_ratio", 0.0)
     end = _param(keys, "cos_min_ratio", 1e-4)
@@ -178,14 +198,14 @@ def _warmup_cosine_lr(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
     return schedule
 
 
-def _one_cycle(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
+def _one_cycle(keys: DeepSpeedKeys, rate: Any) -> optax.Schedule:
     low, high = _param(keys, "cycle_min_lr"), _param(keys, "cycle_max_lr")
     first = float(_param(keys, "cycle_first_step_size", 2000))
     second = keys.get("scheduler.params.cycle_second_step_size")
     second = first if second is None else float(second)
     decay_steps = _param(keys, "decay_step_size", 0)
     decay = _param(keys, "decay_lr_rate", 0.0) if decay_steps else 0.0
-    keys.get("scheduler.params.decay_lr_rate")
+    keys.get("scheduler.params.decay_lr_rate")  # honoured: without steps it has no effect there too
     keys.honours("scheduler.params.cycle_momentum", False)
 
     def schedule(count: Any) -> Array:
@@ -198,7 +218,7 @@ def _one_cycle(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
     return schedule
 
 
-def _lr_range_test(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
+def _lr_range_test(keys: DeepSpeedKeys, rate: Any) -> optax.Schedule:
     low = _param(keys, "lr_range_test_min_lr", 1e-3)
     size = _param(keys, "lr_range_test_step_size", 2000)
     step_rate = _param(keys, "lr_range_test_step_rate", 1.0)
@@ -211,7 +231,7 @@ def _lr_range_test(keys: DeepSpeedKeys, rate: Any) -> CommSchedule:
     return schedule
 
 
-_SCHEDULES: dict[str, Callable[[DeepSpeedKeys, Any], CommSchedule]] = {
+_SCHEDULES: dict[str, Callable[[DeepSpeedKeys, Any], optax.Schedule]] = {
     "LRRangeTest": _lr_range_test,
     "OneCycle": _one_cycle,
     "WarmupCosineLR": _warmup_cosine_lr,

@@ -74,6 +74,7 @@ class DeepSpeedRun:
                 loss = _times(loss, scale)
             return (loss, *aux) if aux else loss
 
+        # The scale is the last argument, not a captured constant: it changes from step to step.
         options = {"microbatches": self.microbatches, **options}
         differentiate = self.zero.value_and_grad(scaled, **options)
 
@@ -250,10 +251,10 @@ def _read_zero(keys: DeepSpeedKeys, mesh: AnyMesh, compute_dtype: np.dtype | Non
 
 
 def _is_node(keys: DeepSpeedKeys, name: str, mesh: AnyMesh) -> bool:
-    """Return True if the group size `zero_optimization.<name>` is set to more than 1.
+    """Return True if `zero_optimization.<name>` asks for groups of the devices of a node.
 
     Raises:
-        ValueError: the group size is not the number of devices in a node of `mesh`.
+        ValueError: the group size is above 1 and not the number of devices in a node of `mesh`.
     """
     size = keys.get(f"zero_optimization.{name}", 1)
     if size <= 1:

@@ -86,9 +86,9 @@ class BlockRunner:
     """One run of a block, or of one tick of a loop whose body it is.
 
     Attributes:
-        by_lag: what there is, by the lag of the iteration that it belongs to: arrays of the
-            program by their `Value`, others by `_plan.pipeline.Key`. Outside of loops all lags are
-            0.
+        by_lag: the arrays that exist so far, by the lag of the iteration that they belong to (0
+            outside of loops): arrays of the program by their `Value`, others by
+            `_plan.pipeline.Key`.
         starts: the loops of this block whose first gathers have started.
         updated: new stacks of the leaves that a loop of this block has updated.
     """
@@ -169,8 +169,8 @@ class BlockRunner:
         else:
             operands = arrays, [here[pipeline.gradient(i)] for i in tie.buckets]
         others = [here["reduced", x] for x in tie.reduced], [here[x] for x in tie.copied]
-        # Gradients of the tie before have then arrived in host memory; otherwise XLA copies all of
-        # them at the end of the step.
+        # With these operands, gradients of the previous tie are in host memory by now. XLA would
+        # copy all of them at the end of the step.
         operands, (gradients, copies) = lax.optimization_barrier((operands, others))
         if tie.value is None:
             operands, sent = operands
@@ -181,7 +181,7 @@ class BlockRunner:
         return operands
 
     def _ties(self, tie: instructions.Tie | None) -> Bind:
-        """The barrier of a tie as a function; calls after the first only wait for its value."""
+        """The barrier of a tie as a function; after its first call it only waits for the value."""
         left = [tie]
 
         def bind(arrays: list[Any]) -> list[Any]:
@@ -264,7 +264,7 @@ class BlockRunner:
         return x
 
     def _full_weight(self, view: View) -> tuple[Any, tuple[movable_ops.Op, ...]]:
-        """The full weight as it was gathered, and the operations that were not applied before."""
+        """The full weight as it was gathered, and the view's operations left to apply to it."""
         weight = view.weight
         before, after = movable_ops.before_gather(view.ops, weight.layout, weight.shape)
         return self._full[weight, before], after
@@ -272,7 +272,7 @@ class BlockRunner:
     # Operations.
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
-        """Whether it runs a plain operation, which applies none to a weight that it reads."""
+        """Whether it only runs an equation as it is, on arrays that need no view's operations."""
         if type(each) is not instructions.Run or is_simulating():
             return False
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views
@@ -369,7 +369,7 @@ class BlockRunner:
         there[each.value] = x
 
     def output(self, i: int, lag: int) -> Any:
-        """Output `i` of the block, reduced if it has to be and is not."""
+        """Output `i` of the block; if it is a gradient that is not reduced yet, reduce it."""
         x = jax.tree.map(jnp.asarray, self.read(self.plan.block.outputs[i], lag))
         spec = self.plan.gradients.at_end.get(i)
         if spec is None:

@@ -147,9 +147,10 @@ def after_decode(
     Leaves that are sent alone are in no message.
 
     Args:
-        group: what is sent.
-        buckets: its messages for a later iteration.
-        full: the full weights of this iteration; those of messages pass the barrier too.
+        group: the weights that are sent together.
+        buckets: their messages for a later iteration.
+        full: the full weights of this iteration, which are updated: weights that come in a message
+            pass the barrier.
     """
     joined = [x for x in buckets if len(x.parts) > 1]
     gathers = [group.gathers[i] for x in joined for i in x.positions]
@@ -176,12 +177,13 @@ def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
 
 
 def number_after(number: jax.Array | int, x: jax.Array) -> jax.Array:
-    """`number`, an integer, known only once the floats `x` are.
+    """The integer `number`, which XLA cannot know before the array of floats `x` is computed.
 
-    XLA drops a barrier before it schedules, so the number is computed from an element: the bits of
-    its absolute value, also of NaN, are no negative integer, which XLA does not know. Until it is
-    dropped, the barrier keeps this sum apart from other uses of `number`, such as the indices of
-    writes. In one kernel with it, they would be late too.
+    XLA drops barriers before it schedules, so a zero that is computed from an element of `x` is
+    added: the bits of its absolute value are no negative integer, also for NaN, so that their
+    minimum with 0 is 0; XLA does not know this. Until it is dropped, the barrier keeps the sum
+    apart from other uses of `number`, such as the indices of writes: fused with the sum into one
+    kernel, they would wait for `x` too.
     """
     count, element = lax.optimization_barrier((jnp.asarray(number), x[(0,) * x.ndim]))
     element = jnp.abs(element.astype(jnp.float32))
@@ -242,7 +244,7 @@ def on_shard(
 
 
 def _sizes(group: GatherGroup) -> list[int]:
-    """For each gather, the number of elements of the full array that is sent."""
+    """For each gather, the number of elements of the full array of which shards are sent."""
     slices = (movable_ops.up_to_last_slice(gather.ops)[0] for gather in group.gathers)
     pairs = zip(group.gathers, slices, strict=True)
     return [math.prod(View(gather.weight, ops).shape) for gather, ops in pairs]
@@ -267,9 +269,9 @@ def _split_ops(
 
 
 class GradientBuckets:
-    """The gradient buckets of a block.
+    """Reduces the gradients of a block, one bucket for each group of `plan.reduce_groups`.
 
-    A group is one of `plan.reduce_groups`, and `number` is its index there.
+    In the methods, `number` is the index of a group.
     """
 
     def __init__(self, plan: BlockPlan, comm: CommSpec):
@@ -286,14 +288,14 @@ class GradientBuckets:
     def reduce_next(self, group: int, axis: int, bucket: ReduceBucket) -> ReduceBucket:
         """Reduce a group's bucket over one more of its axes."""
         specs = self.specs(group)
-        # Never in the body of a loop, where `Tick` divides the outputs.
+        # False in the body of a loop: there `Tick` divides the outputs.
         is_mean = self.plan.reduce_groups[group].values[0] in self.plan.means
         divisor = self.comm.divisor if is_mean else 1
         with labelled("gradients", *(spec.name for spec in specs)):
             return for_alike(reduce_next_axis_of_parts, bucket, specs, axis, self.comm, divisor)
 
     def finish(self, number: int, bucket: ReduceBucket) -> dict[Value, Any]:
-        """Take the gradients, this device's shards, out of a fully reduced bucket."""
+        """Take this device's shards of the gradients out of a bucket reduced over all axes."""
         gradients, specs = {}, self.specs(number)
         for i, value in enumerate(self.plan.reduce_groups[number].values):
             x, is_mean = joined_gradient(bucket.rest[i], specs[i]), value in self.plan.means
@@ -305,7 +307,7 @@ class GradientBuckets:
 
         Args:
             index: the index of the operation.
-            arrays: what it reads: its source, or the terms of an addition.
+            arrays: reduced shards of what the operation reads: its source, or the terms of a sum.
         """
         operation = self.plan.block.operations[index]
         op, source = operation.view(), operation.source

@@ -106,12 +106,12 @@ def run_on_device(
         microbatches: how many equal parts the rows are cut into, run one after the other. Where
             `comm.node_microbatches` are fewer, the devices of the node leave out the last ones.
         comm: mesh axes, codecs and schedule of all collectives.
-        updates: by index of the leaf, of leaves that are updated once their gradients are known.
+        updates: by index of the leaf, the updates that the program runs once gradients are known.
         share_of_loss: what `flat` multiplies the loss by before it differentiates it, so that the
-            sum over devices and micro-batches is the mean; given to it as one more input. None: it
-            differentiates the loss itself.
-        share_of_gradients: what `flat` has multiplied the gradients by, and not the loss.
-        all_halves: what becomes of the sums over half-batches before they are compared.
+            sum over devices and micro-batches is the mean; `flat` gets it as its last input. None:
+            `flat` differentiates the loss itself.
+        share_of_gradients: what `flat` multiplies the gradients by, but not the loss it returns.
+        all_halves: with stages, turns sums over half-batches of a stage into those of all leaves.
     """
     updates, comm, updated = updates or {}, _with_loop_limit(comm), dict[int, list[Array]]()
     if share_of_loss is not None:
@@ -133,7 +133,7 @@ def run_on_device(
         arrays = [*full, *inputs] if index is None else [index, *full, *inputs]
         outputs, sources_now, stacks = run_block(plan, comm, arrays, sources, updates)
         note_exchanges(plan.block)
-        if runs_first and plan is program.top:  # in a loop they are its tracers: they stay there
+        if runs_first and plan is program.top:  # tracers of a loop must not leave it
             sources.update(sources_now)
             updated.update(stacks)
         loss, weight, gradients, others = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -177,7 +177,7 @@ def _plan_of_step(
     microbatches: int,
     comm: CommSpec,
 ) -> Plan:
-    """The plan to show, without the record of what is sent; `sources` are those at the end."""
+    """The plan that users see, without its transfers; `sources` are those after the run."""
     slices = [x.data for x in sources.values() if comm.hpz and not in_host(x.data)]
     return Plan(
         program.top,
@@ -191,7 +191,7 @@ def _plan_of_step(
 
 
 def _with_loop_limit(comm: CommSpec) -> CommSpec:
-    """Let loops hold all their constants on one device, where weights are full."""
+    """Let loops hold constants of any size if there is one device, where weights are full."""
     if comm.num_shards > 1:
         return comm
     schedule = dataclasses.replace(comm.schedule, loop_constant_bytes=sys.maxsize)
@@ -267,11 +267,11 @@ def _share(
     shapes: Any,
     parameters: Parameters,
 ) -> tuple[Array | float | None, frozenset[int]]:
-    """What the loss or the gradients are multiplied by, and which gradients that does not change.
+    """The factor of the loss or the gradients, and which gradients do not depend on the loss.
 
     Returns:
-        The share in the dtype of the loss; and the gradients, by index of the target, that do not
-        depend on the loss: values that a `custom_vjp` returns.
+        The factor, rounded to the dtype of the loss; and the gradients, by index of the target,
+        that do not depend on the loss, because a `custom_vjp` returns values in their place.
     """
     if share_of_loss is None:
         return share_of_gradients, frozenset()
@@ -294,7 +294,7 @@ def _share(
 
 
 def _with_divisor(comm: CommSpec, share: Array | float | None) -> CommSpec:
-    """Divide the sums of one micro-batch by the sum over devices of their shares of the loss."""
+    """Let reductions divide by the sum of all devices' shares of the loss, if it is a constant."""
     is_known = isinstance(share, float)  # a share by weight is not, and `_means` divides by it
     return dataclasses.replace(comm, mean_divisor=comm.num_devices * share) if is_known else comm
 
@@ -311,7 +311,7 @@ def _trace(
 ) -> tuple[Block, OpenProgram]:
     """Trace one micro-batch on the shapes of the full parameters; nothing is gathered."""
     full = []
-    avals: dict[Any, Any] = {}  # layers of an unrolled program have equal ones
+    avals: dict[Any, Any] = {}  # computed once for the equal layers of an unrolled program
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):
         layout = parameters.weight_layout(i)
         leaf = parameters.leaves[i]

@@ -88,7 +88,8 @@ def _gather_source(
 ) -> EncodedShards:
     assert leaf.layout is not None
     moved = leaf.layout.dim != weight.layout.dim
-    # Both read the whole shard, so nothing of it can be copied layer by layer later.
+    # A moved split and a node slice both need the whole shard on the device, so it cannot be copied
+    # layer by layer later.
     if moved or comm.hpz:
         shard = copy_to_device(shard, "weights", leaf.path, windowed=False)
     size = math.prod(leaf.shape[depth:])
@@ -154,7 +155,7 @@ def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> Enco
 def next_slice(
     shard: Shaped[Array, ...], kept: EncodedShards, leaf: LeafSpec, comm: CommSpec
 ) -> EncodedShards:
-    """Update a node slice in a message of its own, with layers as `kept_slice` has them."""
+    """Gather the changes of a weight since the slice `kept`, in a message of its own; add them."""
     assert leaf.layout is not None
     with labelled("weights", leaf.path):
         plain = EncodedShards.plain(shard, leaf.layout.dim, leaf.num_lead)

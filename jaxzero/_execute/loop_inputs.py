@@ -1,4 +1,4 @@
-"""A loop of a block: what it reads from outside, by tick, and what there is between two ticks."""
+"""The inputs of a loop, and the state that one tick of it passes to the next."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from .._program import Loop, Value, is_zero
 from .._xla_of_jax import PRODUCTS_MAY_BE_READ_TWICE
 from .buckets import GradientBuckets, on_shard
 
-# What there is of each iteration, by the lag of the tick: arrays by `Value` or by `pipeline.Key`.
+# The arrays of the iterations under way, by lag, then by `Value` or `pipeline.Key`.
 ByLag = dict[int, dict[Any, Any]]
 
 
 @dataclasses.dataclass
 class LoopState:
-    """What there is between two ticks.
+    """What one tick passes to the next.
 
     Attributes:
-        by_lag: what there is of the iterations under way, by lag.
+        by_lag: the arrays of the iterations under way, by lag.
         stacks: carried arrays with one element for each iteration, by kind and number: node slices,
             outputs, and lists of the stacks of a leaf that is updated.
         slices: for each weight whose node slices are kept, one of them, for its codec and layout.
-        early: node slices made before the loop, and their places. They are put there when the loop
-            begins: until then slices of the step before are read, for which XLA would copy a stack.
+        early: node slices made by gathers before the loop: weight, index in the stack, and data.
+            They are written when the loop begins: until then slices of the previous step are read
+            from the stack, which XLA would have to copy.
     """
 
     by_lag: ByLag = dataclasses.field(default_factory=dict)
@@ -51,8 +52,8 @@ class LeafUpdate:
 
     Attributes:
         stacks: this device's shards of the parameter, first, and of its state, in host memory.
-        names: their paths.
-        reads: which of them the update reads.
+        names: the paths of the stacks.
+        reads: for each stack, whether the update reads it.
         new_layers: the new layer of each stack (None: unchanged), from the mean gradient of a
             layer and from the layers of the stacks that are read (None for others).
     """
@@ -160,11 +161,11 @@ class LoopInputs:
         return None if inside in body.uses.views else self.outer.read(outside)
 
     def layer_index(self, iteration: Any) -> Array:
-        """The position of an iteration, which may lie outside of the loop.
+        """The index in the stacks of an iteration, which may lie outside of the loop.
 
-        Past the end, it is the one that the backward loop takes first, second and so on, if a loop
-        goes on with this loop's gathers; otherwise the last one again. Before the start, it is the
-        first.
+        Before the start it is the index of the first iteration. Past the end it is that of the last
+        one; or, if the backward loop goes on with this loop's gathers, of the iteration that the
+        backward loop runs first, second and so on.
         """
         length, iteration = self.loop.length, jnp.asarray(iteration)
         after = 2 * length - 1 - iteration if self.pipeline.goes_on else length - 1
@@ -173,10 +174,11 @@ class LoopInputs:
 
     @functools.cached_property
     def device_rows(self) -> list[Any]:
-        """The stacks that the program scans, in device memory; None for others."""
+        """The stacks that the program scans; None for those in host memory, and for weights."""
         return [None if _is_copied(x) else x for x in self.rows]
 
     def rows_at(self, number: Any) -> list[Any]:
+        """The elements of `device_rows` for iteration `number`; None for other stacks."""
         i = self.layer_index(number)
         return [None if x is None else at(x, i) for x in self.device_rows]
 

@@ -45,7 +45,7 @@ class LoopRun(LoopInputs):
     """One run of a loop, which is operation `index` of the block that `outer` runs."""
 
     def _slices_before(self) -> dict[pipeline.Key, Array]:
-        """The stacks of node slices of the step before, of the weights whose slices are kept."""
+        """The stacks of node slices from the previous step, for weights whose slices are kept."""
         listed = self.pipeline.instructions
         keeps = (x for x in listed if isinstance(x, instructions.KeepSlices))
         kept = {weight for each in keeps for weight in each.weights}
@@ -93,14 +93,15 @@ class LoopRun(LoopInputs):
 
     @functools.cached_property
     def is_cut(self) -> bool:
-        """Whether the ticks are several loops: what each stacks is then carried from one to all."""
+        """Whether the ticks run as several loops; all of them then carry every stack."""
         return len(self.pipeline.cuts) > 2
 
     def carries(self, key: pipeline.Key) -> bool:
         """Whether a stack is carried, and filled in its place, so that `lax.scan` stacks nothing.
 
-        It is if it is filled after the iteration, if it is read or added to, and if it lies in host
-        memory: JAX 0.10 writes a stack there in the wrong order where the loop is reversed.
+        It is carried if it is filled after the iteration's tick, if the loop reads it or adds to
+        it, or if it lies in host memory, where JAX 0.10 writes the outputs of a reversed loop in
+        the wrong order.
         """
         kind, i = key
         if kind == "slices":
@@ -114,7 +115,7 @@ class LoopRun(LoopInputs):
         return {x.output for x in listed if isinstance(x, instructions.Collect) and x.lag}
 
     def _shapes(self, carry: list[Any], state: LoopState) -> dict[Any, Any]:
-        """The shapes of what iterations leave: of each `pipeline.Entry`, and of outputs and slices.
+        """The shapes of the arrays that ticks pass on: entries of the state, outputs, node slices.
 
         One iteration is traced for shapes alone, from its own tick to the last that works on it.
         """
@@ -154,15 +155,15 @@ class LoopRun(LoopInputs):
         shape, (kind, number) = (self.loop.length, *layer.shape), key
         if kind == "output" and number in self.plan.host_gradients:
             return empty_in_host(shape, layer.dtype, number)
-        # The compiler makes `lax.empty` whole along `tokens`, and zeros in the parts that it needs.
+        # Along `tokens` the compiler makes `lax.empty` in full, and of zeros only the needed parts.
         return (lax.empty if num_token_parts() == 1 else jnp.zeros)(shape, layer.dtype)
 
     def _enter(self, state: LoopState, ticks: range, shapes: Mapping[Any, Any]) -> None:
-        """Add what a loop over some ticks carries and is not there yet.
+        """Add the entries that a loop over `ticks` carries and the state does not have yet.
 
         These are copies from host memory that no gather needed earlier, and zeros for iterations
-        before the first. Copies of leaves that are updated are made for these too, of the first
-        layer: it is written back where there is no gradient yet.
+        before the first. For leaves that are updated, these iterations get a copy of the first
+        layer: the loop writes it back where there is no gradient yet.
         """
         entries, read_later = self.pipeline.carried(ticks), self.pipeline.found_by(ticks.start)
         for _, lag in entries:  # the tick below shares these with the state
@@ -183,7 +184,7 @@ class LoopRun(LoopInputs):
     def _shape_of(
         self, state: LoopState, shapes: Mapping[Any, Any], key: pipeline.Key, lag: int
     ) -> Any:
-        """The shape of an entry: that at the same lag, or at the nearest before it or after."""
+        """The shape of an entry: as traced at its lag, or at the nearest lag before or after it."""
         if key[0] == "state":
             leaf = self.updates[key[1]]
             layers = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaf.stacks)
@@ -199,11 +200,11 @@ class LoopRun(LoopInputs):
     ) -> tuple[list[Any], LoopState, dict[pipeline.Key, Any]]:
         """Run some ticks as a loop.
 
+        XLA unrolls a loop of one tick. Barriers keep it from fusing the tick's operations with
+        those around, so that the tick has the bits of the others.
+
         Returns:
             The program's carry and the state after them, and the stacks that are not carried.
-
-        XLA takes a single tick out of its loop. Nothing there may be fused with what lies around
-        it, so that it has the bits of the others.
         """
         entries, keys = self.pipeline.carried(ticks), list(state.stacks)
         listed = list(self.pipeline.in_ticks(ticks))
@@ -224,7 +225,7 @@ class LoopRun(LoopInputs):
             tick.run(listed, entries)
             collected[:] = [x for x in tick.collected if not self.carries(x)]
             after = [
-                # Where nothing is sent any more, what was sent last stays in its place.
+                # In ticks that send nothing more, an entry keeps what was sent last.
                 *(
                     current.by_lag.get(lag, {}).get(key, x)
                     for (key, lag), x in zip(entries, values, strict=True)

@@ -117,10 +117,10 @@ def mean_over_devices(
         sums: this device's sums over its micro-batches.
         targets: for each gradient in `sums`, how it was reduced and is to be stored.
         errors: for each gradient, the residual of the previous step; None if it is not kept.
-        num_microbatches: how many micro-batches a device has summed, of the fastest node.
+        num_microbatches: how many micro-batches a device of the fastest node has summed.
         comm: axes and codecs of the reductions.
         share: what each loss was multiplied by before it was differentiated; None: nothing.
-        all_halves: what becomes of the sums over half-batches before they are compared.
+        all_halves: with stages, turns sums over half-batches of a stage into those of all leaves.
     """
     with labelled("other", "loss"):
         loss = sum_over_devices(sums.loss, comm)
@@ -234,7 +234,7 @@ class HalfSums:
             gradient.
         copies: for each leaf, how many devices hold the same shard; its products are divided by it.
         weight: summed weight of this device's rows; None if all examples weigh the same.
-        axes: of the devices that hold all shards together.
+        axes: the mesh axes over which shards are spread; products of shards are summed over them.
     """
 
     shards: Sequence[HalfBatchSum | None]

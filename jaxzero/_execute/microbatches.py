@@ -60,8 +60,8 @@ def check_microbatches(num: Any) -> None:
 def check_exchanges(block: Block) -> None:
     """Raise `NotImplementedError` for a collective that may wait for devices of another node.
 
-    It would wait for ever, as nodes run different numbers of micro-batches. In a `ppermute` XLA
-    lets all devices take part, whatever its axis.
+    Nodes run different numbers of micro-batches, so it would deadlock. XLA runs a `ppermute` over
+    any axis on all devices.
     """
     for operation in block.operations:
         for name, axes in exchanges(operation):
@@ -179,7 +179,10 @@ def _scan_first(body: Callable, start: Any, scanned: Any, num: Array) -> tuple[A
 
 
 def _widened(sums: Accumulators, means: Container[int] = ()) -> Accumulators:
-    """Sums in the dtype to add them up in; not those of `means`, nor means in host memory."""
+    """Cast sums to the dtype in which they are added up.
+
+    Gradients in `means` are no sums and stay as they are, and so do means in host memory.
+    """
 
     def widened(x: Array) -> Array:
         return x if in_host(x) else x.astype(accumulator_dtype(x.dtype))
@@ -212,7 +215,7 @@ def combine(x: Array, how: str, comm: CommSpec) -> Array:
     if how == "sum":
         return sum_over_devices(jnp.sum(x, axis=0), comm)
     if how == "max":
-        if comm.node_microbatches is not None:  # those that are left out repeat the first
+        if comm.node_microbatches is not None:  # the zeros of those left out must not count
             ran = jnp.arange(len(x)) < num_here(comm.node_microbatches)
             x = jnp.where(ran.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1])
         return all_max(jnp.max(x, axis=0), AXES)

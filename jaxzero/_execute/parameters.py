@@ -1,4 +1,4 @@
-"""The sharded arguments of a step, as leaves: which are split, differentiated, looked up, twins."""
+"""The leaves of a step's sharded arguments: which are split, differentiated, tables, or twins."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Parameters:
         return [*by_weight.values()]
 
     def weight_layout(self, i: int) -> DimSharding | None:
-        """The layout from which the program gathers leaf `i`; None if it gathers no such weight."""
+        """The layout from which the program gathers leaf `i`; None if it does not gather it."""
         return self.leaves[i].layout if self.weights_split and i not in self.tables else None
 
     def has_host_gradient(self, i: int) -> bool:

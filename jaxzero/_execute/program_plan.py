@@ -1,7 +1,7 @@
 """Plan the program of one step on one device: layouts of weights, and targets of gradients.
 
 In: the traced program of one micro-batch and the leaves of the sharded arguments. Out: its
-`BlockPlan`, and what the step has to know beside it. Nothing runs here.
+`BlockPlan`, with the layouts of weights and the targets of gradients. Nothing runs here.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def plan_program(
         # Without kept slices the first micro-batch is like the others.
         if not slices_kept_in_program(top):
             top, later = later, None
-    # Only then is the divisor known while the program runs: half-batches have their own.
+    # Otherwise the program cannot divide: sums go on over micro-batches, the sum of weights is not
+    # known yet, or half-batches have divisors of their own.
     if microbatches == 1 and not comm.halves and shapes[1] is None:
         top, targets = _with_means(top, shapes, targets, parameters, updates)
         top = cut_last_updates(top)
@@ -196,9 +197,9 @@ def _can_fetch(i: int, wire_state: DeviceWireState, microbatches: int, comm: Com
 def _makes_slices(microbatches: int, comm: CommSpec) -> bool:
     """Whether the program makes node slices in the first gathers of weights (hpZ).
 
-    With several micro-batches the program of the first does. The others run another program, which
-    has to be compiled too. Without prefetch, where nothing overlaps with the gathers, there is one
-    program for all of them.
+    With several micro-batches, the program of the first micro-batch does. The others run a second
+    program, which has to be compiled too. Without prefetch, where nothing overlaps with gathers,
+    that does not pay, and one program runs all of them.
     """
     if comm.hpz is None or comm.sizes[NODE] == 1:
         return False
@@ -216,8 +217,8 @@ def _slices_to_keep(
     """Choose the weights whose node slices the program makes in their first gather (hpZ).
 
     The other node slices are made before the program runs: where the program splits a weight along
-    another dim than storage does, and where the wire state has other layers than the program scans,
-    for example those of a stack of vectors in one message.
+    another dim than storage does, and where the wire state encodes other layers than the program
+    scans. (A stack of vectors, for example, is encoded as one message.)
     """
     if not _makes_slices(microbatches, comm):
         return frozenset()
@@ -321,7 +322,7 @@ def _final_gradients(
     """The outputs that are gradients and final once reduced, with the indices of their leaves."""
     leaves = zip(parameters.differentiated, targets, strict=True)
     found = zip(_outputs(shapes, targets), leaves, strict=True)
-    # Of twins, what their tables get is added at the end of the step.
+    # A weight with a twin is not final: the twin's gradient is added at the end of the step.
     return {k: i for k, (i, target) in found if target.is_final and i not in parameters.twins}
 
 

@@ -1,10 +1,10 @@
-"""Choose the tables of which rows are sent, and let the program read and add rows of shards.
+"""Choose the tables whose rows are sent, and let the program read and add rows of shards.
 
 Rows are sent where over each mesh axis fewer bytes enter a device for the rows of a step, forward
 and back, than for the weight and its gradient. A weight that has other uses too is gathered for
-them, and its lookups read a twin of it (`tied_tables`). Then rows have to be fewer than half of
-that. Other uses may share the gather and the reduction with the lookups, and then rows come on top;
-but the step neither begins nor ends with the table, which is sent beside the layers.
+them, and its lookups read a twin of it (`tied_tables`). Its rows must take fewer than half of the
+bytes of weight and gradient: they come on top where the other uses need the weight anyway. The gain
+is that the step neither begins nor ends with the table, which is sent beside the layers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def with_rows(
     comm: CommSpec,
     divides: bool,
 ) -> tuple[Block, Any, Parameters]:
-    """Let a program exchange rows of tables.
+    """Rewrite a program so that devices exchange rows of tables, where that is fewer bytes.
 
     Args:
         block: the traced program.
@@ -71,13 +71,13 @@ def with_rows(
         parameters: the leaves.
         microbatches: how many there are; with several their index is the first input.
         comm: mesh axes, codecs and schedule.
-        divides: whether gradients may be divided by the number of devices as they are added: the
-            program differentiates the loss of a device itself.
+        divides: whether gradients may be divided by the number of devices as they are added up:
+            true if the program differentiates a device's own loss, not its share of the mean.
 
     Returns:
-        The program, of which some inputs are shards of tables, and the outputs that are their
-        gradients shards of the sum over all devices, or of the mean; the shapes of its outputs; and
-        the parameters with these tables, and with twins of leaves as the last ones.
+        The program, in which tables among the inputs are replaced by their shards, and gradients of
+        tables among the outputs by shards of the sum (or mean) over all devices; the shapes of its
+        outputs; and the parameters with these tables, and with twins as the last leaves.
     """
     first = 1 if microbatches > 1 else 0
     weights, gradients = _candidates(block, shapes, parameters, first, comm)
@@ -113,7 +113,8 @@ def with_rows(
     tools = Tools(chosen, ids_of_all, comm.sizes)
     weights = {x: i for x, i in weights.items() if i in chosen}
     gradients = {k: i for k, i in gradients.items() if i in chosen}
-    block = with_lookups(block, weights, gradients)  # other products stay
+    # Products of one-hot vectors with other weights stay products.
+    block = with_lookups(block, weights, gradients)
     block = exchange_rows(block, weights, gradients, tools)
     return block, shapes, dataclasses.replace(parameters, tables=moved)
 
@@ -165,7 +166,7 @@ def _choose(
     comm: CommSpec,
     as_means: bool,
 ) -> tuple[dict[int, MovedRows], dict[int, TableOperations]]:
-    """The tables of which rows are sent, and what a device does for each."""
+    """The tables whose rows are sent, and the functions that read and add rows of each."""
     num = len(parameters.leaves) - len(parameters.twins)
     moved, chosen = {}, {}
     for i, table in tables.items():
@@ -191,10 +192,10 @@ def _choose(
 def with_table_shards(
     full: Sequence[Array | None], stored: Sequence[Array], parameters: Parameters
 ) -> tuple[list[Array], list[Array | None]]:
-    """What is stored of the parameters, and the program's inputs for them, twins included.
+    """The stored arrays of all parameters, and the program's inputs for them, twins included.
 
-    These are full arrays, but for a table this device's shard. Shards are decoded, and copied to
-    device memory if they lie in host memory.
+    An input is the full array or, for a table, this device's shard, which is decoded, and copied to
+    device memory if it lies in host memory. It is None where the program gathers the weight.
     """
     stored, arrays = parameters.with_twins(stored), parameters.with_twins(full)
     for i in parameters.tables:
@@ -207,8 +208,8 @@ def with_table_shards(
 def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
     """Whether rows of leaf `i` can be sent.
 
-    Not with sums that are kept in halves, added in a tree, or made by other numbers of
-    micro-batches on each node; not of a leaf that the user splits over further axes.
+    They cannot with half-batch sums, with sums that are added in a tree, or with nodes that run
+    different numbers of micro-batches; nor if the user splits the leaf over further axes.
     """
     leaf = parameters.leaves[i]
     is_table = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.dtype(leaf.dtype).itemsize >= 2
@@ -232,7 +233,7 @@ def _pays(rows: Mapping[str, int], weight: Mapping[str, int]) -> bool:
 
 
 def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> TableOperations:
-    """What a device does to look up rows of a table, and to add to its gradient."""
+    """The functions by which a device looks up rows of a table, and adds to its gradient."""
 
     def read(shard: Array, of_all: Array, ids: Array, lookup: Lookup, wait: Any) -> Any:
         fill = None if lookup.is_clipped else lookup.fill

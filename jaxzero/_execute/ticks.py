@@ -1,4 +1,4 @@
-"""One tick of a loop: what it reads from the stacks outside, and what it leaves there.
+"""One tick of a loop: the instructions that read stacks outside of the loop and write to them.
 
 These are the handlers of the instructions that only loops have. They connect an iteration with
 shards of weights, node slices, rows and outputs of the program, and leaves that are updated layer
@@ -35,11 +35,11 @@ from .mean_gradients import host_mean, mean_of_one_microbatch
 
 
 class Tick:
-    """One tick: what it reads from outside, and what it leaves there.
+    """One tick of a loop.
 
     Args:
         loop: the loop.
-        state: before the tick; after `run` that of the next one.
+        state: the state before the tick; `run` turns it into that before the next tick.
         number: in tick `t` the operations of iteration `t` run.
         ticks: the ticks that run as one loop, this one among them.
         carry: the carry of the program's loop, before the tick.
@@ -47,8 +47,8 @@ class Tick:
         before_loop: the barrier that copies and messages pass if the tick comes before the loop.
 
     Attributes:
-        carry: after `run`, that of the next iteration.
-        collected: for each stack, what the tick adds to it.
+        carry: after `run`, the carry of the next iteration.
+        collected: for each stack, the element that the tick writes to it.
     """
 
     def __init__(
@@ -78,9 +78,12 @@ class Tick:
         listed: Sequence[instructions.Instruction],
         entries: Iterable[pipeline.Entry] | None = None,
     ) -> None:
-        """Execute some instructions, and advance the state to the next tick, which has `entries`.
+        """Execute some instructions, and advance the state to the next tick.
 
-        None: those that the next tick finds, where `number` is an integer.
+        Args:
+            listed: the instructions.
+            entries: the entries of the state that the next tick needs; None: the plan says which,
+                if `number` is an integer.
         """
         after = self.loop.pipeline.found_by(self.number + 1) if entries is None else entries
         self._entries = list(after)
@@ -98,7 +101,7 @@ class Tick:
         _HANDLERS[type(each)](self, each)
 
     def _iteration(self, each: instructions.Instruction, when: Value | None = None) -> Any:
-        """The iteration that an instruction works on; as an array, not known before `when` is."""
+        """The iteration that an instruction works on; unknown to XLA before `when`, if given."""
         number = self.number
         if when is not None and when in self.runner.by_lag[0]:
             if when not in self._known:
@@ -201,7 +204,8 @@ class Tick:
         self.runner.by_lag[each.lag][pipeline.output(number)] = value
 
     def _collect(self, each: instructions.Collect) -> None:
-        # Before the first iteration this fills its place, which it overwrites.
+        # In ticks before its first iteration, this writes to the first place, which that iteration
+        # overwrites.
         key = pipeline.output(each.output)
         value = self.collected[key] = self.runner.by_lag[each.lag][key]
         if key in self.state.stacks:
@@ -242,7 +246,7 @@ class Tick:
     # Barriers.
 
     def _hold_states(self, each: instructions.HoldStates) -> None:
-        """A stack is written in its place only if all layers are copied from it before."""
+        """Order copies out of a stack before writes to it: else XLA does not write in place."""
         del each
         keys = [("state", i) for i in self.loop.updates]
         places = [(there, x) for there in self.runner.by_lag.values() for x in keys if x in there]
@@ -253,6 +257,7 @@ class Tick:
             there[x] = value
 
     def _join_copies(self, each: instructions.JoinCopies) -> None:
+        """Let the carry wait for this tick's copies, which then overlap with its operations."""
         del each
         here, by_lag = self.runner.by_lag[0], self.runner.by_lag
         outputs = [pipeline.output(i) for i in range(self.loop.loop.num_carry)]

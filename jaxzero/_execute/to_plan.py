@@ -40,7 +40,14 @@ def to_plan(
     loops scan the stacks that they index, values of weights are computed where they are used, and
     what is kept for backward is chosen.
 
-    `is_plain` says whether neither the loss nor the gradients are multiplied by a share.
+    Args:
+        block: the traced program of one micro-batch.
+        shapes: the shapes of its outputs: loss, weight, gradients and others.
+        parameters: the leaves of all sharded arguments.
+        specs: the `PartitionSpec` of each of its other inputs.
+        microbatches: how many there are; with several their index is the first input.
+        comm: mesh axes, codecs and schedule.
+        is_plain: whether neither the loss nor the gradients are multiplied by a share.
 
     Returns:
         The program, the shapes of its outputs, and its parameters, with the tables of which rows

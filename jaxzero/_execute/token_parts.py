@@ -2,11 +2,11 @@
 
 A matrix is split over `node` and `local` on one dim and over `tokens` on another. Each device
 gathers the shards of its own part over `node` and `local`, with messages, codecs and buckets of
-parts; the parts are gathered last. Gradients are summed into parts first. What has no such dim is
-equal on all devices along `tokens`, and each of them sends it.
+parts; the parts are gathered last. Gradients are summed into parts first. A leaf without a second
+dim to split is equal on all devices along `tokens`, and each of them sends it.
 
-In flight, the arrays of a bucket are those of parts, with a leading dim that counts parts. These
-functions do what those of `_collectives` do where there is one part.
+In flight, the arrays of a bucket are those of parts, with a leading dim that counts parts. Without
+the axis, these functions are those of `_collectives`.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def joined_gradient(x: Any, spec: ReduceSpec) -> Any:
 
 
 def note_exchanges(block: Block) -> None:
-    """Record what a program exchanges over `tokens` by itself (`token_exchanges`).
+    """Record the collectives over `tokens` that the compiler adds to the user's program.
 
-    The compiler adds the collectives. Each is recorded once for all that it runs in a step.
+    Each of `token_exchanges` is recorded once, with the number of times it runs in a step.
     """
     if num_token_parts() == 1:
         return
@@ -184,7 +184,7 @@ def _note(collective: str, fulls: Sequence[Array | None]) -> None:
 
 
 def _of_parts(specs: Sequence[ReduceSpec]) -> list[ReduceSpec]:
-    """The reductions of parts of gradients."""
+    """The specs of reducing one part of each gradient."""
     num, part_specs = num_token_parts(), []
     for spec in specs:
         shape, dim = list(spec.shape), weight_dim_of_tokens(spec.shape, spec.layout.dim, num)

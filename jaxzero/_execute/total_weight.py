@@ -64,7 +64,7 @@ def total_weight(
                 "need the weight of the full batch before the loss: compute it from the batch."
             )
         uses = find_uses(block, {}, sys.maxsize)
-        axes = comm.axes[-1:]  # over which nothing is sent
+        axes = comm.axes[-1:]  # a plan has an axis; without weights, nothing is sent over it
         plan = make_plan(block, uses, [None], None, comm.schedule, lambda specs: axes, axes)
         outputs, _, _ = run_block(plan, comm, [*indices, *[None] * num, *rows], {}, {})
         return Accumulators(jnp.zeros(()), jnp.asarray(outputs[0]), []), []
@@ -75,7 +75,7 @@ def total_weight(
 
 
 def _needed(block: Block) -> Block:
-    """Drop the effects (prints) that `trace` keeps, and what only they read, from a block."""
+    """The block without effects (prints), which `trace` keeps, and without what only they read."""
     live, kept = {*block.outputs}, []
     for operation in reversed(block.operations):
         if not live.isdisjoint(operation.outputs):

@@ -37,7 +37,7 @@ class WireState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeviceWireState:
-    """The wire state of all sharded arguments of a call, by index of the leaf among all of theirs.
+    """The wire state of all sharded arguments of a call, by index of the leaf among all leaves.
 
     Inside the `shard_map` the values are this device's shards (a node slice in `slices`, an array
     `[1, *shape]` in `errors`); outside they are global arrays, or `PartitionSpec`s (`specs_of`).
@@ -47,7 +47,7 @@ class DeviceWireState:
     errors: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     def without(self, leaves: Collection[int]) -> tuple[DeviceWireState, DeviceWireState]:
-        """Split the state: that of all other leaves, and that of `leaves`."""
+        """Split the state in two: that of all leaves but `leaves`, and that of `leaves`."""
         kept, rest = (
             DeviceWireState(
                 {i: x for i, x in self.slices.items() if (i in leaves) is is_in},
@@ -102,9 +102,9 @@ def error_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
 def first_state(
     layout: TreeLayout, axes: tuple[str, ...], mesh: AnyMesh, comm: CommSpec
 ) -> Callable[[list[Array]], WireState]:
-    """A function that makes the first state: gathered node slices, and residuals of zero.
+    """Return a function from the parameters' stored arrays to the state before the first step.
 
-    It takes the stored arrays of the parameters.
+    The state has gathered node slices, and residuals of zero.
 
     Args:
         layout: leaves and structure of the parameters.

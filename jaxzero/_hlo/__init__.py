@@ -1,4 +1,4 @@
-"""Programs that are compiled and not run: for absent devices, what they send, what they would take.
+"""Analyse programs that are compiled and not run, for devices that need not be there.
 
 In: a jitted function and structs, or the text of a scheduled module. Out: collectives, memory
 traffic, and a timeline predicted from stated rates. Nothing here runs on a device.

@@ -10,8 +10,9 @@ from collections import Counter
 import numpy as np
 
 _BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
-_SHAPE = re.compile(r"\b(pred|bf16|f8e\w+|[fsuc]\d+)\[([\d,]*)\](?:\{([^}]*)\})?")
-_IN_HOST_MEMORY = "S(5)"  # in a layout; XLA's `Layout::kHostMemorySpace`
+_SHAPE = re.compile(r"\b(pred|bf16|f[48]e\w+|[fsuc]\d+)\[([\d,]*)\](?:\{([^}]*)\})?")
+# In a layout: XLA's `Layout::kHostMemorySpace`, and elements of 4 bits without padding.
+_IN_HOST_MEMORY, _PACKED = "S(5)", "E(4)"
 _COLLECTIVE = re.compile(
     r"= (?P<result>[^=]*?) "
     r"(?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -34,11 +35,19 @@ _NAMED = re.compile(  # a mesh of devices, perhaps in another order, and the axe
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's element type and dims, as HLO writes them, and whether it is in host memory."""
+    """An array's element type and dims, as HLO writes them, and what its layout says.
+
+    Attributes:
+        dtype: the element type, such as "bf16".
+        dims: the size of each dim.
+        on_host: whether the array is in host memory.
+        is_packed: whether elements of 4 bits share a byte; otherwise each takes one.
+    """
 
     dtype: str
     dims: tuple[int, ...]
     on_host: bool = False
+    is_packed: bool = False
 
     @property
     def size(self) -> int:
@@ -48,8 +57,11 @@ class Shape:
     def num_bytes(self) -> int:
         if self.dtype.startswith("f8"):
             return self.size
-        bits = re.fullmatch(r"[fsu](\d+)", self.dtype)
-        return self.size * (int(bits[1]) // 8 if bits else _BYTES[self.dtype])
+        bits = re.fullmatch(r"f(4)e\w+|[fsu](\d+)", self.dtype)
+        if bits is None:
+            return self.size * _BYTES[self.dtype]
+        element = int(bits[1] or bits[2])
+        return math.ceil(self.size * (element if self.is_packed else max(element, 8)) / 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.dims)}"
@@ -61,8 +73,8 @@ class Collective:
 
     Attributes:
         op: its name in HLO.
-        results: what it leaves on one device.
-        groups: the devices that take part together; of a permutation, who sends to whom.
+        results: shapes of its results on one device.
+        groups: the devices of each group; of a permutation, pairs of sender and receiver.
         trips: how often one execution of the program runs it.
         line: the line of the HLO.
     """
@@ -87,7 +99,11 @@ class Collective:
         return any(len({device // num_local for device in group}) > 1 for group in self.groups)
 
     def from_parts(self, parts: int) -> int:
-        """Bytes that a device gets from other parts of its group, of so many equal ones."""
+        """Bytes that a device receives from outside its own part of a group of `parts` equal ones.
+
+        With one part for each device that is all it receives; with one for each node, what comes
+        from other nodes.
+        """
         held = sum(shape.num_bytes for shape in self.results)
         if self.op == "collective-permute":
             return held if parts > 1 else 0
@@ -103,7 +119,12 @@ class Collective:
 def shapes(text: str) -> list[Shape]:
     """Every array shape that occurs in a piece of HLO, in order."""
     return [
-        Shape(dtype, tuple(int(dim) for dim in dims.split(",") if dim), _IN_HOST_MEMORY in layout)
+        Shape(
+            dtype,
+            tuple(int(dim) for dim in dims.split(",") if dim),
+            on_host=_IN_HOST_MEMORY in layout,
+            is_packed=_PACKED in layout,
+        )
         for dtype, dims, layout in _SHAPE.findall(text)
     ]
 
@@ -134,7 +155,9 @@ def collectives(text: str) -> list[Collective]:
             computation = match["name"]
         if match := _COLLECTIVE.search(line):
             results = tuple(shapes(match["result"]))
-            if "-start(" in line:  # the result repeats the operands
+            # The result of a start repeats the operands; that of an all-reduce only in newer
+            # versions of XLA, which write them as a tuple of their own.
+            if "-start(" in line and (match["op"] != "all-reduce" or "((" in match["result"]):
                 results = results[len(results) // 2 :]
             times = trips[computation] if trips else 1
             collected.append(Collective(match["op"], results, _groups(line), times, line.strip()))

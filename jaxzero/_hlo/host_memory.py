@@ -1,4 +1,4 @@
-"""Compile programs with arguments and results in host memory ahead of time, for absent GPUs.
+"""Compile programs with arguments and results in host memory ahead of time, without GPUs.
 
 The devices of a topology list no memories, and for such devices JAX drops the memory kind of a
 `NamedSharding` as soon as it is made, without a word: an argument in `pinned_host` is compiled as
@@ -24,7 +24,7 @@ HOST = "pinned_host"
 
 
 def on_abstract_mesh(tree: Any, memory_kinds: Any = None) -> Any:
-    """The same structs with shardings on the abstract mesh, in the memory kinds that are asked for.
+    """The same structs with shardings on the abstract mesh, and with the given memory kinds.
 
     Args:
         tree: a tree of `jax.ShapeDtypeStruct`s with `NamedSharding`s.
@@ -79,7 +79,7 @@ def compile_with_host_memory(
     options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> jax.stages.Compiled:
-    """Compile for the devices of `mesh`, and see that host memory holds what it should.
+    """Compile for the devices of `mesh`, and check what the program keeps in host memory.
 
     Args:
         function: the result of `jax.jit`, without `in_shardings` and `out_shardings`.

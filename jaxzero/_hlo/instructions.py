@@ -46,7 +46,7 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """How often a loop runs; None: not known."""
+        """The trip count of a loop; None if it is not known."""
         match = _TRIPS.search(self.text)
         return int(match[1]) if match else None
 

@@ -28,7 +28,7 @@ from .cost import (
 from .instructions import Computation, Instruction, Program, parse
 from .traffic import NO_WORK, Traffic, traffic
 
-_Free = dict[str, float]  # of each stream but that of compute: when it has done what it was given
+_Free = dict[str, float]  # for each stream but that of compute, the second at which it is idle
 
 
 @dataclasses.dataclass
@@ -79,11 +79,11 @@ class Timeline:
 
     @property
     def host_hidden_share(self) -> float:
-        """The share of the time of copies from and to the host that the device does not wait."""
+        """The share of the time of copies from and to the host in which the device computes."""
         return 1 - self.host_exposed_seconds / self.host_seconds if self.host_seconds else 1.0
 
     def add(self, other: Timeline, times: int) -> None:
-        """Append another one, run `times` times."""
+        """Append `times` runs of another timeline."""
         for field in dataclasses.fields(self):
             value = getattr(other, field.name)
             if field.name == "launches":
@@ -102,7 +102,7 @@ class _Flight:
 
 
 def timeline(module: str | Program, rates: Rates) -> Timeline:
-    """Walk a compiled module.
+    """Predict the timeline of a compiled module.
 
     Args:
         module: its scheduled HLO, or what `parse` has read of it.
@@ -121,13 +121,13 @@ class Walk:
     Attributes:
         program: the parsed module.
         rates: the rates of the machine.
-        known: the computations simulated so far, by name.
+        timelines: those of the computations simulated so far, by name.
     """
 
     def __init__(self, program: Program, rates: Rates):
         self.program = program
         self.rates = rates
-        self.known: dict[str, Timeline] = {}
+        self.timelines: dict[str, Timeline] = {}
 
     def computation(self, within: Computation) -> Timeline:
         """The timeline of one run of a computation.
@@ -135,9 +135,9 @@ class Walk:
         Raises:
             ValueError: a loop's trip count is not known.
         """
-        if within.name not in self.known:
-            self.known[within.name] = self._walk(within)
-        return self.known[within.name]
+        if within.name not in self.timelines:
+            self.timelines[within.name] = self._walk(within)
+        return self.timelines[within.name]
 
     def _walk(self, within: Computation) -> Timeline:
         line = Timeline()
@@ -175,7 +175,7 @@ class Walk:
         return line
 
     def _send(self, line: Timeline, free: _Free, collective: Collective) -> float:
-        """Run a collective on its stream; the time of its end."""
+        """Run a collective on its stream; return the time of its end."""
         cost = collective_seconds(collective, self.rates)
         local, node = link_bytes(collective, self.rates)
         line.communication_seconds += cost
@@ -194,7 +194,7 @@ class Walk:
     def _exchange(
         self, line: Timeline, free: _Free, instruction: Instruction, received: int
     ) -> float:
-        """Run a kernel that is an exchange on the stream of collectives; the time of its end."""
+        """Run an exchange kernel on the stream of collectives; return the time of its end."""
         called = self.program.computations[instruction.called["to_apply"][0]]
         cost = self.computation(called).seconds
         line.communication_seconds += cost
@@ -205,7 +205,7 @@ class Walk:
         return free["collectives"]
 
     def _copy(self, line: Timeline, free: _Free, moved: Traffic) -> float:
-        """Run a copy on the streams from and to the host; the time of its end."""
+        """Run a copy on the streams from and to the host; return the time of its end."""
         line.host_bytes_in += moved.from_host
         line.host_bytes_out += moved.to_host
         line.host_seconds += max(moved.from_host, moved.to_host) / self.rates.host
@@ -217,7 +217,7 @@ class Walk:
         return end
 
     def _land(self, line: Timeline, flight: _Flight) -> None:
-        """Wait for what was started."""
+        """Let the device wait until a transfer that was started has ended."""
         waited = max(0.0, flight.end - line.seconds)
         line.seconds += waited
         if flight.received is None:
@@ -228,7 +228,7 @@ class Walk:
             line.asynchronous_bytes += flight.received
 
     def inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
-        """What an instruction does by itself, and how often."""
+        """The timeline of an instruction, or of the computation it calls, and how often it runs."""
         called, computations = instruction.called, self.program.computations
         if instruction.op == "while":
             body = self.computation(computations[called["body"][0]])

@@ -42,7 +42,7 @@ _PLACEMENTS = {  # custom calls that say where an array is, and copy nothing
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes of one run.
+    """Bytes that one run of an instruction moves.
 
     Attributes:
         device: read from and written to the device's memory; not the device's side of a copy
@@ -69,7 +69,7 @@ class Traffic:
 
 
 def traffic(instruction: Instruction, within: Computation, program: Program) -> Traffic:
-    """What an instruction that is no collective moves by itself, not in what it calls."""
+    """Bytes that an instruction, no collective, moves itself, without computations it calls."""
     op = instruction.op
     if op in NO_WORK or op in _CALLERS or op.endswith("-done"):
         return Traffic()
@@ -130,7 +130,7 @@ def _written(instruction: Instruction, within: Computation) -> _Parts:
 
 
 def _read_by_fusion(inner: Computation) -> _Parts:
-    """What a fusion reads: of what it only slices or updates, that part."""
+    """What a fusion reads: all of a parameter, or the slices if it only slices or updates it."""
     parts = []
     for parameter in inner.instructions:
         if parameter.op != "parameter":
@@ -162,7 +162,7 @@ def _users(parameter: Instruction, inner: Computation) -> tuple[set[str], list[I
 
 
 def _written_by_fusion(inner: Computation) -> _Parts:
-    """What a fusion writes: of what it updates, that part."""
+    """What a fusion writes: its results, or the updated slice of one that it updates in place."""
     root, parts = inner.root, []
     for result in [inner.by_name[x] for x in root.operands] if root.op == "tuple" else [root]:
         source = result
@@ -175,6 +175,6 @@ def _written_by_fusion(inner: Computation) -> _Parts:
 
 
 def _only_moves(instruction: Instruction) -> bool:
-    """Whether an instruction computes nothing but perhaps an index."""
+    """Whether an instruction only copies arrays, or computes scalars such as an index."""
     scalars = all(shape.size == 1 for shape in instruction.results)
     return instruction.op in _MOVES or instruction.op in NO_WORK or scalars

@@ -1,8 +1,8 @@
 """Put equations that were traced before into the trace under way, without tracing them again.
 
-To bind an equation again (`bind`), JAX infers the types of its results again, and makes a tracer of
-each. So one equation, a call, stands for many while a program is traced. `with_copies` then puts
-these in its place, with the types that they have.
+When an equation is bound again (`bind`), JAX infers the types of its results again, and makes a
+tracer of each. So one equation, a call, stands for many while a program is traced. `with_copies`
+then puts these in its place, and keeps their types.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.extend import core as jex
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-# An equation, and what its inputs and its outputs are called.
+# An equation, the names of its inputs, and the names of its outputs.
 Named = tuple[Any, Sequence[Any], Sequence[Any]]
 JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -28,8 +28,8 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
 
     Args:
         equations: each with the names of its inputs and of its outputs. A name is hashable, and
-            each value has its own. An input that no earlier equation makes is read.
-        read: returns the array or number of a name, of the type of the equation's input.
+            each value has its own. An input that no earlier equation produces comes from `read`.
+        read: returns the array or number for a name, of the type of the equation's input.
 
     Returns:
         The outputs of all equations, by name.
@@ -62,7 +62,7 @@ def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
 
 
 class Recording:
-    """A function as it was traced on arrays of some types. It can be put into any other trace.
+    """The equations of a function, which can be put into any other trace for arrays of its types.
 
     Attributes:
         is_closed: whether it can: it reads no array of the trace that it was recorded in, and

@@ -1,17 +1,17 @@
 """Work around three faults of Gloo, which XLA uses for collectives on CPUs.
 
-XLA does so once `jax.distributed` runs, also between devices of one process.
+XLA uses it once `jax.distributed` is initialized, also between devices of one process.
 
 - Reduce-scatter sends from a buffer that the result may have overwritten already. No error is
   raised, but one in a thousand sums of some hundred kilobytes is wrong, and a few in a hundred sums
   of megabytes (JAX 0.10 to 0.12; jax-ml/jax#40830). It also times out after 30 s, whatever limit is
   set (#40831). Here the shards are exchanged all-to-all, in as many bytes, and added.
-- Two hosts that exchange a large message do so in turn, first one way and then the other. A host
-  says that it is ready to receive on the connection that it sends by, behind what it sends already,
-  and the other host waits for that. A link is then used at 50 to 70% of its rate. Here all-gathers
-  and all-to-alls between nodes take place in pieces: while one is on its way, so is the signal that
-  the next may come, and both directions are busy. So do permutations in which two devices send to
-  each other; where no two do, large messages come nearest to the rate of the link.
+- Two hosts that exchange a large message send one after the other, not at once. A host's signal
+  that it is ready to receive is queued on the connection behind the data that it is sending, and
+  the other host waits for the signal. A link is then used at 50 to 70% of its rate. Here
+  all-gathers and all-to-alls between nodes are cut into pieces: the signal for the next piece
+  travels while one is being sent, and both directions are busy. So are permutations in which two
+  devices send to each other. Where no two do, whole messages come nearest to the rate of the link.
 - Gloo connects a group of devices in the group's first collective, and that collective fails if the
   last process comes 30 s after the first one: no option of XLA changes it. Processes that compile
   at different speeds, or load from different disks, can be that far apart. The process that came
@@ -42,14 +42,15 @@ from ..pallas_kernels import add_up
 from .mesh_kinds import NODE
 from .per_device import is_tracing
 
-# Of a message between nodes, in each direction. Pieces twice as large fill 85% of a link of
-# 100 Mbit/s in place of 91%; half as large, no more, and without a limit steps take longer.
+# The largest piece of a message between nodes, in each direction. Pieces of this size use 91% of a
+# link of 100 Mbit/s, twice as large ones 85%, and half as large ones no more. Whole messages make
+# steps slower.
 PIECE_BYTES = 2**17
 
 _is_worked_around: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "jaxzero_gloo_is_worked_around", default=False
 )
-_SECONDS = 1800.0  # that processes wait for each other; loading a model can take that long
+_SECONDS = 1800.0  # how long processes wait for each other; loading a model can take that long
 
 _connected: set[str] = set()  # meshes, by `_name`
 
@@ -125,8 +126,8 @@ def permute(
 
 def is_mutual(pairs: Sequence[tuple[int, int]]) -> bool:
     """Whether any two devices send to each other."""
-    found = set(pairs)
-    return any(source != to and (to, source) in found for source, to in pairs)
+    directions = set(pairs)
+    return any(source != to and (to, source) in directions for source, to in pairs)
 
 
 def _is_in_pieces(axes: str | tuple[str, ...]) -> bool:
@@ -138,7 +139,7 @@ def _is_in_pieces(axes: str | tuple[str, ...]) -> bool:
 def _exchange(
     parts: Shaped[Array, "devices ..."], axes: str | tuple[str, ...]
 ) -> Shaped[Array, "devices ..."]:
-    """Send part i to device i; what is received, by sender."""
+    """Send part i to device i; return the parts that this device receives, in order of senders."""
     if not _is_in_pieces(axes):
         return lax.all_to_all(parts, axes, 0, 0, tiled=True)
     pieces = _pieces(parts.reshape(len(parts), -1))

@@ -6,9 +6,9 @@ inside the loop and after it are then in flight at once. All have the same chann
 XLA:CPU and Gloo find out which messages belong together: devices would exchange the messages of
 different collectives. Each would also block a thread, of which there may be one for each device.
 
-So a loop with collectives carries a token: a number that is 0, which XLA cannot know. It depends on
-every collective before the loop, and every collective after the loop depends on it, also in the
-next program of the same trace (`in_turn`).
+So a loop with collectives carries a token: a number that is always 0, which XLA cannot prove. It
+depends on every collective before the loop, and every collective after the loop depends on it, also
+in the next program of the same trace (`in_turn`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def in_order(program: Any, tokens: list[Token]) -> Any:
 
 
 def _with_token(program: Any, sent: Sequence[Any]) -> Any:
-    """Append the token to a program whose collectives, `sent`, need not wait for any.
+    """Append the token to a program whose collectives, `sent`, need not wait for a token.
 
     The program is not evaluated again: of an unrolled model that would take as long as a trace.
     """
@@ -121,7 +121,7 @@ def _with_token(program: Any, sent: Sequence[Any]) -> Any:
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of constants and carried values, which parameters name differently by JAX version."""
+    """The numbers of constants and of carried values of a `scan`, from its parameters."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
@@ -133,8 +133,8 @@ class _Order:
     """The order of what communicates in a program, or in a loop's body.
 
     Attributes:
-        token: depends on the last loop; None if no loop with collectives came before.
-        since: a result of each collective after it.
+        token: depends on the last loop with collectives; None if there is none so far.
+        since: one result of each collective after that loop.
     """
 
     token: Token | None = None
@@ -172,8 +172,9 @@ class _Order:
         return outputs
 
     def wait_for_all(self) -> Token:
-        """The token, which then depends on all that came before."""
-        if self.token is None:  # a zero that XLA does not know
+        """Return the token after making it depend on every collective so far."""
+        # The sign bit of an index that is not negative: 0, which XLA does not fold to a constant.
+        if self.token is None:
             self.token = lax.shift_right_arithmetic(lax.axis_index((NODE, LOCAL)), jnp.int32(31))
         self.token = _read(self.token, self.since)
         self.since = []
@@ -182,8 +183,9 @@ class _Order:
     def _wait(self, arrays: list[Any]) -> list[Any]:
         """The same arrays, which XLA takes to depend on the token.
 
-        XLA drops a choice between equal constants. So the other choice is none of the constants
-        that are sent, which are zeros and ones.
+        Each array is selected by a condition on the token that is always true. The other choice is
+        filled with 3: XLA would drop a select between equal constants, and the constants that
+        programs send are zeros and ones.
         """
         if self.token is None:
             return arrays
@@ -193,7 +195,7 @@ class _Order:
 def _body(closed: Any) -> Callable[[list[Any], Token], tuple[list[Any], Token]]:
     """A body or a branch, as a function of its inputs and of the token.
 
-    The token that it returns depends on what the body computes. XLA would take another one out of
+    The token that it returns depends on results of the body. XLA would hoist any other token out of
     the loop, and nothing would wait for the loop.
     """
 

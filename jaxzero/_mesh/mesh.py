@@ -171,6 +171,7 @@ def with_stages(mesh: Any, stages: int | None = None) -> Any:
     sizes[at : at + 1] = num, nodes // num
     if isinstance(mesh, SimulatedMesh):
         return SimulatedMesh(names, tuple(sizes), mesh.device)
+    # `stage` has the type of `node`, of which it is a part.
     types = (*mesh.axis_types[:at], mesh.axis_types[at], *mesh.axis_types[at:])
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
 
@@ -238,6 +239,8 @@ def _mapped(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) ->
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names={*AXES, STAGE} & {*mesh.axis_names},
+        # With the check, a scan whose carry begins as a constant is a type error, and so code
+        # written for one device would not run. Every value counts as different on each device.
         check_vma=False,
     )
 
@@ -273,7 +276,12 @@ def _shown(mesh: AbstractMesh) -> str:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise unless `mesh` is a mesh with the axes `node` and `local`, and `tokens` automatic."""
+    """Check that `mesh` has the axes `node` and `local`.
+
+    Raises:
+        ValueError: `mesh` is no mesh, or lacks one of the two axes.
+        NotImplementedError: it has an axis `tokens` that is not automatic.
+    """
     if not isinstance(mesh, Mesh | SimulatedMesh | NodeMesh):
         raise ValueError(
             f"`mesh` must be a mesh of devices, such as `jz.make_mesh()`; got {mesh!r}."

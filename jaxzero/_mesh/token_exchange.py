@@ -5,14 +5,15 @@ tokens x, of which each chose k experts e with weights w,
 
     y = sum over the k experts that a token chose of w_e expert_e(x).
 
-Exactly: all tokens of a node go to each of its devices, once each, with their choices. A device
-sums up what its own experts make of them, sends each device the sums for its tokens, and receives n
-such sums for each of its own. That is `n T` rows, the most of `T` tokens on each device that can
-come to one. With a capacity the pairs of token and expert are sent that fit into it, `factor` times
-as many as with even choices, and the others are dropped.
+Without a capacity the result is exact: every device of a node receives all tokens of the node, once
+each, with their choices. It sums the results of its own experts for each token and returns these
+partial sums, n of which each device adds up for each of its own tokens. With T tokens on each
+device that is `n T` rows, as many as could at most be routed to one device. With a capacity, pairs
+of token and expert are sent, up to `factor` times as many as a device would get if choices were
+even, and the others are dropped.
 
-Within a device, rows are sorted by expert. Every permutation is a gather in backward as in forward,
-so that sums have one order, and no two rows are written to one place.
+Within a device, rows are sorted by expert. Every permutation is a gather in backward as in forward:
+no scatter adds rows in an order of its own.
 
 Legend: t tokens of a device, n of all that a device has received, k choices of a token, d features,
 m rows.
@@ -174,9 +175,10 @@ def _entering_bytes(tokens: Any) -> int:
 def _own_choices(
     choices_nk: Int[Array, "n k"], weights_nk: Float[Array, "n k"], num_local: int
 ) -> tuple[Int[Array, "n m"], Float[Array, "n m"]]:
-    """This device's choices of all tokens, `num_local` for those of other devices, and weights.
+    """The choices that are experts of this device, for all tokens of the node, and their weights.
 
-    A token has at most `num_local` choices among them, so `m = min(k, num_local)`.
+    Choices count from this device's first expert; `num_local` marks one of another device. A token
+    has at most `num_local` of this device's experts, so `m = min(k, num_local)`.
     """
     if num_local > choices_nk.shape[1]:
         is_here = (choices_nk >= 0) & (choices_nk < num_local)
@@ -206,12 +208,12 @@ def _grouped(
     rows_md: Any = _rows(tokens_nd, order_m, inverse_m, k)
     rows_md = jnp.where(is_here_m1, rows_md, 0)
     weights_m1: Any = _rows(weights_nk.reshape(-1, 1), order_m, inverse_m, 1)
-    made_md = compute(rows_md, sizes_e, jnp.where(is_here_m1, weights_m1, 0)[:, 0])
-    if made_md.ndim != 2 or len(made_md) != num * k:
+    results_md = compute(rows_md, sizes_e, jnp.where(is_here_m1, weights_m1, 0)[:, 0])
+    if results_md.ndim != 2 or len(results_md) != num * k:
         raise ValueError(
-            f"`compute` must return [rows, features] for {num * k} rows; got {made_md.shape}."
+            f"`compute` must return [rows, features] for {num * k} rows; got {results_md.shape}."
         )
-    return _sums(jnp.where(is_here_m1, made_md, 0), order_m, inverse_m, k)
+    return _sums(jnp.where(is_here_m1, results_md, 0), order_m, inverse_m, k)
 
 
 def _with_capacity(
@@ -243,10 +245,10 @@ def _with_capacity(
     choices_s = jnp.where(choices_s < 0, num_local, choices_s % num_local)
     weights_s1: Any = _sent(weights_tk.reshape(-1, 1), pair_s, slot_p, 1)
     rows_sd, choices_s1, weights_s1 = map(_exchanged, (rows_sd, choices_s[:, None], weights_s1))
-    made_sd = _exchanged(_grouped(compute, rows_sd, choices_s1, weights_s1, num_local))
-    made_pd: Any = _sent(made_sd, slot_p, pair_s, 1)
+    results_sd = _exchanged(_grouped(compute, rows_sd, choices_s1, weights_s1, num_local))
+    results_pd: Any = _sent(results_sd, slot_p, pair_s, 1)
     dropped = jnp.sum(~fits_p & (chosen_p >= 0), dtype=jnp.int32)
-    return _sum_of_copies(made_pd, k), dropped
+    return _sum_of_copies(results_pd, k), dropped
 
 
 def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
@@ -254,14 +256,14 @@ def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
     return lax.all_to_all(varying(x, LOCAL), LOCAL, 0, 0, tiled=True)
 
 
-# Gathers of rows whose derivatives are gathers too: each row is read by known others.
+# Gathers of rows whose derivatives are written as gathers too. JAX would derive scatter-adds.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _rows(
     x: Shaped[Array, "n d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
 ) -> Shaped[Array, "m d"]:
-    """Row `order // k` of `x`: `order` is a permutation of `k` copies of each row."""
+    """Rows `order // k` of `x`; `order` is a permutation of `k` copies of each row."""
     return x[order_m // k]
 
 
@@ -299,9 +301,10 @@ _sums.defvjp(_sums_forward, _sums_backward)
 def _sent(
     x: Shaped[Array, "n d"], pair_s: Int[Array, " s"], slot_p: Int[Array, " p"], k: int
 ) -> Shaped[Array, "s d"]:
-    """Row `pair // k` of `x` in each slot; 0 where `pair` is out of range.
+    """Fill each slot with row `pair // k` of `x`, or with 0 if its `pair` is out of range.
 
-    `slot_p` is the slot of each pair, out of range if it has none.
+    `pair_s` is the pair in each slot, and `slot_p` the slot of each pair, out of range if it has
+    none: the derivative reads by it.
     """
     return _read(x, pair_s, k)
 
@@ -322,15 +325,15 @@ def _read(x: Array, index: Array, k: int) -> Array:
 
 
 def _sum_of_copies(x: Shaped[Array, "m d"], k: int) -> Shaped[Array, "n d"]:
-    """Add each `k` rows."""
+    """Sum each `k` neighbouring rows, in float32 or wider, and round once."""
     if k == 1:
         return x
     copies = x.reshape(len(x) // k, k, x.shape[1])
     return copies.sum(axis=1, dtype=widened(x.dtype)).astype(x.dtype)
 
 
-# Each is the derivative of the other. Sums of 16 bits are rounded once, on the device that reads
-# them; a reduce-scatter would round after each of its steps.
+# `_gathered` and `_summed` are each other's derivative. Sums of 16-bit numbers are rounded once, on
+# the device that receives them; a reduce-scatter would round after each of its steps.
 
 
 @jax.custom_vjp

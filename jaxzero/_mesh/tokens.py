@@ -18,23 +18,26 @@ from jaxtyping import Array, Shaped
 
 TOKENS = "tokens"
 _EXCHANGE = "tokens by "
-MIN_FEATURES = (
-    256  # a dim of at least this size is taken for features: large models have fewer layers
-)
+# A dim of at least this size is taken for one of features, and not of layers or experts, of which
+# even large models have fewer.
+MIN_FEATURES = 256
 
 
 def split_tokens(x: Shaped[Array, ...], dim: int = 1) -> Shaped[Array, ...]:
     """Split a dim of tokens over the mesh axis `tokens`; without that axis, return `x` unchanged.
 
-    A model that says so of its activations needs no other change for long rows: the devices along
-    the axis then compute, and keep for backward, their part of the tokens only. Once after the
-    embedding and once in each layer is enough, the compiler infers the rest. It is a constraint on
-    where numbers lie, and changes none. It may be called anywhere in a function given to `zero`: in
-    loops, under `jax.checkpoint` and `jax.vmap`.
+    A model that calls this for its activations needs no other change for long rows: the devices
+    along the axis then compute, and keep for backward, their part of the tokens only. Once after
+    the embedding and once in each layer is enough, the compiler infers the rest. It is a constraint
+    on where elements lie, and does not change their values. It may be called anywhere in a function
+    given to `zero`: in loops, under `jax.checkpoint` and `jax.vmap`.
 
     Args:
-        x: activations, `[rows, tokens, ...]`.
+        x: activations of any dtype, `[rows, tokens, ...]`.
         dim: the dim of tokens; negative ones count from the end.
+
+    Returns:
+        `x`, with the same shape and values.
 
     Raises:
         ValueError: `x` has no such dim, its size does not divide by that of the axis, or the axis
@@ -79,10 +82,11 @@ def split_over_tokens(x: Any, dim: int | None) -> Any:
 
 
 def exchange_over_tokens(x: Any, dim: int | None, collective: str) -> Any:
-    """`split_over_tokens` of an array that lies otherwise, and is sent by this collective.
+    """`split_over_tokens` of an array with another sharding, so that GSPMD sends it.
 
-    The name of the collective is a scope of the constraint, by which `exchange_of` finds it, and
-    its transpose in backward, which sends as many bytes.
+    `collective` is the name of the collective that does so. It becomes a named scope of the
+    constraint, from which `exchange_of` reads it, in forward and for the transpose in backward,
+    which sends as many bytes.
     """
     with jax.named_scope(f"{_EXCHANGE}{collective}"):
         return split_over_tokens(x, dim)
@@ -110,12 +114,14 @@ def weight_dim_of_tokens(shape: tuple[int, ...], other: int, num: int) -> int | 
 def on_token_parts(function: Callable, in_dims: Any, out_dims: Any) -> Callable:
     """Run a function of trees of arrays on each device's part along the axis `tokens`.
 
-    Collectives over `node` and `local` are then of such parts. GSPMD would gather the parts first.
+    Collectives over `node` and `local` inside `function` then send these parts. Outside of this
+    wrapper GSPMD would gather the parts along `tokens` before each collective.
 
     Args:
         function: returns a tree of arrays.
         in_dims: a tuple of tree prefixes: the dim on which each argument is split, or None.
-        out_dims: a tree prefix: the dim on which results are to be joined; None: they are equal.
+        out_dims: a tree prefix: the dim on which results are joined; None: results are equal on all
+            devices along the axis.
     """
 
     def specs(dims: Any) -> Any:
@@ -134,7 +140,7 @@ def on_token_parts(function: Callable, in_dims: Any, out_dims: Any) -> Callable:
 
 
 def whole_weight(x: Any) -> Any:
-    """A weight, gathered over `node` and `local`, gathered over `tokens` too."""
+    """All-gather a weight over `tokens`, after its gather over `node` and `local`."""
     return split_over_tokens(x, None)
 
 
@@ -150,8 +156,9 @@ def split_weight(x: Any, other: int) -> Any:
 def split_weight_gradient(x: Any, other: int) -> Any:
     """The gradient of a full weight, summed over `tokens` into the parts of `split_weight`.
 
-    It is asked for whole first: where only its parts are asked for, the compiler gathers the
-    activations of all tokens, and each device computes its part of the sum over them.
+    The first constraint is on the whole gradient, the second on its parts. With the second alone,
+    the compiler gathers the activations of all tokens, and each device computes its part of the
+    gradient from these.
     """
     parts = split_weight(x, other)
     return x if parts is x else split_weight(whole_weight(x), other)

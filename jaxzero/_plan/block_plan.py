@@ -48,8 +48,8 @@ class ReduceGroup:
     axes: tuple[str, ...] = ()  # the mesh axes that they are reduced over, in order
     # In a loop, what the first of these hops waits for; None: the gradients only.
     after: Value | None = None
-    # Outside of loops, a value of backward that exists no later than the last gradient: groups
-    # made before go on by it.
+    # Outside of loops, a value of backward that exists no later than the last gradient: once it
+    # exists, groups that were made earlier are sent over their next axis.
     tie: Value | None = None
 
 
@@ -60,7 +60,8 @@ class LoopPlan:
     body: BlockPlan
     issue: int  # the operation before which the prologue is sent
     tie: Value | None = None  # the value that the prologue waits for
-    continues: int | None = None  # an earlier loop that sends the same gathers last: no prologue
+    # The earlier loop whose last messages in flight are this loop's first; it has no prologue then.
+    continues: int | None = None
     window: int = 0  # how many layers ahead shards in host memory are copied to the device
     # Outputs that are stacks of gradients in host memory: their indices, and the leaves.
     host_gradients: Mapping[int, LeafSpec] = dataclasses.field(default_factory=dict)
@@ -91,7 +92,7 @@ class LoopPlan:
         return bool(self.updates and self.num_last)
 
     def leads(self, layer: ShardedParam) -> range:
-        """How many iterations before its use a layer is on the device: from the least to the most.
+        """The iterations by which a layer is on the device before its use, least to most.
 
         A layer is encoded `num_hops` iterations ahead if it is prefetched, and otherwise in the
         iteration that uses it.

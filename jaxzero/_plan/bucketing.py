@@ -31,7 +31,7 @@ from .gradient_reductions import BlockGradients
 T = TypeVar("T")
 
 _MAX_PERIOD = 512  # values in a repetition
-_LEAST_LAYER = 2**18  # bytes, of a layer that the body of a loop is cut into
+_LEAST_LAYER = 2**18  # the least bytes of a layer, where the body of a loop is cut into layers
 _SLACK = 8  # a group may exceed the largest layer by an eighth, to take in biases and norms
 # Bytes of a message worth sending: inside a node of 8 it takes twice as long as its launch, at the
 # rates that predicted steps assume. In a small program, a part of its largest value.
@@ -232,7 +232,7 @@ def find_reduce_groups(
         layer = sum(x.num_bytes for x in reduced) // num_layers
         limit = min(limit, layer + layer // _SLACK)
     loops = np.cumsum([0, *(isinstance(operation, Loop) for operation in block.operations)])
-    # Leaves of `Ungathered` apart: their gradients are reduced over other axes.
+    # Leaves of `Ungathered` get groups of their own: their gradients are not reduced over `local`.
     kinds = [
         [x for x in reduced if (LOCAL in gradients.reduces[x].hops) is y] for y in (True, False)
     ]

@@ -3,9 +3,9 @@
 The operations run in their own order. Gathers are emitted where their group's `issues` say. A
 bucket of gradients is encoded once its last gradient is made; it goes over its first axis at the
 next tie to another value, over the second one tie later, and its gradients pass through the tie
-after that (see [Note: ties]). Where several buckets are made between two ties, because weights were
-sent early, each sends those before it on. A deferred group of a loop's body is encoded, and reduced
-in later ticks (`_reduce_early`, `emit_loop`).
+after that (see [Note: ties]). Where several buckets are completed between two ties, because weights
+were sent early, each of them sends the earlier ones over their next axis. A deferred group of a
+loop's body is encoded, and reduced in later ticks (`_reduce_early`, `emit_loop`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def instructions_of(plan: BlockPlan, *, in_pipeline: bool = False) -> tuple[Inst
 
 
 def deferred_instructions(plan: BlockPlan, lag: int) -> tuple[Instruction, ...]:
-    """What is done `lag` ticks later with the deferred groups of a loop's body, once reduced."""
+    """The instructions, `lag` ticks later, that take the gradients out of deferred groups."""
     emitter = _Emitter(plan, True)
     emitter.at = len(plan.block.operations)
     for group in plan.deferred_groups:
@@ -167,7 +167,7 @@ class _Emitter:
                 self._decode(i)
 
     def _starts(self, loop: LoopPlan) -> bool:
-        """Whether the prologue of a loop is sent here."""
+        """Whether the prologue of a loop is sent before the current operation."""
         return loop.issue == self.at and loop.is_pipelined and loop.continues is None
 
     def _send(self, number: int, group: GatherGroup) -> None:
@@ -277,7 +277,7 @@ class _Emitter:
     # Gradients.
 
     def _is_reduced(self, group: int) -> bool:
-        """Whether a group, or in a pipeline that of the iteration before, has been sent."""
+        """Whether a `Reduce` of a group is emitted; in a pipeline, of the iteration before."""
         return any(isinstance(x, Reduce) and x.group == group for x in self.done)
 
     def _num_axes(self, group: int) -> int:
@@ -342,7 +342,10 @@ class _Emitter:
     # Ties.
 
     def _tie(self, value: Value | None) -> Tie | None:
-        """A tie to `value`; at the first to a value, groups in flight go over their next axis."""
+        """Make a tie to `value`; None if the value does not exist yet.
+
+        The first tie to a value sends the groups in flight over their next axis before it.
+        """
         if value is None or value not in self._known:
             return None
         start, reduced = len(self.done), ()
@@ -380,7 +383,7 @@ class _Emitter:
         return Tie(value, before, reduced, tuple(copied), buckets, self._taken(start))
 
     def _taken(self, start: int) -> tuple[Instruction, ...]:
-        """Take out what has been emitted since there were `start` instructions."""
+        """Remove and return the instructions that were emitted after the first `start` of them."""
         taken = tuple(self.done[start:])
         del self.done[start:]
         return taken

@@ -1,4 +1,4 @@
-"""Emit the pipeline of a loop: the instructions of its body, and what connects iterations with it.
+"""Emit the pipeline of a loop: the instructions of its body, and those that connect iterations.
 
 Gathers are ahead of the iteration that needs them, reductions behind the one that makes the
 gradients, each by one tick for each mesh axis. Copies from host memory are ahead of gathers, copies
@@ -82,7 +82,7 @@ class _LoopEmitter:
 
     @property
     def _age(self) -> int:
-        """Ticks until deferred gradients are used.
+        """The number of ticks from the making of deferred gradients to their use.
 
         They go to host memory one tick after they are reduced, so that the copy overlaps with all
         of an iteration, and so does the last reduction.
@@ -146,7 +146,7 @@ class _LoopEmitter:
     def _fetches(self) -> Iterator[Instruction]:
         """Copies from host memory: `window` ticks before the shards are encoded for the first time.
 
-        They end a tick, unless an iteration copies for itself.
+        They are the end of a tick; where an iteration copies its own shards, they are its start.
         """
         for weight in self.in_host:
             lag = -(self.plan.leads(weight)[-1] + self.plan.window)
@@ -164,9 +164,10 @@ class _LoopEmitter:
     def _use_deferred(self, outputs: list[int]) -> Iterator[Instruction]:
         """Collect the deferred outputs, or update with them.
 
-        [Note: the last updates] Where the last tick runs apart, it also copies the layers of all
-        updates that are left, and near its end does the update of the iteration whose gradient is
-        reduced by then. After it nothing computes that could hide these copies.
+        [Note: the last updates] If the loop's last tick runs outside of the loop, it also copies
+        the layers of all updates that are left from host memory, and near its end does the update
+        of the iteration whose gradient is reduced by then. Ticks after it compute nothing that
+        could hide these copies.
         """
         age, length, end = self._age, self.loop.length, self._end
         updated = [i for i in outputs if i in self.plan.updates]

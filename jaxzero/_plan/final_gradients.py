@@ -1,14 +1,13 @@
 """Mark gradients that are final once reduced, and those that loops add to sums.
 
-Final means that nothing but a cast follows.
-
-(A cast of a reduced gradient is delayed until its mean is taken.) They are divided where they are
-reduced, which a loop does one layer in each iteration: its stack is then the gradient that the step
-returns, in the dtype of the leaf, and no stack of sums exists beside it. Those for host memory have
-to be: a host array cannot be computed with. A loop copies them one layer in each iteration, or
-updates a layer of the leaf with it. Outside of loops a bucket is divided as a whole, if all of its
-gradients are final. Any other gradient is divided, or copied, at the end of the step: a pass over
-memory of its own, because a barrier lies between.
+A gradient is final if nothing but casts follows its reduction; the casts are delayed until its mean
+is taken. A final gradient is divided where it is reduced, which a loop does one layer in each
+iteration: the loop's stack is then the gradient that the step returns, in the dtype of the leaf,
+and no stack of sums exists beside it. Gradients in host memory must be divided there, since a host
+array cannot be computed with. A loop copies them one layer in each iteration, or updates a layer of
+the leaf with it. Outside of loops a bucket is divided as a whole, if all of its gradients are
+final. Any other gradient is divided, or copied, at the end of the step, in a pass over memory of
+its own: the barrier between keeps XLA from fusing the division with the reduction.
 
 [Note: sums in place] A loop inside another one, such as the layers of a micro-batch, makes a stack
 of gradients, which the outer loop adds to a sum that it carries. The inner loop adds each layer to
@@ -33,8 +32,8 @@ def mark_final_gradients(
 ) -> BlockPlan:
     """Mark stacks of gradients that loops at the top level make, and other reduced gradients.
 
-    A gradient that is reduced, and the casts between it and the output, are read once each
-    (`find_reduces`), so nothing else sees what it is divided by, or where it is copied to.
+    A reduced gradient, and each cast between it and the output, is read once (`find_reduces`), so
+    it may be divided or moved to host memory without changing another result.
 
     Args:
         plan: the plan of the full program.

@@ -22,7 +22,7 @@ _AGAIN = "rematted_computation"  # the scope of `jax.checkpoint`
 
 @dataclasses.dataclass(frozen=True)
 class GatheredExperts:
-    """Experts of which weights are gathered, and what `jz.Ungathered` would send in a node.
+    """Experts whose weights are gathered, and the bytes of tokens with `jz.Ungathered`.
 
     Attributes:
         names: the names of the leaves.
@@ -44,12 +44,12 @@ class GatheredExperts:
 def find_gathered_experts(
     plan: BlockPlan, transfers: Sequence[Transfer], microbatches: int
 ) -> list[GatheredExperts]:
-    """The experts of a plan, if all of their tokens are fewer bytes than they are.
+    """The gathered experts of a plan, if sending tokens takes fewer bytes; else an empty list.
 
     Args:
         plan: of a step, or of a micro-batch.
         transfers: the collectives of the step.
-        microbatches: how many there are in the step.
+        microbatches: the number of micro-batches in the step.
     """
     names = dict.fromkeys(_names(plan))
     sent = [x for each in transfers for x in each.by_leaf() if _leaf(x.name) in names]
@@ -75,10 +75,10 @@ def _names(plan: BlockPlan) -> Iterator[str]:
 
 
 def _bytes_of_tokens(plan: BlockPlan, is_trained: bool) -> int:
-    """Each exchange sorts tokens once: forward, and again where it is computed again.
+    """Bytes that would enter a device if the tokens of a block's exchanges were sent.
 
-    Forward and backward send tokens or their cotangents, and results or theirs; what is computed
-    again sends tokens only.
+    Each exchange contains one sort, by which it is counted. Forward sends tokens and results, and
+    backward the cotangents of both; forward that `jax.checkpoint` computes again sends tokens only.
     """
     total = 0
     for operation in plan.block.operations:

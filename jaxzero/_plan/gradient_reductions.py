@@ -213,7 +213,7 @@ class _Search:
         return terms, additions
 
     def _gain(self, value: Value, layout: DimSharding) -> _Gain:
-        """The gain of reducing the inputs of the operation that makes `value`, if split so."""
+        """The gain of reducing what `value` is made from in its place; `layout` is its split."""
         if value not in self.maker or not self.only_use(value):
             return _Gain.NONE
         _, operation = self.maker[value]
@@ -240,7 +240,7 @@ class _Search:
 
 
 def _most_at_once(body: Block, carried: CarriedSum) -> int:
-    """Bytes of a sum's terms that are made at once: of stacks that an inner loop makes, a layer."""
+    """Bytes of a sum's largest term; of a stack that an inner loop makes, one layer counts."""
     layers: dict[Value, int] = {}
     for operation in body.operations:
         source = operation.source

@@ -4,8 +4,8 @@ A weight that enters a loop as a constant can be gathered before the loop and he
 every iteration just before its use. Likewise, reverse-mode differentiation sums the gradient of a
 constant in the loop's carry; that sum can be held in full and reduced after the loop, or each term
 can be reduced in its iteration and summed as a shard. The second way takes the memory of a layer
-instead of that of all constants, and sends their bytes in each iteration instead of once. A cell of
-a recurrent network is held; a model, of which a loop over micro-batches takes gradients, is not.
+instead of that of all constants, and sends their bytes in each iteration instead of once. So the
+weights of a recurrent cell are held; those of a model in a loop over micro-batches are not.
 """
 
 from __future__ import annotations

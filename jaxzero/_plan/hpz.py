@@ -52,7 +52,7 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
 
 
 def _with_starts(plan: BlockPlan) -> BlockPlan:
-    """Mark the groups that start from node slices: all but those that make some."""
+    """Mark the groups that gather from node slices: all but those that make some."""
     groups = (
         dataclasses.replace(group, from_slices=not any(x.keeps for x in group.gathers))
         for group in plan.gather_groups

@@ -26,7 +26,7 @@ from .param_uses import ShardedParam
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """Something that a device does.
+    """One thing that a device does: a copy, a collective, an operation of the program.
 
     Attributes:
         at: the operation of the block before which, or with which, it is done; the number of
@@ -42,7 +42,7 @@ class Instruction:
 
     @property
     def parts(self) -> Iterator[Instruction]:
-        """This instruction, and those that the tie which it has puts before and after it."""
+        """This instruction, with those of its tie before and after it."""
         tie: Tie | None = getattr(self, "tie", None)
         if not isinstance(tie, Tie):
             yield self
@@ -168,7 +168,7 @@ class StartLoop(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunLoop(Instruction):
-    """Run the loop that operation `at` is; its carry and the tie's buckets wait for the tie."""
+    """Run the loop at operation `at`; its carry and the buckets of `tie` pass a barrier first."""
 
     tie: Tie
 
@@ -267,7 +267,7 @@ class Begin(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output(Instruction):
-    """Take output `output` of an iteration, a final gradient as its mean."""
+    """Take output `output` of an iteration; a final gradient is divided to its mean."""
 
     output: int
 
@@ -297,12 +297,15 @@ class Update(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HoldStates(Instruction):
-    """Let the stacks of the leaves that are updated wait for the layers copied from them."""
+    """Let the stacks of the leaves that are updated wait for the layers copied from them.
+
+    XLA writes a stack in place only if nothing reads the old one later.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hold(Instruction):
-    """The barriers alone of an instruction that has no iteration here."""
+    """The barriers of an instruction that is left out since it has no iteration in these ticks."""
 
     tie: Tie | None
     pin: Value | None

@@ -2,7 +2,7 @@
 
 What a layer computes is often far larger in one place than elsewhere (the scores of attention in
 backward). The weights of the next layer and the gradients of the previous one, as large as a layer
-each, need not exist there: the ones are gathered after it, the others are reduced before it. A
+each, need not exist there: those weights are gathered after it, those gradients reduced before. A
 layer is the body of a loop or, in an unrolled program, the operations between the first uses of two
 groups of weights.
 
@@ -40,7 +40,7 @@ _LOOP_WORK_PER_BYTE = 4 * WORK_PER_BYTE
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Where messages exist in a layer.
+    """Where messages are sent in a layer, so that they do not add to its peak of memory.
 
     Attributes:
         gather_after: the operation before which the weights of the next layer are gathered over
@@ -82,7 +82,7 @@ class LayerMemory:
     def find_peaks(
         self, reduces: Sequence[ReduceGroup], starts: Sequence[int] | None
     ) -> dict[int, Peak]:
-        """Find the peaks of all layers, by first operation.
+        """Find the peak of each layer; keys are the first operations of the layers.
 
         A layer of a program with a loop in it has none: the loop takes longer than all around it.
 
@@ -162,7 +162,7 @@ class LayerMemory:
         return candidates
 
     def held_bytes(self, layer: range, others: Container[Value] = ()) -> np.ndarray:
-        """For each operation of a layer, the bytes of arrays made in it that exist meanwhile.
+        """For each operation of a layer, the bytes of the layer's arrays that exist while it runs.
 
         Weights do not count, nor do `others`.
         """
@@ -214,8 +214,8 @@ def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) ->
 
 
 def work_needed(operations: Sequence[Operation]) -> list[int]:
-    """For each of a block's first operations, its multiplications and those it depends on."""
-    needed: dict[Value, int] = {}  # the operations with products behind a value, as a set of bits
+    """For each operation, its multiplications and those of all products that it depends on."""
+    needed: dict[Value, int] = {}  # bit i: the value depends on the i-th operation with products
     products: list[int] = []
     work = []
     for operation in operations:

@@ -98,7 +98,7 @@ def latest_issues(
 def _times_of_use(
     needed: Sequence[int], costs: np.ndarray, others: np.ndarray, backward: int
 ) -> list[int]:
-    """When each group is used, in multiplications, if the link rests only before backward."""
+    """Times of use of all groups, in multiplications, if the link idles only before backward."""
     used, link = [], 0
     for i, (done, more) in enumerate(itertools.pairwise((0, *needed))):
         if i == backward and used:
@@ -149,8 +149,9 @@ def hops_in_turn(
 ) -> tuple[int, ...]:
     """Send a group over its last axis once it has arrived over the one before.
 
-    In a loop's body the second group would be sent over both where the body begins, since no group
-    is before the first. Over the last axis it waits for about half of the work until its first use.
+    A group is sent over each axis one group earlier than over the next. In a loop's body there is
+    no group before the first, so the second would be sent over both axes where the body begins.
+    Here it is sent over the last axis after about half of the work until its first use.
 
     Args:
         issues: for each axis, the operation before which the group is sent.
@@ -166,7 +167,7 @@ def hops_in_turn(
     needed = work_needed(operations)  # and no more: XLA may do other operations later
 
     def least(place: int) -> int:
-        """The work that overlaps with one of the two hops, the one with less."""
+        """The work beside the hop that has less of it, if the last hop is sent at `place`."""
         return min(needed[place - 1] - before, until - needed[place - 1])
 
     places = (x for x in range(first + 1, at) if ties[x] is not ties[x - 1])
@@ -208,11 +209,11 @@ def _work_to_send(num_bytes: int, axes: Sequence[str]) -> int:
 
 
 class _Exchanged:
-    """Where exchanges of a body have ended.
+    """The places in a body at which its own exchanges have ended.
 
     Attributes:
         places: for each run of exchanges without matrix products between them, its range of
-            operations, and the result of the exchange that needs most of the body's work.
+            operations, and a result of the exchange that depends on most of the body's work.
     """
 
     def __init__(self, plan: BlockPlan):
@@ -282,7 +283,11 @@ class Room:
         self._left = held.max(initial=0) - held
 
     def take(self, group: Sequence[Gather], issue: int, stop: int) -> int:
-        """The first operation from `issue` on from which the group can wait until `stop`."""
+        """Take the room for a group to wait in until `stop`, as early as there is enough.
+
+        Returns:
+            The operation at which the wait begins, `issue` at the earliest.
+        """
         num_bytes = sum(gather.num_bytes for gather in group)
         full = np.flatnonzero(self._left[issue:stop] < num_bytes)
         first = issue + int(full[-1]) + 1 if full.size else issue

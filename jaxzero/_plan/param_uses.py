@@ -88,7 +88,10 @@ class Stack:
 
     @property
     def in_host(self) -> bool:
-        """Whether the loop copies each layer from host memory; operations need all of the stack."""
+        """Whether the loop copies each layer from host memory.
+
+        A stack with operations is copied in full before the loop, to apply them.
+        """
         return self.view.weight.in_host and not self.view.ops
 
 

@@ -105,9 +105,10 @@ class Pipeline:
 
     @functools.cached_property
     def first_gathers(self) -> tuple[Instruction, ...]:
-        """What is done for the first iterations before the loop, in each tick; lags decide which.
+        """The instructions of the ticks before the loop, which work on its first iterations.
 
-        Rows of activations are copied when the loop begins.
+        An instruction's lag decides in which of these ticks it has an iteration. Rows of
+        activations are not among them: they are copied when the loop begins.
         """
         return tuple(x for x in self.instructions if _is_ahead(x))
 
@@ -131,7 +132,7 @@ class Pipeline:
 
     @functools.cached_property
     def last_tick(self) -> int:
-        """The tick after the last one."""
+        """The tick at which the loop has ended: one more than the last."""
         return self.length + max(0, *(x.lag for x in self.instructions))
 
     def iterations(self, each: Instruction) -> range:
@@ -149,7 +150,7 @@ class Pipeline:
         return max(ticks.start - each.lag, known.start) < min(ticks.stop - each.lag, known.stop)
 
     def in_ticks(self, ticks: range) -> Iterator[Instruction]:
-        """What is done in each of some ticks.
+        """The instructions that are done in each of some ticks.
 
         Barriers are kept where an instruction is left out: XLA compiles each piece of the loop
         alike, so that losses and gradients have the same bits as if the loop were one piece. Where
@@ -163,7 +164,7 @@ class Pipeline:
                 yield Hold(at=step.at, tie=getattr(step, "tie", None), pin=step.pin)
 
     def carried(self, ticks: range) -> list[Entry]:
-        """What a loop over some ticks carries: whatever one of its ticks finds or leaves."""
+        """What a loop over some ticks carries: every value that one tick leaves for a later one."""
         span = 1 + self.last_tick - self.length - self.first_lag
         # Far from both ends all ticks find the same.
         near = {*ticks[: span + 1], *ticks[-span:], ticks.stop}
@@ -207,7 +208,7 @@ class Pipeline:
         return "\n".join(line.rstrip() for line in lines)
 
     def _carried_for(self, each: Instruction) -> str:
-        """For how many ticks the next reader waits for what an instruction has made."""
+        """The number of ticks from an instruction to the next reader of its result; "" for none."""
         _, made = _touched(each, self.plan.body)
         later = [
             at - each.lag

@@ -56,7 +56,7 @@ class MovedRows:
         shape, dtype: of the full table.
         num: rows that a device reads in a micro-batch.
         rows: bytes that enter a device over each axis in a micro-batch, ids included.
-        weight: what they would be if the table were gathered and its gradient reduced.
+        weight: bytes that would enter if the table were gathered and its gradient reduced.
         is_mean: whether the program leaves the mean of its gradient; otherwise the sum.
         is_alone: whether the table is looked up only, and not gathered for other uses too.
     """
@@ -115,7 +115,7 @@ class Plan:
         return tuple(steps_of(self.top, self.host_transfers))
 
     def with_tangents(self, tangents: Plan) -> Plan:
-        """This plan, with what a program of tangents sends among the transfers."""
+        """This plan, with the transfers of the program that computes tangents (`jax.jvp`)."""
         sent = (
             x if x.purpose == "other" else dataclasses.replace(x, purpose="tangents")
             for x in tangents.transfers
@@ -195,7 +195,10 @@ _MOST_ALIKE = 4  # buckets of a layer that repeat together, such as a gather and
 
 
 def _without_repeats(buckets: list[_Rows]) -> Iterator[_Rows]:
-    """The lines of buckets. Of one or several that repeat three times or more, the first."""
+    """The lines of buckets; a sequence that repeats three times or more is shown once.
+
+    A line behind it tells how many times more it occurs, and up to which bucket.
+    """
     kinds = [[_numbers_left_out(row) for row in rows] for rows in buckets]
     start = 0
     while start < len(buckets):
@@ -308,7 +311,7 @@ def find_held_whole(plan: BlockPlan) -> Iterator[HeldWhole]:
 
 
 def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
-    """Gradients of scanned stacks, by the names of these, that are not reduced layer by layer."""
+    """Gradients of the stacks named in `scanned` that are not reduced layer by layer."""
     makers = {value: x for x in plan.block.operations for value in x.outputs}
     reduced = {**plan.gradients.reduces}
     reduced |= {plan.block.outputs[i]: spec for i, spec in plan.gradients.at_end.items()}

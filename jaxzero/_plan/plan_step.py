@@ -32,14 +32,15 @@ ACTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """A bucket's way over one mesh axis.
+    """One collective of a bucket: its all-gather or reduction over one mesh axis.
 
     Attributes:
         axis: the mesh axis.
         at: the operation of the block, by index, before which the bucket is sent over it; the
             number of operations at the end.
         before: its name; "" at the end.
-        lag: in a loop, how many iterations after that of its layer; negative: before.
+        lag: in a loop, the number of iterations between that of the bucket's layer and the one in
+            which the bucket is sent; negative if it is sent before.
     """
 
     axis: str
@@ -72,8 +73,9 @@ class PlanStep:
             none.
         trips: how often this happens in one execution of the program. What is sent or copied before
             the first iteration of a loop, for its first layers, is not counted.
-        start, needed, stop: indices in the block; for a weight of `sent`, `at` and `until`; for a
-            gradient of `at`, of `at`, and of the operation that completes its bucket.
+        start, needed, stop: indices of operations. For a weight, those of `sent`, `at` and `until`.
+            For a gradient, `start` and `needed` are that of `at`, and `stop` is that of the
+            operation that completes its bucket.
         path: indices of the loops that this step is in, the outermost first.
         ahead: for a fetch in a loop, how many layers before it is sent a layer is copied.
         held: for a fetch in a loop, how many layers of the leaf are on the device at once.
@@ -320,7 +322,7 @@ class _BlockSteps:
         yield from inside._copies_at_end(plan)
 
     def _fetch_of_layer(self, x: HostTransfer, loop: LoopPlan, layer: ShardedParam) -> PlanStep:
-        """The fetch of a layer in each iteration of the loop, of which this is the body."""
+        """The copy from host memory of one layer in each iteration, where this is a loop's body."""
         issues = (
             group.issues[0]
             for group in self.plan.gather_groups
@@ -344,7 +346,7 @@ class _BlockSteps:
     def _copies_at_end(self, loop: LoopPlan) -> Iterator[PlanStep]:
         """The offloads, in each iteration, of one layer of every gradient in host memory.
 
-        They are followed by the copies of updates, in each iteration of one layer of every array.
+        Then the copies of updates: in each iteration, one layer of every array that is updated.
         """
         end, place = (
             len(self.plan.block.operations),

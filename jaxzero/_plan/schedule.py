@@ -18,8 +18,9 @@ messages that the loop before it, which runs in the other direction, sent last. 
 iteration, where there is no next layer, the last layer is sent again, and in the first zeros are
 reduced, unless the ends of the loop are cut off (`loop_ends`).
 
-[Note: peaks] Where a layer holds most (`layer_memory`), the previous layer's gradients have been
-reduced over their first axis, and full weights of the next, over the last, are not gathered yet.
+[Note: peaks] At the operation where a layer holds most memory (`layer_memory`), the previous
+layer's gradients have been reduced over their first axis, and the next layer's weights are not yet
+gathered over the last axis.
 
 [Note: host memory] Shards in host memory are copied to the device before they are sent, which is
 one more hop: `window` groups before the first, or in a pipelined loop `window` layers before. XLA
@@ -150,7 +151,10 @@ def _plan_block(
 def _with_ties(
     reduces: Sequence[ReduceGroup], ties: Sequence[Value | None]
 ) -> Iterator[ReduceGroup]:
-    """The groups, each with the value at which those before it go on; an input has none."""
+    """The groups, each with the value after which earlier groups go over their next axis.
+
+    A group of inputs has none.
+    """
     return (dataclasses.replace(x, tie=ties[x.at]) if x.at >= 0 else x for x in reduces)
 
 
@@ -249,14 +253,14 @@ class _Body(NamedTuple):
     """The layers in the body of a loop."""
 
     num_layers: int  # 0: the block is no such body
-    by_row: bool  # whether matrices of a layer, equal ones, are told apart by their place in a leaf
+    by_row: bool  # whether equal matrices of a layer are distinguished by their slice of a leaf
 
 
 _NO_BODY = _Body(0, False)
 
 
 def _body_of(gathers: Sequence[Gather]) -> _Body:
-    """Count the layers in the body of a loop that has these gathers."""
+    """Find the layers in the body of a loop from its gathers."""
     passes = find_passes(gathers)
     first = [x for x in gathers if not passes[x]]
     for by_row in (False, True):
@@ -311,10 +315,15 @@ def _issues(
 
 
 def _around_peaks(issues: tuple[int, ...], at: int, peaks: Mapping[int, Peak]) -> tuple[int, ...]:
-    """Move gathers that are sent where a layer begins, and needed at `at`. See [Note: peaks].
+    """Move a gather that would be sent where a layer begins. See [Note: peaks].
 
-    They are sent once the gradients of the previous layer are reduced over their first axis, which
-    would wait for them otherwise; over the last axis after the layer's peak, if it has one.
+    It is sent once the gradients of the previous layer are reduced over their first axis, which
+    would wait for it otherwise; over its last axis after the layer's peak, if there is one.
+
+    Args:
+        issues: for each axis, the operation before which it would be sent.
+        at: the operation that first needs it; one that is sent there is not moved.
+        peaks: the peaks of the layers, by first operation.
     """
     found = [peaks.get(issue, NO_PEAK) if issue < at else NO_PEAK for issue in issues]
     before = (peak.reduce_before for peak in found)
@@ -329,10 +338,10 @@ def _behind_loops(
     loops: Mapping[int, LoopPlan],
     schedule: CommSchedule,
 ) -> int:
-    """Where to gather a group for the next iteration of a body that was planned for `issue`.
+    """The operation of a loop's body before which to gather a group for the next iteration.
 
-    A loop in between would hold the group from its start to its end. If it is more bytes than loops
-    hold of weights, it is gathered behind the last one.
+    That is `issue`, unless inner loops come after it. They would hold the group from their start to
+    their end; if it has more bytes than loops may hold of weights, it is gathered after the last.
     """
     if sum(gather.num_bytes for gather in group) <= most_held(schedule):
         return issue

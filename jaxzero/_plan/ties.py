@@ -42,8 +42,8 @@ def find_ties(
 ) -> list[Value | None]:
     """For each operation, the value that a gather before it waits for. See [Note: ties].
 
-    Up to the first costly operation the value is `first` or, without one, the first array that
-    is read.
+    Up to the first costly operation the value is `first` or, without one, the first array that the
+    operation reads. Backward starts anew, with arrays that its operations read.
 
     The value is never a gradient that is about to be sent: nothing else reads that one afterwards,
     so XLA drops it from the barrier. Also, XLA replaces the transpose of a product by a swap of
@@ -87,7 +87,7 @@ def start_of_backward(
     gradients: BlockGradients,
     boundary: int | None,
 ) -> tuple[int, Value] | None:
-    """Find the first costly operation of backward that reads a cotangent, and the largest of them.
+    """Find the first costly operation of backward that reads a cotangent, and the largest read.
 
     Args:
         block: the program.

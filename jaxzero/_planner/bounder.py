@@ -1,4 +1,7 @@
-"""Trace candidates for their bounds: each step once, however nodes exchange between steps."""
+"""Trace candidates, and compute lower bounds of their memory and time.
+
+Candidates with local steps that differ only in how nodes exchange share one trace of the step.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def left_out(untraced: Sequence[tuple[str, str]]) -> list[str]:
     """A note for each reason why plans cannot be traced.
 
     Args:
-        untraced: names of plans, and reasons.
+        untraced: `(name of a plan, reason)`.
     """
     by_reason: dict[str, list[str]] = {}
     for name, reason in untraced:
@@ -46,7 +49,7 @@ def left_out(untraced: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _traced_alike(candidate: Candidate) -> Any:
-    """Equal for candidates whose layers keep the same for backward."""
+    """A key, equal for candidates whose layers keep the same activations for backward."""
     stage = candidate.config.stage
     is_of_node = candidate.local_steps is not None
     split = candidate.stages, candidate.tokens
@@ -54,7 +57,7 @@ def _traced_alike(candidate: Candidate) -> Any:
 
 
 def _runs(candidate: Candidate) -> float:
-    """How many times a device runs all layers in a step, ticks without a micro-batch included."""
+    """How many times a device runs as many layers as the model has, in all ticks of a step."""
     return (candidate.microbatches + candidate.stages - 1) / candidate.stages
 
 
@@ -73,6 +76,7 @@ class Bounder:
     cluster: Cluster
     is_absent: bool
     _flops: dict[Any, float] = dataclasses.field(default_factory=dict)  # of a device, by loss
+    # For each step that nodes take by themselves, its bounds and the bytes of its gradients.
     _nodes: dict[Candidate, tuple[Bounds, int]] = dataclasses.field(default_factory=dict)
     _costs: dict[Any, RoundCost] = dataclasses.field(default_factory=dict)
     _refused: dict[Any, Exception | None] = dataclasses.field(default_factory=dict)  # of losses
@@ -102,11 +106,17 @@ class Bounder:
     def with_budgets(
         self, candidate: Candidate, bounds: Bounds | RoundBounds
     ) -> Iterator[tuple[Candidate, Bounds | RoundBounds]]:
-        """A candidate that has bounds, with budgets of activations, and the bounds of each."""
+        """Yield a candidate with each budget of activations, and its bounds under the budget.
+
+        Args:
+            candidate: the candidate, without a budget.
+            bounds: what `bounds` returned for it.
+        """
         key = _traced_alike(candidate)
         if key not in self._frontiers:
             chosen = self._plans.pop(key).activations
             self._frontiers[key] = chosen.frontier() if chosen else ()
+        # `Point.seconds` are those of one micro-batch, at the default rates.
         runs = _runs(candidate) * Rates().flops / self.cluster.rates.flops
         for budgeted, point in with_budgets(candidate, self._frontiers[key]):
             of_step = point._replace(seconds=point.seconds * runs)
@@ -119,7 +129,7 @@ class Bounder:
     def _with_axes(self, candidate: Candidate) -> Bounds:
         """The bounds of a candidate with stages, or with tokens split over devices.
 
-        A form of the loss that does not go with its axes is refused once, for all plans with them.
+        If a form of the loss cannot be traced with these axes, it is not traced with them again.
         """
         key = (*candidate.axes, candidate.loss)
         if (error := self._refused.get(key)) is not None:
@@ -152,17 +162,17 @@ class Bounder:
         # A stage computes in each tick, also where it has no micro-batch.
         ticks = (candidate.stages, candidate.microbatches) if candidate.stages > 1 else ()
         form = candidate.loss, *ticks
-        if form not in self._flops:
+        if form not in self._flops:  # of one device: the same for one node as for all nodes
             arguments = (shapes.params, job.batch)
             flops = matrix_flops(shapes.step, *arguments, **shapes.arguments)
             self._flops[form] = flops / cluster.num_devices
         flops = self._flops[form] * cluster.num_devices
         state = shapes.arguments.get("wire_state")
-        found = Work.of(report, state, flops, cluster, candidate.config.stage)
-        return found, report.device_bytes("gradients")
+        work = Work.of(report, state, flops, cluster, candidate.config.stage)
+        return work, report.device_bytes("gradients")
 
     def _check_rounds(self, candidate: Candidate) -> None:
-        """Raise what local steps refuse of a loss, found by tracing it once."""
+        """Raise what local steps raise for the candidate's loss, which is traced once for all."""
         key = "rounds", candidate.loss
         if key not in self._refused:
             self._refused[key] = None

@@ -15,20 +15,21 @@ from .cluster import Cluster
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What a step takes at least, on one device.
+    """Lower bounds of a step on one device.
 
     Attributes:
-        memory: bytes of parameters, gradients, optimizer state and wire state.
-        host_memory: bytes of them in host memory.
+        memory: bytes of parameters, gradients, optimizer state and wire state in device memory.
+        host_memory: bytes of these arrays in host memory.
         compute: seconds of its matrix products.
-        node: seconds of what enters its node.
-        local: seconds of what it receives.
+        node: seconds in which its bytes enter its node.
+        local: seconds in which its bytes enter the device.
         update: seconds of the optimizer's update, which reads and writes all of these, and gathers
             parameters where the optimizer state is split and they are not.
         node_bytes: bytes that enter a node, those of the update too.
         host_bytes: bytes between device and host, both ways.
         full_gradients: bytes of the gradients of all parameters, if they are not split.
-        activations: what a budget gives, with the seconds of all micro-batches; None: no budget.
+        activations: under a budget of activations, the bytes that are kept, and the seconds to
+            repeat the other operations in all micro-batches; None: no budget.
     """
 
     memory: int
@@ -49,7 +50,7 @@ class Bounds:
 
     @property
     def seconds(self) -> float:
-        """Of a step, if everything but the update overlapped."""
+        """Seconds of a step, if everything but the update overlapped."""
         return self.gradients + self.update
 
     def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
@@ -57,7 +58,7 @@ class Bounds:
 
         Args:
             gradients: seconds of the program of the gradients; a number, or an array of draws.
-            waited: seconds of it.
+            waited: seconds of `gradients` in which a device waits for links.
         """
         return gradients + self.update, waited
 
@@ -71,8 +72,8 @@ class Work:
     """What a step holds, computes and moves on one device, whatever the rates.
 
     Attributes:
-        memory: bytes of parameters, gradients, optimizer state and wire state.
-        host_memory: bytes of them in host memory.
+        memory: bytes of parameters, gradients, optimizer state and wire state in device memory.
+        host_memory: bytes of these arrays in host memory.
         flops: operations of its matrix products.
         node_bytes: bytes that enter its node.
         received: bytes that it receives.
@@ -105,11 +106,11 @@ class Work:
         """The work of a candidate.
 
         Args:
-            report: of the candidate's arrays and plan.
+            report: the report of the candidate's arrays and of its plan.
             wire_state: its wire state, as structs; None if it needs none.
             flops: operations of all matrix products of a step, over all devices.
             cluster: the devices.
-            stage: of its config.
+            stage: the ZeRO stage of the candidate's config.
         """
         traffic, host = report.traffic, report.host_traffic
         assert traffic is not None
@@ -117,6 +118,7 @@ class Work:
         if wire_state is not None:  # node slices are split inside a node, residuals over all
             held += _num_bytes(wire_state.slices) // cluster.local
             held += _num_bytes(wire_state.errors) // cluster.num_devices
+        # Gradients are read; parameters and state are read and written.
         updated = sum(report.device_bytes(kind) for kind in ("parameters", "optimizer state")) * 2
         read, written = (host.update if host else None) or (0, 0)
         gathered = report.device_bytes("parameters") if stage in (1, 2) else 0

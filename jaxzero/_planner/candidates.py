@@ -36,7 +36,7 @@ _PRESETS = {
 }
 _CODE = {"stage 2": "jz.ZeroConfig(stage=2)"}  # of a preset that is no function
 _QUANTIZED = ("zeropp", "zeropp4")
-Layers = str | tuple[str, ...]  # of `Stages`
+Layers = str | tuple[str, ...]  # the type of `Stages.layers`
 _OFFLOAD = {
     "": None,
     "optimizer": Offload(optimizer=True),
@@ -49,10 +49,11 @@ class Candidate:
     """A way to train a model on a cluster.
 
     Attributes:
-        preset: the name of the config, without its schedule and offload; with stages, how many.
+        preset: the name of a preset, such as "zeropp"; with stages also their number, as in "zero3
+            in 2 stages". Schedule, offload and activations may differ from it.
         config: the config.
-        microbatches: for `zero.value_and_grad`.
-        loss: the name of the form of the loss; "" if there is one.
+        microbatches: the number of micro-batches, for `zero.value_and_grad`.
+        loss: the name of the form of the loss; "" if there is only one.
         offload: "", "optimizer" or "all": what lies in host memory.
         local_steps: how nodes that train by themselves exchange parameters; `config` is then that
             of each node. None: all nodes take each step together.
@@ -71,7 +72,7 @@ class Candidate:
 
     @property
     def family(self) -> tuple[str, str, LocalSteps | None, int | None, int]:
-        """What it shares with the plans that only save memory, compared with it."""
+        """Equal for plans that differ only in prefetch, offload and the number of micro-batches."""
         return self.preset, self.loss, self.local_steps, self.activation_budget, self.tokens
 
     @property
@@ -87,7 +88,7 @@ class Candidate:
 
     @property
     def program(self) -> tuple[Candidate, bool]:
-        """Equal for candidates whose programs of the gradients are equal by construction.
+        """A key, equal for candidates whose programs of the gradients are equal by construction.
 
         The step of a node that trains by itself is the same program however nodes exchange. The
         optimizer state is not in it, so it may lie anywhere.
@@ -101,15 +102,6 @@ class Candidate:
     def has_host_arrays(self) -> bool:
         """Whether the program of the gradients has arrays in host memory."""
         return self.offload == "all"
-
-    @property
-    def saving(self) -> tuple[int, int, int]:
-        """How much is done to save memory, at the price of time: more sorts after less."""
-        return (
-            list(_OFFLOAD).index(self.offload),
-            self.microbatches,
-            1 - self.config.schedule.prefetch,
-        )
 
     @property
     def name(self) -> str:
@@ -204,7 +196,7 @@ def microbatches_by_tokens(
     rows of a group.
 
     Args:
-        num_rows: of the batch of all devices.
+        num_rows: rows of the batch, over all devices.
         cluster: the devices; those that share a row are of one node.
         microbatches: all numbers of them to try.
 
@@ -227,11 +219,11 @@ def _with_stages(
     quantized: bool,
     layers: Layers,
 ) -> Iterator[Candidate]:
-    """Plans with pipeline stages; inside of one, those of stage 3 for the nodes that it has.
+    """Plans with pipeline stages. The nodes of one pipeline stage split its layers by ZeRO stage 3.
 
     A device of `S` stages computes with `S` times as many rows, so with `S k` micro-batches each
-    has as many rows as one of `k` without stages. With no `k` but 1 there are none: then a loss may
-    be no mean over its rows.
+    has as many rows as one of `k` without stages. If 1 is the only `k`, the loss may be no mean
+    over its rows, and there are no such plans.
     """
     if max(microbatches, default=1) == 1:
         return
@@ -256,12 +248,13 @@ def _with_stages(
 def with_budgets(
     candidate: Candidate, frontier: Sequence[Point]
 ) -> Iterator[tuple[Candidate, Point]]:
-    """A plan with the budgets of a frontier, the least first, and what each gives.
+    """Yield a plan with each budget of a frontier, the least first, and the point of each.
 
-    Without prefetch, which saves the memory of one layer's weights, only the least is worth a try.
+    Leaving out prefetch saves the memory of one layer's weights. That is worth a try only together
+    with the least budget.
     """
     for i, point in enumerate(frontier if candidate.config.schedule.prefetch else frontier[:1]):
-        budget = Activations(budget_bytes=point.num_bytes if i else 0)
+        budget = Activations(budget_bytes=point.num_bytes if i else 0)  # 0: the least there is
         config = dataclasses.replace(candidate.config, activations=budget)
         yield dataclasses.replace(candidate, config=config), point
 

@@ -50,18 +50,18 @@ class Device:
 def _gpu(
     name: str,
     flops: float,
+    bandwidth: float,
     memory: float,
-    size: float,
     local: float,
     host: float,
     has_compiler: bool = True,
 ) -> Device:
-    """A GPU with the rates of its data sheet, of which programs reach a part."""
+    """A GPU by its data sheet: rates per second, of which programs reach a part, and bytes."""
     return Device(
         name=name,
         flops=0.71 * flops,
-        memory_bandwidth=0.9 * memory,
-        memory=size,
+        memory_bandwidth=0.9 * bandwidth,
+        memory=memory,
         local_link=0.89 * local,
         host_link=0.8 * host,
         target=name if has_compiler else None,
@@ -116,10 +116,10 @@ class Cluster:
                 raise ValueError(
                     f"`{name}` of `Cluster` must be an integer of at least 1; got {value!r}."
                 )
-        each = self.device if isinstance(self.device, tuple) else (self.device,)
-        known = (isinstance(x, Device) or (isinstance(x, str) and x in DEVICES) for x in each)
+        kinds = self.device if isinstance(self.device, tuple) else (self.device,)
+        are_kinds = (isinstance(x, Device) or (isinstance(x, str) and x in DEVICES) for x in kinds)
         is_for_each = not isinstance(self.device, tuple) or len(self.device) == self.nodes
-        if not all(known) or not is_for_each:
+        if not all(are_kinds) or not is_for_each:
             raise ValueError(
                 f"`device` of `Cluster` must be one of {', '.join(DEVICES)}, or a `jz.Device(...)`,"
                 f" or a tuple with one for each of {self.nodes} nodes; got {self.device!r}."
@@ -179,7 +179,7 @@ class Cluster:
 
     @property
     def kind(self) -> Device:
-        """The device.
+        """The device of all nodes.
 
         Raises:
             NotImplementedError: nodes have different ones.
@@ -200,7 +200,7 @@ class Cluster:
         nodes compute most rows a second, as far as whole micro-batches allow.
 
         Args:
-            microbatches: of a device of the fastest node. The largest share divides it.
+            microbatches: the number for a device of the fastest node. The largest share divides it.
 
         Returns:
             A share for each node, for `zero.value_and_grad(..., shares=)` and `jz.pad_batch`.
@@ -221,7 +221,8 @@ class Cluster:
             )
         rates = [Fraction(device.flops) for device in self.kinds]
         speeds = [rate / max(rates) for rate in rates]
-        # Each is the largest that takes no longer than a whole number of micro-batches on a node.
+        # In each choice, a node has the most micro-batches, up to `most`, that it computes in the
+        # time in which some node computes `num`.
         choices = [
             tuple(min(most, max(1, math.floor(num * speed / slow))) for speed in speeds)
             for most in range(1, microbatches + 1)
@@ -243,12 +244,12 @@ class Cluster:
 
     @property
     def one_node(self) -> Cluster:
-        """One of the nodes."""
+        """The cluster that one node forms by itself."""
         return dataclasses.replace(self, nodes=1, device=self.kind)
 
     @property
     def rates(self) -> Rates:
-        """The rates that a compiled program is walked with."""
+        """The rates from which the time of a compiled program is predicted."""
         device = self.kind
         return Rates(
             flops=device.flops,

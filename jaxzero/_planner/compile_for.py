@@ -70,7 +70,7 @@ def compile_for(
 
 def _program(compiled: jax.stages.Compiled) -> Program:
     text = compiled.as_text()
-    assert text is not None  # for GPUs
+    assert text is not None  # JAX types it as optional; XLA for GPUs has it
     return parse(text)
 
 

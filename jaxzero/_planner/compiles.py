@@ -5,8 +5,8 @@ leaves out autotuning alone, for which there is no device. A proxy also leaves o
 softmax and RMS norm into Triton kernels, about half of a compile: steps get longer by about the
 same share in all plans, and memory stays almost the same.
 
-XLA compiles kernels, too, though they never run. It keeps them in a file, for the next program of
-the search, which has many of them. Of two compiles that run at once, each has its own file.
+XLA compiles kernels too, though they never run. It keeps them in a file, and finds many of them
+there when it compiles the next program. Compiles that run at the same time use different files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PROXY = {"xla_disable_hlo_passes": "triton-softmax-rewriter"}
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What is known of a compiled step.
+    """A compiled program of the gradients, as text, and its memory.
 
     Attributes:
         text: its scheduled HLO.
@@ -60,7 +60,7 @@ class Compiled:
     seconds_to_compile: float
 
     def timeline(self, rates: Rates) -> Timeline:
-        """The walk of the program with these rates."""
+        """The predicted times of the program's instructions, with these rates."""
         return timeline(self.text, rates)
 
 
@@ -78,7 +78,7 @@ class Compiler:
 
     Args:
         job: what is trained.
-        cluster: of absent devices, with a `Device.target`.
+        cluster: absent devices, whose `Device.target` is not None.
         folder: where compiled programs are kept; None: nowhere.
     """
 
@@ -96,7 +96,7 @@ class Compiler:
             self._kernel_files.put(str(scratch / f"kernels-{number}"))
 
     def key(self, candidate: Candidate) -> str:
-        """Equal for candidates whose emitted programs are equal."""
+        """A hash of the lowered program: equal for candidates whose programs are equal."""
         return hashlib.sha256(self._lowered(candidate).as_text().encode()).hexdigest()
 
     def file_name(self, candidate: Candidate, *, is_proxy: bool) -> str:
@@ -127,9 +127,10 @@ class Compiler:
         return self._known[candidate]
 
     def compile(self, candidate: Candidate, *, is_proxy: bool) -> Compiled:
-        """The compiled gradients of a candidate, from disk if they were compiled before.
+        """Compile the gradients of a candidate, or read them from disk if they were before.
 
-        After `key` it may be called in another thread, unless something is in host memory.
+        Once `key` has lowered the candidate, this may be called in another thread, unless the
+        program has arrays in host memory: then it is traced again.
         """
         name = self.file_name(candidate, is_proxy=is_proxy)
         on_disk = self._read(name)

@@ -1,4 +1,4 @@
-"""Seconds of the gradients, expected of plans that were not compiled, by those that were.
+"""Expected seconds of the gradients of all plans, from the programs that were compiled.
 
 With `c`, `n` and `l` the lower bounds of a plan's matrix products, of what enters its node and of
 what its device receives, a program is expected to take
@@ -26,9 +26,9 @@ from .candidates import Candidate
 from .regression import Features, Regression, matrix_of, names_of
 from .rounds import RoundBounds
 
-_NOISE = 0.003
-_SLOWER = np.geomspace(1.0, 6.0, 16)  # `b`
-_EXPECTED = np.log(2.0), 0.5  # its logarithm, and the standard deviation of that
+_NOISE = 0.003  # standard deviation of `t / m` around the formula
+_SLOWER = np.geomspace(1.0, 6.0, 16)  # the grid of `b`
+_EXPECTED = np.log(2.0), 0.5  # what is expected of the logarithm of `b`: mean, standard deviation
 
 # The expected weight of each feature, by the first part of its name: mean and standard deviation.
 # Features that add to `e` ...
@@ -79,7 +79,7 @@ _ALL = _EXPOSED | _TOTAL | _COMPUTE | _SECONDS
 def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, ...]:
     """What a proxy's time depends on.
 
-    In units of what may overlap, of `m`, of `b c`, and in seconds.
+    Features in units of the times that may overlap, of `m`, of `b c`, and in seconds.
     """
     program, of_one_node = plan.program
     in_host, doublings = plan.has_host_arrays, np.log2(plan.microbatches)
@@ -127,7 +127,7 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
 
 
 def _of_full(plan: Candidate) -> Features:
-    """What a full compile adds to a proxy, in units of `b c`."""
+    """Features of the seconds by which a full compile differs from a proxy, in units of `b c`."""
     program, of_one_node = plan.program
     of_loss = {("full of", plan.loss): 1.0} if plan.loss else {}
     return {
@@ -142,7 +142,7 @@ class Durations:
     """Seconds of plans' gradients, expected from the programs compiled so far.
 
     Args:
-        bounds: of all plans.
+        bounds: the bounds of all plans.
     """
 
     def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds]):
@@ -174,20 +174,22 @@ class Durations:
         return self._total[numbers] + exposed + in_compute + in_seconds, longest
 
     def observe(self, number: int, seconds: float, *, is_full: bool) -> None:
-        """Learn the time of a program of plan `number`, unless it contradicts the bounds."""
+        """Learn the seconds of a program of plan `number`, unless they contradict the bounds."""
         if seconds < np.max(self._bounds[number]):
             return
         for i, (slower, regression) in enumerate(zip(_SLOWER, self._regressions, strict=True)):
             (x,), (longest,) = self._x(slower, [number], is_full)
+            # The density of seconds is that of `t / m` divided by `m`, which depends on `b`.
             self._likely[i] += regression.observe(x, seconds / longest - 1) - np.log(longest)
 
     def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:
         """Draws of seconds by full compiles, `[draws, plans]`.
 
         Args:
-            numbers: of the plans.
+            numbers: the numbers of the plans.
             normal: standard normal numbers, `[draws, features]`.
         """
+        # Each `b` gets draws in proportion to its probability, at random places.
         weights = np.exp(self._likely - np.max(self._likely))
         last = np.rint(np.cumsum(weights) / np.sum(weights) * len(normal)).astype(int)
         result = np.empty((len(normal), len(numbers)))

@@ -1,4 +1,4 @@
-"""What is expected of plans that were not compiled, or not in full, by those that were."""
+"""Expected memory and step time of all plans, from the programs that were compiled."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DRAWS = 512  # a probability that is counted from them is off by about 2%
 
 
 class Estimates:
-    """Values of plans, expected from the programs compiled so far.
+    """Memory and step time of plans, expected from the programs compiled so far.
 
     Args:
-        bounds: of all plans.
+        bounds: the bounds of all plans.
         cluster: the devices.
         limit: bytes of a device that a plan may take.
     """
@@ -29,13 +29,14 @@ class Estimates:
         self, bounds: Mapping[Candidate, Bounds | RoundBounds], cluster: Cluster, limit: float
     ):
         self._bounds = dict(bounds)
-        self._number = {each: number for number, each in enumerate(self._bounds)}
+        self._number = {plan: number for number, plan in enumerate(self._bounds)}
         self._temporaries = Temporaries(self._bounds, cluster, limit)
         self._durations = Durations(self._bounds)
         generator = np.random.default_rng(0)
         self._normal = []
-        for each in (self._temporaries, self._durations):
-            half = generator.standard_normal((_DRAWS // 2, each.num_features))
+        for model in (self._temporaries, self._durations):
+            # Antithetic draws: the mean of the weights drawn is exactly their expected value.
+            half = generator.standard_normal((_DRAWS // 2, model.num_features))
             self._normal.append(np.concatenate([half, -half]))
 
     def observe(
@@ -44,10 +45,10 @@ class Estimates:
         """Learn from a program.
 
         Args:
-            candidate: a plan with the program.
-            temporary: bytes of its temporaries.
-            gradients: its seconds.
-            is_proxy: or in full.
+            candidate: a plan that runs the program.
+            temporary: bytes of the program's temporaries.
+            gradients: seconds of the program.
+            is_proxy: whether it was compiled as a proxy; otherwise in full.
         """
         number = self._number[candidate]
         self._temporaries.observe(number, temporary, is_full=not is_proxy)
@@ -55,7 +56,7 @@ class Estimates:
 
     def draws(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
         """Draws of bytes of a device and seconds of a step, by full compiles, `[draws, plans]`."""
-        numbers = [self._number[each] for each in candidates]
+        numbers = [self._number[plan] for plan in candidates]
         temporaries = self._temporaries.draws(numbers, self._normal[0])
         gradients = self._durations.draws(numbers, self._normal[1])
         memory, seconds = np.empty_like(temporaries), np.empty_like(gradients)

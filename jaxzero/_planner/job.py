@@ -51,9 +51,9 @@ def placed(job: Job, cluster: Cluster, candidate: Candidate) -> tuple[Job, Clust
     """The job and cluster of a candidate's program: those of one node if nodes train by themselves.
 
     Args:
-        job: of all nodes.
-        cluster: all nodes.
-        candidate: gives `local_steps`.
+        job: the job of all nodes.
+        cluster: the cluster with all nodes.
+        candidate: the candidate, whose `local_steps` decide.
     """
     if candidate.local_steps is None:
         return job, cluster

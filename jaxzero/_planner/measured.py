@@ -32,13 +32,14 @@ class Measured:
     """Rates per second, and sizes in bytes.
 
     Attributes:
-        flops: of one device, in 16-bit matrix products; on CPUs in 32-bit ones, which are faster.
-        memory_bandwidth: of one device's memory.
-        memory: of one device; on CPUs its share of the host's.
-        local_link: what a device receives from the others of its node.
-        node_link: what enters a node from the others.
-        host_link: between a device and its host, each way.
-        host_memory: of the host, for one device; 0 where devices have none beside their own.
+        flops: operations of one device in 16-bit matrix products; on CPUs 32-bit ones, which are
+            faster.
+        memory_bandwidth: bytes of its own memory that one device reads or writes.
+        memory: memory of one device; on CPUs its share of the host's.
+        local_link: bytes that a device receives from the others of its node.
+        node_link: bytes that enter a node from the others.
+        host_link: bytes between a device and its host, each way.
+        host_memory: host memory for one device; 0 where devices have none beside their own.
     """
 
     flops: float

@@ -15,7 +15,7 @@ from .candidates import Candidate
 from .cluster import Cluster
 from .rounds import RoundBounds
 
-_OTHER = (
+_LOCAL_STEPS_NOTE = (
     "Local steps are another training algorithm: compare losses on a short run, too. Steps and "
     "bytes are means over a round."
 )
@@ -27,10 +27,10 @@ _GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """One candidate.
+    """What is known of one candidate.
 
     Attributes:
-        candidate: what it is.
+        candidate: the candidate.
         stage: how much is known of it: bounds by arithmetic, a program compiled without fused
             kernels for softmax and RMS norm, or one compiled in full.
         seconds: predicted for a step with the optimizer's update; a lower bound for "bound". With
@@ -60,7 +60,7 @@ class PlanRow:
     def of_bounds(
         cls, candidate: Candidate, bounds: Bounds | RoundBounds, discarded: str = ""
     ) -> PlanRow:
-        """What arithmetic says of a candidate."""
+        """The row of a candidate of which only bounds are known."""
         return cls(
             candidate,
             "bound",
@@ -79,7 +79,7 @@ class Plans:
     """The plans for a job on a cluster, best first.
 
     Attributes:
-        cluster: what they are for.
+        cluster: the cluster that the plans are for.
         limit: bytes of a device that a plan may take.
         rows: every candidate that can be traced.
         num_tokens: tokens of the batch: elements of its largest integer array; 0 if it has none.
@@ -99,9 +99,10 @@ class Plans:
 
     @property
     def best(self) -> PlanRow:
-        """The best plan: compiled in full, or by a note of its proxy only.
+        """The best plan that fits.
 
-        Without a compiler for these devices it is the best by lower bounds.
+        It was compiled in full, or as a proxy only, which `notes` then say. Without a compiler for
+        these devices it is the best by lower bounds.
 
         Raises:
             ValueError: none fits, or none is known to fit.
@@ -229,7 +230,7 @@ class Plans:
             footer=(
                 *([f"{left} more plans are worse, or were discarded."] if left else []),
                 *self._throughput(),
-                *([_OTHER] if any(row.candidate.local_steps for row in shown) else []),
+                *([_LOCAL_STEPS_NOTE] if any(row.candidate.local_steps for row in shown) else []),
                 *(f"Note: {note}." for note in self.notes),
             ),
         )
@@ -260,6 +261,6 @@ def _cells(row: PlanRow, copies: bool) -> tuple[str, ...]:
 
 
 def gigabytes(num_bytes: int | float) -> str:
-    """In GB of 1e9 bytes, in which devices are sold and settings are given."""
+    """Format bytes in GB of 1e9 bytes, in which devices are sold and settings are given."""
     size = num_bytes / _GIGA
     return f"{size:.1f} GB" if size >= 1 else f"{size:.2g} GB"

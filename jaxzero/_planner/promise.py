@@ -14,24 +14,30 @@ from __future__ import annotations
 
 import numpy as np
 
-_FOUND = 0.05  # the probability that any plan fits: below, nothing is too little to compile
-_SURE = 0.9  # of a plan that fits: below, another waits for what its full compile says
+# While a known plan fits with at most this probability, every gain is worth a compile.
+_FOUND = 0.05
+# A plan that fits with at least this probability is sure. While one that is not sure is compiled in
+# full, no other is.
+_SURE = 0.9
 
 
 class Promise:
     """The gains of plans over those that are known.
 
     Args:
-        values: of the plans, `[draws, plans]`; infinite if a plan does not fit.
-        known: those of the plans to improve on, `[draws, plans]`.
-        memory: bytes of the plans, above 0, which decide while no draw of any plan fits.
+        values: drawn values of the plans, `[draws, plans]`; infinite if a plan does not fit.
+        known: drawn values of the plans to improve on, `[draws, plans]`.
+        memory: drawn bytes of the plans, `[draws, plans]`, above 0. They decide while no plan fits
+            in any draw.
     """
 
     def __init__(self, values: np.ndarray, known: np.ndarray, memory: np.ndarray):
+        # In draws in which no known plan fits, the best is taken to be twice the worst value.
         everything = np.concatenate([values, known], axis=1)
         self._worst = np.log(2) + np.max(everything, where=np.isfinite(everything), initial=0.0)
         self._values = values.copy()
         self._best = np.minimum(self._worst, np.min(known, axis=1, initial=np.inf))
+        # Decides between plans without a gain: the one with the least memory is first.
         self._small = -1e-6 * np.median(np.log(memory), axis=0)
         self._fits = np.mean(np.isfinite(values), axis=0)
 
@@ -40,14 +46,14 @@ class Promise:
         return bool(self._fits[number] >= _SURE)
 
     def keep_sure(self) -> None:
-        """Leave out plans that may not fit, if another almost certainly does, or more likely."""
+        """Leave out plans that are not sure to fit; if none is sure, all but the most likely."""
         self._values[:, self._fits < min(_SURE, np.max(self._fits))] = np.inf
 
     def next(self, least: float) -> int | None:
         """The plan with the largest gain; None: no plan is left, or all together promise less.
 
         Args:
-            least: so much must be expected of the best of all, unless nothing that fits is known.
+            least: the least gain of all plans together, unless no plan that fits is known.
         """
         together = np.mean(self._gains(np.min(self._values, axis=1, keepdims=True)))
         number = int(np.argmax(np.mean(self._gains(self._values), axis=0) + self._small))
@@ -57,7 +63,7 @@ class Promise:
         return number
 
     def take(self, number: int) -> None:
-        """Note that a plan is being compiled: what others promise is what they improve on it."""
+        """Note that a plan is being compiled: the gain of others is then that over this one too."""
         self._best = np.minimum(self._best, self._values[:, number])
         self.drop(number)
 

@@ -16,7 +16,7 @@ def ranked(search: Search) -> tuple[PlanRow, ...]:
 
 
 def notes_on_best(rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """What has to be said of the best of `ranked` rows."""
+    """Notes on the best of `ranked` rows, for users: that it was not compiled in full."""
     best = next((row for row in rows if not row.discarded), None)
     if best is None or best.stage != "proxy":
         return ()

@@ -1,7 +1,8 @@
 """Bayesian linear regression, for the few programs that a search compiles.
 
 `y = w . x + noise`, where weights are independent and normal before anything is observed. With few
-observations predictions stay close to what was expected; each moves those that share its features.
+observations, predictions stay close to what was expected. An observation changes the predictions
+that share features with it.
 
 References:
     Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), section 2.1.
@@ -28,7 +29,7 @@ def matrix_of(names: Sequence[Name], features: Sequence[Features]) -> np.ndarray
 
 
 class Regression:
-    """What is known of the weights of features.
+    """The weights of features, as a normal distribution that observations narrow.
 
     Args:
         mean: expected weights, float64 `[features]`.

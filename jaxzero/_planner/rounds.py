@@ -65,11 +65,11 @@ class RoundCost:
         )
 
     def step_seconds(self, step: Any) -> Any:
-        """Of a step of a round on average, if it takes `step` on a node by itself."""
+        """Mean seconds of a step of a round, if a node by itself takes `step` seconds for one."""
         return step + self.merge / self.method.every + self.waited(step)
 
     def waited(self, step: Any) -> Any:
-        """Seconds of it in which nodes wait for a fragment."""
+        """Mean seconds of a step in which nodes wait for a fragment."""
         exposed = np.maximum(0.0, self.message - self.method.delay * step)
         return exposed * self.method.fragments / self.method.every
 
@@ -100,12 +100,12 @@ class RoundBounds:
 
     @property
     def host_memory(self) -> int:
-        """Bytes of them in host memory."""
+        """Bytes of a node's parameters, gradients and optimizer state in host memory."""
         return self.step.host_memory
 
     @property
     def seconds(self) -> float:
-        """Of a step of the round on average, if everything but the updates overlapped."""
+        """Mean seconds of a step of the round, if everything but the updates overlapped."""
         return self.cost.step_seconds(self.step.seconds)
 
     @property
@@ -134,7 +134,7 @@ class RoundBounds:
         return self.cost.step_seconds(step), waited + self.cost.waited(step)
 
     def with_temporaries(self, num_bytes: Any) -> Any:
-        """Bytes of one device, if the program of the gradients has such temporaries.
+        """Bytes held by one device, where the gradients' program has temporaries of `num_bytes`.
 
         `num_bytes` is an int, or an array of expected bytes, and so is the result. Without a delay
         fragments travel between steps, when there are no gradients and no temporaries.

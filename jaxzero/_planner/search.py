@@ -43,7 +43,7 @@ class Search:
 
     Attributes:
         job: what is trained.
-        cluster: what for.
+        cluster: the cluster that plans are for.
         limit: bytes of a device that a plan may take.
         objective: what is minimised: seconds, or bytes of memory.
         compiler: compiles candidates; None: there is none for these devices.
@@ -75,7 +75,7 @@ class Search:
         return Estimates(self.bounds, self.cluster, self.limit)
 
     def run(self, candidates: Iterable[Candidate]) -> None:
-        """Find the best; on Ctrl-C, the best so far.
+        """Compute bounds, then compile plans while they promise enough; Ctrl-C ends the search.
 
         Raises:
             ValueError: no candidate can be traced, or none of those that were tried compiles.
@@ -103,8 +103,9 @@ class Search:
                 untraced.append((candidate, error))
                 continue
             self.add(candidate, bounds)
-            for each in bounder.with_budgets(candidate, bounds) if self.tries_budgets else ():
-                self.add(*each)
+            budgeted = bounder.with_budgets(candidate, bounds) if self.tries_budgets else ()
+            for plan, bounds_of_plan in budgeted:
+                self.add(plan, bounds_of_plan)
         if untraced and not self.rows:
             raise untraced[0][1]
         # Most losses do not split their tokens; a note is for those that have no plan at all.
@@ -118,7 +119,7 @@ class Search:
         )
 
     def add(self, candidate: Candidate, bounds: Bounds | RoundBounds) -> None:
-        """A candidate with its bounds, to be searched by `run`."""
+        """Add a candidate and its bounds to those that are compared."""
         self.bounds[candidate] = bounds
         self.rows[candidate] = PlanRow.of_bounds(candidate, bounds, self._too_large(bounds))
 
@@ -181,8 +182,8 @@ class Search:
         """Plans to compile next, at the same time: those that are expected to improve most.
 
         Args:
-            stages: of the plans; with "proxy" they will be compiled in full.
-            most: at most so many.
+            stages: how much is known of the plans; with "proxy", they will be compiled in full.
+            most: the largest number of plans.
             known: plans that they have to improve on.
         """
         sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
@@ -285,18 +286,18 @@ class Search:
                 self._discard(new, self.needs(new.memory))
 
     def _with_program_of(self, row: PlanRow) -> list[PlanRow]:
-        """A plan, and others that differ only in how nodes exchange between steps."""
+        """The rows of all plans that run the program of this one, itself included."""
         program = row.candidate.program
         return [
-            each
-            for each in self.rows.values()
-            if each.candidate.program == program and not each.discarded
+            other
+            for other in self.rows.values()
+            if other.candidate.program == program and not other.discarded
         ]
 
     def why_too_large(self, row: PlanRow) -> str:
-        """Why a plan is not tried, by the temporaries of others of its family; "" if it may fit.
+        """Why a plan cannot fit, by the temporaries of compiled plans of its family; "" if it may.
 
-        With k micro-batches at least a k-th of them remains.
+        With k times as many micro-batches, at least a k-th of the temporaries remains.
         """
         for plan in (x.candidate for x in self.rows.values() if x.stage != "bound"):
             same = plan.family == row.candidate.family
@@ -313,8 +314,8 @@ class Search:
 
     def _fail(self, row: PlanRow, error: Exception) -> None:
         self.failures.append((row.candidate.name, error))
-        for each in self._with_program_of(row):
-            self._discard(each, f"does not compile: {_first_line(error)}")
+        for alike in self._with_program_of(row):
+            self._discard(alike, f"does not compile: {_first_line(error)}")
 
     def _raise_if_none_compiles(self) -> None:
         if self.failures and all(row.stage == "bound" for row in self.rows.values()):
@@ -325,7 +326,7 @@ class Search:
             ) from error
 
     def _predicted(self, row: PlanRow, compiled: Compiled, stage: Stage) -> Iterator[PlanRow]:
-        """What a program of the gradients says of the plans that run it, with their bounds."""
+        """Yield rows with predicted time and memory for all plans that run a compiled program."""
         line = compiled.timeline(self.cluster.rates)
         self.estimates.observe(
             row.candidate, compiled.temporary, line.seconds, is_proxy=stage == "proxy"

@@ -22,7 +22,7 @@ _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Gpu:
-    """What XLA has to know of a GPU; sizes in bytes, rates per second."""
+    """A GPU as XLA's compiler describes it; sizes in bytes, rates per second."""
 
     name: str
     capability: str = "9 feature_extension: ACCELERATED_FEATURES"
@@ -97,7 +97,7 @@ def absent_mesh(cluster: Cluster, stages: int | None = None, tokens: int | None 
 
     Args:
         cluster: the devices.
-        stages: of the mesh, as `make_mesh` takes them.
+        stages: pipeline stages of the mesh, as `make_mesh` takes them.
         tokens: devices that share a row, as `make_mesh` takes them.
     """
     assert cluster.kind.target is not None

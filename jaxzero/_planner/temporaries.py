@@ -1,20 +1,21 @@
-"""Bytes of temporaries, expected of plans that were not compiled, by those that were.
+"""Expected bytes of temporaries of all plans, from the programs that were compiled.
 
-A program with `k` micro-batches holds the activations of one of them, and what it gathers and sums
-up. With `s` the activations of all rows of a device, and `u` the gradients of all parameters over
-the devices among which the preset splits their sums, both in bytes,
+A program with `k` micro-batches holds the activations of one of them, and weights and sums of
+gradients. With `s` the bytes of the activations of all rows of a device, and `u` the bytes of all
+gradients divided by the number of devices among which the preset splits their sums,
 
     temporaries = a s / k + b u.
 
-Of rows that devices share, `s` counts the parts of one device.
-Of `S` pipeline stages each has an `S`-th of the layers, of at most `2 S - 1` micro-batches, whose
-rows are divided among an `S`-th of the devices: `k` is then `m / min(m, 2 S - 1)` for `m`
-micro-batches. What `b` is depends on the preset, on whether there are several micro-batches, whose
-gradients are summed up, and on what lies in host memory. `u` is known by arithmetic, and what `b`
-is expected to be was set on Llamas of 1.1B and 7B parameters
-(`benchmarks/compiled/plan_regret.py`). So the first program that is compiled tells the activations
-of all plans; each corrects what is expected. Under a budget of activations, `a s / k` is what the
-budget keeps, and what backward reads of one layer; both are known by arithmetic.
+Of rows that devices share, `s` counts the parts of one device. Each of `S` pipeline stages has an
+`S`-th of the layers, and keeps activations of at most `2 S - 1` micro-batches, whose rows are
+divided among an `S`-th of the devices: `k` is then `m / min(m, 2 S - 1)` for `m` micro-batches.
+
+`b` depends on the preset, on whether gradients of several micro-batches are summed up, and on what
+lies in host memory. `u` is known by arithmetic, and what is expected of `b` was set on Llamas of
+1.1B and 7B parameters (`benchmarks/compiled/plan_regret.py`). So the first program that is compiled
+tells the activations of all plans, and each corrects what is expected. Under a budget of
+activations, `a s / k` is replaced by what the budget keeps and what backward reads of one layer;
+both are known by arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .cluster import Cluster
 from .regression import Features, Regression, matrix_of, names_of
 from .rounds import RoundBounds
 
-_NOISE = 0.001  # of all activations
+_NOISE = 0.001  # standard deviation of temporaries around the formula, in units of `s`
 
 # The expected weight of each feature, by the first part of its name: mean and standard deviation.
 # Features in units of the activations of one micro-batch ...
@@ -111,7 +112,7 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
 
 
 def _of_full(plan: Candidate) -> Features:
-    """What a full compile adds to a proxy, in units of activations."""
+    """Features of the bytes by which a full compile differs from a proxy, in `_OF_ACTIVATIONS`."""
     program, of_one_node = plan.program
     if plan.activation_budget is not None:  # proxies and full compiles hold the same, within 1%
         return {}
@@ -142,7 +143,7 @@ class Temporaries:
     """Temporaries of plans, expected from the programs compiled so far.
 
     Args:
-        bounds: of all plans.
+        bounds: the bounds of all plans.
         cluster: the devices.
         limit: bytes of a device that a plan may take; activations are expected to be of that order.
     """
@@ -175,8 +176,9 @@ class Temporaries:
         self._fit()
 
     def _fit(self) -> None:
-        scale = self._limit / 10  # bytes of all activations, by what is known
-        for _ in range(2):  # by how much the others vary depends on it
+        scale = self._limit / 10  # first guess of the bytes of all activations
+        # Twice: the standard deviations of other features are in units of the scale.
+        for _ in range(2):
             self._scale = scale
             expected = {
                 **_OF_ACTIVATIONS,
@@ -201,7 +203,7 @@ class Temporaries:
         """Sample what full compiles of these plans may say, in bytes, `[draws, plans]`.
 
         Args:
-            numbers: of the plans.
+            numbers: the numbers of the plans.
             normal: standard normal numbers, `[draws, features]`.
         """
         drawn = self._regression.weights(normal) @ self._x(numbers, True).T

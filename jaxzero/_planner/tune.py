@@ -55,10 +55,10 @@ def tune(
 
     Plans are enumerated, and discarded if their state alone does not fit. Of the others, up to 8
     from which most is expected are compiled for the cluster's devices as proxies, without fused
-    kernels for softmax and RMS norm, and walked with the cluster's rates; up to 3 plans, usually
-    of these, are compiled in full, to check their memory. Two compile at the same time. Nothing is
-    run, and no GPU is needed: the compiler is that of the `aot` extra. Where there is none for
-    these devices, plans are ranked by lower bounds alone, which the result says.
+    kernels for softmax and RMS norm, and their step time is predicted from the cluster's rates. Up
+    to 3 plans, usually of these, are compiled in full, to check their memory. Two compile at the
+    same time. Nothing is run, and no GPU is needed: the compiler is that of the `aot` extra. Where
+    it has none for these devices, plans are ranked by lower bounds alone, which the result says.
 
     The step is predicted by a model with stated rates, for comparing plans: on real hardware it may
     take longer.
@@ -90,9 +90,9 @@ def tune(
             plans with pipeline stages divide between nodes. Losses that stages refuse are left out
             of these plans, with a note that says why. None: no stages.
         activation_budgets: whether to try budgets of `jz.Activations` too, for each form of the
-            loss: from the least that can be kept to the most that is sooner read than computed
-            again. A `jax.checkpoint` in the loss is respected, so a loss without one leaves them
-            the choice.
+            loss: from the least that can be kept to all that is faster to read than to compute
+            again. What a `jax.checkpoint` in the loss drops is not kept, so a loss without one
+            leaves most to choose from.
         budget: seconds after which no further compile is started.
         cache: a folder for compiled programs; by default `~/.cache/jaxzero/plans`; None: keep none.
         progress: called with a line of text when something begins.
@@ -158,7 +158,7 @@ def tune(
 def _without_host_arrays(candidates: Iterable[Candidate], notes: list[str]) -> list[Candidate]:
     """Plans without offload, and a note on the others: simulated devices have no host memory."""
     plans = list(candidates)
-    kept = [each for each in plans if not each.offload]
+    kept = [plan for plan in plans if not plan.offload]
     if len(kept) < len(plans):
         notes.append(
             f"{len(plans) - len(kept)} plans with arrays in host memory were left out: without a "
@@ -188,10 +188,10 @@ def check_arguments(
 def _microbatches(
     batch: Any, cluster: Cluster, microbatches: Sequence[int], *, has_compiler: bool
 ) -> tuple[list[int], dict[int, list[int]]]:
-    """The micro-batches of devices that have whole rows, and those by devices that share a row.
+    """Numbers of micro-batches to try: with whole rows on each device, and by devices to a row.
 
-    Without a compiler there are none of the latter: bounds are those of simulated devices, which
-    have no axis of tokens, and do not count activations.
+    Without a compiler no rows are shared: bounds are those of simulated devices, which have no axis
+    of tokens, and do not count activations.
     """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
     if len(sizes) != 1:

@@ -21,7 +21,7 @@ from .coordination import Facts, all_succeed, of_first, process_count, process_i
 
 _NAME = "writing a checkpoint"
 _SECONDS = 3600.0  # timeout: processes may take very different times to write their files
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # Python's errors of these name no file
 _PROBE = "probe"  # a file with a byte for each process
 
 
@@ -48,7 +48,7 @@ def put_in_place(filled: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, of which nobody sees a part."""
+    """Delete a folder. Other programs see all of it or nothing, since it is renamed first."""
     doomed = hidden(folder, "old")
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -144,7 +144,7 @@ def _parents(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named(target: Path, filled: Path) -> Iterator[None]:
-    """Let errors of the file system name `target` in place of nothing or of a temporary name."""
+    """Let errors of the file system name `target` where they name no file or a temporary one."""
     try:
         yield
     except OSError as error:

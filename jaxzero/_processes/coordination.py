@@ -18,7 +18,7 @@ import jax
 from jax._src import clusters, distributed, xla_bridge
 
 _PREFIX = "jaxzero"
-_HOST_SECONDS = 60.0  # of the first meeting, for which processes start within so long
+_HOST_SECONDS = 60.0  # timeout of the exchange of host names
 _LONGEST = 1e6  # seconds; used for an infinite timeout
 
 _calls: collections.Counter[str] = collections.Counter()
@@ -56,11 +56,11 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
     _calls[name] += 1
     client.key_value_set(f"{directory}/{process_index()}", value)
     _wait(client, f"{directory} written", directory, name, seconds)
-    told = _read(client, directory)
+    texts = _read(client, directory)
     # Once all have read the texts, each process can delete its own.
     _wait(client, f"{directory} read", directory, name, seconds)
     client.key_value_delete(f"{directory}/{process_index()}")
-    return [told[index] for index in range(process_count())]
+    return [texts[index] for index in range(process_count())]
 
 
 def exchange_json(name: str, value: Any, seconds: float) -> list[Any]:
@@ -91,7 +91,8 @@ def all_succeed(name: str, seconds: float, *, failed: str = "") -> Iterator[Fact
         failed: what the message of the `RuntimeError` begins with, before "process 1: OSError: ".
 
     Yields:
-        The facts of this process, to be filled. After the body `of_all` holds those of each.
+        The facts of this process, to be filled by the body. Afterwards `of_all` holds the facts of
+        every process.
 
     Raises:
         RuntimeError: on the processes that succeeded, if any failed; names process and error. Those
@@ -228,7 +229,7 @@ def _wait(client: Any, barrier_id: str, directory: str, name: str, seconds: floa
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             present = _read(client, directory)
             missing = [n for n in range(process_count()) if n not in present]
-            gone = ", ".join(describe_process(n) for n in missing) or "one that came and left"
+            gone = ", ".join(describe_process(n) for n in missing) or "one that began and ended"
         raise TimeoutError(
             f"At {name!r} this process waited up to {seconds:g} s for {gone}. Look at its log: it "
             "failed, hangs, or is at another place of the program."

@@ -1,4 +1,4 @@
-"""Find what multiplies the matrices of leaves, and multiply those of alike leaves at once.
+"""Find the operations that multiply matrices of leaves, and run them for alike leaves at once.
 
 Where the matrix of each layer is a leaf, an update computes the same function of every leaf:
 
@@ -31,7 +31,7 @@ from .trace import rewritten
 
 @dataclasses.dataclass(frozen=True)
 class LeafOf:
-    """The leaf that an input of a program belongs to, and its role, as "gradient"."""
+    """The leaf that an input of a program belongs to, and its role, such as "gradient"."""
 
     leaf: int
     role: Hashable
@@ -44,10 +44,10 @@ class MatrixStack:
     Attributes:
         leaves: the numbers of the leaves, in the order of the rows.
         given: the stacks that products read.
-        made: the results of products that others read.
+        made: the results of products that other operations read.
         products: the operations from `given` to `made`.
-        stacking: those that stack values of several leaves.
-        rows: those that take the rows of `made` for them.
+        stacking: the operations that make `given` from values of several leaves.
+        rows: the operations that take the value of each leaf, a row, out of `made`.
     """
 
     leaves: Sequence[int]
@@ -59,7 +59,7 @@ class MatrixStack:
 
 
 def stack_of_leaf(values: LeafValues, leaf: int) -> MatrixStack:
-    """The products of a leaf, as they are."""
+    """The products of a leaf that is a stack already."""
     products = values.products_of(leaf)
     given, made = values.given(products), values.read_by_others(products)
     return MatrixStack([leaf], given, made, products)
@@ -68,12 +68,12 @@ def stack_of_leaf(values: LeafValues, leaf: int) -> MatrixStack:
 def stack_alike_leaves(
     values: LeafValues, leaves: Iterable[int], size_of: Callable[[int], int]
 ) -> tuple[Block, list[MatrixStack]]:
-    """The program with products of matrices of alike leaves on stacks of these.
+    """Rewrite a program so that it multiplies the matrices of alike leaves as stacks.
 
     Args:
-        values: those of the program.
-        leaves: which leaves may be in a stack.
-        size_of: the most leaves of a stack, by leaf.
+        values: the values of the program.
+        leaves: the numbers of the leaves that may be in a stack.
+        size_of: from the number of a leaf to the most leaves in its stack.
 
     Returns:
         The new program, which has the values of the old one and those of stacks, and its stacks.
@@ -98,7 +98,7 @@ def stack_alike_leaves(
 
 
 def _even_parts(leaves: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Parts of at most `most` leaves, of equal sizes but for one leaf."""
+    """Cut a list into parts of at most `most` leaves, whose sizes differ by at most one."""
     num = -(-len(leaves) // most)
     bounds = [len(leaves) * i // num for i in range(num + 1)]
     return [leaves[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -117,10 +117,10 @@ class LeafValues:
 
     Attributes:
         block: the program.
-        leaf: for each value that is made of one leaf, and of values that are made of none, or of
-            several, that leaf.
-        key: a number for each value. Those of two leaves have the same if they are computed alike;
-            other values have the same only if they are equal.
+        leaf: for each value that is made of one leaf (and of values that belong to no leaf, because
+            they are made of none or of several), that leaf.
+        key: a number for each value. Values of two leaves have the same number if they are computed
+            alike; values that belong to no leaf only if they are equal.
     """
 
     def __init__(self, block: Block, leaf_of: Mapping[Value, LeafOf]):
@@ -158,16 +158,16 @@ class LeafValues:
         return self._number(("constant", self._kinds.constant(atom)))
 
     def role(self, x: Atom) -> LeafOf | None:
-        """The leaf that a value is made of, and how; None for no or several leaves."""
+        """The leaf that a value is made of, with its key as role; None for no or several leaves."""
         if isinstance(x, Constant) or x not in self.leaf:
             return None
         return LeafOf(self.leaf[x], self.key[x])
 
     def products_of(self, leaf: int) -> Sequence[Operation]:
-        """What multiplies the matrix of a leaf, and what mixes its elements before and after.
+        """The operations that multiply a leaf's matrix, or mix its elements before and after that.
 
-        Elementwise operations are included only between them, so that the others are computed as
-        the leaf is stored.
+        Elementwise operations between these are included. Those before and after are not, so that
+        they run in the layout in which the leaf is stored.
         """
         if leaf not in self._products:
             self._products[leaf] = self._find_products(self._of_leaf[leaf])
@@ -199,7 +199,7 @@ class LeafValues:
     def _take_in(self, operations: Sequence[Operation], products: set[Operation]) -> None:
         """Add elementwise operations that only products read, if these then read no more bytes.
 
-        As a square of a matrix, for its norm: the matrix is read anyway.
+        An example is the square of a matrix, for its norm: products read the matrix anyway.
         """
         for operation in reversed(operations):
             out = operation.outputs[0]
@@ -215,13 +215,13 @@ class LeafValues:
         return sum(x.num_bytes for x in self.given([x for x in operations if x in products]))
 
     def given(self, operations: Sequence[Operation]) -> list[Value]:
-        """What operations of a leaf read that is made of it, and not by them."""
+        """The values of a leaf that `operations` read and do not make themselves."""
         made = {x for each in operations for x in each.outputs}
         read = dict.fromkeys(x for each in operations for x in each.values)
         return [x for x in read if x in self.leaf and x not in made]
 
     def read_by_others(self, operations: Sequence[Operation]) -> list[Value]:
-        """The results of operations that others read, or that the program returns."""
+        """The results of `operations` that other operations read, or that the program returns."""
         own = set(operations)
         made = (x for each in operations for x in each.outputs)
         return [x for x in made if x in self._returned or not self._readers[x] <= own]
@@ -269,7 +269,7 @@ def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
 def _on_stacks(
     operation: Operation, values: LeafValues, stack_of: Mapping[int, Any]
 ) -> tuple[list[Operation], list[Any]]:
-    """An operation of each row of stacks; other inputs are the same for all rows."""
+    """Apply an operation to each row of stacks, by `vmap`; other inputs are the same for all."""
     stacks = {
         i: stack_of[values.key[x]]
         for i, x in enumerate(operation.inputs)

@@ -9,7 +9,7 @@ from .ir import Atom, Block, Loop, Operation, Value
 
 
 class Copies:
-    """The operations of a block, with copies of others in front of the first to read them.
+    """Builds a list of operations in which copies of `repeated` stand before their first reader.
 
     Args:
         repeated: the operations to copy, in program order.
@@ -22,12 +22,15 @@ class Copies:
         self.operations: list[Operation] = []
 
     def read(self, value: Value, copied: Operation) -> Atom:
-        """What the copy of an operation reads for a value that is not computed again."""
+        """The value that the copy of operation `copied` reads for `value`, which is not copied.
+
+        Subclasses may give it another value.
+        """
         del copied
         return value
 
     def add(self, operation: Operation) -> None:
-        """Append an operation that reads copies."""
+        """Append an operation, which then reads copies, after the copies that it needs."""
         for x in operation.values:
             self._copy(x)
         copies = {x: self.of(x) for x in operation.values}
@@ -39,7 +42,7 @@ class Copies:
         return self._made.get(value, value)
 
     def _copy(self, value: Value) -> None:
-        """Append copies of all that a value is made of, as far as there are none yet."""
+        """Append copies of the operations that a value is made by, unless there are copies."""
         needed: set[Operation] = set()
         waiting = [value]
         while waiting:
@@ -61,7 +64,7 @@ class Copies:
 
 
 def _renewed(operation: Operation, inputs: Iterable[Atom]) -> Operation:
-    """An operation of the same kind with values of its own, in the bodies of loops too."""
+    """A copy of an operation that makes new values, in the bodies of loops too."""
     outputs = tuple(map(like, operation.outputs))
     operation = dataclasses.replace(operation, inputs=tuple(inputs), outputs=outputs)
     if isinstance(operation, Loop):

@@ -13,17 +13,17 @@ from .multiplications import multiplications
 
 
 def matrix_flops(function: Callable, *args: Any, **kwargs: Any) -> float:
-    """Operations of the matrix products of `function(*args, **kwargs)`, over all devices.
+    """Floating-point operations of the matrix products of `function(*args, **kwargs)`.
 
-    A product of two numbers and its sum are two. The body of a `shard_map` is what each device does
-    along the axes that it is over, and what all devices along the others do together.
+    They are those of all devices together. A product of two numbers and its addition to a sum are
+    two operations. The body of a `shard_map` counts once for each device along its manual axes.
     A `while` loop, whose length is not known, counts once; of a `cond`, its largest branch.
     """
     return _flops(jax.make_jaxpr(function)(*args, **kwargs).jaxpr)
 
 
 def flops_of(operation: Operation) -> float:
-    """Those of an operation, as `matrix_flops` counts them."""
+    """The floating-point operations of one operation, counted as in `matrix_flops`."""
     return _of_equation(operation.equation)
 
 

@@ -107,7 +107,7 @@ def _run(
 
 
 def located(equation: Any, caller: Any) -> contextlib.AbstractContextManager:
-    """Give what is bound in this context the user's line, that of `caller`, for messages."""
+    """A context that gives new operations the user's source line, that of `caller`."""
     scope = source_info_util.current_name_stack() + equation.source_info.name_stack
     return source_info_util.user_context(caller.source_info.traceback, name_stack=scope)
 
@@ -136,7 +136,7 @@ def _equation(equation: Any, inputs: list[Any], caller: Any) -> Sequence[Any]:
 
 
 def _scan(equation: Any, inputs: list[Any]) -> list[Any]:
-    """Two loops, each over one part of its split stacks."""
+    """Run a `scan` over split stacks as two loops, one over each part."""
     params = equation.params
     num_constants, num_carry = scan_sizes(params)
     stacks = inputs[num_constants + num_carry :]
@@ -252,7 +252,9 @@ class _Program(NamedTuple):
 def known_part(
     function: Callable[[Any, Any, Any], Any], active: Any, frozen: Any, batch: Any
 ) -> list[Any]:
-    """Compute what `rest_part` needs, and what depends on `frozen` and `batch` but not `active`.
+    """Compute the values that `rest_part` needs and that do not depend on `active`.
+
+    They depend on `frozen` and `batch` both: what depends on one of them is computed again.
 
     Args:
         function: `function(active, frozen, batch)`, trees of arrays.
@@ -366,7 +368,8 @@ def _run_part(
 ) -> list[Any]:
     """Evaluate the equations whose outputs depend on what `is_run` accepts; return the outputs.
 
-    Of the variables in `known` it takes the values from there, or writes them there.
+    Variables in `known` that are not computed get their values from there; the computed ones are
+    written there.
     """
 
     def apply(equation: Any, args: list[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ READS = {"dynamic_slice", "gather"}
 
 
 class Rows(NamedTuple):
-    """The rows of a stack that the iterations of a loop use, by position in its stacks."""
+    """The rows of a stack that a loop uses, one for each position in the loop's own stacks."""
 
     start: int
     step: int  # 1 or -1
@@ -80,6 +80,11 @@ def row_placed(operation: Operation, known: Known, num: int) -> RowPlaced | None
     """How an operation of a loop's body places a row in a stack of zeros; None if it does not.
 
     The caller has to check that the first input is zero.
+
+    Args:
+        operation: a `dynamic_update_slice` or `scatter-add`, or any other.
+        known: known integers of the body, in all iterations.
+        num: the number of iterations.
     """
     if operation.name == "dynamic_update_slice":
         return _updated(operation, known, num)
@@ -146,7 +151,7 @@ def _starts(
 
 
 def _index(atom: Atom, known: Known, num: int) -> np.ndarray | None:
-    """The index `[num]` of a row in all iterations; None if it is not known or not one row's."""
+    """The index of a row in each iteration, `[num]`; None if it is not known, or names several."""
     array = known.get(atom) if isinstance(atom, Value) else None
     if isinstance(atom, Constant) and (constant := small_integers(atom)) is not None:
         array = np.broadcast_to(constant, (num, *constant.shape))

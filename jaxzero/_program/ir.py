@@ -112,6 +112,7 @@ class Operation:
                 with scope(equation):
                     return [exchange_in_turn(self.name, inputs[0], equation.params)]
             refuse_exchanges_inside(equation)
+        # The user's own `psum_scatter` too: with several CPU processes it goes by the workaround.
         if self.name == "reduce_scatter" and equation.params["axis_index_groups"] is None:
             with scope(equation):
                 axes, dim = equation.params["axis_name"], equation.params["scatter_dimension"]
@@ -120,7 +121,7 @@ class Operation:
             return bind(equation, inputs)
 
     def reading(self, others: Mapping[Any, Atom]) -> Operation:
-        """This operation, which reads `others[x]` wherever it has read a value `x` among them."""
+        """This operation, reading `others[x]` in place of each input `x` that is in `others`."""
         if others.keys().isdisjoint(self.inputs):
             return self
         return dataclasses.replace(self, inputs=tuple(others.get(x, x) for x in self.inputs))
@@ -144,7 +145,7 @@ class Operation:
     def where(self) -> str:
         """File, line and function, outside of JAX, that it comes from.
 
-        For an operation in a nested `jit`, whose lines JAX caches, where the outermost is called.
+        For an operation in a nested `jit`, whose lines JAX caches: where the outer `jit` is called.
         """
         callers = (x.source_info for x in (self.caller, self.equation) if x is not None)
         return next(filter(None, map(source_info_util.summarize, callers)), "")

@@ -94,7 +94,7 @@ def asks_to_split_over(block: Block, axis: str) -> bool:
 
 
 def token_exchanges(block: Block) -> Iterator[tuple[str, Any, int]]:
-    """What the program exchanges over the axis `tokens` by `exchange_over_tokens`.
+    """The arrays that a program exchanges over the axis `tokens` by `exchange_over_tokens`.
 
     These are the keys and values of attention, for instance, in forward and backward.
 

@@ -1,4 +1,4 @@
-"""How often a matrix product or a convolution multiplies."""
+"""Count the scalar multiplications of a matrix product or a convolution."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def multiplications(equation: Any) -> int:
-    """Those of one equation of a jaxpr; 0 if it is no product."""
+    """The scalar multiplications of an equation of a jaxpr; 0 if it is no matrix product."""
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":
         kernel, numbers = equation.invars[1].aval.shape, params["dimension_numbers"]

@@ -53,8 +53,8 @@ def with_lookups(block: Block, weights: Mapping[Value, int], gradients: Mapping[
 
     Args:
         block: the program.
-        weights: numbers of its inputs that are weights.
-        gradients: by index of the output, the number of the weight that it is the gradient of.
+        weights: for each input that is a weight, its number.
+        gradients: for the index of each output that is a gradient, the number of its weight.
     """
     views: dict[Any, TableView] = {x: TableView(i) for x, i in weights.items()}
     return _rewritten(block, views, [block.outputs[k] for k in gradients], {})
@@ -66,9 +66,13 @@ def _rewritten(
     roots: Sequence[Atom],
     outside: Mapping[Any, Operation],
 ) -> Block:
-    """`with_lookups` of a program, or of the body of a loop that makes sums `roots`.
+    """`with_lookups` for one block.
 
-    `outside` has what makes integers that count, for the inputs of a body.
+    Args:
+        block: a program, or the body of a loop.
+        views: its inputs that are tables.
+        roots: its outputs that are gradients of tables, or sums that become gradients.
+        outside: for inputs of a body that count (`iota`), the operations outside that make them.
     """
     views, new, makers = dict(views), [], {**outside, **block.makers}
     sums, of_loops = _sums(block, roots)
@@ -94,7 +98,7 @@ def _rewritten(
 
 
 def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation, list[Atom]]]:
-    """What is added up to the roots, and for each loop that carries such sums, its own roots."""
+    """The values that are added up to the roots; and the roots of each loop that carries sums."""
     sums: set[Any] = set()
     of_loops: dict[Operation, list[Atom]] = {}
     pending = [*roots]
@@ -117,7 +121,7 @@ def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation
 def _read(
     operation: Operation, views: Mapping[Any, TableView], makers: Mapping[Any, Operation]
 ) -> list[Operation] | None:
-    """A lookup for a product of one-hot vectors with the rows of a table."""
+    """The lookup that replaces a product of one-hot vectors with a table; None for others."""
     contracted, batch = operation.equation.params["dimension_numbers"]
     for at in (0, 1):
         table, one_hot = operation.inputs[at], _one_hot(operation.inputs[1 - at], makers)
@@ -130,7 +134,7 @@ def _read(
 
 
 def _rows(one_hot: _OneHot, dtype: Any, rows_first: bool, table: Any, ids: Any) -> Any:
-    """The rows `[*others, *row]`; with `rows_first` `[*row, *others]`."""
+    """Look up rows: `[*ids, *row]`, or `[*row, *ids]` with `rows_first`."""
     num, row = len(one_hot.others), table.shape[1:]
     windows = tuple(range(num, num + len(row)))
     numbers = lax.GatherDimensionNumbers(windows, (0,), (0,))
@@ -140,7 +144,7 @@ def _rows(one_hot: _OneHot, dtype: Any, rows_first: bool, table: Any, ids: Any) 
 
 
 def _added(operation: Operation, makers: Mapping[Any, Operation]) -> list[Operation] | None:
-    """An addition to rows of zeros for a product of cotangents with one-hot vectors."""
+    """The `scatter-add` that replaces a product of one-hot vectors with cotangents; or None."""
     product, out = operation, operation.outputs[0]
     order = [*range(len(out.shape))]
     if operation.name == "transpose":
@@ -165,7 +169,15 @@ def _added(operation: Operation, makers: Mapping[Any, Operation]) -> list[Operat
 def _sum_of_rows(
     one_hot: _OneHot, out: Value, dims: Sequence[int], cotangents: Any, ids: Any
 ) -> Any:
-    """Zeros of the shape of `out`, to which rows are added; `dims` are those of the ids."""
+    """Add rows of cotangents to zeros of the shape of `out`.
+
+    Args:
+        one_hot: says which of the rows of `out` each row of cotangents is added to.
+        out: the value that the result replaces.
+        dims: the dims of the cotangents that are dims of the ids; the others are those of a row.
+        cotangents: the rows.
+        ids: the array of `one_hot.ids`.
+    """
     row = [dim for dim in range(cotangents.ndim) if dim not in dims]
     windows = tuple(range(len(dims), cotangents.ndim))
     numbers = lax.ScatterDimensionNumbers(windows, (0,), (0,))
@@ -175,7 +187,7 @@ def _sum_of_rows(
 
 
 def _in_place(operation: Operation, function: Callable, inputs: Sequence[Atom]) -> list[Operation]:
-    """The operations of a function that makes the output of another one."""
+    """Trace a function to operations that make the output of `operation` in its place."""
     *others, last = rewritten(operation, function, inputs)[0]
     return [*others, dataclasses.replace(last, outputs=operation.outputs)]
 
@@ -191,9 +203,9 @@ def _one_hot(x: Atom, makers: Mapping[Any, Operation]) -> _OneHot | None:
         dim = _counting_dim(numbers, makers)
         if dim is None or not isinstance(ids, Value) or not jnp.issubdtype(ids.dtype, jnp.integer):
             continue
-        if len(ids.shape) != len(shape):  # a number
+        if len(ids.shape) != len(shape):  # a scalar
             continue
-        fits = shape[dim] - 1 <= jnp.iinfo(ids.dtype).max  # or numbers begin anew
+        fits = shape[dim] - 1 <= jnp.iinfo(ids.dtype).max  # else the counting integers wrap around
         if fits and shape_of(numbers)[dim] == shape[dim] and _is_constant_along(dim, ids, makers):
             return _OneHot(ids, dim, shape)
     return None

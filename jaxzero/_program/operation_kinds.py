@@ -1,7 +1,7 @@
-"""What kind an operation is: of each element, of each layer of a stack, a reduction, or a sum.
+"""Kinds of operations: elementwise ones, those on each layer of a stack, reductions, and sums.
 
-Operations of each element, and reductions, can be run on any part of an array: on a device's shard,
-or on one window of it.
+Elementwise operations and reductions can run on any part of an array: on a device's shard, or on
+one window of it.
 
 [Note: layer forms] An operation on stacks `[layers, ...]` has a form for one layer if element `i`
 of its output depends on element `i` of each stack that it reads, and on what all layers share:
@@ -76,8 +76,8 @@ def is_elementwise(operation: Operation) -> bool:
 
 
 def may_be_copied(operation: Operation) -> bool:
-    """Whether its equation can be run as it is: no barrier, collective or other effect."""
-    is_plain = type(operation) is Operation  # others compute something else than their equation
+    """Whether its equation can be bound again as it is: no barrier, collective or effect."""
+    is_plain = type(operation) is Operation  # subclasses do not compute their equation
     return is_plain and not (operation.has_effects or operation.name in _MOVES)
 
 
@@ -85,9 +85,9 @@ def is_costly(operation: Operation) -> bool:
     """Whether an operation takes long enough for a collective to overlap with it.
 
     XLA writes the results of these to memory anyway, so a tie to them costs nothing. Products that
-    sum nothing, or of which one factor has no dims of its own, as in the state of Mamba, are none:
-    XLA computes them in one kernel with what is around. So it does functions with a derivative of
-    their own (`jax.custom_jvp`), if nothing in them is costly.
+    sum nothing, or of which one factor has no dims of its own, as in the state of Mamba, are not
+    costly: XLA fuses them with the operations around. It does the same with functions that have a
+    derivative of their own (`jax.custom_jvp`), if nothing in them is costly.
     """
     if operation.name in ("custom_jvp_call", "custom_vjp_call"):
         return any(map(_is_costly, equations_inside(operation.equation)))
@@ -101,7 +101,7 @@ def _is_costly(equation: Any) -> bool:
 
 
 def multiplies_matrices(operation: Operation) -> bool:
-    """Whether it, or a loop that it is, has products or decompositions of matrices."""
+    """Whether an operation, or the body of a loop, has products or decompositions of matrices."""
     return operation.name != "cond" and any(
         is_matrix_product(equation)
         if equation.primitive.name == "dot_general"
@@ -168,7 +168,7 @@ def layer_form(operation: Operation) -> LayerForm | None:
     outputs, params = operation.outputs, operation.equation.params
     if not outputs or not all(out.is_array and out.shape for out in outputs):
         return None
-    # What is requested names an axis for each dim of the stack, of which a layer has one fewer.
+    # A requested sharding names an axis for each dim of the stack; a layer has one dim fewer.
     if is_split(params.get("sharding")) or is_split(params.get("out_sharding")):
         return None
     if operation.name == "reshard":
@@ -264,7 +264,7 @@ def _along(operation: Operation, name: str) -> LayerForm | None:
 
 
 def _product(operation: Operation) -> LayerForm | None:
-    """The form of a product whose first batch dim is the layer, or of all layers with a matrix."""
+    """The form of a product that has layers as its first batch dim, or of a stack with a matrix."""
     (left, right), (left_batch, right_batch) = operation.equation.params["dimension_numbers"]
     left, left_batch = _less_one(left), _less_one(left_batch)
     if left_batch and left_batch[0] == -1 and right_batch[0] == 0:
@@ -361,15 +361,15 @@ def makes_zeros(operation: Operation) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fork(Operation):
-    """A `cond` of which devices may take different branches."""
+    """A `cond` in which devices may take different branches."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Branch(Loop):
     """A branch of a `cond`: a loop that runs once or not at all.
 
-    It carries its results, and last whether it runs. It scans nothing. If it does not run, it
-    returns what it is given to carry.
+    Its carry is its results, and last a boolean: whether it runs. It scans nothing. If it does not
+    run, it returns the carry that it is given.
     """
 
     operands: tuple[Atom, ...] = ()  # what any branch of the `cond` reads

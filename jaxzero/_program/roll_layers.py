@@ -1,10 +1,11 @@
 """Turn layers that a Python loop unrolls into one `lax.scan` over their stacks.
 
 The program is rolled before it is differentiated, so that backward is a scan too. An iteration
-computes what is made of weights of one layer alone where it needs it. What differs between layers
-and comes from outside, such as a key for each, becomes one more stack. What an operation outside
-reads of the layers is carried if it is of the last one, and otherwise stacked. Where the first
-layers of the stacks are arrays of their own, there are two scans, one after the other.
+computes values that are made of one layer's weights alone (casts) where it needs them. A value from
+outside that differs between layers, such as a key for each, becomes one more stack. A value of the
+layers that operations after them read is carried if it is read of the last layer only, and stacked
+otherwise. Where the first layers of the stacks are arrays of their own, there are two scans, one
+after the other.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from .unrolled_layers import LayersOf, Place, StackPart, Window, rows
 def with_rolled_layers(
     function: Callable[[list[Any]], Any], stacks: Mapping[int, StackPart]
 ) -> Callable[[list[Any]], Any]:
-    """`function`, of which layers that are unrolled run in one scan.
+    """Transform `function` so that unrolled layers in it run in one `lax.scan`.
 
     Args:
-        function: of a list of arrays; returns a tree of arrays.
+        function: takes a list of arrays; returns a tree of arrays.
         stacks: the arrays that are stacks of layers, or parts of them, by index. If none of them
             is read layer by layer, the function is called as it is.
 
@@ -69,13 +70,15 @@ class _Rolled:
         self.after = [x for x in others if x not in ran]
         wanted = {x for operation in self.after for x in operation.values}
         wanted.update(x for x in layers.block.outputs if isinstance(x, Value))
-        # What is read of the layers after them: places, and values that are made of weights.
+        # What operations after the layers read of them: values at places, and values of weights.
         self.places = {x: place[x] for x in place if x in wanted}
         carried = [x for x, _ in window.carried]
         last = layers.length - 1
         read_in: dict[Place, set[int]] = {}
         for number, x in self.places.values():
             read_in.setdefault(x, set()).add(number)
+        # Read of the last layer only: carried. Keys are stacked, since there are no zeros of them
+        # to start from.
         final = [x for x in read_in if read_in[x] == {last} and self._value(x).is_array]
         self.extra = [x for x in final if x not in carried]
         self.stacked = [x for x in read_in if x not in {*final, *carried} or read_in[x] != {last}]
@@ -83,7 +86,7 @@ class _Rolled:
         self.keys = list(dict.fromkeys(self.weights.values()))
 
     def _before(self) -> list[Operation]:
-        """The operations that the layers need the results of, in order."""
+        """The operations whose results the layers read, in order."""
         layers, window = self.layers, self.window
         atoms: list[Any] = [x for _, x in window.carried]
         atoms += [x for operation in layers.picks for x in operation.outputs]
@@ -92,7 +95,7 @@ class _Rolled:
         return operations_for(layers.block, atoms, layers.block.inputs)
 
     def run(self, given: Sequence[Any]) -> list[Any]:
-        """The outputs of the program, of arrays for its inputs."""
+        """Run the program on arrays for its inputs; return its outputs."""
         layers = self.layers
         arrays: dict[Atom, Any] = dict(zip(layers.block.inputs, given, strict=True))
         _run(self.before, arrays)
@@ -111,7 +114,12 @@ class _Rolled:
         return [_value(x, arrays) for x in layers.block.outputs]
 
     def _scan(self, known: dict[Atom, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Run the layers: the carry, what is stacked of places, and what of weights alone."""
+        """Run the layers in one scan, or two.
+
+        Returns:
+            The carry after the last layer, the stacks of values at `stacked`, and the stacks of
+            values that are made of weights alone.
+        """
         layers, window = self.layers, self.window
         differing = {
             (k, j): _stack([_value(x, known) for x in read[1]], input_dtypes(self.first[k])[j])
@@ -146,7 +154,7 @@ class _Rolled:
             return new, ([results[x] for x in self.stacked], of_weights)
 
         start = [_typed(_value(x, known), self._value(place).dtype) for place, x in window.carried]
-        # Only what the last layer leaves of these is read.
+        # No layer reads these: only what the last one makes is read, after the scan.
         extra = [jnp.zeros(x.shape, x.dtype) for x in map(self._value, self.extra)]
         segments = []
         for a, b in layers.segments():
@@ -196,7 +204,7 @@ def _value(atom: Atom, known: dict[Atom, Any]) -> Any:
 
 
 def _typed(x: Any, dtype: Any) -> Any:
-    """An array of a dtype: a Python number takes it, as in an operation with an array."""
+    """`x` as an array of `dtype`; a random key as it is. `x` may be a Python number."""
     return x if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.asarray(x, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Rules of operations that move, join, cut or reduce dims: what they make of rows."""
+"""Rules for operations that move, join, cut or reduce dims: the states of their results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def squeeze(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
     num = len(shape_of(operation.inputs[0]))
     gone = {int(x) % num for x in operation.equation.params["dimensions"]}
     if any(dim in gone for dim, _ in states[0].rows):
-        return [unknown(*states)]  # one row of one
+        return [unknown(*states)]  # the dim of rows is gone, where a device has one row
     kept = [dim for dim in range(num) if dim not in gone]
     return [moved(states[0], {old: new for new, old in enumerate(kept)})]
 
@@ -199,7 +199,8 @@ def reduce(rows: Rows, operation: Operation, states: Sequence[State]) -> list[St
     kept = [dim for dim in range(num) if dim not in axes]
     state = moved(states[0], {old: new for new, old in enumerate(kept)})
     if name in ("reduce_and", "reduce_or") and not has_outer(state.rows, rows.num):
-        return [State(differs=state.differs)]  # a check, or the end of a loop of all rows
+        # A check of all rows, or the condition of a loop over them: no statistic.
+        return [State(differs=state.differs)]
     (mixings, sums) = (frozenset(), state.sums)
     if name != "reduce_sum" and state.sums:
         sums = frozenset()
@@ -214,7 +215,7 @@ def reduce(rows: Rows, operation: Operation, states: Sequence[State]) -> list[St
 
 
 def _is_over_rows(before: State, after: State, rows: Rows) -> bool:
-    """Whether an operation that leaves `after` of `before` goes over all rows of a device."""
+    """Whether an operation from state `before` to `after` reduces over all rows of a device."""
     return len(after.rows) < len(before.rows) and not has_outer(after.rows, rows.num)
 
 
@@ -283,7 +284,7 @@ def dot(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State
 
 
 def _may_place(rows: Rows, operation: Operation, kept: Sequence[State]) -> bool:
-    """Whether a product over rows may put them in other places, as that with an identity does."""
+    """Whether a product over rows may only move them, as one with a permutation matrix does."""
     depends = {dim for x in kept for dim, _ in x.rows}
     sizes = enumerate(operation.outputs[0].shape)
     return any(size % rows.num == 0 for dim, size in sizes if dim not in depends)

@@ -1,4 +1,4 @@
-"""Rules of lookups, of what is written at indices, and of random bits: what they make of rows."""
+"""Rules for lookups, writes at indices, and random bits: the states of their results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gather(rows: Rows, operation: Operation, states: Sequence[State]) -> list[St
 
 
 def _index_dim(indices: State, index_map: Sequence[int], dim: int) -> int | None:
-    """The dim of the indices along which they count from 0 through a dim of the operand."""
+    """The dim along which indices count 0, 1, ... through dim `dim` of the operand; or None."""
     if indices.index is None or dim not in map(int, index_map):
         return None
     at, columns = indices.index
@@ -61,7 +61,7 @@ def _index_dim(indices: State, index_map: Sequence[int], dim: int) -> int | None
 
 
 def scatter(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `scatter` and `scatter-add`; a sum over rows is one of what is added up."""
+    """Rule of `scatter` and `scatter-add`; adding several rows to one place is a sum of rows."""
     operand, indices, updates = states
     numbers = operation.equation.params["dimension_numbers"]
     shape, update_shape = (shape_of(operation.inputs[i]) for i in (0, 2))
@@ -107,7 +107,8 @@ def scatter(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
         return [dataclasses.replace(state, sums=operand.sums, mixings=found)]
     if not lost:
         return [state]
-    may_place = any(shape[dim] % rows.num == 0 for dim in index_map)  # by an index not understood
+    # An index that is not understood may put each row in a place of its own.
+    may_place = any(shape[dim] % rows.num == 0 for dim in index_map)
     if operation.name not in ("scatter-add", "scatter_add") or may_place or not indices.is_known:
         return [unknown(*states)]
     return [dataclasses.replace(state, sums=state.sums | {Sum(operation)})]

@@ -4,8 +4,8 @@ A loss that each device computes on its own rows is that of one device if it is 
 the rows are followed through all operations of the forward program: `row_states` says how a value
 depends on them, `row_rules`, `row_dims` and `row_lookups` what operations make of that. Where rows
 meet other than in sums that reach the loss linearly, there is a `Mixing`, unless a collective over
-all devices comes after it. Of what has no rule here nothing is said: a finding is certain, the
-absence of one is not.
+all devices comes after it. Nothing is said about results of operations without a rule: each mixing
+that is found is one, but others may be missed.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def find_mixings(
     """Find where values of different rows meet on the way to outputs of a program.
 
     Args:
-        block: the program; of one that is differentiated, what leads to `outputs` is forward.
-        inputs: those with rows, by position.
+        block: the program. If it is differentiated, only its forward part leads to `outputs`.
+        inputs: the inputs with rows, by position.
         axes: the mesh axes that split the rows, over more than one device.
         outputs: the positions of the outputs.
 
@@ -114,7 +114,7 @@ def find_mixings(
 
 
 def _of_output(state: State) -> frozenset[Mixing]:
-    """The mixings of an output. One with a value for each row may not depend on sums over rows."""
+    """The mixings of an output. If it has a value for each row, sums over rows are mixings too."""
     sums = state.sums if state.rows else ()
     return state.mixings.union(
         Mixing("statistic", x.operation, x.operation, x.is_mean) for x in sums
@@ -190,7 +190,7 @@ class _Walk:
 
     def while_loop(self, operation: Operation, given: Sequence[State]) -> list[State]:
         body, num_of_cond, num_of_body = self.inside(operation, while_body)
-        # The condition of a batched loop asks all rows: what it says is no value of any of them.
+        # The condition of a batched loop depends on all rows, but is not a value of any row.
         first = num_of_cond + num_of_body
         constants, carry = given[num_of_cond:first], list(given[first:])
         for _ in range(_MOST_ROUNDS):
@@ -236,7 +236,7 @@ def _layer(state: State, level: int) -> State:
     """The state of one layer of a stack, as the body of the loop that scans dim 0 reads it."""
     if state is CONSTANT:
         return state
-    places = {dim: dim - 1 for dim in range(1, 64)}
+    places = {dim: dim - 1 for dim in range(1, 64)}  # of all dims that an array can have
     inside = row_dims.moved(state, places)
     if (parts := state.parts(0)) is None:
         return inside
@@ -255,7 +255,7 @@ def _stacked(state: State, level: int) -> State:
 
 
 def _added(state: State, loop: Loop, level: int, rows: Rows) -> State:
-    """The state of a carry to which a loop over rows adds: in the end a sum over them."""
+    """The state of a carry after a loop over rows: a sum over them if it depends on each row."""
     if state.parts(level) is None:
         return state
     rest = tuple(x for x in state.rows if x[0] != level)
@@ -264,7 +264,7 @@ def _added(state: State, loop: Loop, level: int, rows: Rows) -> State:
 
 
 def _either(states: Sequence[State], rows: Rows) -> State:
-    """The state of a value that is one of several."""
+    """The state of a value that may be any of several, as after a `cond`."""
     first = states[0]
     if all(x == first for x in states):
         return first

@@ -1,8 +1,8 @@
-"""What each operation makes of rows: a rule for each primitive, from states to states.
+"""Rules for elementwise operations and collectives: the states of results from those of inputs.
 
 Elementwise operations are in four groups, by what they do to sums over rows: those that keep them
 linear, products, quotients, and all others. The rules of operations that move or join dims are in
-`row_dims`. What has no rule here makes values of which nothing is said.
+`row_dims`. The result of an operation without a rule is `unknown`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .row_states import (
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is known of all rows.
+    """The rows of a batch.
 
     Attributes:
-        num: how many one call of the function gets.
-        axes: the mesh axes that split them, of more than one device.
+        num: the number of rows that one call of the function gets.
+        axes: the mesh axes of more than one device that split the rows.
     """
 
     num: int
@@ -58,7 +58,7 @@ IDENTITIES = {
 
 
 def joined_rows(states: Sequence[State]) -> tuple[tuple[int, Parts], ...]:
-    """The dims with rows of what combines arrays of one shape, element by element.
+    """The dims with rows of a result that combines arrays of one shape element by element.
 
     Raises:
         NotAligned: different rows meet.
@@ -125,7 +125,7 @@ def elementwise(rows: Rows, operation: Operation, states: Sequence[State]) -> li
 
 
 def linear(rows: Rows, operation: Operation, states: Sequence[State]) -> State:
-    """The state of what puts arrays of one shape together and leaves sums linear.
+    """The state of a result that combines arrays of one shape linearly.
 
     Raises:
         NotAligned: different rows meet.
@@ -144,7 +144,7 @@ def _index(operation: Operation, states: Sequence[State]) -> Any:
 def _sums(
     operation: Operation, states: Sequence[State], has_rows: bool
 ) -> tuple[frozenset[Sum], list[Mixing]]:
-    """The sums that the result is linear in, and where sums meet rows or one another."""
+    """The sums that the result is linear in, and mixings where sums meet rows or other sums."""
     every = frozenset().union(*(x.sums for x in states))
     name = operation.name
     if name in _LINEAR:
@@ -171,12 +171,15 @@ def _sums(
 
 
 def mixed(kind: str, sums: Iterable[Sum], operation: Operation) -> list[Mixing]:
-    """For each sum over rows, that `operation` uses it other than linearly."""
+    """A mixing for each sum over rows that `operation` uses other than linearly."""
     return [Mixing(kind, x.operation, operation, x.is_mean) for x in sums]
 
 
 def _with_factor(operation: Operation, states: Sequence[State], state: State) -> State:
-    """Say what a function of sums, such as `1 / max(sum, 1)` or `sqrt(var)`, is a factor of."""
+    """Refine mixings of functions of sums, such as `1 / max(sum, 1)`, that are factors here.
+
+    Depending on the other factor, such a mixing is a statistic, a ratio or a product.
+    """
     mixings = {*state.mixings}
     for this, other in (states, states[::-1]):
         functions = [x for x in this.mixings if x.kind == "function"]

@@ -54,17 +54,17 @@ class State:
     """How a value depends on rows.
 
     Attributes:
-        rows: for each dim with rows, its parts; for a row that a loop is at, under a negative
-            number.
+        rows: for each dim with rows, its parts. Inside a loop over rows, the row of the current
+            iteration has a negative number in place of a dim.
         sums: the sums over rows that it is linear in.
-        mixings: what it is made of, other than linear sums, that differs from one device.
-        noise: the operations that drew random bits, equal on all devices, that it is made of.
+        mixings: the mixings that it depends on: one device with all rows would give other values.
+        noise: the operations that drew random bits, equal on all devices, that it depends on.
         noise_dims: the dims along which these bits differ.
-        differs: whether it is made of the index of the device or micro-batch.
+        differs: whether it depends on the index of the device or micro-batch.
         settled: the mesh axes over which a collective has combined it.
         index: the dim along which each element is its own index, and the columns of the last dim in
             which it is (None: all); None if there is no such dim.
-        is_known: False for what operations without a rule make, of which nothing is said.
+        is_known: False for the result of an operation without a rule: nothing is said about it.
     """
 
     rows: tuple[tuple[int, Parts], ...] = ()
@@ -94,7 +94,7 @@ CONSTANT = State()
 
 
 def unknown(*states: State) -> State:
-    """The state of what an operation without a rule makes."""
+    """The state of the result of an operation without a rule."""
     return State(
         mixings=frozenset().union(*(x.mixings for x in states)),
         differs=any(x.differs for x in states),

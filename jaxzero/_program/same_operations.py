@@ -46,10 +46,10 @@ class Kinds:
         return len(self._constants) - 1
 
     def number(self, operation: Operation) -> int:
-        """A number that all operations have that compute the same.
+        """A number that is equal for all operations that compute the same.
 
-        One of which inputs or results were dropped, as of a loop, is like no other: its equation
-        does not say which.
+        An operation that has lost inputs or results (dead code of a loop) gets a number of its own,
+        because its equation does not say which.
         """
         equation = operation.equation
         is_whole = len(operation.inputs) == len(equation.invars)
@@ -73,7 +73,7 @@ def same_constants(a: Constant, b: Constant) -> bool:
 
 
 def input_dtypes(operation: Operation) -> list[Any]:
-    """The dtypes of an operation's inputs; a constant, a Python number, has that of the program."""
+    """The dtypes of an operation's inputs, as traced; a constant may be a Python number without."""
     return [x.aval.dtype for x in operation.equation.invars]
 
 
@@ -83,9 +83,10 @@ def reads_refs(block: Block) -> bool:
 
 
 def flat_block(program: OpenProgram) -> Block:
-    """The operations of a program, which can be differentiated: checkpoints are one operation each.
+    """The operations of a program that is differentiated later.
 
-    Calls of `jit` are inlined. Constants of the program are constants of the block.
+    Checkpoints, loops and functions with rules of derivatives stay one operation each, and calls of
+    `jit` are inlined. Constants of the program are constants of the block.
     """
     inputs = tuple(Value(x.aval) for x in program.jaxpr.invars)
     operations: list[Operation] = []
@@ -104,10 +105,10 @@ def _append_as_it_is(
 
 
 class _Comparison:
-    """One comparison of two values; functions can lead back to themselves."""
+    """One comparison of two values, which may refer to themselves through closures."""
 
     def __init__(self):
-        # By identity, with the values, so that no other value gets the identity of one of them.
+        # Pairs under comparison, by identity; keeping the values alive keeps identities unique.
         self._assumed: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def same(self, a: Any, b: Any) -> bool:

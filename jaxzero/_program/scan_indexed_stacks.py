@@ -34,7 +34,7 @@ _PLACES = {"dynamic_update_slice", "scatter-add"}
 
 
 def scan_indexed_stacks(block: Block, weights: Collection[Value]) -> Block:
-    """Let loops scan stacks of weights that they index, and stack gradients that they place.
+    """Let loops scan the stacks that they index, and stack the gradients that they write by index.
 
     Args:
         block: the program.
@@ -56,7 +56,13 @@ class _Read(NamedTuple):
 
 
 class _Block:
-    """A block whose loops are to be changed."""
+    """A block whose loops are to be changed.
+
+    Args:
+        block: a program, or the body of a loop.
+        weights: its inputs that are sharded weights, or layers of them.
+        given: returns its inputs that are known integers; called only if they are needed.
+    """
 
     def __init__(self, block: Block, weights: Collection[Value], given: Callable[[], Known]):
         self.block = block
@@ -174,7 +180,10 @@ class _LoopOfBlock:
         return [read for read in reads if read.stack not in others]
 
     def _scan(self, read: _Read, before: list[Operation]) -> None:
-        """Scan the rows that an operation reads; append to `before` what makes a stack of them."""
+        """Let the loop scan the rows that an operation reads.
+
+        Operations that make a stack of these rows are appended to `before`.
+        """
         outside = self.loop.inputs[self.loop.body.inputs.index(read.stack)]
         assert isinstance(outside, Value)
         rows, cached = read.row.rows, self.outer.stacks
@@ -194,9 +203,9 @@ class _LoopOfBlock:
         self.editor.replace(read.operation.outputs[0], inside)
 
     def _row_sums(self) -> dict[int, dict[Rows, Atom]]:
-        """The rows that an iteration adds to a carried sum, by index of the carry.
+        """For each carried sum, by index of the carry, the rows that an iteration adds to it.
 
-        Only of sums to which each iteration adds stacks that are zero but for one row.
+        Only sums are included to which iterations add stacks that are zero except in one row.
         """
         row_sums = {}
         if not any(x.name in _PLACES for x in self.loop.body.operations):
@@ -257,7 +266,7 @@ def _of_layer(operation: Operation) -> Op | None:
 
 
 def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
-    """A loop that does not carry some values, which its body only sums up."""
+    """The loop without the carried sums at `positions`, whose terms it stacks instead."""
 
     def kept(atoms: tuple, first: int) -> tuple:
         return tuple(x for i, x in enumerate(atoms) if i - first not in positions)
@@ -277,7 +286,7 @@ def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
 
 
 def _placed_after(loop: Loop, stacks: Mapping[Rows, Value], out: Value) -> list[Operation]:
-    """The operations that make `out`, a sum of stacks of which a loop has made some rows each."""
+    """The operations that make `out`, the sum of stacks of which the loop has stacked some rows."""
 
     def place(*stacked: Any) -> Any:
         pairs = zip(stacks, stacked, strict=True)

@@ -62,8 +62,8 @@ class LoopEditor:
 
         Args:
             atom: the stack.
-            behind: operations after the loop that may be computed in it, by their outputs. What
-                this call adds to the body then runs last.
+            behind: operations after the loop that may move into it, by their outputs. If it is
+                given, operations that this call adds run at the end of the body.
         """
         if atom in self._layers:
             return self._layers[atom]
@@ -95,7 +95,7 @@ class LoopEditor:
     def emit(
         self, operation: Operation, function: Callable, inputs: Sequence[Atom], last: bool = False
     ) -> list[Atom]:
-        """Add a function in the place of `operation` to the body; return its outputs."""
+        """Trace a function into the body, in place of `operation`; return its outputs."""
         made, outputs = rewritten(operation, function, inputs)
         (self._after if last else self._before).extend(made)
         return outputs
@@ -145,7 +145,7 @@ class LoopEditor:
             self._layers[value] = inside
 
     def _copy(self, saved: Saved, behind: Mapping[Value, Operation] | None) -> Atom:
-        """Compute again what another loop's body has made of weights."""
+        """Compute again in this body what another loop's body makes of weights."""
         loop, first = saved.loop, saved.loop.first_stack
         outside = {x: i for i, x in enumerate(loop.body.inputs)}
         copies: dict[Atom, Atom] = {}
@@ -182,7 +182,7 @@ def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequenc
         sinking.scanned(number)
     for number in reversed(range(num_loops)):
         sinking.gradients(number)
-    if sinking.block is not block:  # so that what is left to reduce is read outside of loops
+    if sinking.block is not block:  # `reductions` must not see operations that nothing reads now
         sinking.set(without_dead_code(sinking.block))
     for number in range(len(sinking.loops)):
         sinking.reductions(number)
@@ -190,7 +190,7 @@ def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequenc
 
 
 class _Sinking:
-    """A block; each method replaces it if there is something to move into a loop."""
+    """A block; its methods replace it by one with more operations inside of loops."""
 
     def __init__(self, block: Block, weights: Collection[Value], gradients: Sequence[int]):
         self.weights = weights
@@ -204,7 +204,7 @@ class _Sinking:
         self.loops = [(i, x) for i, x in enumerate(block.operations) if isinstance(x, Loop)]
 
     def scanned(self, number: int) -> None:
-        """Compute stacks that a loop scans in its body."""
+        """Compute the layers of stacks that loop `number` scans in its body."""
         index, loop = self.loops[number]
         sunk = {inside: outside for outside, inside in loop.stacks if self.values.is_lazy(outside)}
         if not sunk:
@@ -215,7 +215,7 @@ class _Sinking:
         self.set(_with(self.block, {index: [editor.finish()]}))
 
     def reductions(self, number: int) -> None:
-        """Reduce stacks to small arrays layer by layer, in a loop that gathers their weights."""
+        """Move reductions of stacks to small arrays into loop `number`, which scans the stacks."""
         loop = self.loops[number][1]
         scanned = frozenset().union(*(self.values.fixed.of(x) or () for x, _ in loop.stacks))
         movable = []
@@ -248,7 +248,7 @@ class _Sinking:
         return self._set_in_order(_substituted(block, moved))
 
     def gradients(self, number: int) -> None:
-        """Move operations on stacks of gradients into the loop that makes them."""
+        """Move operations on stacks of gradients into loop `number`, which makes the stacks."""
         index, loop = self.loops[number]
         behind = _Behind(self.values, index, loop)
         ends = behind.ends([self.block.outputs[i] for i in self.gradient_outputs])
@@ -260,7 +260,7 @@ class _Sinking:
         self._set_in_order(_substituted(block, moved))
 
     def _set_in_order(self, block: Block) -> bool:
-        """Go on with `block`, unless its operations cannot be put in order; return whether."""
+        """Take `block` if its operations can be put in order; return whether they can."""
         ordered = _in_order(block)
         if ordered is not None:
             self.set(ordered)
@@ -315,7 +315,7 @@ class _Behind:
         return True
 
     def ends(self, gradients: Sequence[Atom]) -> list[Value]:
-        """The last values to compute in the loop, from which `gradients` are made."""
+        """The values on the way to `gradients` that the loop computes last."""
         last: dict[Value, None] = {}
         pending, seen = list(gradients), set()
         while pending:
@@ -333,7 +333,7 @@ class _Behind:
         return list(last)
 
     def _is_needed(self, value: Value) -> bool:
-        """Whether a reduction of `value` cannot move into the loop by itself, past what follows."""
+        """Whether a reduction over devices cannot move before the operations that make `value`."""
         pending, seen = [value], set()
         while pending:
             atom = pending.pop()

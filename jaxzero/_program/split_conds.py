@@ -32,14 +32,14 @@ from .weight_values import fixed_of
 
 
 class Passed(NamedTuple):
-    """A value of a block, and movable operations on it."""
+    """A value, and movable operations to apply to it."""
 
     value: Value
     ops: tuple[Op, ...] = ()
 
 
 def passed_on(block: Block, out: Atom) -> Passed | None:
-    """The input that `out`, a value of a block, is made of by movable operations alone.
+    """The input of a block from which movable operations alone make its value `out`; or None.
 
     A loop passes on a stack if its body passes on each layer of it.
     """
@@ -97,7 +97,15 @@ def _has_cond(block: Block) -> bool:
 
 
 class _Splitter:
-    """A block whose `cond`s are to be split."""
+    """A block whose `cond`s are to be split.
+
+    Args:
+        block: a program, or the body of a loop.
+        weights: its inputs that are sharded weights, or layers of them.
+        shapes: the shapes of weights and of their layers, by which gradients are recognized.
+        most_bytes: a `cond` that reads no more bytes of weights is not split.
+        uniform: returns the values that are equal on all devices; called only if needed.
+    """
 
     def __init__(
         self,
@@ -317,9 +325,9 @@ def _branch(
     Args:
         cond: the `cond`.
         number: the index of the branch.
-        results: which of the results that are read it makes.
-        is_sum: for all of these, whether they are sums over the branches.
-        carry: for each of `results`, what there is before; and whether the branch runs.
+        results: indices into `cond.results` of the results that the branch makes.
+        is_sum: for each of `cond.results`, whether it is a sum over the branches.
+        carry: for each of `results` its value before the branch; last, whether the branch runs.
     """
     operation, block, operands = cond.operation, cond.blocks[number], cond.operands[number]
     inside = tuple(Value(x) for x in carry)
@@ -345,6 +353,6 @@ def _branch(
 
 
 def _renamed(operation: Operation, moved: dict[Atom, Value]) -> Operation:
-    """The operation with other values in place of some."""
+    """The operation with values replaced as `moved` says, among its inputs and outputs."""
     outputs = tuple(moved.get(x, x) for x in operation.outputs)
     return dataclasses.replace(operation.reading(moved), outputs=outputs)

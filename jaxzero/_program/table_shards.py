@@ -4,7 +4,8 @@
     grads = zeros.at[ids].add(ct) + ...  ->  grads = add(add(zeros of a shard, ids, ct), ...)
 
 The gradient is then a shard of the sum over all devices. A loop that sums it up carries a shard.
-What is done on a device is given (`TableOperations`); this module says where.
+The caller gives the functions that read and add rows (`TableOperations`); this module puts them in
+their places in the program.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ class TableOperations:
 
     Attributes:
         shard: the shape and dtype of a shard of the table.
-        total: those of a shard of its gradient.
+        total: the shape and dtype of a shard of its gradient.
         ids: converts the ids `[n, k]` of this device to the int32 array that is sent.
-        axes: the mesh axes that rows are sent over, given whether they are added.
+        axes: from whether rows are added (True) or read, the mesh axes that they are sent over.
         read: reads rows and sums `k` at a time. Takes a shard, the ids of all devices, those of
             this one, the `Lookup`, and a function that lets an array wait. Returns `[n, *row]`,
-            and an array `[1]` that is known once the rows of all devices have been dropped.
+            and an array `[1]` that is computed after the rows of all devices have been dropped.
         add: adds rows to a shard of sums, and returns it. Takes the shard, the ids of all devices,
             the cotangents `[n, *row]`, the `Lookup`, and two functions that let an array wait,
             before the first axis and before the others.
-        is_large: whether a lookup is to be made after the one before it, so that only one of them
-            has the rows of all devices at a time. Over the first axis cotangents have not been
-            spread yet, and are sent while those before are added.
+        is_large: whether a lookup has to wait for the large one before it, so that only one of them
+            holds the rows of all devices at a time. Cotangents are sent over the first axis, before
+            they have that size, while those of the lookup before are added.
     """
 
     shard: jax.ShapeDtypeStruct
@@ -65,12 +66,13 @@ class TableOperations:
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """What a program is rewritten with.
+    """The functions of all tables, and what they share.
 
     Attributes:
-        tables: by number, some of the tables that `find_tables` has found.
-        ids_of_all: from mesh axes, the ids `[n, k]` of several lookups, and the numbers of their
-            tables: the ids of all devices, each `[*sizes of the axes, n, k]`.
+        tables: the tables to rewrite, by number.
+        ids_of_all: a function that sends ids. It takes mesh axes, the ids `[n, k]` of several
+            lookups, and the numbers of their tables; it returns the ids of all devices for each
+            lookup, `[*sizes of the axes, n, k]`.
         sizes: the sizes of the mesh axes.
     """
 
@@ -81,7 +83,7 @@ class Tools:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replaced(Operation):
-    """A function in place of an operation, whose equation says where it comes from."""
+    """A Python function in place of an operation, whose equation gives the line and scopes."""
 
     run: Callable[..., Sequence[Any]]
 
@@ -100,9 +102,9 @@ def exchange_rows(
 
     Args:
         block: the program.
-        weights: numbers of its inputs that are weights.
-        gradients: by index of the output, the number of the weight that it is the gradient of.
-        tools: the tables, and what is done on a device.
+        weights: for each input that is a weight, its number.
+        gradients: for each output that is a gradient, by index, the number of its weight.
+        tools: the functions of the tables.
     """
     views = {x: TableView(i) for x, i in weights.items() if i in tools.tables}
     found = find_gradients(block, {k: i for k, i in gradients.items() if i in tools.tables})
@@ -113,10 +115,10 @@ class _BlockRewriter:
     """Rewrites a program, or the body of a loop.
 
     Args:
-        tools: the tables, and what is done on a device.
+        tools: the functions of the tables.
         block: the program, or the body.
         views: its inputs that are tables.
-        gradients: those that it makes, by table.
+        gradients: how it makes the gradients of tables, by number of the table.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class _BlockRewriter:
         self.made: list[Operation] = []
         self.ids: dict[tuple, Value] = {}  # those of all devices
         self.totals: dict[tuple[int, Loop, int], Value] = {}  # sums of loops
-        self.large: list[Value] = []  # of each large lookup an array to wait for
+        self.large: list[Value] = []  # for each large lookup so far an array to wait for
 
     def rewritten(self) -> Block:
         block, reads = self.old, find_reads(self.old, self.views)
@@ -196,7 +198,7 @@ class _BlockRewriter:
         def run(*arrays: Any) -> Any:
             sums = arrays[:num] or (_zeros(table.total),)
             total = functools.reduce(jnp.add, sums)
-            before = [*arrays[last:]]  # elements of what is known once rows have been added
+            before = [*arrays[last:]]  # elements that are known once earlier rows have been added
             for lookup, i in zip(adds, range(num, last, 2), strict=True):
                 rows = _cast(arrays[i + 1], lookup.dtypes)
                 batch = [dim for dim in range(rows.ndim) if dim not in lookup.rows]
@@ -223,7 +225,12 @@ class _BlockRewriter:
         return self.ids[key]
 
     def _send_ids(self, lookups: Sequence[tuple[Lookup, int]], axes: tuple[str, ...]) -> None:
-        """Send the ids of several lookups, in tables by number, over axes."""
+        """Send the ids of several lookups over `axes` in one message.
+
+        Args:
+            lookups: each with the number of its table.
+            axes: the mesh axes.
+        """
         outputs = []
         for lookup, number in lookups:
             shape = (lookup.num, lookup.num_ids // max(lookup.num, 1))
@@ -267,7 +274,7 @@ class _BlockRewriter:
         return {*hoisted}
 
     def _loop(self, loop: Any, read: Mapping[int, TableView]) -> None:
-        """A loop that may read tables, or sum up their gradients."""
+        """Append a loop, rewritten if it reads tables or sums up their gradients."""
         sums = {
             i: (position, inside)
             for i, gradient in self.gradients.items()
@@ -299,20 +306,20 @@ class _BlockRewriter:
         outputs: tuple[Value, ...],
         run: Callable[..., Sequence[Any]],
     ) -> None:
-        """Append a function as an operation that comes from the line of another one."""
+        """Append a function as an operation, with the source line of `operation`."""
         equation, caller = operation.equation, operation.caller
         made = Replaced(name, tuple(inputs), outputs, equation, caller=caller, run=run)
         self.made.append(made)
 
 
 def _must_stay(operation: Operation) -> bool:
-    """Whether an operation cannot run earlier, or computes too much for it to pay."""
+    """Whether an operation cannot run earlier, or computes too much for that to pay."""
     is_barrier = isinstance(operation, Barrier | Loop)
     return is_barrier or operation.has_effects or is_costly(operation)
 
 
 def _matrix(ids: Any, lookup: Lookup) -> Any:
-    """Ids as `[n, k]`: of each row of `lookup.array` those that it sums over."""
+    """Ids as `[n, k]`: for each of the `n` rows of `lookup.array` the `k` ids that it sums over."""
     ids = lax.squeeze(ids, (ids.ndim - 1,))
     return lax.transpose(ids, (*lookup.kept, *lookup.summed)).reshape(lookup.num, -1)
 

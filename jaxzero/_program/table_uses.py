@@ -2,8 +2,8 @@
 
 A table is read by `gather` operations that take whole rows along its first dim, in the program or
 in loops that it is a constant of. Its gradient is then a sum of `scatter-add`s into zeros. Casts
-before and after a lookup belong to it, and so does a sum over some of its ids (a bag): a row is
-what is left of them.
+before and after a lookup belong to it, and so does a sum over some of its ids (a bag of rows).
+Cast and summed rows are fewer bytes to send.
 
     rows = sum(cast(cast(table)[ids]))        grads = cast(zeros.at[ids].add(cast(broadcast(ct))))
 """
@@ -33,13 +33,13 @@ class Lookup:
 
     Attributes:
         operation: the `gather`, or the `scatter-add`.
-        array: what is made of the rows, or the cotangents: `[..., *row]` with dims in any order.
-        dtypes: what rows are cast to, in turn; the last is that of `array` where rows are read, and
-            that in which cotangents are sent where they are added.
+        array: what is made from the rows, or the cotangents: `[..., *row]`, dims in any order.
+        dtypes: the dtypes that rows are cast to, in turn. The last is the dtype of `array` where
+            rows are read, and the dtype in which cotangents are sent where they are added.
         rows: the dims of `array` that are those of a row, in order.
         kept: the dims of the ids that `array` has, in order; it sums over, or repeats, the others.
-        done: the operations that make `array` of the rows.
-        trips: how often it runs.
+        done: the operations (casts, a sum) that make `array` from the rows.
+        trips: how often it runs in a step, loops around it included.
     """
 
     operation: Operation
@@ -96,10 +96,10 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class TableView:
-    """A table as a block sees it."""
+    """A value that is a table, or a table after casts."""
 
-    table: int
-    dtypes: tuple[Any, ...] = ()  # that it is cast to, in turn
+    table: int  # its number
+    dtypes: tuple[Any, ...] = ()  # of the casts, in turn
 
 
 @dataclasses.dataclass
@@ -134,8 +134,8 @@ def find_tables(
 
     Args:
         block: the program.
-        weights: numbers of its inputs that are weights.
-        gradients: by index of the output, the number of the weight that it is the gradient of.
+        weights: for each input that is a weight, its number.
+        gradients: for each output that is a gradient, by index, the number of its weight.
     """
     reads: dict[int, list[Lookup]] = {}
     others: set[int] = set()
@@ -179,7 +179,7 @@ def views_after(operation: Operation, views: Mapping[Any, TableView]) -> dict[Va
 
 
 def find_reads(block: Block, views: Mapping[Any, TableView]) -> dict[Operation, Lookup]:
-    """What a block makes of the rows that it looks up, by the operation that does."""
+    """The lookups in a block, each by its `gather`."""
     views, lookups = {**views}, {}
     if not any(map(takes_rows, block.operations)):
         return lookups
@@ -237,7 +237,7 @@ def _walk(
 
 
 def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient | None:
-    """Follow a sum of rows from its result to what is added up; None if there is more in it."""
+    """Follow a sum of rows from its result to its terms; None if other things are added too."""
     counts = Counter(x for operation in block.operations for x in operation.inputs)
     counts.update(block.outputs)
     gradient = TableGradient(root, before)
@@ -289,7 +289,7 @@ def _read(
     readers: Mapping[Any, list[Operation]],
     outputs: set[Any],
 ) -> Lookup:
-    """A `gather`, with the casts and the sum that alone read its rows."""
+    """The lookup of a `gather`, with the casts and the sum after it, if nothing else reads rows."""
     array = operation.outputs[0]
     numbers = operation.equation.params["dimension_numbers"]
     rows = tuple(int(x) for x in numbers.offset_dims)
@@ -319,7 +319,7 @@ def _read(
 
 
 def _added(block: Block, operation: Operation) -> Lookup:
-    """A `scatter-add`, with the casts of its updates, and without their repetition."""
+    """The lookup of a `scatter-add`, from cotangents before they are cast and repeated."""
     array = operation.inputs[2]
     assert isinstance(array, Value)
     numbers = operation.equation.params["dimension_numbers"]

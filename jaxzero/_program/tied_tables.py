@@ -29,8 +29,8 @@ class Twin:
     """The lookups of a weight, and the terms of its gradient.
 
     Attributes:
-        weight: its number.
-        lookups: the `gather`s, and the casts of the weight that each reads.
+        weight: the number of the weight.
+        lookups: the `gather`s of the weight, each with the casts of the weight before it.
         output: the index of its gradient among the outputs; None if it has none.
         rows: the terms that add rows, and the casts after each.
         others: the other terms.
@@ -52,8 +52,8 @@ def find_twins(
 
     Args:
         block: the program.
-        weights: numbers of its inputs that are weights.
-        gradients: by index of the output, the number of the weight that it is the gradient of.
+        weights: for each input that is a weight, its number.
+        gradients: for each output that is a gradient, by index, the number of its weight.
     """
     views: dict[Any, TableView] = {x: TableView(i) for x, i in weights.items()}
     casts: dict[Any, Casts] = dict.fromkeys(weights, ())
@@ -93,10 +93,10 @@ def with_twins(
 
     Args:
         block: the program.
-        weights: numbers of its inputs that are weights.
+        weights: for each input that is a weight, its number.
         twins: from `find_twins`.
-        input_: where the inputs are inserted.
-        output: where the gradients are inserted.
+        input_: the index at which the new inputs are inserted.
+        output: the index at which the new outputs are inserted.
     """
     new_inputs, new_outputs, outputs = [], [], [*block.outputs]
     values, renamed, added = {i: x for x, i in weights.items()}, {}, []
@@ -140,13 +140,13 @@ def _with_terms(twin: Twin, block: Block, output: int) -> Twin:
 
 
 def _narrows(cast: Operation) -> bool:
-    """Whether a cast rounds: a sum is rounded otherwise than its terms."""
+    """Whether a cast rounds. Such a cast cannot move from a sum to its terms."""
     assert cast.source is not None
     return cast.outputs[0].dtype.itemsize < cast.source.dtype.itemsize
 
 
 def _cast(atom: Atom, casts: Casts, made: list[Operation]) -> Atom:
-    """The value after casts like these, whose operations are appended to `made`."""
+    """Apply copies of `casts` to a value; append their operations to `made`."""
     for cast in casts:
         (like,) = cast.outputs
         out = Value(jax.ShapeDtypeStruct(like.shape, like.dtype))
@@ -171,7 +171,7 @@ def _sum(
 def _in_order(
     inputs: Iterable[Value], old: Iterable[Operation], made: Iterable[Operation]
 ) -> tuple[Operation, ...]:
-    """All operations, those in `made` as soon as their inputs are known."""
+    """Merge new operations `made` into `old`, each as soon as its inputs exist."""
     operations: list[Operation] = []
     ready, waiting = {*inputs}, [*made]
 

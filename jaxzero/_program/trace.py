@@ -133,7 +133,7 @@ def _check_mutable(constants: Sequence[Any]) -> None:
 
 
 def _with_own_tokens(program: OpenProgram) -> OpenProgram:
-    """The program with tokens of its own for those that it closes over, which carry no data."""
+    """Replace the tokens that a program closes over by new ones; tokens carry no data."""
     is_token = [not hasattr(x, "shape") for x in program.constants]
     if not any(is_token):
         return program
@@ -160,7 +160,7 @@ def _warn_of_split(constants: Sequence[Any]) -> None:
 
 
 def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
-    """Trace `function(*args)`, so that it is not called again.
+    """Trace `function(*args)` once, so that later calls do not trace it again.
 
     Returns:
         A function that runs the trace, of arguments like `args`; and the tree of
@@ -176,7 +176,7 @@ def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
 
 
 def without_checkpoints(function: Callable) -> Callable:
-    """`function`, of which differentiation keeps what a `jax.checkpoint` in it would recompute."""
+    """`function` without `jax.checkpoint`s: differentiation keeps what they would recompute."""
 
     def plain(equation: Any) -> Any:
         if equation.primitive.name not in REMAT:
@@ -329,7 +329,7 @@ def calls_python(operation: Operation) -> bool:
 
 
 def at_line_of(operation: Operation) -> contextlib.AbstractContextManager:
-    """Let what is traced in this context come from the line that an operation comes from."""
+    """A context in which what is traced gets the source line of an operation."""
     equation = operation.caller or operation.equation
     return source_info_util.user_context(equation.source_info.traceback)
 

@@ -1,14 +1,14 @@
 """The values of a program that are equal on all devices: known integers, and all that is uniform.
 
-Integers are known while tracing, whatever the batch is: counters of loops, and values of these. A
-counter is a stack that a loop scans (`jnp.arange`), or a value that it carries (as `lax.fori_loop`
-does); its value in each iteration is found by running the integer operations of the body in NumPy,
-and nothing else.
+Some integers are known while tracing, whatever the batch is: counters of loops, and integers that
+are computed from these. A counter is a stack that a loop scans (`jnp.arange`), or a value that it
+carries (as `lax.fori_loop` does). Its value in each iteration is found by running the integer
+operations of the body in NumPy, and nothing else.
 
-Literals, constants, counters of loops and replicated arguments are uniform, and what deterministic
-operations make of these: devices decide alike by them. What comes from weights or the batch is not,
-nor what any operation makes that is not listed here. A matrix product, for one: two hosts may run
-different kernels for it.
+Literals, constants, counters of loops and replicated arguments are uniform, and so are results of
+deterministic operations on these: devices that branch by them take the same branch. Values that
+depend on weights or the batch are not uniform, nor results of any operation that is not listed
+here, such as a matrix product: two hosts may run different kernels for it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def known_in_body(
 
 
 def unchanged_in_body(loop: Loop, known: Mapping[Value, np.ndarray]) -> Known:
-    """The known inputs of a loop's body that are equal in all iterations, each as one of them."""
+    """The known inputs of a loop's body that are equal in all iterations; one value of each."""
     inside = known_in_body(loop, known)
     inputs = ((x, inside[x]) for x in loop.body.inputs if x in inside)
     return {
@@ -120,7 +120,7 @@ def _iterations(
     """Run the iterations of a loop, if the inputs `carried` are known in each of them.
 
     Returns:
-        What is known in all iterations, and the inputs that are not.
+        The values that are known in all iterations; and those of `carried` that are not.
     """
     body, first = loop.body, loop.first_stack
     constants = {x: outside[i] for i, x in enumerate(body.inputs[: loop.num_constants])}
@@ -233,13 +233,13 @@ def uniform_values(block: Block, given: Iterable[Value]) -> set[Atom]:
 
     Args:
         block: a program, or the body of a loop.
-        given: its inputs that are.
+        given: its inputs that are equal on all devices.
     """
     return _made_of(block, given, _UNIFORM)
 
 
 def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
-    """Find the values of a block that constants and the inputs `given` decide, and no other input.
+    """Find the values of a block that depend on constants and on the inputs `given` alone.
 
     Of an operation such as a `cond`, every output counts as made of every input.
     """
@@ -247,7 +247,7 @@ def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
 
 
 class _Rule(NamedTuple):
-    """Which constants are known, and which operations make known values of known ones."""
+    """Which constants count as known, and which operations make known values from known inputs."""
 
     constant: Callable[[Constant], bool]
     operation: Callable[[Operation], bool]
@@ -288,7 +288,7 @@ def uniform_in_body(loop: Loop, uniform: set[Atom]) -> set[Atom]:
 
     Args:
         loop: the loop, which runs equally often on all devices.
-        uniform: the values outside of it that are.
+        uniform: the values outside of the loop that are equal on all devices.
     """
     return _in_body(loop, uniform, _UNIFORM)
 

@@ -5,9 +5,9 @@ operations are
 
     what is before, the operations of a layer (L times, one layer after the other), what is after
 
-where all layers compute the same (`Kinds`) of their weights, of what the layer before made, and of
-values from outside. Operations that read weights of one layer and nothing else, such as casts, may
-stand anywhere. A stack may be in two parts, of which one has the first layers.
+where all layers compute the same function (`Kinds`) of their weights, of results of the layer
+before, and of values from outside. Operations that read weights of one layer and nothing else, such
+as casts, may stand anywhere. A stack may be two arrays, of which one has the first layers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Read = tuple[str, Any]
 
 
 class StackPart(NamedTuple):
-    """Which layers of a stack an array has.
+    """An array that has all layers of a stack, or some.
 
     Attributes:
-        stack: what names the stack.
+        stack: a number that names the stack.
         first: the number of its first layer.
     """
 
@@ -44,10 +44,9 @@ class LayersOf:
 
     Attributes:
         number: for each such value, the number of the layer.
-        key: for each, what is equal for the values of two layers if they are computed alike.
-        of_key: a value of the first layer that is computed so.
-        makers: the operation that makes each.
-        rows: of those that are rows of stacks, the name of the stack.
+        key: for each such value, a key that values of two layers share if they are computed alike.
+        of_key: for each key, the first value that has it.
+        rows: for each of these values that is a row of a stack, the name of the stack.
         picks: operations that take one layer's part of an array that no weights make, such as keys.
         rest: the other operations, in order.
     """
@@ -134,12 +133,21 @@ class LayersOf:
         return _find_window(self, places)
 
     def segments(self) -> list[tuple[int, int]]:
-        """The numbers of layers from which on, and up to which, all stacks are in one part."""
+        """Ranges `(start, end)` of layers, in each of which every stack lies in one array."""
         starts = sorted({part.first for part in self.parts.values()})
         return [*zip(starts, [*starts[1:], self.length], strict=True)]
 
     def between(self, start: int, end: int, known: Mapping[Any, Any]) -> dict[int, Any]:
-        """Some layers of each stack, which lie in one part of it, of `known` values."""
+        """Layers `start` to `end` of each stack, which lie in one array of it.
+
+        Args:
+            start: the first layer.
+            end: the layer after the last.
+            known: the arrays of values.
+
+        Returns:
+            By the name of the stack, an array of these layers.
+        """
         by_stack = {}
         for value, (stack, first) in self.parts.items():
             if first <= start < first + value.shape[0]:
@@ -147,7 +155,7 @@ class LayersOf:
         return by_stack
 
     def _first_row(self, operation: Operation) -> int | None:
-        """The layer that an operation takes out of a stack, or the first; None: it takes none."""
+        """The layer, or the first of several, that an operation takes out of a stack; or None."""
         source, op = operation.inputs[0] if operation.inputs else None, operation.view()
         if not isinstance(source, Value) or source not in self.parts:
             return None
@@ -162,9 +170,9 @@ class LayersOf:
         return part.first + op.start[0] if is_row else None
 
     def _squeezed(self, operation: Operation) -> Value | None:
-        """The row `[1, ...]` of a stack that an operation drops the first dim of; None: none.
+        """The row `[1, ...]` of a stack whose first dim an operation drops; None for others.
 
-        What is left is what a scan gives an iteration. Were it computed anew in the iteration,
+        A scan gives the result to an iteration as it is. If the iteration computed it from the row,
         forward would save it for backward.
         """
         row = operation.source
@@ -206,12 +214,14 @@ def _not_alike(why: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The operations of all layers: `length` times `size` of them, from `start` on.
+    """The operations of all layers, which stand one after the other in `LayersOf.rest`.
 
     Attributes:
-        reads: for each operation of the first layer where its inputs come from, by position.
-        carried: what an iteration passes to the next one: a place in a layer, and what the first
-            layer has instead.
+        start: the index of the first operation of the first layer.
+        size: the number of operations of a layer.
+        reads: for each operation of a layer, where each of its inputs comes from.
+        carried: the values that a layer reads of the one before: the place there, and the atom that
+            the first layer reads instead.
     """
 
     start: int
@@ -230,7 +240,8 @@ def _find_window(layers: LayersOf, places: Sequence[Sequence[int]]) -> Window:
             sizes.setdefault(min(steps), []).append(j)
     if not sizes:
         raise NotImplementedError(_not_alike(_first_difference(layers, places)))
-    size = max(sizes)  # others are of sums over the weights, such as a weight decay
+    # Operations outside of the layers, such as a weight decay, read weights at smaller distances.
+    size = max(sizes)
     first, last = places[0][sizes[size][0]], places[0][sizes[size][-1]]
     kinds = list(map(layers.kind, layers.rest))
     length, windows = layers.length, []
@@ -245,7 +256,7 @@ def _find_window(layers: LayersOf, places: Sequence[Sequence[int]]) -> Window:
             problem = length * size, reads
         problems.append(problem)
     if not windows:
-        # Of all boundaries between layers, that which holds for the most operations.
+        # Explain the window that holds for the most operations: it is most likely the layers.
         _, why = max(problems, key=lambda x: x[0], default=(0, _first_difference(layers, places)))
         raise NotImplementedError(_not_alike(why))
     # The boundary between two layers is where the least passes from one to the next.
@@ -258,7 +269,7 @@ def _num_bytes(layers: LayersOf, window: Window, place: Place) -> int:
 
 
 def _first_difference(layers: LayersOf, places: Sequence[Sequence[int]]) -> str:
-    """Say in which line a layer reads its weights in another way than the first one."""
+    """Say at which line a layer reads its weights in another way than the first layer."""
     for number, positions in enumerate(places[1:], 1):
         for i, j in zip(places[0], positions, strict=False):
             if layers.kind(layers.rest[i]) != layers.kind(layers.rest[j]):
@@ -325,7 +336,7 @@ def _read(
     atoms: tuple[Atom, ...],
     carried: dict[tuple[Place, Atom], int],
 ) -> Read | None:
-    """Where an input comes from, which is one of `atoms` in each layer; None if it is not alike."""
+    """Where an input, `atoms[i]` in layer `i`, comes from; None if that differs between layers."""
     places = [made.get(x) if isinstance(x, Value) else None for x in atoms]
     if any(x in layers.number for x in atoms):
         numbers = [layers.number.get(x) for x in atoms if isinstance(x, Value)]

@@ -1,13 +1,13 @@
 """The values of a block that depend on weights and constants alone, not on the batch.
 
-They are *fixed*: as long as the weights are, they can be computed again wherever they are needed. A
-loop's body can compute a layer of such a stack from layers of weights, so that the stack need not
-exist (`StackValues`).
+They are called *fixed*: they do not change during a step, so they can be computed again wherever
+they are needed. A loop's body can compute one layer of a fixed stack from layers of weights, so
+that the stack need not exist (`StackValues`).
 
 A masked or normalised weight is as large as the weight. Differentiation keeps it for backward, so
-that of a model with unrolled layers all would be held at once. `recompute_in_backward` lets
-backward compute it again: its weights are gathered again, and dropped after their last use, as any
-weight is.
+that a model with unrolled layers would hold those of all layers at once. `recompute_in_backward`
+lets backward compute them again: their weights are gathered again, and dropped after their last
+use.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _is_scalar(value: Value) -> bool:
 
 
 class Saved(NamedTuple):
-    """A stack that a loop makes of weights alone, in each iteration from one layer of them."""
+    """A stack that a loop makes from weights alone, each layer of it from one layer of theirs."""
 
     loop: Loop
     output: Atom  # of its body
@@ -156,7 +156,7 @@ class StackValues:
         return self.saved(atom) is not None or (bool(self.fixed.of(atom)) and self.expands(atom))
 
     def is_layered(self, value: Value) -> bool:
-        """Whether a stack is lazy, or a view of a weight whose operations act on each layer."""
+        """Whether `is_lazy` holds, or a stack is a view of a weight that acts on each layer."""
         if value not in self.fixed.views:
             return self.is_lazy(value)
         operation = self.maker(value)
@@ -208,9 +208,9 @@ class StackValues:
         return size * 2 <= value.num_bytes
 
     def saved(self, value: Value) -> Saved | None:
-        """How the body of a loop makes a stacked output; None unless of weights alone, and large.
+        """How a loop's body makes a stacked output that is large and made of weights alone.
 
-        Differentiation keeps such stacks for backward.
+        None for all other values. Differentiation keeps such stacks for backward.
         """
         if value not in self._saved:
             self._saved[value] = self._find_saved(value)
@@ -225,7 +225,7 @@ class StackValues:
         return isinstance(out, Value) and out not in body.views and is_large(body, out)
 
     def innermost_maker(self, value: Value) -> Operation:
-        """The operation that makes a value; of a stack that a loop makes, that in its body."""
+        """The operation that makes a value; for a stack that a loop makes, the one in its body."""
         operation = self.fixed.makers[value][1]
         if isinstance(operation, Loop):
             out = operation.body.outputs[operation.outputs.index(value)]

@@ -66,7 +66,12 @@ def largest_model(
     activation_bytes: int,
     layer_activation_bytes: int,
 ) -> LargestModel:
-    """See `Report.largest_model`."""
+    """The largest model that memory holds; see `Report.largest_model`.
+
+    Raises:
+        ValueError: an argument is no number of bytes; the report has no plan or no optimizer state;
+            or the model has no layers.
+    """
     check_bytes(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
@@ -154,25 +159,28 @@ class _Layers:
         return _Size(rest, math.ceil(layers / self.num))
 
     def _is_layer(self, path: str) -> bool:
-        """Whether a leaf belongs to layers; one of the state ends with a parameter's path."""
+        """Whether a leaf is of layers. A leaf of the state has its parameter's path at the end."""
         parts = path.split(".")
         return any(".".join(parts[i:]) in self.paths for i in range(len(parts)))
 
 
 def _scanned(plan: Plan | None) -> dict[str, int]:
-    """The leaves that loops scan, and the number of iterations."""
+    """For each leaf that a loop of the step scans, the loop's number of iterations."""
     if plan is None:
         return {}
     return {
-        stack.view.weight.name: len_of
+        stack.view.weight.name: length
         for index, loop in plan.top.uses.loops.items()
         for stack in loop.stacks
-        if (len_of := getattr(plan.top.block.operations[index], "length", 1)) > 1
+        if (length := getattr(plan.top.block.operations[index], "length", 1)) > 1
     }
 
 
 def _numbered(rows: Iterable[Row]) -> dict[str, int]:
-    """Parameters whose paths and shapes are equal but for their first number, and how many."""
+    """For each parameter in numbered layers, the number of layers.
+
+    These are parameters of one shape and dtype whose paths differ in their first number only.
+    """
     kinds: dict[tuple, list[str]] = {}
     for row in rows:
         parts = row.path.split(".")
@@ -185,8 +193,8 @@ def _numbered(rows: Iterable[Row]) -> dict[str, int]:
 
 def _step_bytes(plan: Plan) -> int:
     """The most bytes of full weights, unreduced gradients and fetched shards at one time."""
-    found = [span for span in spans(plan) if span.windowed]
-    live = np.zeros(1 + max((span.stop for span in found), default=0), np.int64)
-    for span in found:
+    held = [span for span in spans(plan) if span.windowed]
+    live = np.zeros(1 + max((span.stop for span in held), default=0), np.int64)
+    for span in held:
         live[span.start : span.stop + 1] += span.num_bytes * span.held
     return int(live.max())

@@ -39,7 +39,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Amount:
-    """Number and bytes of some of a step's collectives, such as those over one mesh axis.
+    """The number and the bytes of some collectives of a step, such as those over one mesh axis.
 
     Attributes:
         collectives: number of collectives that run in one optimizer step.
@@ -86,7 +86,7 @@ class Traffic:
         return sum(map(self.node_bytes_for, dict.fromkeys(t.purpose for t in self.transfers)))
 
     def node_bytes_for(self, purpose: str) -> int:
-        """The part of `node_bytes` that is for "weights", "gradients", "tangents" or "other"."""
+        """The part of `node_bytes` for one purpose: a `Transfer.purpose`, such as "weights"."""
         some = (t for t in self.transfers if t.purpose == purpose)
         return self.num_local * sum(t.node_bytes * t.trips for t in some)
 
@@ -103,7 +103,7 @@ class Traffic:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The parts of the model that leaves belong to: where their paths begin to differ."""
+        """The parts of the model: the paths of leaves, up to where they begin to differ."""
         return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose in OF_LEAVES))
 
     def of_group(self, group: str, axis: str) -> Amount:

@@ -17,7 +17,7 @@ from .details import available_details, check_detail, detail_table
 from .text_table import summarized
 from .timeline import live_bytes, spans, waits
 
-WIDTH = 80  # of every line, whatever the terminal
+WIDTH = 80  # columns of a summary line, whatever the terminal
 _NO_PLAN = "not known: pass `plan=zero.plan(loss_fn, params, batch)`"
 
 
@@ -258,7 +258,7 @@ def _whole(report: ReportData) -> list[str]:
 
 
 def _names(names: Sequence[str]) -> tuple[str, str]:
-    """A bucket's leaves in a few words, and in fewer: the first leaf and the number of others."""
+    """Two names of a bucket: its leaves summarized, and shorter, the first and how many others."""
     num = len(set(names)) - 1
     return summarized(names), f"{names[0]} +{num}" if num else names[0]
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 _GAP = "  "
-_LEAST = 6  # columns that a cell keeps, however narrow the terminal
+_LEAST = 6  # characters that a column keeps, however narrow the terminal
 
 _Component = str | tuple[int, ...]  # of a path; a tuple stands for several numbers
 _Path = tuple[_Component, ...]
@@ -209,20 +209,21 @@ def _merge_at(place: int, rows: list[_Row]) -> list[_Row]:
         key = (paths, cells) if number is None else (_without(paths, place), cells, place)
         groups.setdefault(key, []).append((number, paths, cells, members))
     merged: list[_Row] = []
-    for some in groups.values():
-        numbers = [number for number, *_ in some]
-        if len(some) == 1 or None in numbers or len(set(numbers)) < len(some):
-            merged += [(paths, cells, members) for _, paths, cells, members in some]
+    for group in groups.values():
+        numbers = [number for number, *_ in group]
+        if len(group) == 1 or None in numbers or len(set(numbers)) < len(group):
+            merged += [(paths, cells, members) for _, paths, cells, members in group]
             continue
-        _, paths, cells, _ = some[0]
+        _, paths, cells, _ = group[0]
         together = tuple((*path[:place], tuple(numbers), *path[place + 1 :]) for path in paths)
-        merged.append((together, cells, tuple(i for *_, members in some for i in members)))
+        merged.append((together, cells, tuple(i for *_, members in group for i in members)))
     return sorted(merged, key=lambda row: min(row[2]))
 
 
 def _shared_number(paths: tuple[_Path, ...], place: int) -> int | None:
-    found = {path[place] if len(path) > place else None for path in paths}
-    one = next(iter(found)) if len(found) == 1 else None
+    """The number that all paths have as component `place`; None if they have none, or several."""
+    components = {path[place] if len(path) > place else None for path in paths}
+    one = next(iter(components)) if len(components) == 1 else None
     return int(one) if isinstance(one, str) and one.isdecimal() else None
 
 

@@ -33,11 +33,11 @@ class Span:
             "before forward" and "the end".
         names: names of its leaves.
         num_bytes: bytes of its full arrays; for a copy, of what one device copies.
-        sent: the operation that it is sent or copied before or after, in words.
+        sent: when it is sent or copied, in words: before or after which operation.
         start: for a gather, when its last hop begins; for a reduction, when its first gradient is
-            made; for a copy, when it begins.
-        needed: when the first of its weights is used, or the last of its gradients is made; for a
-            fetch, when its weights are sent.
+            computed; for a copy, when it begins.
+        needed: when the first of its weights is used, or the last of its gradients is computed; for
+            a fetch, when its weights are sent.
         stop: when its weights are dropped, or its gradients sent; for a fetch as `needed`.
         trips: how often this happens in a step.
         held: for a fetch in a loop, how many layers are on the device at once.
@@ -73,8 +73,8 @@ def spans(plan: Plan) -> tuple[Span, ...]:
     for step in plan.steps:
         apart = (step.start, step.windowed, step.region) if step.action in COPIES else ()
         buckets.setdefault((*step.bucket, *apart), []).append(step)
-    found = [_span(plan.top, some) for some in buckets.values()]
-    return tuple(sorted(found, key=lambda span: (span.start, span.stop)))
+    made = (_span(plan.top, steps) for steps in buckets.values())
+    return tuple(sorted(made, key=lambda span: (span.start, span.stop)))
 
 
 def live_bytes(plan: Plan) -> np.ndarray:
@@ -83,9 +83,9 @@ def live_bytes(plan: Plan) -> np.ndarray:
     Returns:
         `[2, operations]`: weights, then gradients.
     """
-    found = [span for span in spans(plan) if span.action not in COPIES]
-    live = np.zeros((2, 2 + max((span.stop for span in found), default=0)), np.int64)
-    for span in found:
+    buckets = [span for span in spans(plan) if span.action not in COPIES]
+    live = np.zeros((2, 2 + max((span.stop for span in buckets), default=0)), np.int64)
+    for span in buckets:
         live[int(span.action == "reduce"), span.start : span.stop + 1] += span.num_bytes
     return live
 
@@ -103,10 +103,13 @@ def activation_bytes(plan: Plan) -> np.ndarray:
 
 
 def _activations(plan: BlockPlan) -> Iterator[tuple[int, int, int]]:
-    """Of each value that forward keeps for backward its first place, its last one, and its bytes.
+    """When each value that forward keeps for backward is first and last held, and its bytes.
 
-    Values made of weights alone are none. Those that are views of another, or in host memory, take
-    nothing.
+    Left out are values that depend on weights alone, views of other values, and values in host
+    memory.
+
+    Yields:
+        `(first, last, bytes)`: places on the timeline, both included.
     """
     if plan.last_forward is None:
         return
@@ -182,7 +185,7 @@ def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:
 
 
 def _after_loops(plan: BlockPlan, index: int) -> int:
-    """The position of an operation, counting one iteration of each loop before it."""
+    """The place of an operation on the timeline: loops before it count as one iteration."""
     return index + sum(_length(loop.body) for i, loop in plan.loops.items() if i < index)
 
 

@@ -1,7 +1,8 @@
 """Move trees from the shards of `Zero` to any other sharding, and count beforehand what that takes.
 
 In: a tree that a `Zero` laid out, a mesh and `PartitionSpec`s. Out: ordinary arrays, or a report.
-Benchmarks compile what `planned` and `lowered` give; no room below `jaxzero` itself imports this.
+`jaxzero` exports `reshard` and `reshard_report`; benchmarks compile what `planned` and `lowered`
+return; no other room imports this one.
 """
 
 from .reshard import lowered as lowered

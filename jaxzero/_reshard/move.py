@@ -1,14 +1,14 @@
-"""`Move`: all that one device has to know to move its shard of an array to a new split.
+"""`Move`: how each device's shard of an array is moved to a new split.
 
-A shard is seen as a grid of pieces, one for each combination of the factors that it has
-(see `steps`), each piece a row of numbers or, with a codec, a message. Collectives move rows of
-this grid, so that what is sent is encoded once by its owner, and decoded once, where it stays.
+A shard is a grid of pieces, with a dim for each factor of the array's dims (see `steps`). A piece
+is a row of numbers or, with a codec, a message. Collectives move pieces of this grid. So a piece is
+encoded once, by the device that has it at first, and decoded once, on each device that keeps it.
 
 [Note: windows] Some cuts do not fit each other: of an array that is padded on a dim that the
 destination splits, of meshes whose devices are in an order that is no reshaped form of the old one,
 of dims that 3 devices split and 2 are to split. Then all devices gather a window of rows, which is
-a move to no split of any dim, and each keeps those that it is to have. A row crosses into a node
-once, but into every device of it. At any time a device has its part of the result and one window.
+a move to no split of any dim, and each keeps the rows of its part of the result. A row enters a
+node once, and then every device of it. A device holds its part of the result and one window.
 
 Legend: f, g factors before and after, each of its size or of 1 where it is split; m, n numbers of a
 piece, or bytes of its message; K devices of a collective; k shards, h rows of each in a window.
@@ -39,7 +39,7 @@ class Windows:
     """How an array is gathered by rows along the dim that is split; see [Note: windows].
 
     Attributes:
-        dim: the dim that is split; any if none is.
+        dim: the dim that is split; if none is, any dim.
         rows: rows of a shard.
         height: rows of each shard in a window; the last window overlaps with the one before.
         starts: for each device, the first index of its part of the result in each dim.
@@ -55,13 +55,13 @@ class Windows:
         return math.ceil(self.rows / self.height)
 
     def dim_first(self, values: Any) -> list[Any]:
-        """Values of each dim, that of `dim` first."""
+        """Values that are given for each dim, with that of `dim` moved to the front."""
         return [values[self.dim], *values[: self.dim], *values[self.dim + 1 :]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """One array: from the shards that devices have to those that they are to have.
+    """The move of one array, from the shards that devices have to those of the new split.
 
     Attributes:
         leaf: how it is stored: true shape, padding, dtype, the codec of its messages.
@@ -102,7 +102,7 @@ class Move:
         return jax.ShapeDtypeStruct((num,), bits_dtype(self.dtype))
 
     def grid(self, split: tuple[bool, ...]) -> tuple[int, ...]:
-        """How many pieces a device has along each factor, where these are split."""
+        """How many pieces a device has along each factor, given which factors are split."""
         pairs = zip(self.route.sizes, split, strict=True)
         return tuple(1 if is_split else size for size, is_split in pairs)
 
@@ -111,7 +111,7 @@ class Move:
 
         Args:
             x: shard of the stored array, of the shape `block`.
-            mesh: the digits of the devices.
+            mesh: the devices, with an axis for each digit of their coordinates (`Digits.mesh`).
         """
         x = x if self.leaf.codec is None else from_stored(x, self.leaf).join()
         x = x.astype(self.dtype)
@@ -162,7 +162,7 @@ class Move:
         return to_bits(x) if self.codec is None else self.codec.encode_rows(x)
 
     def _joined(self, pieces: Shaped[Array, "*f n"]) -> Shaped[Array, ...]:
-        """What a device has in the end, from the grid of pieces that it has got."""
+        """A device's new shard, from the grid of pieces that it has after the last step."""
         grid, num = self.grid(self.route.target), math.prod(self.inner)
         if self.codec is None:
             x = from_bits(pieces, self.dtype)

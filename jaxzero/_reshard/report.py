@@ -32,7 +32,7 @@ class LeafReport:
     Attributes:
         path: its place in the tree.
         shape: its shape.
-        how: the operations that take it to its new sharding, in order.
+        how: the collectives that move it to its new sharding, in words and in order.
         into_node: bytes from other nodes that enter a node for it, all of its devices together.
         into_device: bytes from other devices that enter a device for it.
         device_bytes: bytes of its part of the result on one device.
@@ -197,7 +197,7 @@ def _least(
     move: Move,
     resharding: Resharding,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lower bounds in bytes as they are sent, for devices and for nodes."""
+    """The least bytes that must enter each device, and each node, encoded as they are sent."""
     devices = list(resharding.digits.mesh.devices.flat)
     plain = NamedSharding(source.mesh, plain_spec(leaf, source))
     had, asked = (
@@ -209,16 +209,16 @@ def _least(
     )
     into_devices, into_nodes = least_elements(leaf.shape, had, asked, resharding.nodes)
     message = move.message
-    each = message.size * message.dtype.itemsize / max(1, math.prod(move.inner))
-    return into_devices * each, into_nodes * each
+    bytes_per_element = message.size * message.dtype.itemsize / max(1, math.prod(move.inner))
+    return into_devices * bytes_per_element, into_nodes * bytes_per_element
 
 
 def _most(others: np.ndarray, outside: np.ndarray, nodes: np.ndarray) -> tuple[int, int]:
-    """The most bytes that enter a node, and a device, by those that enter each device.
+    """The most bytes that enter one node from others, and one device from others.
 
     Args:
-        others: bytes from other devices, of whichever node.
-        outside: bytes from other nodes.
+        others: for each device, bytes from other devices of any node.
+        outside: for each device, bytes from devices of other nodes.
         nodes: the node of each device.
     """
     return round(np.bincount(nodes, weights=outside).max()), round(others.max())
@@ -229,7 +229,7 @@ def sent_by(move: Move, mesh: Mesh, nodes: np.ndarray) -> tuple[np.ndarray, np.n
 
     Args:
         move: the move.
-        mesh: the digits of the devices.
+        mesh: the devices, with an axis for each digit of their coordinates (`Digits.mesh`).
         nodes: the node of each device, in the order of `mesh`.
     """
     others, outside = np.zeros(mesh.size), np.zeros(mesh.size)
@@ -277,7 +277,7 @@ def least_elements(
     elements = functools.reduce(np.multiply.outer, map(np.diff, edges), np.array(1))
 
     def cells(number: int) -> np.ndarray:
-        """Which cells a part has."""
+        """The cells that part `number` covers, as booleans in the shape of the grid of cells."""
         parts = zip(edges, (x[number] for x in ends), strict=True)
         inside = [(low[:-1] >= start) & (low[:-1] < stop) for low, (start, stop) in parts]
         return functools.reduce(np.logical_and.outer, inside, np.array(True))

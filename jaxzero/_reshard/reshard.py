@@ -1,8 +1,8 @@
 """`reshard`: parameters that `Zero` holds, as ordinary arrays of any sharding.
 
-The moves of a window are one program over all devices. Shards enter and leave a program stacked on
-dim 0, one for each device. So the program does not depend on the meshes that users name, and arrays
-are viewed as such stacks without a copy.
+The moves of a window are one program over all devices. Its arguments and results are stacks of the
+devices' shards on dim 0, as which arrays of any sharding are viewed without a copy. So the program
+does not depend on the meshes that users name.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _moved(resharding: Resharding, arrays: Sequence[Any]) -> dict[int, jax.Array
             _viewed(_in_place(arrays[i], resharding.sources[i]), *_stack(move, mesh))
             for i, move in zip(window, moves, strict=True)
         ]
-        # The user's own mesh, in whose context this may run, is not that of the program.
+        # The user may have set another mesh, with which the program would be refused.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             results = _program(mesh, moves)(*stacks)
         for i, x in zip(window, results, strict=True):
@@ -148,12 +148,12 @@ def reshard_report(
 
     Args:
         params: as for `reshard`; or structs from `zero.abstract`, also of absent devices.
-        zero: as for `reshard`, as are all other arguments.
-        specs: see there.
-        mesh: see there.
-        dtype: see there.
-        codec: see there.
-        window_bytes: see there.
+        zero: as for `reshard`.
+        specs: as for `reshard`.
+        mesh: as for `reshard`.
+        dtype: as for `reshard`.
+        codec: as for `reshard`.
+        window_bytes: as for `reshard`.
 
     Returns:
         A report to `print`, with bytes between nodes and into devices, each beside the least that
@@ -264,7 +264,7 @@ def _check_spec(leaf: LeafSpec, spec: PartitionSpec, mesh: Mesh) -> None:
 
 
 def _in_place(x: Any, source: NamedSharding) -> jax.Array:
-    """A stored array in device memory, as the layout splits it; usually it is there already."""
+    """A stored array in the sharding `source`, in device memory; usually it has that already."""
     now = getattr(x, "sharding", None)
     is_there = (
         now is not None
@@ -277,13 +277,13 @@ def _in_place(x: Any, source: NamedSharding) -> jax.Array:
 def _put(
     x: Any, leaf: LeafSpec, source: NamedSharding, target: NamedSharding, options: Options
 ) -> jax.Array:
-    """An array on other devices, of random keys, or without elements, by `jax.device_put`."""
+    """Move an array for other devices, of random keys, or without elements: `jax.device_put`."""
     if not math.prod(leaf.shape):
         return jax.device_put(jnp.zeros(leaf.shape, sent_dtype(leaf, options.dtype)), target)
     x = _in_place(x, source)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(x, target)
-    # Padding and messages are removed before: only here are the cuts of both known.
+    # `jax.device_put` does not know of padding and messages: they are removed before it.
     own = NamedSharding(source.mesh, spec_without_padding(leaf, source))
     resharding = make_resharding(
         (leaf,), (source,), (own,), dataclasses.replace(options, codec=None)

@@ -52,7 +52,7 @@ class Resharding:
         moves: for each array its move; None: `jax.device_put` takes it to its place, or it has no
             elements.
         windows: indices of the arrays that each program moves.
-        digits: the devices that moves are over.
+        digits: the devices that send and receive, with coordinates of prime size.
         nodes: the node of each of these devices.
     """
 
@@ -109,7 +109,7 @@ def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:
 
 
 def plain_spec(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec:
-    """The spec of a leaf's numbers, where it may be stored as messages."""
+    """The spec of a leaf's true dims. That of `source` splits messages, if it is stored so."""
     if leaf.codec is None or leaf.layout is None:
         return source.spec
     return PartitionSpec(*[None] * leaf.layout.dim, source.spec[leaf.num_lead])
@@ -128,7 +128,7 @@ def spec_without_padding(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec
 def uneven_dims(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: Any
 ) -> Iterator[tuple[int, int]]:
-    """The dims that do not divide into the parts that a spec asks for, with these numbers."""
+    """Yield `(dim, parts)` for each dim that does not divide into the parts of a spec."""
     for dim, entry in enumerate(spec):
         parts = math.prod(mesh.shape[axis] for axis in axes_of(PartitionSpec(entry)))
         if shape[dim] % parts:
@@ -171,7 +171,11 @@ def _by_windows(
     digits: Digits,
     options: Options,
 ) -> tuple[Route, Windows, tuple[int, ...]]:
-    """How to gather windows along `dim` of a leaf, and the shape of a window; `before` split it."""
+    """How to gather windows along `dim` of a leaf that the digits `before` split, dim by dim.
+
+    Returns:
+        The gather of a window, how the windows are cut, and the shape of a gathered window.
+    """
     num = math.prod(digits.mesh.shape[name] for name in before[dim])
     rows = height = leaf.padded_shape[dim] // num
     others = leaf.padded_shape[:dim] + leaf.padded_shape[dim + 1 :]
@@ -184,9 +188,9 @@ def _by_windows(
     starts = tuple(tuple(int(s.start or 0) for s in box) for box in boxes)
     split = (before[dim], *before[:dim], *before[dim + 1 :])
     sizes = dict(digits.mesh.shape)
-    found = route(split, ((),) * len(split), sizes, digits.is_between_nodes)
-    assert found is not None
-    return found, Windows(dim, rows, height, starts), (num * height, *others)
+    gather = route(split, ((),) * len(split), sizes, digits.is_between_nodes)
+    assert gather is not None
+    return gather, Windows(dim, rows, height, starts), (num * height, *others)
 
 
 def known(index: tuple[slice, ...] | None) -> tuple[slice, ...]:
@@ -255,6 +259,7 @@ def held_bytes(move: Move, mesh: Mesh) -> int:
     if leaf.codec is not None or move.codec is not None or move.dtype != leaf.dtype:
         parts = leaf.layout.num_shards if leaf.layout else 1
         decoded = math.prod(leaf.padded_shape) // parts * itemsize
+    # Tests hold these sums against the memory that the compiler reports.
     if move.windows is not None:
         return 2 * result + 3 * math.prod(move.shape) * itemsize + decoded
     if not move.route.steps:

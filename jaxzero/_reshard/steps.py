@@ -13,7 +13,7 @@ which it is to split:
     none -> factor     slice:       each device keeps its part; nothing is sent
     factor -> other    exchange:    one all-to-all over all such digits; shards keep their size
     factor -> none     gather:      an all-gather, last, because shards grow; between nodes first
-    factor <-> factor  permutation: digits that wait for each other's factors; shards are passed on
+    factor <-> factor  permutation: digits that take each other's factors; devices exchange shards
 
 So a byte that several devices of a node need crosses to the node once, and is then sent on inside.
 This is the decomposition of https://arxiv.org/abs/2112.01075, with the order chosen for two levels.
@@ -41,10 +41,10 @@ class MoveStep:
     """One operation on all devices.
 
     Attributes:
-        kind: what it does.
-        digits: the digits that it runs over.
+        kind: the operation, as in the table at the top of this file.
+        digits: the digits of the devices that it runs over.
         before: for each digit, the factor that it splits before the step, as a `Place`.
-        after: the same after the step.
+        after: for each digit, the factor that it splits after the step.
     """
 
     kind: Literal["slice", "exchange", "permute", "gather"]
@@ -63,11 +63,10 @@ class Route:
     """How one array is moved.
 
     Attributes:
-        factors: for each dim, the sizes of its factors, major first; the rest of the dim is not
-            counted.
-        steps: what to do, in order.
-        source: for each factor, whether it is split at first.
-        target: likewise at the end.
+        factors: for each dim, the sizes of its factors, major first, without the rest of the dim.
+        steps: the operations, in order.
+        source: for each factor, whether it is split before the first step.
+        target: for each factor, whether it is split after the last step.
     """
 
     factors: tuple[tuple[int, ...], ...]
@@ -87,17 +86,17 @@ def route(
     sizes: dict[str, int],
     is_between_nodes: Callable[[str], bool],
 ) -> Route | None:
-    """Find the steps between two splits.
+    """Find the steps that take an array from one split to another.
 
     Args:
         source: for each dim, the digits that split it, major first.
-        target: likewise, for the destination.
-        sizes: the size of each digit.
-        is_between_nodes: whether a digit is one between nodes.
+        target: for each dim, the digits that are to split it, major first.
+        sizes: the size of each digit, by name.
+        is_between_nodes: whether a digit counts nodes.
 
     Returns:
-        None if a dim has cuts in the source that are none of the destination's and vice versa, or
-        if a device would have to gather what it is to drop.
+        The route; None if there is none: a dim is cut by digits of different sizes before and
+        after, or a digit that splits nothing is to split a factor that another digit keeps.
     """
     factors, where, goal, number = [], dict.fromkeys(sizes), dict.fromkeys(sizes), 0
     for before, after in zip(source, target, strict=True):
@@ -158,9 +157,9 @@ def _waited_for(
     goal: dict[str, Place],
     is_between_nodes: Callable[[str], bool],
 ) -> list[str]:
-    """Digits between nodes that are to be gathered, and split factors that other digits need.
+    """Digits between nodes that are to split nothing, and hold factors that other digits wait for.
 
-    Passing shards on first would send them between nodes twice.
+    They are gathered first: a permutation before it would send shards between nodes twice.
     """
     factors = {goal[x] for x in asked}
     return [x for x in where if goal[x] is None and where[x] in factors and is_between_nodes(x)]
@@ -176,9 +175,9 @@ def _step(
 def _passed_on(
     first: str, where: dict[str, Place], goal: dict[str, Place]
 ) -> dict[str, Place] | None:
-    """Factors of a chain of digits, each of which waits for the factor of the next.
+    """The new factors of a chain of digits, each of which waits for the factor of the next.
 
-    The last takes the factor of the first. None: the first has none to give.
+    The last digit gets the factor of the first. None if the first digit splits no factor.
     """
     if where[first] is None:
         return None

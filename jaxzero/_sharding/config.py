@@ -88,10 +88,10 @@ class Offload:
     def takes(self, role: Role, path: str, size: int) -> bool:
         """Whether a leaf with this path and number of elements goes to host memory.
 
-        An array of one element never does: a scalar has no dim to be fetched and gathered over.
+        An array of one element never does: it is not split, so it has no shards to fetch.
         """
-        found = any(self.matches(pattern, path) for pattern in self.patterns(role))
-        return found and size >= max(self.min_size, 2)
+        is_matched = any(self.matches(pattern, path) for pattern in self.patterns(role))
+        return is_matched and size >= max(self.min_size, 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,10 @@ class CommSchedule:
     Args:
         prefetch: the number of buckets that are gathered ahead, in forward and backward. If it is
             not 0, gradients are also reduced while the next bucket's gradients are computed. In a
-            loop over stacked layers, the next layer's weights and the last layer's gradients are
-            in flight while a layer computes; the loop then gathers and reduces one or two layers
-            more than it has (see `separate_ends`). 0: weights are gathered where they are used.
+            loop over stacked layers, the next layer's weights and the previous layer's gradients
+            are in flight while a layer computes; the loop then gathers and reduces for one or two
+            layers more than it has (see `separate_ends`). 0: weights are gathered where they are
+            used.
         bucket_bytes: the largest bucket of several arrays, in bytes of full arrays on one device.
             0: one message for each array.
         max_reuse_distance: hold a weight between two uses if at most this many elements of
@@ -239,10 +240,7 @@ class ZeroConfig:
                     f"got {getattr(self, name)!r}."
                 )
         for name in ("param_persistence_threshold", "min_quantized_size"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"`{name}` counts elements and cannot be negative; got {getattr(self, name)}."
-                )
+            check_integer(name, "ZeroConfig", getattr(self, name), 0)
         if not isinstance(self.schedule, CommSchedule):
             raise ValueError(f"`schedule` must be a `jz.CommSchedule(...)`; got {self.schedule!r}.")
         if self.offload is not None:
@@ -357,7 +355,8 @@ class ZeroConfig:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that split a leaf, major first."""
-        # Weights are gathered over `node` first, and what arrives there has to be neighbours.
+        # Weights are gathered over `node` first. `node` is minor, so that the shards that this
+        # gather joins are neighbours in the array.
         return ("local", "node") if self.split == "all" else ("local",)
 
     def axes_at(self, stage: int) -> tuple[str, ...]:

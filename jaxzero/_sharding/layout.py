@@ -80,8 +80,8 @@ def layouts_by_preference(
     Args:
         shape: the full array's shape.
         num_shards: number of devices that share the array.
-        busy: for each dim, into how many parts other mesh axes split it. Such a dim is taken
-            only if there is no other. `()`: no dim is split.
+        busy: for each dim, the number of parts into which other mesh axes split it. A dim with more
+            than one part is taken only if there is no other. `()`: no dim is split.
     """
     if math.prod(shape) <= 1:
         return []
@@ -113,7 +113,7 @@ class LeafSpec:
     stages: DimSharding | None = None  # the split over pipeline stages, of `other_axes`
 
     def split_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of `axes` that split the leaf by `layout`: that of `other_axes` is none of them."""
+        """Those of `axes` that split the leaf by `layout`: without the axes of `other_axes`."""
         others = axes_of(self.other_axes)
         return tuple(axis for axis in axes if axis not in others)
 
@@ -218,10 +218,10 @@ class LeafSpec:
 
 
 def in_memory(leaf: LeafSpec, memory_kind: str | None, num_shards: int) -> LeafSpec:
-    """The leaf in this memory.
+    """The leaf with `memory_kind`.
 
-    In host memory a leaf has a layout on one device too, where other leaves have none: it is then
-    fetched where it is used, as shards are gathered.
+    A leaf in host memory has a layout even on one device, where other leaves have none: with a
+    layout it is fetched where it is used, by the code that gathers shards.
     """
     layout = leaf.layout
     if memory_kind is not None and layout is None and num_shards == 1:
@@ -249,7 +249,8 @@ def layout_of_leaf(
         return None
     busy = tuple(math.prod(mesh.shape[name] for name in axes) for axes in names)
     num_shards = config.num_shards(mesh)
-    if is_ungathered:  # it has a layout on one node too: its gradient is not reduced as others are
+    # An ungathered leaf has a layout even on one node: its gradient is not reduced as others are.
+    if is_ungathered:
         num_shards = math.prod(mesh.shape[axis] for axis in config.axes if axis != LOCAL)
     elif num_shards == 1:
         return None
@@ -262,8 +263,8 @@ def split_over_tokens_axis(
 ) -> PartitionSpec:
     """The split of an array over `tokens`, on another dim than that of its layout.
 
-    So a gather over `node` and `local` leaves the parts along `tokens` in order. Arrays that have
-    no such dim, as vectors and small matrices, are whole along the axis.
+    Since the dims differ, a gather over `node` and `local` leaves the parts along `tokens` in
+    order. Arrays without such a dim, as vectors and small matrices, are whole along the axis.
     """
     if layout is None or TOKENS not in mesh.shape:
         return PartitionSpec()

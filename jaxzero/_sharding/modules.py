@@ -47,7 +47,7 @@ def trained_leaves(tree: Any) -> list[bool | None]:
 
 
 def overwritten_leaves(tree: Any) -> list[bool]:
-    """For each leaf, whether its gradient is its next value, as of the state of Flax's fp8 layers.
+    """For each leaf, whether its gradient is its next value, as for state of Flax's fp8 layers.
 
     Such a leaf is known by its collection, by the type of its `nnx.Variable`, or by its name beside
     the other variables of an fp8 layer.
@@ -98,7 +98,7 @@ def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
 
 
 def plain_arrays(tree: Any) -> list[str]:
-    """The paths of floating-point arrays that an `nnx.Module` holds, and not in a `Variable`."""
+    """The paths of floating-point arrays that an `nnx.Module` holds outside of a `Variable`."""
     return [
         path_name((*outer, *path))
         for outer, part in _pairs(tree, _is_nnx)

@@ -54,7 +54,6 @@ class Stages:
                 '`layers` of `Stages` must be a path of stacks in the parameters, such as "layers",'
                 f" or several; got {self.layers!r}."
             )
-
         if several := [x for x in names if x.count("*") > 1]:
             raise ValueError(
                 "A path in `layers` of `Stages` may have one `*`, for the number of a layer; got "
@@ -71,7 +70,10 @@ class Stages:
         return any(path == name or path.startswith(f"{name}.") for name in self.names)
 
     def place_in_list(self, path: str) -> tuple[str, int] | None:
-        """For a leaf of a list of layers, its path with `*` for the number; and that number."""
+        """For a leaf of a list of layers, its path with `*` for the layer's number, and the number.
+
+        None for any other leaf.
+        """
         for name in self.names:
             pattern = re.escape(name).replace(r"\*", r"(\d+)") + r"(?=\.|$)"
             if "*" in name and (match := re.match(pattern, path)):

@@ -231,7 +231,7 @@ def array_leaves(tree: Any) -> list[Any]:
 
 
 def of_arrays(tree: Any, values: Iterable[Any]) -> list[Any]:
-    """Of one value for each leaf of a tree, those of the leaves that are arrays."""
+    """Select from `values`, one for each leaf of a tree, those of the leaves that are arrays."""
     pairs = zip(flatten(tree)[1], values, strict=True)
     return [value for leaf, value in pairs if is_array(leaf)]
 

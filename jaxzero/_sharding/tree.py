@@ -226,7 +226,7 @@ def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> LeafSpec:
 
 
 def without_layout(leaf: LeafSpec) -> LeafSpec:
-    """The leaf without a layout, replicated on every device; over stages if these pad it."""
+    """The leaf replicated on every device; split over stages only if they do not pad it."""
     if leaf.stages is not None and leaf.stages.is_padded:
         leaf = dataclasses.replace(leaf, stages=None, other_axes=PartitionSpec())
     return dataclasses.replace(leaf, layout=None)
@@ -255,7 +255,7 @@ def _is_large_float(leaf: LeafSpec, config: ZeroConfig) -> bool:
 
 
 def _jax_dtype(dtype: Any) -> Any:
-    """The dtype that JAX converts to: without x64, 32 bits in place of 64."""
+    """The dtype that JAX converts `dtype` to: without x64, one of 32 bits for one of 64."""
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
 

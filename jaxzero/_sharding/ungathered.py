@@ -2,8 +2,8 @@
 
 A device has `size / local` entries of the dim, and the program sees these alone. Such a leaf is
 further split over `node`, along another dim; it is gathered, and its gradient is reduced, over
-`node` only. A gradient of a device already has what the rows of its node's devices contribute,
-since these send their tokens, so that the sum over nodes is the sum over all rows.
+`node` only. The gradient on a device already covers the rows of all devices of its node, since they
+send it their tokens; so the sum over nodes is the sum over all rows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Ungathered:
     Args:
         leaves: one or more patterns for tree paths, such as "layers.experts.*", in which `*`
             matches any characters.
-        dim: that is split, counted from the first: 0 for `[experts, ...]`, 1 for `[layers, experts,
-            ...]`.
+        dim: the dim that is split, counted from the first: 0 for `[experts, ...]`, 1 for `[layers,
+            experts, ...]`.
 
     Raises:
         ValueError: `leaves` has no pattern, or `dim` is no integer of at least 0.

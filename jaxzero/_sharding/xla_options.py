@@ -19,46 +19,48 @@ Options = dict[str, bool | int | str]
 _Changes = dict[str, bool | int | str | None]  # None takes an option out
 
 _GPU: Options = {
-    # How many collectives may be under way: a layer has the two hops of its gather and those
-    # of its reduction, each for another layer, and each with one for every large leaf. With the
-    # default of 1 each waits for the last (ZeRO-3: 0.20 s of a step waited for, then 0.17), and
-    # with 8 some still do (Llama-7B at 12.5 GB/s into a node: a step of 1.77 s, then 1.76).
+    # The most collectives in flight at once. While a layer computes, the two hops of a gather and
+    # of a reduction are in flight, each for another layer, and each with one collective for every
+    # large leaf. With the default of 1, each collective waits for the one before it (a ZeRO-3 step
+    # waits 0.20 s for collectives, with 32 0.17 s); with 8 some still wait (Llama-7B at 12.5 GB/s
+    # into a node: a step of 1.77 s, with 32 1.76 s).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 32,
-    # Once XLA has scheduled, each collective is moved to where its operands exist. Otherwise it
-    # begins a guessed time before its end, and messages between nodes take far longer (ZeRO-3:
-    # 0.24 s of a step waited for, then 0.08; JAX 0.12.0). None begins earlier than the plan says,
-    # since its message is encoded after a barrier ([Note: ties] in `_plan.ties`).
+    # After scheduling, XLA moves the start of each collective to where its operands exist. Without
+    # this it starts a guessed time before its end, too late for messages between nodes (a ZeRO-3
+    # step waits 0.24 s for collectives without, 0.08 s with it; JAX 0.12.0). None starts earlier
+    # than planned, since its message is encoded after a barrier ([Note: ties] in `_plan.ties`).
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-    # The messages of the plan are buckets already. XLA's combiner would join those of a loop within
-    # a layer with the next layer's, into one that waits for the last of its operands (8 experts in
-    # each layer, ZeRO-3: 0.18 s of a step waited for, then 0.17; JAX 0.12.0). All-reduces are still
-    # joined: a program may have many small ones of its own.
+    # The plan's messages are buckets already. XLA's combiner would join messages of a loop inside a
+    # layer with those of the next layer, and start only when the last operand exists (ZeRO-3 with 8
+    # experts in each layer: a step waits 0.18 s for collectives, without the combiner 0.17 s; JAX
+    # 0.12.0). All-reduces are still joined: a program may have many small ones of its own.
     "xla_gpu_all_gather_combine_threshold_bytes": 0,
 }
 _GPU_BEFORE_0_11: Options = {
-    # Durations from a model of the hardware, not the built-in guess, by which collectives
-    # began when half of a layer had been computed (ZeRO-3: 0.23 s of a step waited for, then
-    # 0.08; JAX 0.10.2). In JAX 0.11.2 and 0.12.0 it ends the
-    # process ("Check failed: buffer != nullptr"), at any all-to-all that is asynchronous.
+    # Durations from a model of the hardware. With the built-in guess collectives start when half of
+    # a layer has been computed (a ZeRO-3 step waits 0.23 s for collectives, with the model 0.08 s;
+    # JAX 0.10.2). In JAX 0.11.2 and 0.12.0 the option ends the process ("Check failed: buffer !=
+    # nullptr") at any asynchronous all-to-all.
     "xla_gpu_enable_analytical_latency_estimator": True,
 }
 _GPU_OFFLOAD: _Changes = {
-    # How many copies from and to host memory may be under way. With the default of 2, most of a
-    # layer's seven copies end before its first matrix product (Llama-7B, both versions).
+    # The most copies from and to host memory in flight at once. With the default of 2, XLA lets
+    # most of a layer's seven copies end before its first matrix product, so they overlap with
+    # nothing (Llama-7B, JAX 0.10.2 and 0.12.0).
     "xla_gpu_experimental_parallel_async_compute_limit": 64,
-    # With arrays in host memory it ends the process (JAX 0.10.2).
+    # With arrays in host memory the option ends the process (JAX 0.10.2).
     "xla_gpu_enable_analytical_latency_estimator": None,
 }
 _GPU_NVLINK: _Changes = {
-    # How many kernels that are exchanges may be under way. With the default of 2, of a layer's
-    # seven half have ended before what could compute beside them begins (4 layers of Llama-7B on
-    # 1 x 8: 4.3 ms of a step waited for, then 0.9; JAX 0.12.0).
+    # The most exchange kernels in flight at once. With the default of 2, half of a layer's seven
+    # end before the compute starts that could hide them (4 layers of Llama-7B on 1 x 8: a step
+    # waits 4.3 ms for exchanges, with 64 0.9 ms; JAX 0.12.0).
     "xla_gpu_experimental_parallel_async_compute_limit": 64,
 }
 _GPU_LOCAL_STEPS: _Changes = {
-    # XLA gives the collectives of a program to as many streams as this, in turn. One that shares
-    # the stream of a fragment's message, which spans whole steps, would wait for it; so there must
-    # be more streams than collectives in the program text (19 for scanned layers).
+    # XLA distributes the collectives of a program over as many streams as this. A fragment's
+    # message is in flight for whole steps, and a collective on its stream would wait for it; so
+    # there must be more streams than collectives in the program text (19 for scanned layers).
     "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
     # Inside a node messages are short, and starting them early gains nothing (Llama-7B, both
     # versions): the predicted step differs by less than 0.3%.
@@ -66,20 +68,21 @@ _GPU_LOCAL_STEPS: _Changes = {
     "xla_gpu_all_gather_combine_threshold_bytes": None,  # not tried
 }
 _GPU_STAGES: _Changes = {
-    # At the conditionals of the first and last stage it ends the process (JAX 0.10.2).
+    # At the conditionals of the first and last stage the option ends the process (JAX 0.10.2).
     "xla_gpu_enable_analytical_latency_estimator": None,
 }
 _TPU: Options = {
-    # By default the exchanges of gradients are synchronous. With it 91% of the bytes that a step
-    # of ZeRO-3 receives have compute beside them (TinyLlama on a v5e:2x4, JAX 0.12.0;
+    # By default XLA exchanges gradients synchronously. With the option 91% of the bytes that a
+    # ZeRO-3 step receives have compute beside them (TinyLlama on a v5e:2x4, JAX 0.12.0;
     # `benchmarks/compiled/tpu.py`).
     "xla_tpu_enable_async_all_to_all": True,
 }
 _CPU_BEFORE_0_11: Options = {
-    # The default scheduler goes breadth first, so all gathers come first and weights wait for
-    # their layers: of 40M parameters in float32 and 12 layers each of four devices then has
-    # 614 MB of temporary memory, with the other 105 MB, and takes longer, as memory that is new
-    # has to be mapped (JAX 0.10.2). Later the default keeps the order: 147 MB, 119 MB.
+    # The default scheduler goes breadth first: all gathers run first, and gathered weights wait for
+    # their layers. For 40M parameters in float32, in 12 layers, each of four devices needs 614 MB
+    # of temporary memory with it, and 105 MB with this scheduler; steps are slower too, since the
+    # system has to map new memory (JAX 0.10.2). From JAX 0.11 on the default keeps the order too:
+    # 147 MB against 119 MB.
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
 
@@ -183,10 +186,10 @@ def compiler_options(
         >>> options = jz.compiler_options(jax.devices()[0].platform)
         >>> step = jax.jit(train_step, compiler_options=options)
     """
-    known = (*_PLATFORMS, *(name for name in _registered if name not in _PLATFORMS))
-    if platform not in known:
+    platforms = (*_PLATFORMS, *(name for name in _registered if name not in _PLATFORMS))
+    if platform not in platforms:
         raise ValueError(
-            f"`platform` must be one of {', '.join(map(repr, known))}; got {platform!r}. Use "
+            f"`platform` must be one of {', '.join(map(repr, platforms))}; got {platform!r}. Use "
             "`jax.devices()[0].platform`, or add a platform with "
             "`jaxzero.extend.register_compiler_options`."
         )

@@ -54,7 +54,7 @@ class LayersOf:
         return LayersOf(self.source, (*self.ops, op))
 
     def of(self, x: Array) -> Array:
-        """The stack, of some layers `x` of the source."""
+        """Layers of the stack, made of the layers `x` of its source."""
         for op in self.ops:
             x = op.of_stack(len(x)).apply(x)
         return x
@@ -70,12 +70,12 @@ class LayerCut:
         backward: the loop that makes their gradients; None if there are none.
         stacks: the stacks of layers: inputs of the program, and what is made of one by operations
             that only move, scale or round.
-        stack_gradients: by index of the program's output, those that are gradients of stacks;
-            None for zeros.
+        stack_gradients: for each output of the program that is the gradient of a stack, by index,
+            how it is made of an output of the backward loop; None for zeros.
         from_forward: all values that depend on the forward loop.
         from_backward: all values that depend on the backward loop.
         saved: the stacked outputs of the forward loop that the backward loop scans.
-        collected: those that something else reads, such as a loss of each layer.
+        collected: the stacked outputs that something else reads, such as a loss of each layer.
         travelling: values, made after the forward loop, that all layers of the backward loop read.
     """
 
@@ -198,7 +198,7 @@ def dtypes_read(block: Block, value: Value) -> set[Any]:
 
 
 def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
-    """All stacks of a program: inputs, and what is made of one layer by layer."""
+    """All stacks of a program: those among its inputs, and those made of these layer by layer."""
     views = {x: LayersOf(x) for x in stacks}
     for operation in block.operations:
         if isinstance(operation, Barrier):
@@ -217,7 +217,11 @@ def _of_layer(operation: Operation) -> movable_ops.Op | None:
 
 
 def _stack_gradient(block: Block, k: int, path: str) -> LayersOf | None:
-    """The output of a loop that the gradient of a stack is made of; None for zeros."""
+    """How the gradient of a stack is made of an output of a loop; None for zeros.
+
+    Raises:
+        NotImplementedError: it is made in another way.
+    """
     value, ops = block.outputs[k], []
     while isinstance(value, Value) and value in block.makers:
         maker = block.makers[value]
@@ -262,7 +266,7 @@ def _backward(
 
 
 def _of_frozen(block: Block, stacks: Mapping[Value, LayersOf]) -> Loop | None:
-    """The backward loop over layers that are not trained, where what lies before them is."""
+    """The backward loop over layers that are not trained, behind something that is; or None."""
     scans = [
         x
         for x in block.operations
@@ -314,7 +318,11 @@ def _forward(
     paths: Mapping[Value, str],
     stacks: Mapping[Value, LayersOf],
 ) -> Loop:
-    """The loop that scans the stacks; all of them are read by the two loops alone."""
+    """The loop that scans the stacks.
+
+    Raises:
+        NotImplementedError: something besides this loop and `backward` reads a stack.
+    """
     scans: dict[Loop, None] = {}
     for operation in block.operations:
         read = [x for x in operation.values if x in stacks]

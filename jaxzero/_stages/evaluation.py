@@ -1,4 +1,4 @@
-"""Compute values of a program where they are asked for, and parts of sums.
+"""Compute values of a program when they are needed, and the two parts of sums.
 
 The gradient of a weight that lies outside of the layers may come from both ends of a pipeline: of
 an embedding that is also the head, from the first stage and from the last one. It is a sum
@@ -55,8 +55,9 @@ class Evaluation:
     Args:
         block: the program.
         given: the values that are known.
-        loops: the layer loops, which nothing that is asked for may need.
-        exists: whether it is about a micro-batch; otherwise layers have no effects on the host.
+        loops: the layer loops, which no value that is asked for may need.
+        exists: whether the values are those of a micro-batch; if not, as in ticks without one, no
+            effects on the host happen. None: always.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Evaluation:
 def run_operation(
     operation: Operation, inputs: Sequence[Any], exists: Array | None = None
 ) -> list[Any]:
-    """Run an operation; a loop by the operations of its body.
+    """Run an operation; of a loop, run the operations of its body in each iteration.
 
     Effects on the host happen only where `exists` is true.
     """
@@ -132,9 +133,9 @@ def run_block(
 
     Args:
         block: the block.
-        inputs: of the block.
-        changed: what becomes of some of its values.
-        exists: whether it is about a micro-batch; otherwise it has no effects on the host.
+        inputs: the values of the block's inputs.
+        changed: for some values, a function that is applied to them once they are computed.
+        exists: where this is false, no effects on the host happen; None: they always do.
     """
     values = dict(zip(block.inputs, inputs, strict=True))
 
@@ -150,7 +151,7 @@ def run_block(
 
 
 def before_widening(block: Block, atom: Atom) -> Atom:
-    """The value that an atom is widened from, whose sum over devices takes fewer bytes to send."""
+    """The narrower float that an atom was cast from, which takes fewer bytes to send; or itself."""
     while isinstance(atom, Value) and atom in block.makers:
         maker = block.makers[atom]
         op, source = maker.view(), maker.source
@@ -165,8 +166,8 @@ def before_widening(block: Block, atom: Atom) -> Atom:
 def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
     """The values of a backward layer that are zero for a micro-batch that does not exist.
 
-    Its cotangents are zeros: what the loop carries, and `travelling`. What it reads beside them is
-    that of some micro-batch, so a product of both is zero, or not finite in that micro-batch too.
+    Its cotangents are zeros: those that the loop carries, and `travelling`. Its other inputs are
+    those of some micro-batch, so a product of both is zero, unless that micro-batch is not finite.
     """
     is_carried = range(loop.num_constants, loop.first_stack).__contains__
     given = [is_carried(i) or x in travelling or None for i, x in enumerate(loop.inputs)]
@@ -174,7 +175,10 @@ def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
 
 
 def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]:
-    """`_zeros` of the body of a loop; `given` is about its inputs before the first iteration."""
+    """`_zeros` of the body of a loop, in all iterations.
+
+    `given` says which of the loop's inputs are zero; None: an input that depends on no cotangent.
+    """
     given, carry = [*given], slice(loop.num_constants, loop.first_stack)
     while True:
         pairs = zip(loop.body.inputs, given, strict=True)
@@ -208,7 +212,8 @@ def _zeros(block: Block, given: Mapping[Value, bool]) -> dict[Value, bool]:
         elif isinstance(operation, Loop):
             inside = _zeros_inside(operation, [_is_zero(x, zeros, block) for x in operation.inputs])
             outputs = [_is_zero(x, inside, operation.body) for x in operation.body.outputs]
-            # Without an iteration a loop returns what its carry was; `inside` is of both.
+            # A loop without iterations returns its carry as it was. `inside` holds for the carry
+            # before and after any iteration.
             carried = operation.body.inputs[operation.num_constants : operation.first_stack]
             outputs[: operation.num_carry] = [inside.get(x) for x in carried]
         else:
@@ -227,7 +232,7 @@ def _is_zero(atom: Atom, known: Mapping[Value, bool], block: Block) -> bool | No
 
 
 def _keeps_zeros(operation: Operation, known: Mapping[Value, bool], block: Block) -> bool:
-    """Whether an operation makes zeros of inputs that are zero, all of those in `known`."""
+    """Whether the outputs are zero. All inputs that depend on cotangents, those in `known`, are."""
     if operation.name in _LINEAR or operation.view() is not None:
         return True
     if _is_linear_in_first(operation):
@@ -242,7 +247,7 @@ def _keeps_zeros(operation: Operation, known: Mapping[Value, bool], block: Block
 def _is_linear_in_first(operation: Operation) -> bool:
     """Whether an operation is linear in its first input, the others given."""
     if operation.name == "gather" and operation.equation.params["fill_value"]:
-        return False  # out of bounds it is a number
+        return False  # indices out of bounds give `fill_value`, which is not linear
     return operation.name in _LINEAR_IN_FIRST
 
 
@@ -310,7 +315,7 @@ class Sums:
         parts: dict[Value, Any] = {}
 
         def read(atom: Atom) -> Any:
-            """The part of an atom; all of what the backward loop has no part in; None for zero."""
+            """The part of an atom, None for zero; an atom without two parts is read in full."""
             if not is_part(atom):
                 return None
             if not isinstance(atom, Value) or atom not in self._tainted or atom in values.known:

@@ -41,8 +41,9 @@ class FrozenCut(NamedTuple):
     Attributes:
         loop: the loop over the frozen layers.
         first: the program of the frozen layers; its outputs are `passed`.
-        rest: the program of what follows, where these are inputs; it has the outputs of the whole.
-        passed: what the frozen layers return and the rest reads.
+        rest: the program of everything else. It has `passed` as further inputs, and the outputs of
+            the whole program.
+        passed: the results of the frozen layers that the rest reads.
     """
 
     loop: Loop
@@ -58,7 +59,7 @@ class FrozenCut(NamedTuple):
         Args:
             weights: for each input of the program that is the same in all micro-batches, the array.
             rows: for its other inputs, arrays `[microbatches, ...]`.
-            microbatches: how many.
+            microbatches: the number of micro-batches.
         """
         num = -(-microbatches // lax.axis_size(STAGE))
         share = lax.axis_index(STAGE) * num + jnp.arange(num, dtype=jnp.int32)
@@ -82,8 +83,8 @@ def cut_behind_frozen(
 ) -> FrozenCut | None:
     """Cut a program of one micro-batch behind its frozen layers; None if it has none.
 
-    It has none either if gradients pass through them: then they belong to what comes before the
-    layers, and after them in backward, which the first stage runs.
+    Frozen layers through which gradients pass are not cut off. They run on the first stage, before
+    the layers that stages divide, and after them in backward.
 
     Args:
         block: the program.

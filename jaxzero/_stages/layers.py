@@ -49,7 +49,7 @@ class StageLayers:
         return self.num * self.num_stages != self.total
 
     def exist(self) -> Bool[Array, " n"] | None:
-        """Which layers are no padding; None: those of all stages."""
+        """Which of this stage's layers are not padding; None: no stage has padding layers."""
         return self._numbers() < self.total if self.has_padding else None
 
     def of(self, whole: Shaped[Array, "L ..."]) -> Shaped[Array, "n ..."]:
@@ -61,7 +61,7 @@ class StageLayers:
     def put(
         self, whole: Shaped[Array, "L ..."], part: Shaped[Array, "n ..."]
     ) -> Shaped[Array, "L ..."]:
-        """The array with this stage's part put in; that of padding layers is left out."""
+        """Replace this stage's part of an array by `part`, without that of padding layers."""
         if self.has_padding:
             return whole.at[self._numbers()].set(part, mode="drop")
         return lax.dynamic_update_slice_in_dim(whole, part, self.stage * self.num, 0)
@@ -71,7 +71,7 @@ class StageLayers:
 
 
 def passing_padding(layer: Layer) -> Layer:
-    """The layer, which returns the carry that it was given if it is padding."""
+    """Wrap a layer so that a padding layer returns the carry that it was given."""
 
     def passing(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
         new, stacked = layer(carry, layers)

@@ -30,10 +30,10 @@ from .._sharding import LeafSpec, Stages
 
 @dataclasses.dataclass(frozen=True)
 class LayerLists:
-    """The arrays that a program has in place of leaves: each leaf, or one stack for a list of them.
+    """The arrays that a stage's program takes: leaves as they are, and a stack for each list.
 
     Attributes:
-        leaves: of all sharded arguments.
+        leaves: the leaves of all sharded arguments.
         stages: the config; None: no stages.
         members: for each array, the leaves that it is made of: one, or one for each layer.
         frozen: the arrays that are stacks of frozen layers, which stages do not divide.
@@ -51,9 +51,9 @@ class LayerLists:
         """Find the lists.
 
         Args:
-            leaves: of all sharded arguments.
-            trees: the argument that each is of.
-            stages: the config.
+            leaves: the leaves of all sharded arguments.
+            trees: for each leaf, the index of the argument that holds it.
+            stages: the config; None: no stages.
 
         Raises:
             ValueError: the layers of a list are not numbered from 0, or not of equal shapes.
@@ -100,7 +100,11 @@ class LayerLists:
 
     @functools.cached_property
     def stacks(self) -> dict[int, StackPart]:
-        """The arrays that are stacks of layers, by index: which layers of which stack."""
+        """For each array that is a stack of layers, by index: which layers of which stack it has.
+
+        Raises:
+            ValueError: two arguments hold frozen layers of one stack.
+        """
         frozen = {self.arrays[j].path for j in self.frozen}
         if len(frozen) < len(self.frozen):
             raise ValueError(
@@ -115,15 +119,15 @@ class LayerLists:
 
     @functools.cached_property
     def arrays(self) -> list[LeafSpec]:
-        """What a `LeafSpec` says of each array; in the path of a list, `*` is for the layer."""
+        """The layout of each array; in the path of a list, `*` stands for the layer's number."""
         return [self._array(j) for j in range(len(self.members))]
 
     def numbers(self, leaves: Sequence[int]) -> list[int]:
         """The arrays that are made of these leaves.
 
         Raises:
-            NotImplementedError: of a list, some layers are among them and some are not; or a list
-                is frozen.
+            NotImplementedError: the leaves are some layers of a list and not others, or layers of a
+                frozen list.
         """
         wanted = {*leaves}
         for j, group in enumerate(self.members):
@@ -143,10 +147,10 @@ class LayerLists:
         return [j for j, group in enumerate(self.members) if group[0] in wanted]
 
     def apart_of(self, leaves: Iterable[int]) -> list[int]:
-        """The arrays that these leaves are, of which none is in a list.
+        """The arrays of these leaves, none of which may be in a list.
 
         Raises:
-            NotImplementedError: one is.
+            NotImplementedError: a leaf is in a list.
         """
         own = {x[0]: j for j, x in enumerate(self.members) if not self.is_list(j)}
         if inside := [self.leaves[i].path for i in leaves if i not in own]:
@@ -157,7 +161,7 @@ class LayerLists:
         return [own[i] for i in leaves]
 
     def apart(self, arrays: Sequence[Any]) -> list[Any]:
-        """The leaves, of arrays of true shapes."""
+        """Take stacks of lists apart: the leaves, from the arrays, both in true shapes."""
         leaves: dict[int, Any] = {}
         for j, (x, group) in enumerate(zip(arrays, self.members, strict=True)):
             for row, i in enumerate(group):
@@ -171,9 +175,9 @@ class LayerLists:
         layers a stage has all.
 
         Args:
-            j: the array.
-            shards: of its leaves.
-            dtype: in which they are sent.
+            j: the index of the array.
+            shards: this device's shards of its leaves.
+            dtype: the dtype in which they are sent.
         """
         num = lax.axis_size(STAGE)
         x = jnp.stack(shards)
@@ -206,7 +210,7 @@ class LayerLists:
         return [whole[row] for row in range(len(self.members[j]))]
 
     def _dim_of_stages(self, j: int) -> int | None:
-        """The dim of a list's stack that stages split in storage."""
+        """The dim of a list's stack over which its leaves are split between stages, or None."""
         split = self.leaves[self.members[j][0]].stages
         return None if split is None else split.dim + 1
 

@@ -1,11 +1,12 @@
 """Send arrays to the next stage or to the one before, also beside a loop over layers.
 
 [Note: messages beside layers] XLA starts a `ppermute` only after the layer loop that it should
-overlap with. So a message is cut into as many parts as a stage has layers. One part is sent in each
-iteration, and a barrier makes its receipt wait for the layer: activations travel to the next stage
-beside backward, cotangents to the stage before beside forward. Another barrier makes the layer wait
-for the part to be taken out of the message: XLA would take it out, and so send it, only once the
-layer gathers weights of the next one, which it would wait for.
+overlap with. So a message is cut into as many parts as a stage has layers, and each iteration sends
+one part: activations travel to the next stage beside backward, cotangents to the stage before
+beside forward. Two barriers order an iteration. The first makes the layer wait until its part is
+cut out of the message: otherwise XLA cuts it out, and so sends it, only when the layer gathers the
+weights of the next one, and that gather waits for it. The second makes the receipt of the part wait
+for the layer, beside which it travels.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Encoding(NamedTuple):
     """How messages are written.
 
     Attributes:
-        codec: of floats; None sends all arrays as they are.
+        codec: encodes floats; None sends all arrays as they are.
         min_size: arrays with fewer elements are sent as they are, if the codec quantizes.
     """
 
@@ -61,7 +62,13 @@ class Encoding(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Arrays that are sent to the stage `shift` further, and how they are written."""
+    """Arrays that are sent to another stage, and how they are written.
+
+    Attributes:
+        arrays: the arrays.
+        shift: 1 to the next stage, -1 to the stage before.
+        encoding: how they are written.
+    """
 
     arrays: list[Any]
     shift: int
@@ -69,14 +76,17 @@ class Message(NamedTuple):
 
 
 def sent(message: Message) -> list[Any]:
-    """What a stage receives; decoded zeros on a stage that no other stage sends to."""
+    """Send a message, and return what this stage receives, decoded.
+
+    A stage that no other stage sends to decodes zeros.
+    """
     arrays, shift, encoding = message
     received = _permuted([encoding.encode(x) for x in arrays], shift)
     return [encoding.decode(x, like) for x, like in zip(received, arrays, strict=True)]
 
 
 def _permuted(arrays: list[Any], shift: int) -> list[Any]:
-    """Arrays of the stage `shift` before (None for None)."""
+    """The arrays of the stage that is `shift` before this one; None stays None."""
     num = lax.axis_size(STAGE)
     pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
     with labelled("activations"):
@@ -89,10 +99,10 @@ def scan_beside(
     """Scan layers, and send a message beside them (see [Note: messages beside layers]).
 
     Args:
-        loop: gives direction and unrolling.
+        loop: the layer loop, whose direction and unrolling are kept.
         layer: runs one layer.
-        carry: before the first.
-        layers: what is scanned, `[num, ...]`.
+        carry: the carry before the first layer.
+        layers: the stacks that are scanned, `[num, ...]`.
         num: how many layers there are.
         beside: the message; None: nothing is sent.
 

@@ -21,26 +21,26 @@ from .ticks import Pipeline
 
 
 class Staged:
-    """The program of one stage: a function on flat lists, as the one that it is made of.
+    """The program of one stage: a function of flat lists, like the function of one micro-batch.
 
     Args:
         flat: `(parameters, inputs) -> (loss, weight, gradients, others)` for one micro-batch. The
             first three are None, None and [] in a forward-only program.
-        parameters: of all layers.
+        parameters: shapes and dtypes of the parameters, stacks with all layers.
         inputs: those with rows as `[microbatches, ...]`; only shapes and dtypes are read.
         paths: for each parameter that is a stack of layers its path; None for the others.
         frozen: the parameters that are stacks of frozen layers, which stages do not divide.
         differentiated: the parameters that `gradients` are of, by index.
         is_rows: for each input whether it has another value in each micro-batch.
-        microbatches: how many micro-batches there are.
-        share: without weights of examples, what gradients are multiplied by.
+        microbatches: the number of micro-batches.
+        share: a factor of gradients, if examples have no weights.
         activations: what forward of a micro-batch keeps for backward.
         num_combined: how many of the last outputs of `flat` are gradients too.
-        encoding: of messages.
+        encoding: how messages between stages are written.
 
     Attributes:
         block: the program of one micro-batch, as it was traced.
-        program: likewise, with the arrays that it closes over.
+        program: the traced program with the arrays that it closes over.
         chosen: what its forward keeps for backward.
     """
 
@@ -77,7 +77,7 @@ class Staged:
         self.block, self.program = trace(function, *numbers, *parameters, *one)
         self._parameters = self.block.inputs[len(self._numbers) :][: len(parameters)]
         stacks = zip(self._parameters, paths, strict=True)
-        first = len(jax.tree.leaves(self.program.shapes[:2]))
+        first = len(jax.tree.leaves(self.program.shapes[:2]))  # gradients follow loss and weight
         gradients = dict(enumerate(differentiated, first))
         of_stacks = {k: self._parameters[i] for k, i in gradients.items() if paths[i]}
         self._outer = [k for k in gradients if k not in of_stacks]

@@ -20,8 +20,8 @@ class State(NamedTuple):
         cotangents: a message to the stage before: the backward loop's carry, and what all of its
             layers read.
         saved: `[slots, layers, ...]`, for each output that forward saves for backward.
-        outputs: `[microbatches, ...]`, for each output of the program that is no gradient; those of
-            the last stage hold.
+        outputs: `[microbatches, ...]`, for each output of the program that is no gradient; valid on
+            the last stage only.
     """
 
     activations: list[Any]
@@ -34,9 +34,9 @@ class MicroBatch(NamedTuple):
     """A micro-batch of a tick.
 
     Attributes:
-        index: its number, or of the nearest one if there is none.
-        exists: whether there is one.
-        given: the values of the program's inputs.
+        index: the number of the micro-batch; if the tick has none here, that of the nearest one.
+        exists: whether the tick has a micro-batch here.
+        given: the values of the program's inputs for micro-batch `index`.
         loops: the layer loops.
     """
 
@@ -46,21 +46,27 @@ class MicroBatch(NamedTuple):
     loops: tuple[Loop | None, ...]
 
     def runs(self, is_layer: Array | None) -> Array:
-        """Whether there is a micro-batch, and a layer that is no padding (None: it is none)."""
+        """Whether there is a micro-batch, and the layer is not padding; None: no layer is."""
         return self.exists if is_layer is None else self.exists & is_layer
 
 
 def num_slots(num_stages: int, microbatches: int) -> int:
-    """How many micro-batches a stage keeps what forward saves of."""
+    """The most micro-batches whose saved activations a stage holds at a time."""
     return min(2 * num_stages - 1, microbatches)
 
 
 def masked(exists: Array, x: Array) -> Array:
-    """An array; zeros where nothing exists."""
+    """`x` if `exists` is true, otherwise zeros."""
     return lax.select_n(exists, jnp.zeros_like(x), x)
 
 
 def zeros(like: Any, *lead: int, layers: int | None = None) -> Array:
-    """Zeros of an atom's dtype and shape, behind other dims; of `layers` layers of a stack."""
+    """Zeros in the dtype and shape of an atom, with further leading dims.
+
+    Args:
+        like: the atom.
+        *lead: sizes of the further dims.
+        layers: for a stack, its number of layers, if it is not that of `like`.
+    """
     shape = shape_of(like) if layers is None else (layers, *shape_of(like)[1:])
     return jnp.zeros((*lead, *shape), dtype_of(like))

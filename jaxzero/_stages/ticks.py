@@ -29,7 +29,7 @@ from jaxtyping import Array
 
 from .._collectives import accumulator_dtype, all_reduce, labelled, repeated
 from .._mesh import STAGE
-from .._program import Atom, Loop, Value, at_line_of, dtype_of, shape_of
+from .._program import Loop, Value, at_line_of, dtype_of, shape_of
 from .cut import LayerCut
 from .evaluation import Evaluation, Sums, before_moves, before_widening, run_block, zeros_of_layer
 from .layers import Layer, Layers, StageLayers, passing_padding
@@ -45,10 +45,10 @@ class Pipeline:
         weights: for each of its inputs that is the same in all micro-batches, the array: this
             stage's layers of the stacks, and the others in full.
         rows: for its other inputs, arrays `[microbatches, ...]`.
-        outer: its outputs that are gradients of weights outside of the layers.
-        microbatches: how many.
-        share: what gradients are multiplied by before they are added up.
-        encoding: of messages.
+        outer: its outputs that are gradients of weights outside of the layers, by index.
+        microbatches: the number of micro-batches.
+        share: a factor of gradients, before they are added up.
+        encoding: how messages are written.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Pipeline:
         self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
         self.outer = {k: before_widening(cut.block, outputs[k]) for k in outer}
         self.sums = Sums(cut.block, cut.from_backward)
-        # Of a backward layer, what is zero if its cotangents are, and needs no mask. Padding layers
-        # have cotangents.
+        # Values of a backward layer that are zero if its cotangents are, and so need no mask. Those
+        # of padding layers are not.
         self._zeros = set[Value]()
         if cut.backward is not None and not self.layers.has_padding:
             self._zeros = zeros_of_layer(cut.backward, cut.travelling)
-        # Casts of weights, once: loops that hold a weight then hold what is read of it.
+        # Weights are cast once, before the ticks, so that loops hold the narrower arrays.
         whole = weights.keys() - cut.stacks.keys()
         casts: list[Value] = []
         for operation in cut.block.operations:
@@ -119,9 +119,9 @@ class Pipeline:
             # comes first. In a loop over all of them it would come last.
             state, sums = self._ticks(state, drain[:1], sums, backward=True)
             state, sums = self._ticks(state, drain[1:], sums, receive=True, backward=True)
-        found = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
-        found |= zip(self.others, map(self._of_last_stage, state.outputs), strict=True)
-        return [found[k] for k in range(len(self.cut.block.outputs))], arrived
+        outputs = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
+        outputs |= zip(self.others, map(self._of_last_stage, state.outputs), strict=True)
+        return [outputs[k] for k in range(len(self.cut.block.outputs))], arrived
 
     def _start(self) -> State:
         slots = num_slots(self.num_stages, self.microbatches)
@@ -138,14 +138,14 @@ class Pipeline:
         """Run some ticks of the same parts.
 
         Args:
-            state: before them.
-            ticks: their numbers.
-            sums: of gradients so far, in the order of `_no_sums`.
-            parts: of each tick; see `_tick`.
+            state: the state before the first of them.
+            ticks: the numbers of the ticks.
+            sums: sums of gradients so far, in the order of `_no_sums`.
+            parts: which parts each tick has; see `_tick`.
 
         Returns:
-            State and sums after them. A loop carries only those sums that it adds to, so that they
-            are seen to be sums.
+            State and sums after them. A loop carries only those sums that it adds to, by which the
+            plan of reductions recognizes them.
         """
         if not ticks:
             return state, [*sums]
@@ -170,7 +170,7 @@ class Pipeline:
         return state, [next(left) if grows else x for x, grows in zip(sums, grow, strict=True)]
 
     def _has_terms(self, i: int, head: bool = False, **_: bool) -> bool:
-        """Whether a tick adds to sum `i`; without a head, not what only the head reads."""
+        """Whether a tick adds to sum `i`. Some gradients have terms in ticks with a head only."""
         stacks = list(self.cut.stack_gradients.values())
         if i < len(stacks):
             return stacks[i] is not None
@@ -282,10 +282,10 @@ class Pipeline:
             return [*values([*self.cut.cotangents, *others]), *self.sums.rest(has_rest, values)]
 
         like = [*self.cut.cotangents, *others, *has_rest]
-        found = iter(self._where(self.stage == self.num_stages - 1, made, cotangents, like))
-        cotangents = [next(found) for _ in self.cut.cotangents]
-        outputs = [next(found) for _ in others]
-        terms = [[self._shared(next(found))] if x in has_rest else [] for x in self.outer.values()]
+        values = iter(self._where(self.stage == self.num_stages - 1, made, cotangents, like))
+        cotangents = [next(values) for _ in self.cut.cotangents]
+        outputs = [next(values) for _ in others]
+        terms = [[self._shared(next(values))] if x in has_rest else [] for x in self.outer.values()]
         return cotangents, terms, outputs
 
     def _backward(
@@ -313,17 +313,19 @@ class Pipeline:
         def taken(ring: Array | None, x: Any) -> Any:
             return x if ring is None else ring[micro.index % len(ring), x]
 
+        # Gradients are masked where they are computed, before operations that only move them.
         made_of = [x.source for x in cut.stack_gradients.values() if x is not None]
         final = [before_moves(loop.body, loop.outputs.index(x)) for x in made_of]
-        mixed = {x for x in final if x not in self._zeros}
+        need_mask = {x for x in final if x not in self._zeros}
 
         def layer(carry: list[Any], layers: Layers) -> tuple[list[Any], list[Any]]:
             exists = micro.runs(layers[1])
             stacks = map(taken, ring_of, layers[0])
-            changed = dict.fromkeys(mixed, functools.partial(masked, exists))
+            changed = dict.fromkeys(need_mask, functools.partial(masked, exists))
             outputs = run_block(loop.body, [*inside, *carry, *stacks], changed, exists)
             for i, x in zip(map(loop.outputs.index, made_of), final, strict=True):
-                if x in mixed and x not in loop.body.makers:  # an input, which nothing has masked
+                # `changed` has no effect on inputs of the body.
+                if x in need_mask and x not in loop.body.makers:
                     outputs[i] = masked(exists, jnp.asarray(outputs[i]))
                 outputs[i] = self._shared(outputs[i])
             return outputs[:num], outputs[num:]
@@ -351,11 +353,10 @@ class Pipeline:
     def _scan(
         self, loop: Loop, layer: Layer, carry: list[Any], layers: Layers, beside: Message | None
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """`scan_beside`, of this stage's layers."""
         return scan_beside(loop, passing_padding(layer), carry, layers, self.layers.num, beside)
 
     def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
-        """What a layer loop scans, for this stage's layers; `rows` are known for them alone."""
+        """What a layer loop scans on this stage; `rows` are inputs that no other stage has."""
         stacks = []
         for x in loop.inputs[loop.first_stack :]:
             if isinstance(x, Value) and x in rows:
@@ -370,10 +371,14 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """What `made()` returns, where the condition holds; elsewhere `others`, then zeros."""
+        """`made()` on stages where the condition holds; on others `others`, filled up with zeros.
+
+        `like` has the dtype and shape of each result.
+        """
 
         def typed(arrays: list[Any]) -> list[Any]:
-            return [_typed(x, each) for x, each in zip(arrays, like, strict=True)]
+            pairs = zip(arrays, like, strict=True)
+            return [lax.convert_element_type(x, dtype_of(atom)) for x, atom in pairs]
 
         def without() -> list[Any]:
             return typed([*others, *map(zeros, like[len(others) :])])
@@ -381,7 +386,7 @@ class Pipeline:
         return lax.cond(condition, lambda: typed(made()), without)
 
     def _shared(self, x: Array) -> Array:
-        """A gradient's share in the mean, in the dtype of sums."""
+        """A gradient times `share`, in the dtype in which gradients are added up."""
         return x.astype(accumulator_dtype(x.dtype)) * self.share
 
     def _of_last_stage(self, x: Array) -> Array:
@@ -389,10 +394,6 @@ class Pipeline:
         x = jnp.where(self.stage == self.num_stages - 1, x, jnp.zeros_like(x))
         with labelled("other"):
             return all_reduce(x.astype(jnp.int32) if x.dtype == bool else x, STAGE).astype(x.dtype)
-
-
-def _typed(x: Any, like: Atom) -> Any:
-    return lax.convert_element_type(x, dtype_of(like))
 
 
 def _put(x: Array, row: Array, index: Array) -> Array:

@@ -1,4 +1,4 @@
-"""How far the codecs of a config may lead: from `Codec.error_bound`, hop by hop.
+"""Bounds of the errors that a config's codecs make, from `Codec.error_bound`, hop by hop.
 
 A weight `w` arrives as `w + e` with `|e|` at most the sum of `error_bound` over the codecs that it
 passes. What that does to losses and gradients is sampled: see `OneDevice.samples`.
@@ -43,7 +43,7 @@ def has_codecs(config: ZeroConfig) -> bool:
 
 
 def weight_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
-    """By how much the elements of a weight may change on their way, `[*x.shape]` float32."""
+    """By how much codecs may change the elements of a weight, float32 in the shape of `x`."""
     total = np.zeros(x.shape, np.float32)
     if (
         leaf.layout is None
@@ -67,9 +67,10 @@ def weight_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
 
 
 def row_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
-    """`weight_bound` of a table of which rows are sent: each by itself, encoded over each axis.
+    """`weight_bound` for a table whose rows are sent where they are looked up.
 
-    A bag of rows is off by at most the sum of their bounds.
+    Each row is a message, and is encoded again for each axis. A sum of rows is off by at most the
+    sum of their bounds.
     """
     rows = np.abs(np.asarray(x, np.float32)).reshape(len(x), -1)
     total = np.zeros(rows.shape, np.float32)
@@ -81,18 +82,19 @@ def row_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
 
 
 def gradient_bound(leaf: LeafSpec, parts: Any, comm: CommSpec, config: ZeroConfig) -> Any:
-    """By how much the elements of a mean gradient may be off.
+    """By how much codecs may change the elements of a mean gradient, float64 in its shape.
 
     Args:
-        leaf: the layout.
+        leaf: the layout of the parameter.
         parts: the gradients of each device and micro-batch, `[devices, microbatches, *shape]`.
-        comm: gives the codecs.
-        config: says how gradients are split.
+        comm: the codecs, and the sizes of the mesh axes.
+        config: over which axes sums of gradients are split.
     """
     sizes = comm.sizes[NODE], comm.sizes[LOCAL]
     parts = np.asarray(parts, np.float64).reshape(*sizes, *parts.shape[1:])
     shape = parts.shape[3:]
     error = np.zeros(shape)
+    # Sums that are not split over the axis are encoded a second time, on their way back.
     again = 1 + (config.split != "all" or config.stage < 2)
     local = comm.gradient_codec(LOCAL, leaf.layer_size, leaf.dtype) if sizes[1] > 1 else None
     node = comm.gradient_codec(NODE, leaf.layer_size, leaf.dtype) if sizes[0] > 1 else None
@@ -111,7 +113,7 @@ def gradient_bound(leaf: LeafSpec, parts: Any, comm: CommSpec, config: ZeroConfi
 
 
 def bounds_of(error: Any, result: Any) -> Any:
-    """A bound for each element as bounds of the three measures of `samples.measured`."""
+    """Bounds of the three measures of `samples.measured`, `[3]`, from a bound of each element."""
     result = np.where(np.isfinite(result), np.asarray(result, np.float64), 0)
     along = _DEVIATIONS * np.linalg.norm((error * result).ravel())
     return np.array([np.linalg.norm(error.ravel()), np.max(error, initial=0), along])

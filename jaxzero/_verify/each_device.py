@@ -69,9 +69,9 @@ class EachDevice:
 
     @functools.cached_property
     def parts(self) -> list[Any]:
-        """The sums or means of each device and micro-batch, `[devices, microbatches, ...]`.
+        """The results of each device and micro-batch, `[devices, microbatches, ...]`.
 
-        In the order of `Problem.loss_and_grads` without a division.
+        They are those of `Problem.loss_and_grads` with `divide=False`, in this order.
         """
         run = map_devices(self._parts, self.mesh, (list(self.problem.specs),), PartitionSpec(AXES))
         return on_host(jax.jit(run)(self.arrays))

@@ -8,7 +8,7 @@ it), and both programs are run operation by operation. Each value of a part shou
     one for all rows is the sum or the mean over parts.
 
 The first value in program order that is none of these is where rows of different parts meet.
-Values are equal here if they agree in half of their digits: by less, roundings may differ.
+Values are equal here if they agree in half of their digits: roundings may change the others.
 On several processes each computes the values of all devices by itself, on one of its own.
 """
 
@@ -52,8 +52,8 @@ def first_difference(
     def results(arrays: Sequence[Any]) -> list[Any]:
         if not only_forward:
             return problem.loss_and_grads(arrays, divide=False)
-        found = _forward(problem, arrays)
-        return found if len(found) > num_forward else [found[i] for i in wanted]
+        forward = _forward(problem, arrays)
+        return forward if len(forward) > num_forward else [forward[i] for i in wanted]
 
     try:
         _Lockstep(problem, mesh, microbatches, results).run()
@@ -80,8 +80,8 @@ class _Pair:
     """A value for all rows, and that of each part.
 
     Attributes:
-        whole: for all rows.
-        parts: one for each part.
+        whole: the value for all rows.
+        parts: the value of each part.
         source: where it was computed, if it is a sum or mean over rows of different parts.
     """
 
@@ -188,7 +188,7 @@ class _Lockstep:
         return [*carry, *stacks]
 
     def _drawn(self, operation: Operation, pair: _Pair) -> _Pair:
-        """Random bits: those of all rows become those that the parts draw for them."""
+        """Replace the random bits of all rows by those that the parts draw for their rows."""
         dims = _split_dims(pair, self.num)
         if not dims:
             return pair
@@ -200,7 +200,11 @@ class _Lockstep:
     def _judged(
         self, operation: Operation, pair: _Pair, inputs: Sequence[_Pair], where: str
     ) -> _Pair:
-        """The pair, with its source; raises `_FoundError` if it is none of what is right."""
+        """The pair, with `source` if it is a sum or mean over parts.
+
+        Raises:
+            _FoundError: the values are in none of the relations at the top of this file.
+        """
         dtype = getattr(pair.whole, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             return pair
@@ -295,7 +299,7 @@ def _split_dims(pair: _Pair, num: int) -> list[int] | None:
 
 
 def _is_row_aligned(whole: Any, parts: list[Any], dims: Sequence[int]) -> bool:
-    """Whether each part has its own rows of `whole`, wherever a merged dim has its rows."""
+    """Whether each part is its own rows of `whole`, where rows may be inside of a merged dim."""
     num = len(parts)
     for outers in itertools.product(*(_divisors(parts[0].shape[i]) for i in dims)):
         cut = [_cut(whole, dims, outers, i, num) for i in range(num)]
@@ -315,7 +319,9 @@ def _cut(whole: Any, dims: Sequence[int], outers: Sequence[int], i: int, num: in
 
 
 def _factors(num: int) -> list[float]:
-    """What values of a part may be a multiple of: their squares and products meet in backward."""
+    """Factors by which a part's value may differ: powers of `num`, as means are over fewer rows and
+    backward multiplies them.
+    """
     return [float(num) ** power for power in (0, 1, -1, 2, -2)]
 
 

@@ -20,7 +20,7 @@ from .problem import Problem, on_host
 from .roundings import draws_numbers, moved, shifted
 from .samples import Samples
 
-# Of matrix products of float32 on other platforms, where precision is left to them: TF32, bfloat16.
+# Precision of float32 matrix products where platforms choose it: TF32 on GPUs, bfloat16 on TPUs.
 _PRODUCT_EPS = {"cuda": 2.0**-10, "gpu": 2.0**-10, "rocm": 2.0**-10, "tpu": 2.0**-7}
 
 
@@ -29,7 +29,7 @@ class OneDevice:
 
     Args:
         problem: the call.
-        device: where it runs.
+        device: the device that plain JAX runs on.
         platform: the platform of the step that the results are compared with.
         spread: for each array, how much a codec may change its elements; None: not at all.
     """
@@ -92,7 +92,7 @@ class OneDevice:
         return self._bytes("output", "temp") <= free_bytes(self.device)
 
     def described(self) -> str:
-        """What the program needs, and where.
+        """A sentence that says how many bytes the program needs, and on which device.
 
         Raises:
             ValueError: the device has not the room.
@@ -134,8 +134,8 @@ class OneDevice:
 
         Args:
             results: the results of `run`.
-            redraw: draw other random numbers.
-            encoded: also move the arrays of `spread`.
+            redraw: whether to draw other random numbers.
+            encoded: whether to move also the arguments, by `spread`.
         """
 
         def sample(arrays, spread, seed, redraw, encoded):
@@ -180,7 +180,7 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
         ValueError: `reference` is no device of this process, or has not the room.
     """
     least = least_bytes(problem)
-    said = (
+    needs = (
         f"Plain JAX on one device holds at least {readable_bytes(least)} of parameters, gradients "
         "and rows"
     )
@@ -197,10 +197,10 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
     free = free_bytes(device)
     if least > free:
         raise ValueError(
-            f"{said}, and {device} has {readable_bytes(int(free))} left. Verify a smaller model of "
-            "the same layers, or give another `reference`."
+            f"{needs}, and {device} has {readable_bytes(int(free))} left. Verify a smaller model "
+            "of the same layers, or give another `reference`."
         )
-    return device, f"{said}, on {device}."
+    return device, f"{needs}, on {device}."
 
 
 def own_device(mesh: AnyMesh) -> Any:
@@ -236,5 +236,5 @@ def named_device(platform: str) -> Any:
 
 def least_bytes(problem: Problem) -> int:
     """Bytes of all arguments and gradients."""
-    sizes = [np.size(x) * getattr(x.dtype, "itemsize", 8) for x in problem.arrays]
+    sizes = [np.size(x) * getattr(x.dtype, "itemsize", 8) for x in problem.arrays]  # 8: random keys
     return sum(sizes) + sum(sizes[i] for i in problem.differentiated)

@@ -1,4 +1,4 @@
-"""What is verified, by plain JAX: one call of a loss, as a function of full arrays."""
+"""`Problem`: the call of a loss that is verified, as a function of full arrays for plain JAX."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Problem:
         function: takes a list of full arrays; returns `(loss, weight, aux)`, with a list of arrays
             as `aux`. The weight is None unless the loss is a sum that is to be divided by it.
         arrays: the full arrays of all arguments, on the host.
-        specs: how each is split over `node` and `local`; a parameter is not.
-        leaves: the layout of each that is a parameter; None of the others.
-        differentiated: the places of what gets gradients.
-        grad_names: their names.
-        aux_names: those of the arrays in `aux`.
-        aux_how: how each is combined over devices.
-        counted: with `shares`, which rows are computed, `[rows]`; None: all.
+        specs: for each array how a step splits it over `node` and `local`; parameters are whole.
+        leaves: for each array its layout, if it is a parameter; None for others.
+        differentiated: indices of the arrays that gradients are of.
+        grad_names: for each of these, the name of its gradient.
+        aux_names: names of the arrays in `aux`.
+        aux_how: for each of these how it is combined over devices, as in `aux_reduce`.
+        counted: with `shares`, which rows are computed, booleans `[rows]`; None: all.
     """
 
     function: Callable[[Sequence[Any]], tuple[Any, Any, list[Any]]]
@@ -66,7 +66,7 @@ class Problem:
     def permuted(self, mesh: AnyMesh) -> list[Any]:
         """The arrays with their rows dealt out to devices one by one.
 
-        Where only some rows are computed, these are moved by one row.
+        With `counted`, the rows that are computed are moved by one row among themselves.
         """
         num = mesh.shape[NODE] * mesh.shape[LOCAL]
         order = np.arange(num * self.rows_per_device(mesh))
@@ -77,7 +77,7 @@ class Problem:
         return self.with_rows(order)
 
     def with_rows(self, numbers: Any) -> list[Any]:
-        """The arrays with the rows of these numbers."""
+        """The arrays with only the rows of these indices, in this order."""
         return [
             x if dim is None else _taken(x, numbers, dim)
             for x, dim in zip(self.arrays, self.row_dims, strict=True)
@@ -102,7 +102,7 @@ class Problem:
             for i, x in zip(self.differentiated, trained, strict=True):
                 merged[i] = x
             value, weight, aux = self.function(merged)
-            # As in a step, which divides the gradients of the sum.
+            # Without a gradient of the weight, as in a step, which divides gradients of the sum.
             if weight is not None and divide:
                 value = value / lax.stop_gradient(weight).astype(value.dtype)
             return value, (value, weight, aux)
@@ -133,7 +133,7 @@ class HalfBatches(Problem):
 
     @property
     def names(self) -> list[str]:
-        """The products of all leaves, of each kind in turn; the first half's share."""
+        """Names of `|g1|^2` of all leaves, of `|g2|^2` and of `g1.g2`, then "share"."""
         products = [f"{x} {kind}" for kind in ("first", "second", "cross") for x in self.grad_names]
         return [*products, "share"]
 
@@ -147,10 +147,12 @@ class HalfBatches(Problem):
         for one, two in zip(first, second, strict=True):
             part = share.astype(one.dtype)
             total = part * one + (1 - part) * two
-            # From the sum of both, as a step has it: this rounds more where the second is small.
+            # A step subtracts the first half from the sum of both. That rounds more than `second`
+            # where the second half's share is small, so the same is done here.
             two = (total - part * one) / (1 - part)
-            for found, (x, y) in zip(products, ((one, one), (two, two), (one, two)), strict=True):
-                found.append(jnp.sum(jnp.real(jnp.conj(x) * y)).astype(jnp.float32))
+            pairs = (one, one), (two, two), (one, two)
+            for of_kind, (x, y) in zip(products, pairs, strict=True):
+                of_kind.append(jnp.sum(jnp.real(jnp.conj(x) * y)).astype(jnp.float32))
         return [x for kind in products for x in kind] + [share.astype(jnp.float32)]
 
     def _means(self, arrays: Sequence[Any], part: range) -> tuple[Any, list[Any]]:

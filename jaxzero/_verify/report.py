@@ -64,7 +64,13 @@ class Variation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """How far one result is from the same in float64: `of_step` and `of_reference` are norms."""
+    """Distances of one result from the same in float64, as norms.
+
+    Attributes:
+        name: the name of the result.
+        of_step: the distance of the step's result.
+        of_reference: the distance of plain JAX's result.
+    """
 
     name: str
     of_step: float
@@ -76,9 +82,10 @@ class VerifyReport:
     """The result of `Zero.verify`; `print` it.
 
     Attributes:
-        checks: of all results, the largest ratio of difference and bound first.
+        checks: one for each result, the largest ratio of difference and bound first.
         variations: what changes with other micro-batches, with permuted rows, with other keys.
-        roundings: with `float64=True`, whose rounding the differences are.
+        roundings: with `float64=True`, how far each result of the step and of plain JAX is from the
+            same in float64.
         cause: where a check fails: "step" (plain JAX on each device's rows gives other values: an
             error of the step), "rows" (it gives the same: the loss depends on which rows share a
             device), "keys" (devices draw the same random numbers), "codecs", "update", "halves",

@@ -1,4 +1,4 @@
-"""A program with every result moved by as much as rounding may move it: how far roundings can lead.
+"""Run a program with every result moved by its rounding error: how far roundings can lead.
 
 Two right programs of one function round differently: they add in another order, fuse other
 operations, and cut sums over other devices. How far apart their results may be follows from the
@@ -35,7 +35,7 @@ from .._mesh import CALLS_AND_REMAT, bind, equations_inside, evaluate, scan_size
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 _CALLS = CALLS_AND_REMAT | dict.fromkeys(_WITH_RULES, "call_jaxpr")
-_DROPPED = {"debug_callback", "debug_print"}
+_DROPPED = {"debug_callback", "debug_print"}  # they would print once for each sample
 # Units in the last place that libraries of elementary functions may be off by, GPUs included.
 _UNITS = dict.fromkeys(["add", "add_any", "sub", "mul"], 1) | dict.fromkeys(["div", "sqrt"], 2)
 _OF_LIBRARIES = (
@@ -45,6 +45,7 @@ _OF_LIBRARIES = (
 )
 _UNITS |= dict.fromkeys(_OF_LIBRARIES.split(), 4)
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+# Each element's error is bounded by the largest element, not by its own size.
 _NORMWISE = {"cholesky", "eigh", "fft", "householder_product", "lu", "qr", "schur", "svd"}
 _NORMWISE |= {"triangular_solve", "tridiagonal_solve", "eig"}
 
@@ -76,7 +77,7 @@ def draws_numbers(function: Callable, *args: Any) -> bool:
 
 
 class _Moved:
-    """An interpreter of jaxprs that moves results."""
+    """An interpreter of jaxprs that moves each result by its rounding error."""
 
     def __init__(self, seed: Any, redraw: Any, product_eps: float):
         self.seed, self.redraw, self.product_eps = seed, redraw, product_eps
@@ -149,7 +150,7 @@ class _Moved:
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             return lax.complex(self._move(x.real, error), self._move(x.imag, error))
         wide = x.astype(_wide(x.dtype))
-        largest = 2 ** (jnp.finfo(x.dtype).nmant // 2)
+        largest = 2 ** (jnp.finfo(x.dtype).nmant // 2)  # a product of two is exact too
         exact = (wide == jnp.round(wide)) & (jnp.abs(wide) <= largest)
         sign = jnp.where((_hashed(x, self.seed) & 1) == 0, 1, -1).astype(wide.dtype)
         return jnp.where(exact, wide, wide + sign * error.astype(wide.dtype)).astype(x.dtype)
@@ -241,7 +242,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def shifted(x: Any, by: Any, seed: Any) -> Any:
-    """`x` with each number moved up or down by `by`; unchanged unless it is a float."""
+    """`x` with each number moved up or down by `by`; unchanged if its dtype is no float."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     wide = x.astype(_wide(x.dtype))

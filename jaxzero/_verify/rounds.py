@@ -40,7 +40,7 @@ class Round(Problem):
         method: how the nodes exchange what they have learned; in one fragment, without a codec.
         nodes: the number of nodes.
         tx: the optimizer of the steps.
-        treedef: of the tree that optimizers see, with a leaf for each of `differentiated`.
+        treedef: the structure of the tree that optimizers see, a leaf for each of `differentiated`.
     """
 
     method: LocalSteps
@@ -70,7 +70,7 @@ class Round(Problem):
         """The results of the round, in the order of `kinds`."""
         arrays, errors = arrays[: len(self.leaves)], arrays[len(self.leaves) :]
         rows = dict(self._rows_of_nodes(arrays))
-        mine = {-1: jnp.arange(self.nodes), **rows}  # so that there is something to map over
+        mine = {-1: jnp.arange(self.nodes), **rows}  # `lax.map` needs an array, also without rows
         sent, own, state, losses = lax.map(lambda rows: self._on_node(arrays, rows), mine)
         anchors = [
             arrays[i].astype(accumulator_dtype(arrays[i].dtype)) for i in self.differentiated
@@ -94,7 +94,7 @@ class Round(Problem):
         return [losses, *own, *jax.tree.leaves(state), *of_outer, *following, *deltas]
 
     def _rows_of_nodes(self, arrays: Sequence[Any]) -> list[tuple[int, Any]]:
-        """The place of each array with rows, and its rows by node: `[nodes, every, ...]`."""
+        """For each array with rows its index, and its rows by node, `[nodes, every, ...]`."""
         by_node = []
         for i, dim in enumerate(self.row_dims):
             if dim is not None:
@@ -105,7 +105,7 @@ class Round(Problem):
         return by_node
 
     def _on_node(self, arrays: Sequence[Any], rows: dict[int, Any]) -> tuple[Any, ...]:
-        """A node's parameters where it sends and at the end, its optimizer's state, and losses."""
+        """Take the steps of a node: its parameters when it sends and at the end, state, losses."""
         stacked = {i: x for i, x in enumerate(arrays) if self.leaves[i] is None}
         stacked |= {i: x for i, x in rows.items() if i >= 0}
 
@@ -144,12 +144,13 @@ def _difference(x: Any, y: Any) -> Any:
 
 
 def _still(arrays: Sequence[Any]) -> list[Any]:
-    """The spread of arrays that no codec changes: none."""
+    """A spread of zero for each array: no codec changes it."""
     return [np.zeros(np.shape(x), np.float32) for x in arrays]
 
 
 def _signs(shape: tuple[int, ...]) -> Any:
     """Plus and minus one, evenly mixed: a codec's errors have no common sign."""
+    # Multiplicative hashing (Knuth, TAOCP 3, 6.4).
     bits = lax.iota(jnp.uint32, int(np.prod(shape))) * jnp.uint32(2654435761)
     return (1 - 2 * (bits >> 31).astype(jnp.float32)).reshape(shape)
 
@@ -164,7 +165,7 @@ class RoundRuns:
             before the exchange.
         codecs: how `method` sends each parameter's pseudo-gradient.
         leaves: the layout of each parameter on the devices of a node, in which it is sent.
-        method: as configured.
+        method: the configured method, with its codec and fragments.
         mesh: the mesh of all nodes.
     """
 
@@ -196,7 +197,12 @@ class RoundVerification:
         self.samples = self.one.samples(self.want, self.is_random, False)
 
     def report(self, float64: bool, notes: Sequence[str]) -> VerifyReport:
-        """Run the round, and say what holds."""
+        """Run the round, and compare its results with those of plain JAX.
+
+        Args:
+            float64: whether to compare both with plain JAX in float64.
+            notes: sentences for the report.
+        """
         plain = dataclasses.replace(self.runs.method, codec=None)
         got = self.runs.run(plain, False)
         checks, cause = self._compare(got, self.samples), ""
@@ -221,7 +227,7 @@ class RoundVerification:
         )
 
     def _pairs(self, got: dict[str, list[Any]]) -> list[tuple[int, Any]]:
-        """For each result that there is its place among `kinds`, and its value."""
+        """For each result in `got`, its index in `kinds` and its value."""
         remaining = {kind: iter(values) for kind, values in got.items()}
         places = [i for i, (kind, _) in enumerate(self.kinds) if kind in got]
         return [(i, next(remaining[self.kinds[i][0]])) for i in places]
@@ -241,7 +247,7 @@ class RoundVerification:
         ]
 
     def _check_codecs(self) -> list[Check]:
-        """The round with its codec: pseudo-gradients are off by `Codec.error_bound` at most."""
+        """The checks of the round with its codec, whose errors `Codec.error_bound` bounds."""
         got = self.runs.run(self.runs.method, False)
         deltas = self.want[-len(self.runs.leaves) :]  # the last results of `Round`
         triples = zip(self.runs.codecs, self.runs.leaves, deltas, strict=True)
@@ -258,7 +264,7 @@ class RoundVerification:
         return self._compare(sent, samples, ", encoded")
 
     def _nodes(self, got: dict[str, list[Any]], checks: Sequence[Check]) -> str:
-        """On which nodes the result differs that is furthest beyond its bound."""
+        """A sentence that names the nodes on which the worst result differs; "" if none does."""
         pairs = zip(checks, self._pairs(got), strict=True)
         wrong = [(x, i, y) for x, (i, y) in pairs if not x.ok and self.kinds[i][0] in _OF_NODES]
         if not wrong:

@@ -31,7 +31,7 @@ class Samples:
 
     @classmethod
     def of(cls, run: Callable[[Any], Sequence[Any]], results: Sequence[Any]) -> Samples:
-        """The samples `run(seed)` for some seeds, on the host, beside `results`."""
+        """Measure how far `run(seed)` is from `results`, for each of `NUM_SAMPLES` seeds."""
         with jax.numpy_dtype_promotion("standard"):
             drawn = [
                 [measured(x, y) for x, y in zip(run(jnp.uint32(seed)), results, strict=True)]
@@ -40,7 +40,7 @@ class Samples:
         return cls(np.array(drawn, np.float64).reshape(NUM_SAMPLES, len(results), 3))
 
     def bounds(self, i: int) -> Any:
-        """What a right result `i` may be off by, in the three measures."""
+        """Bounds of the three measures of `values` for result `i`, if it is right, `[3]`."""
         return QUANTILE * np.sqrt(np.mean(self.values[:, i] ** 2, axis=0))
 
 
@@ -67,10 +67,10 @@ def checked(name: str, kind: str, got: Any, want: Any, bounds: Any, num_summands
     Args:
         name: the name of the result.
         kind: the kind of the result.
-        got: the step's.
-        want: plain JAX's.
-        bounds: what it may be off by, in the measures of `measured`.
-        num_summands: how many summands, one of each device, a result is the mean of.
+        got: the step's result.
+        want: plain JAX's result.
+        bounds: bounds of the three measures of `measured`, `[3]`.
+        num_summands: the number of values, one of each device, that a result is the mean of.
 
     Raises:
         ValueError: they have different shapes or dtypes.

@@ -22,12 +22,13 @@ class Update:
 
     Attributes:
         names: the names of the parameters.
-        got: the parameters that the step made.
+        got: the new parameters that the step computed.
         function: takes lists of gradients and parameters, in full; returns the new parameters.
-        gradients: those of the step.
-        params: the parameters before.
+        gradients: the gradients of the step, in full.
+        params: the parameters before the step, in full.
         grad_names: the names of the gradients, in their order.
-        is_apart: whether the step that made `got` rounds these gradients anew.
+        is_apart: whether another program than that of `gradients` computed `got`: its gradients may
+            be rounded differently.
     """
 
     names: list[str]

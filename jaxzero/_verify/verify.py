@@ -27,16 +27,16 @@ class Runs:
 
     Attributes:
         step: takes the full arrays of the arguments, the number of micro-batches, and whether
-            codecs are used; returns the loss, `aux` and gradients, on the host, and what `extras`
-            takes.
+            codecs are used; returns the loss, `aux` and gradients, on the host, and the argument of
+            `extras`.
         extras: from a run of the step, returns the update, or None without an optimizer; and, with
             `halves`, the inner products of the gradients of the half-batches.
         tables: returns the paths of the tables of which the step sends rows, and for each whether
             it is gathered too.
-        mesh: the mesh.
-        config: the configuration.
-        comm: how the step communicates.
-        microbatches: as configured.
+        mesh: the devices of the step.
+        config: the config of `Zero`.
+        comm: the codecs of the step, and the sizes of the mesh axes.
+        microbatches: the configured number of micro-batches of a device.
     """
 
     step: Callable[[Sequence[Any], int, bool], tuple[list[Any], Any]]
@@ -90,7 +90,12 @@ class Verification:
         return np.maximum(bound, weight_bound(leaf, x, self.comm)) if is_gathered else bound
 
     def report(self, variations: bool, float64: bool) -> VerifyReport:
-        """Run everything, and say what holds."""
+        """Run the step and plain JAX, and compare the results.
+
+        Args:
+            variations: whether to run the step also with changes that should not matter.
+            float64: whether to compare both with plain JAX in float64.
+        """
         got, made = self.runs.step(self.problem.arrays, self.runs.microbatches, False)
         update, halves = self.runs.extras(made)
         checks: dict[Any, Check] = dict(self._compare(got, self.want, self.allowed))
@@ -108,7 +113,7 @@ class Verification:
                 cause, checks = "step", dict(with_each)
             elif wrong:
                 cause, first = "rows", self._first(wrong)
-            else:  # random numbers of rows are the same here
+            else:  # on each device, plain JAX draws the same random numbers as the step
                 checks |= {
                     (i, "drawn"): dataclasses.replace(check, kind=f"{check.kind}, same numbers")
                     for i, check in with_each.items()
@@ -137,7 +142,7 @@ class Verification:
     def _compare(
         self, got: Sequence[Any], want: Sequence[Any], samples: Samples
     ) -> dict[int, Check]:
-        """The checks of loss, `aux` and gradients, but for what one device cannot tell."""
+        """The checks of loss, `aux` and gradients, without `aux` that one device cannot compute."""
         return {
             i: self._check(name, kind, x, y, samples.bounds(i))
             for i, (name, kind, x, y) in enumerate(self._pairs(got, want))
@@ -198,7 +203,7 @@ class Verification:
         )
 
     def _check_codecs(self) -> list[Check]:
-        """The step with codecs: in addition to roundings it may be off by their errors."""
+        """The checks of the step with codecs, under bounds of roundings and of codecs' errors."""
         if not self.encoded:
             return []
         if not self._has_room():
@@ -228,7 +233,7 @@ class Verification:
                 error = gradient_bound(leaf, parts_of_leaf, self.comm, self.runs.config)
                 if leaf.path not in self.tables:
                     bounds = bounds + bounds_of(error, base[i])
-                elif np.any(error):  # of cotangents, of which only sums are known
+                elif np.any(error):  # cotangents of rows are encoded, and only their sums are known
                     bounds = bounds + np.inf
             checks.append(self._check(name, f"{kind}, encoded", x, y, bounds))
         return checks

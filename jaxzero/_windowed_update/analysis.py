@@ -43,7 +43,12 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a value is computed: window by window of `leaf`, or in full if `leaf` is None."""
+    """How a value is computed.
+
+    Attributes:
+        leaf: the windowed leaf from whose windows it is computed; None: it is computed in full.
+        level: the number of passes over the windows that must come before.
+    """
 
     leaf: int | None
     level: int
@@ -56,8 +61,8 @@ class WindowProgram(NamedTuple):
         wanted: the values.
         operations: the operations, in program order.
         reads: the values, and all that the operations read.
-        scalars: of `reads`, the full values of one element, those that the optimizer closes over
-            among them.
+        scalars: those of `reads` that are full values of one element, also arrays that the
+            optimizer closes over.
     """
 
     wanted: Sequence[Atom]
@@ -75,7 +80,7 @@ class Analysis:
         params: the leaves, for errors.
 
     Attributes:
-        program: the same.
+        program: the traced update.
         reductions: for each level, the reductions of values of leaves, by leaf.
 
     Raises:
@@ -164,7 +169,10 @@ class Analysis:
         return all(map(self.repeats_scalar, operation.inputs))
 
     def _maker(self, atom: Atom) -> Operation | None:
-        """The operation that makes an array of its size, which later ones only change."""
+        """The operation that first makes an array of this size, for messages.
+
+        Operations after it only change its elements.
+        """
         size = math.prod(shape_of(atom))
         while isinstance(atom, Value) and (operation := self.program.producer(atom)):
             same = [x for x in operation.inputs if math.prod(shape_of(x)) == size]
@@ -192,8 +200,8 @@ def check_outputs(analysis: Analysis, layouts: UpdateLayouts, owners: Sequence[i
     """Check that each array of a windowed leaf can be replaced by its new value, in its place.
 
     Args:
-        analysis: of the update.
-        layouts: of its trees.
+        analysis: the analysis of the update.
+        layouts: the layouts of its trees.
         owners: for each input of the program the windowed leaf that it belongs to, or None.
 
     Raises:

@@ -52,10 +52,10 @@ class Passes:
     """What the passes over the windows of an update have in common.
 
     Attributes:
-        analysis: of the update.
-        layouts: of its trees.
+        analysis: the analysis of the update.
+        layouts: the layouts of its trees.
         window_bytes: bytes of a leaf's arrays that one window holds.
-        full: computes scalars that are full values.
+        full: a function that computes full values of one element, replicated on all devices.
     """
 
     analysis: Analysis
@@ -66,7 +66,7 @@ class Passes:
     def reduce(
         self, leaves: Mapping[int, WindowedLeaf], operations: Mapping[int, Sequence[Operation]]
     ) -> dict[Value, Array]:
-        """Run reductions, which are given for each leaf; return their results."""
+        """Run the reductions of each leaf, `operations`; return their results, over all devices."""
         return self._run([_Part(self, leaves[k], operations[k], {}) for k in operations])
 
     def update(self, leaves: Sequence[WindowedLeaf]) -> dict[Value, Array]:
@@ -102,7 +102,7 @@ class Passes:
         return dict(zip(inputs, self.layouts.leaves, strict=False))
 
     def specs(self, values: Sequence[Value]) -> list[PartitionSpec]:
-        """The spec of each array: on one device those of a leaf differ (`in_memory`)."""
+        """The spec of each array. On one device, arrays of a leaf may have different ones."""
         return [self.layouts.spec(self._leaves[value]) for value in values]
 
 
@@ -160,7 +160,7 @@ class _Part:
         return LeafSweep(shards, len(self._read), windows, start, visit, self._late(shards))
 
     def _late(self, shards: list[Array]) -> int | None:
-        """The array to write a window late; see [Note: late writes]."""
+        """The number of the array to write a window late, or None; see [Note: late writes]."""
         read = [i for i in range(len(self._read)) if in_host(shards[i])]
         both = [i for i in read if self.inputs[i] in self._written]
         return both[-1] if read == both and len(both) > 1 else None
@@ -179,7 +179,7 @@ class Reduction:
 
     Attributes:
         name: "sum", "max", "min", or "dot" for the sum of products of two inputs.
-        dtype: of the result.
+        dtype: the dtype of the result.
     """
 
     name: str
@@ -193,7 +193,9 @@ class Reduction:
 
     @property
     def _running_dtype(self) -> Any:
-        return jnp.int32 if self.dtype == jnp.bool_ else self.dtype  # devices reduce no booleans
+        return (
+            jnp.int32 if self.dtype == jnp.bool_ else self.dtype
+        )  # collectives reduce no booleans
 
     @property
     def start(self) -> Shaped[Array, ""]:
@@ -241,11 +243,14 @@ def in_window(
     """Compute the values that a program wants on a window.
 
     Args:
-        analysis: of the update.
+        analysis: the analysis of the update.
         program: what computes values of one leaf, or arrays that repeat one scalar.
         windows: windows of the leaf's arrays, in device memory.
-        scalars: those that the program names.
-        shape: of a window.
+        scalars: the values of `program.scalars`.
+        shape: the shape of a window.
+
+    Returns:
+        The values of `program.wanted`, each of the shape of a window.
     """
     env: dict[Atom, Any] = {**windows, **{x: y.reshape(()) for x, y in scalars.items()}}
     for operation in program.operations:

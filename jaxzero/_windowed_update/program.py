@@ -82,7 +82,11 @@ class UpdateLayouts:
 
 
 def _split(leaf: LeafSpec) -> DimSharding | None:
-    """How a leaf is split; on one device only a leaf in host memory has a layout (`in_memory`)."""
+    """How a leaf is split, or None if one device has all of it.
+
+    On one device a leaf in host memory has a layout, and one in device memory has none
+    (`in_memory`). The two must compare as equal.
+    """
     return leaf.layout if leaf.layout and leaf.layout.num_shards > 1 else None
 
 
@@ -151,7 +155,11 @@ def trace_update(
 
 
 def _arrays_like(layout: TreeLayout, tree: Any, what: str) -> list[Any]:
-    """The arrays of a new tree, in the places of the old one's."""
+    """The arrays of a new tree, in the order of those of the old one.
+
+    Raises:
+        ValueError: the new tree has another structure, or arrays of other shapes.
+    """
     try:
         arrays = layout.flatten_like(tree)
     except ValueError as error:
@@ -201,10 +209,10 @@ class FullValues:
         def run(arrays: list[Array]) -> list[Any]:
             pairs = zip(arrays, known, strict=True)
             whole = [leaf.unpad(x) if leaf else x for x, leaf in pairs]
-            found = self._program.run(wanted, dict(zip(self._known, whole, strict=True)))
+            values = self._program.run(wanted, dict(zip(self._known, whole, strict=True)))
             return [
                 leaf.pad(jnp.asarray(x)) if leaf else x
-                for x, leaf in zip(found, leaves, strict=True)
+                for x, leaf in zip(values, leaves, strict=True)
             ]
 
         mesh = self._layouts.mesh

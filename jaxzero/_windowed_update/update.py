@@ -1,9 +1,9 @@
 """The update of all leaves: reductions over windows, level by level, then the pass that writes.
 
-Or of one leaf layer by layer, in the loop that makes its gradient (`LayerUpdate`). The loop has the
-mean gradient of a layer, and fetches the layer of every array that the update reads. Scalars
-(schedules, counters) are computed before the program, so they cannot depend on a gradient, nor on a
-reduction over a leaf in host memory.
+A leaf can also be updated layer by layer, in the loop that makes its gradient (`LayerUpdate`). The
+loop has the mean gradient of a layer, and fetches the layer of every array that the update reads.
+Scalars (schedules, counters) are then computed before forward and backward, so they cannot depend
+on a gradient, nor on a reduction over a leaf in host memory.
 """
 
 from __future__ import annotations
@@ -147,16 +147,16 @@ class TracedUpdate:
         Args:
             grads: the gradients; None for leaves that have been updated.
             done: the new arrays of these leaves, by the input of the program that they replace.
-            at_once: update each leaf as soon as its gradient is known, in one window, whenever
-                the others are updated. Otherwise one follows the other, which bounds what is on
-                the device.
+            at_once: update each leaf in one window, as soon as its gradient is known and
+                independently of the others. Otherwise one leaf follows the other, which bounds what
+                is on the device.
 
         Returns:
             The new parameters and the new state.
         """
         results = dict(done or {})
-        known = zip(self.gradients, grads, strict=True)
-        arrays = {**{value: x for value, x in known if x is not None}, **self._arrays}
+        pairs = zip(self.gradients, grads, strict=True)
+        arrays = {**{value: x for value, x in pairs if x is not None}, **self._arrays}
         full, new = self._full(arrays), self._new
 
         given = {i for i, x in enumerate(grads) if x is not None}
@@ -231,12 +231,12 @@ class LayerUpdate:
 
     @property
     def names(self) -> list[str]:
-        """The tree paths of these arrays; those of the state begin at the optimizer state."""
+        """The tree paths of `arrays`; those of the state begin at the optimizer state."""
         return [self.update.spec(value).path for value in self.values]
 
     @property
     def reads(self) -> list[bool]:
-        """Which of these arrays the update reads."""
+        """For each of `arrays` whether the update reads it."""
         return [value in self.program.reads for value in self.values]
 
     def new_layers(
@@ -250,7 +250,7 @@ class LayerUpdate:
         Args:
             gradient: this device's shard of the mean gradient of the layer.
             layers: the shards of the layer that the update reads, None for others.
-            scalars: those of `scalars`.
+            scalars: the values of `LayerUpdate.scalars`.
 
         Returns:
             The new shards; None for an array that does not change.
@@ -259,11 +259,11 @@ class LayerUpdate:
         pairs = zip(self.values, layers, strict=True)
         values |= {value: x for value, x in pairs if x is not None}
         new, shape = self.leaf.updates, gradient.shape
-        made = in_window(self.update.analysis, self.program, values, scalars, shape)
+        computed = in_window(self.update.analysis, self.program, values, scalars, shape)
         inside = [self._is_inside(shape)]
-        masked = (where_valid(inside, x, jnp.zeros((), x.dtype)) for x in made)
-        found = dict(zip(new, masked, strict=True))
-        return [found.get(value) for value in self.values]
+        masked = (where_valid(inside, x, jnp.zeros((), x.dtype)) for x in computed)
+        by_value = dict(zip(new, masked, strict=True))
+        return [by_value.get(value) for value in self.values]
 
     def _is_inside(self, shape: tuple[int, ...]) -> Array | None:
         """Which elements of a layer are not padding; None: all of them."""
@@ -299,22 +299,23 @@ def layer_updates(update: TracedUpdate) -> dict[int, LayerUpdate]:
     return by_leaf
 
 
-def _check_reductions(update: TracedUpdate, found: Mapping[int, LayerUpdate]) -> None:
+def _check_reductions(update: TracedUpdate, by_leaf: Mapping[int, LayerUpdate]) -> None:
+    """Raise if the optimizer reduces over all elements of one of these leaves."""
     for level in update.analysis.reductions:
-        for number in level.keys() & found.keys():
+        for number in level.keys() & by_leaf.keys():
             path = update.layouts.params.leaves[number].path
             _refuse(path, level[number][0], f"needs all of `{path}`")
 
 
-def _check_scalars(update: TracedUpdate, each: LayerUpdate) -> None:
+def _check_scalars(update: TracedUpdate, layer_update: LayerUpdate) -> None:
     """Raise if a scalar of the update depends on a gradient, or on a leaf in host memory."""
     late = {*update.gradients, *(v for v, owner in update.owners.items() if owner is not None)}
     program = update.analysis.program
-    for operation in operations_for(program.block, each.scalars, update.owners):
+    for operation in operations_for(program.block, layer_update.scalars, update.owners):
         for atom in operation.inputs:
             if not isinstance(atom, Constant) and atom in late:
                 what = f"needs `{update.spec(atom).path}`"
-                _refuse(each.leaf.spec.path, operation, what)
+                _refuse(layer_update.leaf.spec.path, operation, what)
 
 
 def _refuse(path: str, operation: Operation, what: str) -> None:

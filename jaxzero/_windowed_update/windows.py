@@ -1,19 +1,18 @@
 """Cut one device's shards of leaves into windows, and pass over them.
 
-A window is fetched while the one before it is computed: what is fetched a turn before it is read is
-carried for one turn. So a leaf's windows follow one another in a `lax.scan`, whose carry holds the
-leaf's arrays and the current window in device memory. An array is written after the next window of
-it has been fetched (an `optimization_barrier` says so). Otherwise XLA would copy the full array in
-host memory, to keep the values that are still to be fetched. One barrier for each array, rather
-than one for all, lets copies to the host overlap with copies to the device. The last window is
-computed after the loop, while the first window of the next leaf is fetched. So about two windows
-are in device memory.
+A window is fetched while the one before it is computed. A leaf's windows are the iterations
+(turns) of a `lax.scan`, whose carry holds the leaf's arrays, and in device memory the window that
+the turn before has fetched. An array is written after its next window has been fetched, by an
+`optimization_barrier`. Otherwise XLA would copy the full array in host memory, to keep the values
+that are still to be fetched. One barrier for each array, rather than one for all, lets copies to
+the host overlap with copies to the device. The last window is computed after the loop, while the
+first window of the next leaf is fetched. So about two windows are in device memory.
 
-[Note: late writes] An array's write can start when its read has ended, so while the array that is
-read last is written, nothing is read. If all arrays in host memory are both read and written, one
-of them is written a window late instead: its new window is kept in device memory, and written in
-the next turn, before its next read. Then copies run in both directions at all times: with n arrays
-a turn takes the time of n copies rather than n + 1.
+[Note: late writes] An array's write can start when its next window has been read, so while the
+array that is read last is written, nothing is read. If all arrays in host memory are both read and
+written, one of them is written a window late instead: its new window is kept in device memory, and
+written in the next turn, before its next read. Then copies run in both directions at all times:
+with n arrays a turn takes the time of n copies rather than n + 1.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class Windows:
     overlaps with the one before.
 
     Attributes:
-        shape: of the array.
+        shape: the shape of the array.
         dim: the cut dim; windows have size 1 in all dims before it.
-        size: of a window in the cut dim.
+        size: the size of a window in the cut dim.
     """
 
     shape: tuple[int, ...]
@@ -121,7 +120,7 @@ class Windows:
         return window if self.is_all else lax.dynamic_update_slice(x, window, self.starts(index))
 
     def is_new(self, index: Index) -> Bool[Array, ...] | None:
-        """Which elements of a window are in none before it; None: all of them."""
+        """Which elements of a window are in no window before it; None: all of them."""
         if not self.shape or self.shape[self.dim] % self.size == 0:
             return None
         overlap = index % self._per_row * self.size - self._start(index)
@@ -164,10 +163,10 @@ class LeafSweep:
 
     Attributes:
         arrays: this device's shards of the leaf's arrays, in host or device memory.
-        num_read: only so many of them, the first, are fetched; the others are only written.
-        windows: how they are cut.
+        num_read: the number of arrays that are fetched, the first ones; others are only written.
+        windows: how the arrays are cut.
         start: the result before the first window, a tree of arrays.
-        visit: what to do with a window.
+        visit: the function that is called for each window.
         late: the number of the array that is written a window late; None: none is.
     """
 
@@ -227,7 +226,7 @@ class LeafSweep:
 
 
 class Turn(NamedTuple):
-    """What is known before a window is visited.
+    """The state of a pass before a window is visited.
 
     Attributes:
         arrays: the leaf's arrays so far.

@@ -28,16 +28,17 @@ class ActivationCache:
         ...     activations = cache(key, batch)
         ...     loss, grads = step(active, frozen, activations, batch)
 
-    Each device's part is in the memory of its host. The frozen layers are traced and compiled once
-    for each shape of a batch, so the values that `f` closes over must not change while the cache is
-    in use. What is computed from the batch alone is not kept. `microbatches` of `value_and_grad`
-    must be 1. Each call hashes the batch, to find a key that names two.
+    The activations of each device are kept in the memory of its host. The frozen layers are traced
+    and compiled once for each shape of a batch, so the values that `f` closes over must not change
+    while the cache is in use. Values that `f` computes from the batch alone (masks) are computed
+    again at each call. `microbatches` of `value_and_grad` must be 1. Each call hashes the batch, so
+    that a key which is given with two different batches is an error.
 
     Attributes:
         frozen: the frozen parameters.
-        num_bytes: bytes of host memory, in this process.
-        hits: calls whose activations were there.
-        misses: calls that computed them.
+        num_bytes: bytes of host memory that the activations take, in this process.
+        hits: the number of calls that returned cached activations.
+        misses: the number of calls that computed the activations.
     """
 
     def __init__(
@@ -73,21 +74,25 @@ class ActivationCache:
         )
 
     def __call__(self, key: Hashable, *args: Any) -> tuple[jax.Array, ...]:
-        """The activations of a batch, computed now or before. Call it outside of `jax.jit`.
+        """Return the activations of a batch: the cached ones, or new ones, which are then cached.
+
+        Call it outside of `jax.jit`.
 
         Args:
             key: names the batch, such as its number in the epoch.
             args: the arguments of `f` after the parameters.
 
         Returns:
-            Arrays for `rest`, with one part for each device along dim 0.
+            The arrays for `rest`, `[devices, ...]`: dim 0 counts devices and is split over them.
 
         Raises:
             ValueError: another batch was cached under this key; the frozen layers draw random
                 numbers; or all of `f` depends on active parameters.
         """
         digest, entry = _digest(args), self._kept.get(key)
-        if entry is not None and entry.digest != digest:
+        static, arrays = _split(args)
+        # Trees of other structure can hold the same arrays: `{"a": x}` and `{"b": x}`.
+        if entry is not None and (entry.digest, entry.static) != (digest, static):
             raise ValueError(
                 f"`key` {key!r} names two batches: the one given differs from the one that was "
                 "cached under it. Give every batch a key of its own."
@@ -96,29 +101,28 @@ class ActivationCache:
             self.hits += 1
             return tuple(_on_devices(x) for x in entry.arrays)
         self.misses += 1
-        static, arrays = _split(args)
         activations = self._compute(static, self.frozen, arrays)
         num_bytes = sum(shard.data.nbytes for x in activations for shard in x.addressable_shards)
         if self._max_bytes is None or self.num_bytes + num_bytes <= self._max_bytes:
-            self._kept[key] = _Entry(digest, tuple(_on_host(x) for x in activations))
+            self._kept[key] = _Entry(digest, static, tuple(_on_host(x) for x in activations))
             self.num_bytes += num_bytes
         return activations
 
     def rest(self, active: Any, frozen: Any, activations: Sequence[Any], *args: Any) -> Any:
-        """The function `f`, given the activations: what `value_and_grad` is applied to.
+        """Compute `f` from cached activations: the function for `value_and_grad`, instead of `f`.
 
         Args:
             active: the active parameters.
-            frozen: the frozen ones; those that only the activations need are not gathered.
-            activations: from calling the cache with the same batch. They are a batch, too: give
-                their position to `batch_argnums`, beside that of the batch.
+            frozen: the frozen parameters; those that only the activations need are not gathered.
+            activations: the result of calling the cache with the same batch. They are split over
+                devices too: `batch_argnums` names them beside the batch.
             args: the arguments of `f` after the parameters.
         """
         run, arrays = self._flat(args)
         return rest_part(run, active, frozen, arrays, [x[0] for x in activations])
 
     def _flat(self, args: Sequence[Any]) -> tuple[Callable[[Any, Any, Any], Any], list[Any]]:
-        """The function, of `active`, `frozen` and a list of the arrays in `args`; and that list."""
+        """`f` as a function of `active`, `frozen` and the list of arrays in `args`; that list."""
         static, arrays = _split(args)
 
         def run(active: Any, frozen: Any, arrays: list[Any]) -> Any:
@@ -128,11 +132,12 @@ class ActivationCache:
 
 
 class _Static(NamedTuple):
-    """What belongs to a program among the arguments of `f`: everything but the arrays."""
+    """The arguments of `f` without their arrays: a static argument of the compiled program."""
 
     treedef: Any
     statics: tuple[Static | None, ...]
-    texts: tuple[str, ...]  # of these; 1, 1.0 and True are equal, and their programs are not
+    # `repr` of each of `statics`: 1, 1.0 and True are equal, but their programs differ.
+    texts: tuple[str, ...]
 
 
 class _Kept(NamedTuple):
@@ -144,19 +149,22 @@ class _Kept(NamedTuple):
 
 
 class _Entry(NamedTuple):
+    """The activations of one batch, and what tells that batch from another."""
+
     digest: bytes
+    static: _Static
     arrays: tuple[_Kept, ...]
 
 
 def _split(args: Sequence[Any]) -> tuple[_Static, list[Any]]:
-    """The arguments as a static part and arrays."""
+    """Separate the arguments of `f` into a static part and a flat list of arrays."""
     leaves, treedef = jax.tree.flatten(tuple(args))
     statics = statics_of(leaves)
     return _Static(treedef, statics, tuple(map(repr, statics))), [*filter(is_array, leaves)]
 
 
 def _filled(static: _Static, arrays: Sequence[Any]) -> Any:
-    """The arguments that `_split` was given, with other arrays."""
+    """Build the arguments of `f` from a static part and arrays; the reverse of `_split`."""
     return rebuild(static.treedef, static.statics, arrays)
 
 
@@ -171,16 +179,15 @@ def _on_devices(kept: _Kept) -> jax.Array:
 
 
 def _digest(tree: Any) -> bytes:
-    """A hash of the arrays of a tree, of those of this process's devices if they are sharded."""
+    """A hash of the arrays of a tree; of a sharded array, the shards on this process's devices."""
     digest = hashlib.blake2b(digest_size=16)
-    for leaf in jax.tree.leaves(tree):
+    for leaf in filter(is_array, jax.tree.leaves(tree)):
         if isinstance(leaf, jax.Array):
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             data = jax.random.key_data(leaf) if is_key else leaf
             parts = [np.asarray(shard.data) for shard in data.addressable_shards]
         else:
-            parts = [np.asarray(leaf)] if is_array(leaf) else []
-            digest.update(b"" if is_array(leaf) else repr(leaf).encode())
+            parts = [np.asarray(leaf)]
         for x in parts:
             digest.update(f"{x.shape} {x.dtype}".encode())
             digest.update(np.ascontiguousarray(x).view(np.uint8).reshape(-1).data)

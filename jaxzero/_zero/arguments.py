@@ -63,11 +63,11 @@ class Options:
     weighted: bool = False
     reduce: tuple[tuple[str, ...], Any] | None = None  # reductions of outputs: names, treedef
     has_gradients: bool = True
-    shares: tuple[int, ...] | None = None  # of the nodes, without a common factor; None: all equal
+    shares: tuple[int, ...] | None = None  # of each node, divided by their gcd; None: all equal
     halves: bool = False  # whether gradients of two half-batches are compared
-    # How gradients are reduced, as `reduce`; None: as the leaves say (`overwritten_leaves`).
+    # Reductions of gradients: names, treedef; None: "max" for `overwritten_leaves`, else "mean".
     gradient_reduce: tuple[tuple[str, ...], Any] | None = None
-    row_statistics: str | None = None  # "device": what a device computes of its rows alone is meant
+    row_statistics: str | None = None  # "device": no warning of statistics over a device's rows
 
     @property
     def node_microbatches(self) -> tuple[int, ...] | None:
@@ -75,17 +75,17 @@ class Options:
         return self.shares and node_microbatches(self.microbatches, self.shares)
 
 
-def argument_numbers(argnums: Any) -> tuple[int, ...]:
-    """`argnums` as a tuple.
+def argument_numbers(argnums: Any, name: str = "argnums") -> tuple[int, ...]:
+    """`argnums`, the argument called `name`, as a tuple.
 
     Raises:
-        ValueError: it is no position of an argument, nor several.
+        ValueError: `argnums` is neither an integer nor a sequence of integers.
     """
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     if not isinstance(numbers, Sequence) or not all(isinstance(x, int) for x in numbers):
         raise ValueError(
-            f"`argnums` must be the position of an argument, or several; got {argnums!r}. Of an "
-            "`nnx.Module` what is an `nnx.Param` is differentiated, without a filter."
+            f"`{name}` must be the position of an argument, or several; got {argnums!r}. Of an "
+            "`nnx.Module` every `nnx.Param` is differentiated, without a filter."
         )
     return tuple(numbers)
 
@@ -121,7 +121,7 @@ class Argument:
         )
 
     def where(self, i: int) -> str:
-        """Its name and the path of its array `i`, for error messages."""
+        """The argument's name and the tree path of its `i`-th array, for error messages."""
         leaves = named_leaves(jax.tree.unflatten(self.treedef, range(len(self.statics))))
         pairs = zip(leaves, self.statics, strict=True)
         path = [path for (path, _), static in pairs if static is None][i]
@@ -141,7 +141,7 @@ class Call:
     keywords: tuple[str, ...]
 
     def sharded(self) -> Iterator[tuple[int, int, Argument, TreeLayout]]:
-        """Each sharded argument: position, index of its first leaf among those of all, layout."""
+        """Yield `(position, index of first leaf, argument, layout)` of each sharded argument."""
         start = 0
         for number, argument in enumerate(self.arguments):
             if argument.layout is not None:
@@ -149,7 +149,7 @@ class Call:
                 start += len(argument.layout.leaves)
 
     def split(self, arrays: Sequence[Sequence[Any]]) -> Iterator[tuple[Argument, Any, int]]:
-        """Each array that is split over devices, with its argument and its index there."""
+        """Yield `(argument, array, index)` for each array of an argument that devices split."""
         for argument, leaves in zip(self.arguments, arrays, strict=True):
             if argument.layout is None:
                 for i, (x, spec) in enumerate(zip(leaves, argument.specs, strict=True)):
@@ -219,7 +219,7 @@ def resolve(
         _layout_of(i, value, given[i], argnums, names, registry) for i, value in enumerate(values)
     ]
     pairs = zip(names, values, layouts, given, strict=True)
-    resolved = [_argument(*each) for each in pairs]
+    resolved = [_argument(*entry) for entry in pairs]
     arguments = tuple(argument for argument, _ in resolved)
     if not asked and not is_told:
         warn_of_no_batch(num_devices)
@@ -381,8 +381,8 @@ def check_rows(
 def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> None:
     """Raise `ValueError` for an array that is to be split and is on another mesh of explicit axes.
 
-    The type of such an array names that mesh, so that a program of `mesh` cannot take it. In a
-    program of one node types name that node's part of `mesh`.
+    The type of such an array names that mesh, so that a program of `mesh` cannot take it. Nothing
+    is checked in a program of one node, where types name that node's part of `mesh`.
     """
     if is_one_node():
         return

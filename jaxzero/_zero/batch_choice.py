@@ -56,10 +56,10 @@ def find_batch(
 ) -> list[int]:
     """The position of the only argument that can be the batch, as a list; empty if there is none.
 
-    Trees that this `Zero` has laid out cannot be the batch. A tree with the structure and shapes of
-    one can be either: it is a candidate like any other if its arrays are certainly not laid out,
-    such as NumPy arrays. Where that is not known, in traced programs, it is asked about if it has
-    as many rows as the other candidate, and an array is taken if there is no other candidate.
+    A tree that this `Zero` has laid out cannot be the batch. A tree of the same structure and
+    shapes is a candidate like any other if its arrays are certainly not laid out, such as NumPy
+    arrays. In a traced program that is not known. There such a tree is an error if it has as many
+    rows as the only candidate, and a single array is chosen only if there is no candidate.
 
     Raises:
         ValueError: several arguments can be the batch; one can in addition to those that
@@ -83,10 +83,10 @@ def find_batch(
             "which has rows too. Give each such argument a spec: `zero.batch_spec` splits it, "
             "`PartitionSpec()` gives it whole to every device."
         )
-    found = [] if split else candidates or bare
-    if not found:
+    possible = [] if split else candidates or bare
+    if not possible:
         return []
-    batch = _choose(names, found, doubtful, values)
+    batch = _choose(names, possible, doubtful, values)
     if not is_array(values[batch]) and registry.may_hold_parts(values[batch]):
         raise ValueError(
             f"{names[batch]} can be the batch, or a part of the parameters: its arrays have their "
@@ -97,9 +97,9 @@ def find_batch(
 
 
 def _reading(value: Any, registry: Registry, states: Registry) -> bool | None:
-    """Whether an argument can be the batch: True, False if it is laid out, None if it may be both.
+    """Whether an argument can be the batch: True; False if it is laid out; None if it is not known.
 
-    A tree of a known structure and shapes whose arrays have different numbers of rows is no batch.
+    A tree like a laid out one whose arrays have different numbers of rows is no batch.
     """
     if registry.holds_laid_out(value):
         return False
@@ -123,7 +123,7 @@ def asked_batches(
         parameters: names of the function's positional parameters, as far as known.
 
     Raises:
-        ValueError: there is no such argument.
+        ValueError: an entry is neither an integer nor a string, or names no argument of the call.
     """
     if asked is None:
         return None

@@ -95,7 +95,13 @@ def prepare(
 
 
 def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: bool) -> None:
-    """Raise `ValueError` if a leaf of a differentiated argument cannot have a gradient."""
+    """Raise `ValueError` if a leaf of a differentiated argument cannot have a gradient.
+
+    Args:
+        argument: the differentiated argument.
+        leaves: its arrays.
+        allow_int: whether leaves that are not floats are allowed; their gradient is `float0`.
+    """
     for leaf in argument.layout.leaves if argument.layout else ():
         if leaf.codec is not None:
             raise ValueError(
@@ -233,7 +239,7 @@ def returned(
         *parts, share = halves
         nothing = jnp.zeros([], jnp.float32)
         trees = (_as_trees(transform, x, lambda _, x: x, lambda _: nothing) for x in parts)
-        # As an optimizer sees the gradients.
+        # The trees that an optimizer gets: None for leaves that it does not update.
         first, second, cross = (trained_tree(as_given(tree)) for tree in trees)
         result.append(GradientHalves(first, second, cross, share))
     if has_state:

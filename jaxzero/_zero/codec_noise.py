@@ -55,7 +55,11 @@ def _check(config: ZeroConfig) -> None:
 
 
 def names_of_tables(rows: Sequence[MovedRows]) -> frozenset[str]:
-    """The paths of tables; `NotImplementedError` if one is gathered too."""
+    """The paths of the tables whose rows are sent.
+
+    Raises:
+        NotImplementedError: a table has other uses too, for which it is gathered as a whole.
+    """
     for table in rows:
         if not table.is_alone:
             raise NotImplementedError(
@@ -90,9 +94,9 @@ def measure_codec_noise(
     check_microbatches(microbatches)
     _check(config)
     pairs = zip(leaves, gradients, strict=True)
-    known = [(leaf, x) for leaf, x in pairs if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    measure = _measurement([leaf for leaf, _ in known], mesh, config, tables)
-    energy, *errors = measure([x for _, x in known])
+    floats = [(leaf, x) for leaf, x in pairs if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    measure = _measurement([leaf for leaf, _ in floats], mesh, config, tables)
+    energy, *errors = measure([x for _, x in floats])
     scale = jnp.where(energy > 0, 1 / energy, 0.0)
     by_devices, by_nodes = (x * scale for x in errors)
     nodes = mesh.shape[NODE]
@@ -105,7 +109,11 @@ def measure_codec_noise(
 def _measurement(
     leaves: Sequence[LeafSpec], mesh: AnyMesh, config: ZeroConfig, tables: frozenset[str]
 ) -> Callable:
-    """The program that returns `|x|^2`, and squared errors of what devices and nodes encode."""
+    """Make the program that measures the codecs on gradient shards `x`.
+
+    It returns three numbers: `|x|^2`, and the squared errors of encoding `x` by the codecs on the
+    axes `local` and `node`.
+    """
     comm = CommSpec.of(mesh, config)
 
     def on_device(shards: list[Array]) -> Float32[Array, " 3"]:
@@ -132,7 +140,11 @@ def _codec(leaf: LeafSpec, axis: str, comm: CommSpec) -> Codec | None:
 
 
 def _codecs_of_rows(leaf: LeafSpec, comm: CommSpec) -> list[Codec | None]:
-    """The codecs that cotangents of rows pass, in turn; equal ones once, if whole rows are sent."""
+    """The codecs that encode the cotangents of rows, one after the other.
+
+    Where whole rows are sent (the table is split on dim 0), equal codecs count once: the message is
+    sent on over the second axis as it is.
+    """
     assert leaf.layout is not None
     size = leaf.layer_size if leaf.codec is None else 0
     exchange = RowExchange(leaf.shape, leaf.dtype, leaf.layout, comm, size)
@@ -143,24 +155,26 @@ def _codecs_of_rows(leaf: LeafSpec, comm: CommSpec) -> list[Codec | None]:
 
 
 def _turned(rows: Array) -> Array:
-    """Rows of the same norms, with each pair of neighbours turned in its plane.
+    """Rotate each pair of neighbouring elements of a row by one angle, which keeps the row's norm.
 
-    The gradient of a row that one device reads is a decoded message: its numbers are steps of the
-    codec, which would encode them again without an error.
+    The gradient of a row that one device reads is a decoded message: its elements are multiples of
+    the codec's steps, so encoding them again would make no error.
     """
     even = rows.shape[1] // 2 * 2
     first, second = rows[:, 0:even:2], rows[:, 1:even:2]
+    # Any rotation will do whose sine and cosine are not steps of a codec.
     turned = jnp.stack([0.8 * first - 0.6 * second, 0.6 * first + 0.8 * second], -1)
     return jnp.concatenate([turned.reshape(len(rows), even), rows[:, even:]], 1)
 
 
 def _squared_error(rows: Array, *codecs: Codec | None) -> Float32[Array, ""]:
-    """The squared norm of the error that codecs make, one after the other, in each row."""
+    """The squared norm of the error that codecs make, applied to the rows one after the other."""
     if not any(codecs) or rows.size == 0:
         return jnp.zeros([], jnp.float32)
     # The mean of a few decoded messages lies near the codec's own steps, so encoding the same
     # blocks again would lose less than for a fresh gradient. The roll changes which numbers share
-    # a block.
+    # a block, unless blocks have 16. Where the devices' gradients are almost equal, the error is
+    # underestimated nevertheless; but then devices make almost the same error, which is no noise.
     rows = decoded = jnp.roll(rows, 16, axis=1)
     for codec in filter(None, codecs):
         message = codec.encode_rows(decoded, seed=device_index())

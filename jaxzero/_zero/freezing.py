@@ -1,4 +1,4 @@
-"""`Freezing`: parameters in two trees, of which one, the first layers, is no longer trained."""
+"""`Freezing`: parameters in two trees, of which one, the first layers, is frozen."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from .user_function import call_checked
 
 
 class Freezing:
-    """The first layers of a model frozen: which leaves these are, and how trees are cut by it.
+    """The frozen first layers of a model; cuts trees into a frozen and an active part.
 
-    From `Zero.freeze`; `print` it to see what is frozen. It holds no arrays. Frozen layers have no
-    gradients, no reductions and no optimizer state in use, and are gathered in forward only unless
-    something active comes before them. Cut and join trees between steps, not in a jitted one.
+    `Zero.freeze` makes it; `print` it to see what is frozen. It holds no arrays. Frozen layers have
+    no gradients, no reductions and no optimizer state in use, and are gathered in forward only,
+    unless something active comes before them. Cut and join trees between steps, not in a jitted
+    step.
 
     Attributes:
         prefix: the number of frozen layers.
@@ -70,7 +71,8 @@ class Freezing:
         self._zero = zero
         self.prefix = prefix
         self.num_layers, rows = find_prefix(layout.leaves, prefix, layers, before)
-        # All stages have all frozen layers; if no others are left, stages divide these.
+        # Each stage holds all frozen layers of a stack that is frozen in part. A stack that is
+        # frozen as a whole is divided between the stages.
         is_cut = zero.config.stages is not None and any(n for n in rows)
         of_frozen = dataclasses.replace(zero.config, stages=None) if is_cut else None
         self._cut = make_cut(layout, rows, zero._devices, zero.config, codec, of_frozen)
@@ -107,10 +109,10 @@ class Freezing:
     def split(self, params: Any) -> tuple[Any, Any]:
         """Cut parameters into `(active, frozen)`.
 
-        Both are sharded trees of the structure of `params`, with None for what is in the other; a
-        stack of layers that is frozen in part has its first rows in `frozen` and the others in
-        `active`. Leaves that are not cut and not encoded are those of `params`, not copies: do not
-        donate `params` afterwards.
+        Both are sharded trees with the structure of `params`, with None for the leaves that are in
+        the other tree. A stack of layers that is frozen in part has its first rows in `frozen` and
+        the others in `active`. Leaves that are neither cut nor encoded are the arrays of `params`,
+        not copies: do not donate `params` afterwards.
 
         Args:
             params: sharded like the tree given to `zero.freeze`; or `ShapeDtypeStruct`s.
@@ -255,7 +257,7 @@ class Freezing:
         return cut.whole.stored(join_arrays(cut, *parts, self._zero._programs, axes))
 
     def _leaves(self, active: Any, frozen: Any) -> list[Any]:
-        """The arrays of the whole tree inside a program: in full, stacks in two parts."""
+        """The full arrays of the whole tree, inside a program; `SplitStack`s for cut stacks."""
         values = (
             self._values("active", active, self._cut.active),
             self._values("frozen", frozen, self._cut.frozen),
@@ -279,8 +281,8 @@ class Freezing:
         shapes = {leaf.path: leaf.shape for leaf in given.leaves}
         wrong = (leaf for leaf in known.leaves if shapes.get(leaf.path) != leaf.shape)
         leaf = next(wrong, None)
-        found = None if leaf is None else shapes.get(leaf.path, "nothing")
-        raise self._not_ours(name, leaf, found)
+        shape = None if leaf is None else shapes.get(leaf.path, "nothing")
+        raise self._not_ours(name, leaf, shape)
 
     def _values(self, name: str, tree: Any, known: TreeLayout) -> list[Any]:
         """The full arrays of a tree inside a program, which must have the `known` shapes."""
@@ -289,15 +291,15 @@ class Freezing:
         except ValueError as error:
             raise self._not_ours(name) from error
         for leaf, x in zip(known.leaves, values, strict=True):
-            found = getattr(x, "shape", "nothing")
-            if found not in (leaf.shape, leaf.on_device(self._zero.mesh).shape):
-                raise self._not_ours(name, leaf, found)
+            shape = getattr(x, "shape", "nothing")
+            if shape not in (leaf.shape, leaf.on_device(self._zero.mesh).shape):
+                raise self._not_ours(name, leaf, shape)
         return values
 
-    def _not_ours(self, name: str, leaf: LeafSpec | None = None, found: Any = None) -> ValueError:
+    def _not_ours(self, name: str, leaf: LeafSpec | None = None, shape: Any = None) -> ValueError:
         where = ""
         if leaf is not None:
-            where = f" At `{leaf.path}` it has {found}, where {leaf.shape} is expected."
+            where = f" At `{leaf.path}` it has {shape}, where {leaf.shape} is expected."
         return ValueError(
             f"`{name}` is not a tree of this freezing ({self.prefix} of {self.num_layers} "
             f"layers).{where} Make one for it with `zero.freeze`."
@@ -305,7 +307,7 @@ class Freezing:
 
 
 def _with_two_trees(f: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of `f` with `active` and `frozen` in place of its first parameter."""
+    """The signature of `f`, whose first parameter is replaced by `active` and `frozen`."""
     try:
         parameters = list(inspect.signature(f).parameters.values())
     except (TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""Which layers are frozen: the leaves of the first ones, by tree paths, and how many in each epoch.
+"""Find the leaves of the first layers by tree paths, and decide how many to freeze in each epoch.
 
-`layers` names where the layers are: `"layers"` is a stack, whose arrays have a leading dim of
-layers; in `"layers.*"` the `*` stands for the number of a layer, so it is a list of them
-(`layers.0.kernel`), or dicts with numbered names (`"block_*"`).
+A path names where the layers are. `"layers"` is a stack, whose arrays have a leading dim of layers.
+In `"layers.*"` the `*` stands for the number of a layer: a list of layers (`layers.0.kernel`), or
+names with numbers (`"block_*"`).
 
 [Note: when to freeze] PipeTransformer freezes, of the layers that still train, a share `alpha`
 after each epoch:
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._sharding import LeafSpec
 from .tree_cuts import Rows
@@ -67,10 +67,10 @@ def freeze_schedule(num_layers: int, alpha: float = 1 / 3) -> Callable[[int], in
 
 
 class Prefix(NamedTuple):
-    """The first layers of a model: which part of each of its arrays belongs to them."""
+    """The first layers of a model: which part of each array belongs to them."""
 
-    num_layers: int  # of the model
-    rows: tuple[Rows, ...]
+    num_layers: int  # of the whole model
+    rows: tuple[Rows, ...]  # for each array: its first rows, 0 for nothing, None for all of it
 
 
 def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: Names) -> Prefix:
@@ -82,15 +82,18 @@ def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: 
         layers: paths of stacks or lists of layers, all of one length.
         before: paths of what comes before layer 0.
 
+    Returns:
+        The number of layers of the model, and for each leaf how much of it is frozen.
+
     Raises:
         ValueError: a path fits no leaf, or too many; the lengths differ; `prefix` is out of range.
     """
     numbers: dict[str, int | None] = {}  # of a leaf's layer; None: it has rows of all layers
     lengths: dict[str, int] = {}
     for name in _names("layers", layers):
-        found = _numbers_in(name, leaves)
-        numbers |= found
-        lengths[name] = _length(name, found, leaves)
+        by_path = _numbers_in(name, leaves)
+        numbers |= by_path
+        lengths[name] = _length(name, by_path, leaves)
     if len(set(lengths.values())) != 1:
         raise ValueError(
             f"`layers` must name stacks or lists of layers, all of one length; got {lengths}."
@@ -114,7 +117,8 @@ def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: 
 
 
 def _names(argument: str, names: Names) -> tuple[str, ...]:
-    paths = (names,) if isinstance(names, str) else tuple(names)
+    is_several = isinstance(names, Sequence) and not isinstance(names, str)
+    paths: tuple[Any, ...] = tuple(names) if is_several else (names,)
     if not all(isinstance(name, str) and name for name in paths):
         raise ValueError(
             f"`{argument}` must be a path of the parameter tree, such as 'encoder.layers', or "
@@ -126,7 +130,7 @@ def _names(argument: str, names: Names) -> tuple[str, ...]:
 
 
 def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
-    """The paths under `name`, with the number of the layer that `*` stands for."""
+    """For each path under `name` the number that `*` stands for; None if `name` has no `*`."""
     if name.count("*") > 1:
         raise ValueError(f"`layers` may have one `*`, for the number of a layer; got {name!r}.")
     pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"(\.|$)")
@@ -141,9 +145,9 @@ def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
     return numbers
 
 
-def _length(name: str, found: dict[str, int | None], leaves: Sequence[LeafSpec]) -> int:
-    """The number of layers of a stack or list."""
-    numbers = {number for number in found.values() if number is not None}
+def _length(name: str, by_path: dict[str, int | None], leaves: Sequence[LeafSpec]) -> int:
+    """The number of layers of the stack or list at `name`, from the result of `_numbers_in`."""
+    numbers = {number for number in by_path.values() if number is not None}
     if numbers:
         if numbers != set(range(len(numbers))):
             raise ValueError(
@@ -151,8 +155,8 @@ def _length(name: str, found: dict[str, int | None], leaves: Sequence[LeafSpec])
                 f"should be those from 0 to {len(numbers) - 1}."
             )
         return len(numbers)
-    _check_is_no_list(name, tuple(found))
-    shapes = {leaf.path: leaf.shape for leaf in leaves if leaf.path in found}
+    _check_is_no_list(name, tuple(by_path))
+    shapes = {leaf.path: leaf.shape for leaf in leaves if leaf.path in by_path}
     sizes = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(sizes) != 1 or 0 in sizes:
         shown = ", ".join(f"`{path}` {list(shape)}" for path, shape in list(shapes.items())[:4])

@@ -92,13 +92,13 @@ def check_host_bytes(what: str, needed: int) -> None:
 
 
 def in_parts(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """Group leaves to be made by one program each, so that few offloaded ones are on the device.
+    """Group leaves, to be made by one program for each group.
 
-    All leaves of device memory form the first group. Offloaded leaves follow in groups that take
-    at most 1 GiB of a device, or hold one leaf.
+    All leaves in device memory form the first group. Offloaded leaves, which are on the device
+    while they are made, follow in groups of at most 1 GiB on a device, or of one leaf.
 
     Returns:
-        Indices of leaves.
+        For each group the indices of its leaves.
     """
     groups: list[list[int]] = [[i for i, x in enumerate(leaves) if x.memory_kind != HOST]]
     filled = math.inf

@@ -59,6 +59,11 @@ class LocalRounds:
     """Runs rounds of local steps on every node; returned by `Zero.local_steps`."""
 
     def __init__(self, step: Callable[..., Any], method: LocalSteps, zero: ShardedTrees):
+        if not callable(step):
+            raise ValueError(
+                "`step` must be a function `step(params, opt_state, batch)`, which returns "
+                f"`(params, opt_state, metrics)`; got {step!r}."
+            )
         self.method = method
         self._step = step
         self._zero = zero
@@ -136,8 +141,8 @@ class LocalRounds:
                 number or a random key for each step) is `[every]`, and given to every node.
 
         Returns:
-            The next state; and the metrics that the step returned, `[every, nodes, ...]`. Those of
-            a node are about its own parameters and rows.
+            The next state; and the metrics that the step returned, `[every, nodes, ...]`. The
+            metrics of a node are those of its own parameters and rows.
 
         Raises:
             ValueError: `state` is of other trees than those given to `init`; `batches` are not
@@ -147,8 +152,7 @@ class LocalRounds:
         layouts = self._checked(state)
         specs = batch_specs(batches, self.method.every, self._zero.num_devices)
         arrays = {name: arrays_of(getattr(state, name)) for name in FIELDS}
-        noted: dict[str, Any] = {}
-
+        noted: dict[str, Any] = {}  # the structure of the metrics, once the step is traced
         rows, treedef = jax.tree.flatten(batches)
 
         def run(layouts: Layouts, arrays: Arrays, rows: list[Array]) -> Any:
@@ -199,7 +203,7 @@ class LocalRounds:
         return layout.stored(run_automatic(run, layout.shardings(auto, axes), programs, arrays))
 
     def rejoin(self, state: LocalState) -> LocalState:
-        """A state that another number of nodes saved, for the nodes of this mesh.
+        """Convert a state that was saved with another number of nodes to the nodes of this mesh.
 
         All nodes go on from the mean of the old nodes: of parameters, of optimizer state and of
         residuals. Leaves that are not floats are those of the first node.
@@ -220,10 +224,12 @@ class LocalRounds:
         return self._made(layouts, make, arrays)
 
     def report(self) -> LocalReport:
-        """What a device holds between rounds, and what enters a node; after `init` or `abstract`.
+        """Bytes that a device holds between rounds, and that enter a node in one round.
+
+        Call it after `init` or `abstract`, which tell the shapes.
 
         Raises:
-            ValueError: the trees are not known yet.
+            ValueError: neither has been called.
         """
         layouts, method = self._known(), self.method
         exchange = layouts.exchange
@@ -251,6 +257,10 @@ class LocalRounds:
         return self._layouts
 
     def _lay_out(self, params: Any, layout: TreeLayout, state_layout: TreeLayout) -> Layouts:
+        """Lay out all that the rounds of these trees keep, and remember it.
+
+        The trees are also made known to the `Zero` of one node, whose layouts a step sees.
+        """
         kinds = of_arrays(params, trained_leaves(params))
         for leaf, kind in zip(layout.leaves, kinds, strict=True):
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating) and kind is not False:
@@ -292,8 +302,8 @@ class LocalRounds:
                 "`state` must be a `LocalState` from `init`, `rejoin` or the last round; got "
                 f"{type(state).__name__}. Do you mean `rounds.init(params, opt_state)`?"
             )
-        there = arrays_of(state.params)
-        nodes = there[0].shape[0] if there and there[0].ndim else self.num_nodes
+        arrays = arrays_of(state.params)
+        nodes = arrays[0].shape[0] if arrays and arrays[0].ndim else self.num_nodes
         if nodes != self.num_nodes and not any_nodes:
             raise ValueError(
                 f"`state` is of {nodes} nodes, and the mesh has {self.num_nodes}: give it to "
@@ -306,7 +316,7 @@ class LocalRounds:
         return layouts
 
     def _made(self, layouts: Layouts, make: Callable[..., Any], arrays: Any) -> LocalState:
-        """The state whose arrays `make(arrays)` returns, each made on the devices that keep it."""
+        """Run `make(arrays)` so that devices make their own shards; return the `LocalState`."""
         mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
         shardings = layouts.each(
             lambda kept: [x.sharding(mesh, kept.axes) for x in kept.global_leaves(nodes)]
@@ -319,14 +329,14 @@ class LocalRounds:
         return LocalState(**fields)
 
     def _on_node(
-        self, layouts: Layouts, found: dict[str, Any], arrays: Arrays, batches: Any
+        self, layouts: Layouts, noted: dict[str, Any], arrays: Arrays, batches: Any
     ) -> Any:
-        """The round of one node."""
+        """Run the round of one node; `noted` gets the structure of the metrics."""
         # Arrays of each node have a leading dim of nodes; here it has length 1.
         mine = layouts.each(lambda kept, xs: [x[0] for x in xs] if kept.is_per_node else xs, arrays)
         inner = Inner(mine["params"], mine["opt_state"])
         outer = Outer(mine["outer_params"], mine["outer_state"], mine["residuals"])
-        step = LocalStep(self._step, layouts, self._zero.mesh, found)
+        step = LocalStep(self._step, layouts, self._zero.mesh, noted)
         carry, metrics = run_round(
             step, layouts.exchange, layouts.exchanged, Carry(inner, outer), batches
         )

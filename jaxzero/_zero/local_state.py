@@ -1,4 +1,4 @@
-"""`LocalState`, the arrays of local steps, per node or common to all: layouts, means."""
+"""`LocalState`: the arrays that local steps keep, their layouts, and their means over nodes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ RESIDUAL_DTYPE = jnp.dtype(jnp.bfloat16)  # as that of `ErrorFeedback`
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """One kind of array that local steps keep from round to round.
+    """The arrays of one field of `LocalState`, which local steps keep from round to round.
 
     Attributes:
         leaves: the layout of each array on the devices of one node.
-        is_per_node: whether every node has its own; then a leading dim counts nodes.
-        axes: the axes that split it inside a node.
+        is_per_node: whether every node has arrays of its own; then a leading dim counts nodes.
+        axes: the mesh axes that split the arrays inside a node.
         build: builds the tree that users see from one stored leaf for each array.
     """
 
@@ -69,7 +69,7 @@ class Kept:
         return of_arrays(tree, overwritten_leaves(tree))
 
     def device_bytes(self, mesh: AnyMesh) -> int:
-        """Bytes of one device, which may be simulated."""
+        """Bytes of these arrays on one device, which may be a simulated one."""
         num_shards = math.prod(mesh.shape[axis] for axis in self.axes)
         pairs = [(leaf.stored, num_shards if leaf.layout else 1) for leaf in self.leaves]
         return sum(x.size * x.dtype.itemsize // pieces for x, pieces in pairs)
@@ -80,7 +80,13 @@ class Kept:
 
 
 def stacked(leaf: LeafSpec, nodes: int, split: bool) -> LeafSpec:
-    """The layout of the arrays of all nodes, on a new leading dim."""
+    """The layout of the arrays of all nodes, stacked on a new leading dim.
+
+    Args:
+        leaf: the layout of one node's array.
+        nodes: the number of nodes.
+        split: whether the mesh axis `node` splits the new dim.
+    """
     return dataclasses.replace(
         leaf,
         shape=(nodes, *leaf.shape),
@@ -91,14 +97,14 @@ def stacked(leaf: LeafSpec, nodes: int, split: bool) -> LeafSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """The layouts of everything that local steps keep, and what is exchanged.
+    """The layouts of all arrays that local steps keep, and the exchange between nodes.
 
     Attributes:
-        kept: by field of `LocalState`.
+        kept: for each field of `LocalState`, the layouts of its arrays.
         params: the layout of the parameters on one node, which a step sees.
-        opt_state: that of the optimizer state.
-        exchanged: which leaves of the parameters are exchanged.
-        exchange: their exchange.
+        opt_state: the layout of the optimizer state on one node.
+        exchanged: indices of the parameters that nodes exchange.
+        exchange: how nodes exchange them.
     """
 
     kept: dict[str, Kept]
@@ -122,8 +128,8 @@ class Layouts:
         Args:
             method: how local steps are exchanged.
             params: the layout of the parameters over all nodes.
-            opt_state: that of the optimizer state.
-            trained: which leaves of the parameters are trained.
+            opt_state: the layout of the optimizer state over all nodes.
+            trained: for each parameter, whether it is trained.
             mesh: the devices of one node.
             config: gives axes, stage and the persistence threshold.
         """
@@ -165,7 +171,7 @@ class Layouts:
         return cls(kept, inner, state, numbers, exchange)
 
     def each(self, function: Callable[..., Any], *values: Mapping[str, Any]) -> dict[str, Any]:
-        """`function(kept, ...)` for each kind of array, given its entry of each of `values`."""
+        """Call `function(kept, ...)` for each field, with the field's entry of each of `values`."""
         return {
             name: function(kept, *(value[name] for value in values))
             for name, kept in self.kept.items()
@@ -211,10 +217,10 @@ def _leaf_on_one_node(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> Lea
 
 
 def _exchanged_leaf(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> LeafSpec:
-    """The layout in which a leaf is exchanged: split in a node, even if it is not stored so.
+    """The layout in which a leaf is exchanged: split inside a node, even if it is not stored so.
 
-    Then each device sends only its own shard. A leaf that would have to be padded for it is sent
-    by every device.
+    Then each device sends only its own shard. A leaf that would need padding for this is not split,
+    and every device sends all of it.
     """
     if leaf.layout is not None:
         return leaf
@@ -261,17 +267,17 @@ def _outer_leaves(outer: OuterLayout, anchors: Sequence[LeafSpec]) -> tuple[Leaf
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LocalState:
-    """What local steps keep from round to round: save it like an optimizer state.
+    """The arrays that local steps keep from round to round; save it like an optimizer state.
 
     Attributes:
-        params: the parameters of every node, on a leading dim.
-        opt_state: the optimizer state of every node, on a leading dim.
+        params: the parameters of all nodes, each array `[nodes, *shape]`.
+        opt_state: the optimizer states of all nodes, each array `[nodes, *shape]`.
         outer_params: the outer parameters (float32), equal on all nodes; None where a leaf is not
             trained.
-        outer_state: the state of the outer optimizer, equal on all nodes; leaves other than those
-            like parameters have a leading dim that counts fragments.
-        residuals: for each leaf that is encoded, by path, what every node has not sent yet
-            (bfloat16).
+        outer_state: the state of the outer optimizer, equal on all nodes; leaves that have no
+            parameter's shape (counters) have a leading dim that counts fragments.
+        residuals: for each parameter whose exchange is encoded, the rounding errors that each node
+            has not sent yet, `[nodes, *shape]` (bfloat16); None for others.
     """
 
     params: Any
@@ -287,7 +293,7 @@ Arrays = dict[str, list[Array]]  # the arrays of a `LocalState`, by field
 
 
 def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) -> Arrays:
-    """The arrays of one node before the first round, from those of its trees."""
+    """The arrays of one node before the first round, from its parameters and optimizer state."""
     numbers = layouts.exchanged
     leaves = layouts.kept["outer_params"].leaves
     outer = [params[i].astype(leaf.dtype) for i, leaf in zip(numbers, leaves, strict=True)]
@@ -299,7 +305,7 @@ def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) 
 
 
 def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
-    """The arrays of one node, with a copy for every node of those that each has of its own."""
+    """Copy the per-node arrays of one node for every node, on a new leading dim."""
 
     def copied(kept: Kept, xs: list[Array]) -> list[Array]:
         return [jnp.broadcast_to(x, (nodes, *x.shape)) for x in xs] if kept.is_per_node else xs
@@ -310,9 +316,10 @@ def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
 def mean_over_nodes(
     x: Shaped[Array, "nodes ..."], is_overwritten: bool = False
 ) -> Shaped[Array, ...]:
-    """The mean over the leading dim, exact where all are equal; the first if they are no floats.
+    """The mean over nodes, the leading dim; of dtypes other than floats, the first node's value.
 
-    Of state that gradients overwrite, it is the maximum.
+    Of state that gradients overwrite, it is the maximum. Where all nodes are equal, the mean is
+    exactly their value: a sum of equal numbers divided by their count may be rounded.
     """
     if is_overwritten:
         return jnp.max(x, axis=0)
@@ -324,7 +331,7 @@ def mean_over_nodes(
 
 
 def gathered_mean(arrays: list[Array], kept: Kept, mesh: Mesh | SimulatedMesh) -> list[Array]:
-    """`mean_over_nodes` of arrays that are split over nodes, on every node."""
+    """All-gather per-node arrays over the nodes; return `mean_over_nodes` of each on every node."""
     nodes = mesh.shape[NODE]
     specs = [leaf.spec(kept.axes) for leaf in kept.global_leaves(nodes)]
 

@@ -69,24 +69,25 @@ def batch_specs(batches: Any, every: int, num_devices: int) -> list[PartitionSpe
 
 
 def node_specs(specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
-    """The part of these specs that is over `node`."""
+    """`specs` from `batch_specs`, reduced to the mesh axis `node`."""
     return [PartitionSpec(None, NODE) if spec == _STACKED else PartitionSpec() for spec in specs]
 
 
 def local_method(method: Any, options: Mapping[str, Any]) -> LocalSteps:
-    """`method` with these fields replaced; with None, a new one.
+    """`method` with the fields in `options` replaced; if it is None, `LocalSteps(**options)`.
 
     Raises:
-        ValueError: a field is not known, or `every` is given nowhere.
+        ValueError: `method` is no `LocalSteps`, a field is not known, or there is neither a method
+            nor `every`.
     """
     if method is not None and not isinstance(method, LocalSteps):
         raise ValueError(
             f"`method` must be a `jz.LocalSteps`, such as `jz.streaming_diloco()`; got {method!r}."
         )
-    known = [field.name for field in dataclasses.fields(LocalSteps)]
-    unknown = [name for name in options if name not in known]
+    fields = [field.name for field in dataclasses.fields(LocalSteps)]
+    unknown = [name for name in options if name not in fields]
     if unknown:
-        raise ValueError(f"`local_steps` has no option `{unknown[0]}`; it has {', '.join(known)}.")
+        raise ValueError(f"`local_steps` has no option `{unknown[0]}`; it has {', '.join(fields)}.")
     if method is not None:
         return dataclasses.replace(method, **options)
     if "every" not in options:
@@ -102,9 +103,9 @@ def check_kept(name: str, tree: Any, wanted: Any, nodes: int | None) -> None:
 
     Args:
         name: the name of the field.
-        tree: its value.
-        wanted: the same tree with an array or struct for each of its arrays.
-        nodes: how many nodes have arrays of their own in it, on a leading dim; None: they have not.
+        tree: the value of the field.
+        wanted: the tree that it should be, with an array or struct for each array.
+        nodes: the size of the leading dim that counts nodes; None if there is no such dim.
     """
     (paths, leaves, treedef), (_, right, right_treedef) = flatten(tree), flatten(wanted)
     what = "it is another tree" if treedef != right_treedef else ""
@@ -175,14 +176,14 @@ class LocalStep:
         step: the user's function.
         layouts: the layouts of its trees on one node.
         mesh: the mesh of all nodes.
-        found: gets the structure of the metrics, as "metrics".
+        noted: a dict in which a call stores the tree structure of the metrics, as "metrics".
     """
 
-    def __init__(self, step: Callable, layouts: Layouts, mesh: Mesh, found: dict[str, Any]):
+    def __init__(self, step: Callable, layouts: Layouts, mesh: Mesh, noted: dict[str, Any]):
         self._step = step
         self._layouts = layouts
         self._mesh = mesh
-        self._found = found
+        self._noted = noted
 
     def __call__(self, inner: Inner, batch: Any) -> tuple[Inner, list[Array]]:
         layouts = self._layouts.params, self._layouts.opt_state
@@ -203,7 +204,7 @@ class LocalStep:
                 ("params", "opt_state"), layouts, new, inner, strict=True
             )
         )
-        paths, leaves, self._found["metrics"] = flatten(metrics)
+        paths, leaves, self._noted["metrics"] = flatten(metrics)
         for path, x in zip(paths, leaves, strict=True):
             is_number = isinstance(x, bool | int | float | complex)
             if isinstance(x, StoredArray) or not (is_array(x) or is_number):
@@ -217,7 +218,14 @@ class LocalStep:
     def _arrays(
         self, name: str, layout: TreeLayout, tree: Any, old: list[Array], axes: tuple[str, ...]
     ) -> list[Array]:
-        """The arrays of a tree that the step returns, laid out like the old ones.
+        """The arrays of a tree that the step returns, laid out like those that it was given.
+
+        Args:
+            name: the name of the tree, for messages.
+            layout: the layout of the tree that the step was given.
+            tree: the tree that it returns.
+            old: the arrays that it was given.
+            axes: the mesh axes that split the arrays.
 
         Raises:
             ValueError: it has another structure, or an array of another shape or dtype.
@@ -241,8 +249,8 @@ class LocalStep:
             if (x.shape, x.dtype) != (before.shape, before.dtype):
                 raise ValueError(
                     f"`step` returns `{name}`, leaf `{path}`, as {x.dtype}{list(x.shape)}; it was "
-                    f"given {before.dtype}{list(before.shape)}. Keep shapes and dtypes, for all "
-                    "steps of a round run in one program."
+                    f"given {before.dtype}{list(before.shape)}. Keep shapes and dtypes: all steps "
+                    "of a round run in one loop."
                 )
         return [
             constrain(x, self._mesh, leaf.spec(axes))

@@ -1,4 +1,4 @@
-"""How matrices are stored, split, and how they are whole: as stacks that are split by layer."""
+"""Two layouts of a stack of matrices: as it is stored, and split by layer into whole matrices."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Forms(NamedTuple):
 
 
 def may_be_split_stack(leaf: LeafSpec) -> bool:
-    """Whether a parameter may be a stack of matrices, stored split along a dim of them.
+    """Whether a parameter may be a stack of matrices that is stored split along a matrix dim.
 
-    Pipeline stages may share its layers, if the devices of a stage divide those of the stage.
+    Pipeline stages may share its layers, if the number of layers of a stage is a multiple of the
+    number of devices of a stage.
     """
     if len(leaf.shape) < 3 or not _is_split(leaf) or leaf.layout is None or leaf.layout.dim == 0:
         return False
@@ -35,7 +36,7 @@ def may_be_split_stack(leaf: LeafSpec) -> bool:
 
 
 def may_be_split_matrix(leaf: LeafSpec) -> bool:
-    """Whether a parameter may be one of several matrices that are split, or a stack of them."""
+    """Whether a parameter is stored split, and may be a matrix or a stack of matrices."""
     if leaf.stages is not None:
         return may_be_split_stack(leaf)
     return len(leaf.shape) >= 2 and _is_split(leaf)
@@ -44,21 +45,22 @@ def may_be_split_matrix(leaf: LeafSpec) -> bool:
 def _is_split(leaf: LeafSpec) -> bool:
     if leaf.layout is None or leaf.layout.num_shards == 1 or leaf.memory_kind is not None:
         return False
-    return LOCAL not in leaf.other_axes  # an exchange would gather its experts
+    # Experts are split over `local` themselves, so an exchange over it would gather them.
+    return LOCAL not in leaf.other_axes
 
 
 def by_layer_of(stack: LeafSpec, num_shards: int) -> LeafSpec:
-    """A stack, split by layer into so many shards."""
+    """The layout of a stack that is split along dim 0, its layers, into `num_shards` shards."""
     return dataclasses.replace(stack, layout=DimSharding(0, stack.shape[0], num_shards))
 
 
 def forms_of_layers(stack: LeafSpec, num_shards: int, axes: tuple[str, ...]) -> Forms:
-    """The layouts of a stack of layers that is a leaf; a stage's layers stay on its devices.
+    """The two layouts of a leaf that is a stack; with stages, a stage's layers stay on its devices.
 
     Args:
         stack: the layout in which it is stored.
-        num_shards: how many devices share its layers, or those of a stage.
-        axes: the axes that split it.
+        num_shards: how many devices share the layers (of a stage, if there are stages).
+        axes: the mesh axes that split it.
     """
     if stack.stages is None:
         return Forms(stack, by_layer_of(stack, num_shards))
@@ -67,12 +69,12 @@ def forms_of_layers(stack: LeafSpec, num_shards: int, axes: tuple[str, ...]) -> 
 
 
 def forms_of_stack(leaf: LeafSpec, num: int, num_shards: int) -> Forms:
-    """The layouts of a stack of `num` leaves, each stored as `leaf` is.
+    """The two layouts of a stack that is made of `num` leaves, each stored as `leaf` is.
 
     Args:
-        leaf: the layout of each; its dtype does not matter.
-        num: how many they are.
-        num_shards: how many devices share their layers.
+        leaf: the layout of each leaf; its dtype does not matter.
+        num: the number of leaves, which become the layers of the stack.
+        num_shards: how many devices share the layers.
     """
     layout = None if leaf.layout is None else leaf.layout.moved(leaf.layout.dim + 1)
     other_axes = PartitionSpec(None, *leaf.other_axes)
@@ -82,16 +84,17 @@ def forms_of_stack(leaf: LeafSpec, num: int, num_shards: int) -> Forms:
 
 
 class Layouts:
-    """Arrays of values in one or both layouts, converted where they are first needed.
+    """The arrays of a program's values, each in one or both layouts; converted when first needed.
 
     Args:
-        forms: the layouts of values; those of others are left to the compiler.
+        forms: the two layouts of a value; the compiler chooses the layouts of all other values.
         mesh: the mesh of the layouts.
-        axes: the axes that split them.
+        axes: the mesh axes that split them.
 
     Attributes:
         arrays: for each value its arrays, by whether they are split by layer.
-        finished: an array that must be known before another is split by layer; None: none.
+        finished: an array that must be computed before another value is split by layer; None: no
+            value has to wait.
     """
 
     def __init__(self, forms: Mapping[Value, Forms], mesh: Mesh, axes: tuple[str, ...]):
@@ -103,7 +106,7 @@ class Layouts:
         self.arrays[x] = {by_layer: array}
 
     def get(self, x: Atom, by_layer: bool | None) -> Any:
-        """The array, by layer or as its leaf is stored; None: in any layout."""
+        """The array of `x`, split by layer (True), as its leaf is stored (False), or either."""
         if isinstance(x, Constant):
             return x.value
         by_form = self.arrays[x]
@@ -111,17 +114,18 @@ class Layouts:
         if forms is None or by_layer is None:
             return next(iter(by_form.values()))
         if by_layer not in by_form:
-            # Both layouts are given, so that the compiler converts here and not around it.
+            # With a constraint on both sides the compiler converts here, and does not propagate the
+            # new layout to the operations before.
             source = by_form[not by_layer]
             if by_layer and self.finished is not None:
-                # XLA drops a barrier of which a result is not used.
+                # `finished` passes too: XLA drops a barrier one of whose results is not used.
                 source, self.finished = jax.lax.optimization_barrier((source, self.finished))
             source = self.constrained(source, forms[not by_layer])
             by_form[by_layer] = self.constrained(source, forms[by_layer])
         return by_form[by_layer]
 
     def constrained(self, x: Any, leaf: LeafSpec) -> Any:
-        """An array of true shape, in the layout of `leaf`."""
+        """Constrain an array of true shape to the layout of `leaf`."""
         spec, mesh = leaf.spec(self._axes), self._mesh
         if AxisType.Explicit not in mesh.axis_types:
             return constrain(x, mesh, spec)

@@ -5,14 +5,15 @@ multiplies these would gather all of them on every device. Here each device gets
 
     stored, split along rows --all-to-all--> split along layers: update --all-to-all--> stored
 
-Only what products read is sent, in its dtype, and what others read of their results. All else, such
-as a momentum before the products and weight decay after them, is computed as its leaf is stored.
-State that products read, as the statistics of Shampoo, is stored by layer and never moves.
+Only the arrays that products read are sent, in their dtype, and those results of products that
+other operations read. All else, such as a momentum before the products and weight decay after them,
+is computed in the layout of storage. State that products read and replace, such as the statistics
+of Shampoo, is stored split by layer and never moves.
 
-Matrices that are leaves of their own, one for each layer, are made such stacks where they are first
-multiplied, of as many leaves as there are devices (`stack_alike_leaves`). The traced update is run
-with sharding constraints, so that no value changes, up to the order in which sums are added. Layers
-that the devices do not divide are split into parts of `ceil(layers / devices)`.
+Matrices that are separate leaves, one for each layer, are stacked where they are first multiplied,
+with as many leaves in a stack as there are devices (`stack_alike_leaves`). The traced update runs
+with sharding constraints, so no value changes, up to the order in which sums are added. If the
+number of devices does not divide the layers, a device gets `ceil(layers / devices)` or fewer.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from .matrix_layouts import (
 
 
 class MatrixUpdate:
-    """`tx.update`, traced on arrays of true shapes, with stacks of the matrices it multiplies.
+    """`tx.update`, traced on arrays of true shapes, and rewritten to multiply stacks of matrices.
 
     Args:
         tx: the optimizer.
@@ -97,7 +98,9 @@ class MatrixUpdate:
             *(LeafOf(i, "parameter") for i in numbers if num_params == num_grads),
         ]
         if num_grads != len(numbers) or any(x.has_effects for x in block.operations):
-            roles = []  # whose gradient each is is not known, or operations keep their order
+            # It is not known to which parameter a gradient belongs; or effects (prints) have to
+            # stay in order, and stacks would change the order.
+            roles = []
         self._program = _Program(block, roles, params.leaves)
 
     @property
@@ -107,10 +110,10 @@ class MatrixUpdate:
 
     @property
     def state_by_layer(self) -> list[int | None]:
-        """For each array of the optimizer state, the stack of matrices that it belongs to, or None.
+        """For each array of the optimizer state the stack by whose layers it is split, or None.
 
-        The products of the stack read it and make its new value, so it is split by layer as they
-        are.
+        The stack is a parameter whose products read the array and make its new value, so it is
+        split as they are.
         """
         new = self._program.block.outputs[self._num_updates :]
         return list(map(self._program.replaced_by_products, self._state, new))
@@ -118,7 +121,7 @@ class MatrixUpdate:
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
     ) -> list[Any]:
-        """The arrays of `(updates, state)`, of flattened trees with these arrays."""
+        """Run `tx.update` on the trees `flat`, filled with `arrays`; return its flat arrays."""
         remaining = iter(arrays)
         grads, state, params, extras = (
             jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
@@ -134,7 +137,7 @@ class MatrixUpdate:
         """`(updates, state)` in true shapes.
 
         Args:
-            arrays: those of the trees that it was traced for.
+            arrays: the arrays of the four trees that the update was traced for, in order.
             state: the layouts of the state.
             mesh: the mesh of the layouts.
             axes: the axes that split the state.
@@ -162,7 +165,10 @@ class MatrixUpdate:
 
 
 def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
-    """The parameter whose path ends that of an array of the state, and the array's role."""
+    """The parameter that an array of the state belongs to, and the array's role; None without one.
+
+    It is the parameter whose path is the end of the array's path.
+    """
     for i, name in enumerate(path_endings(path)):
         if name in by_path:
             return LeafOf(by_path[name], ("state", *map(str, path[:i])))
@@ -170,12 +176,12 @@ def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
 
 
 class _Run(NamedTuple):
-    """What a run needs to know.
+    """The layouts and the mesh of one run of an update.
 
     Attributes:
         layouts: for each parameter the layouts of it and of its state, by shape.
         mesh: the mesh of the layouts.
-        axes: the axes that split them.
+        axes: the mesh axes that split them.
     """
 
     layouts: Sequence[Mapping[tuple[int, ...], LeafSpec]]
@@ -184,16 +190,17 @@ class _Run(NamedTuple):
 
 
 class _Program:
-    """A program, an update or a branch of it, and its stacks of matrices.
+    """The program of an update, or a branch of a `cond` in it, and its stacks of matrices.
 
     Args:
         block: the program.
-        roles: for its first inputs the parameters that they belong to, or None.
+        roles: for each of the first inputs the parameter that it belongs to, or None.
         params: the layouts of the parameters.
 
     Attributes:
         block: the program.
-        roles: for its inputs the parameters that they belong to; only of parameters that may move.
+        roles: for each input that belongs to a parameter which may be split by layer, that
+            parameter, and the input's role and layout.
         params: the layouts of the parameters.
     """
 
@@ -219,24 +226,24 @@ class _Program:
             return False
         products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]
         num_layers = self.params[leaf].shape[0]
-        read = [x.shape for each in products for x in each.values if x in self._values.leaf]
+        read = [x.shape for product in products for x in product.values if x in self._values.leaf]
         return bool(products) and all(
             len(x) > 2 and x[0] % num_layers == 0 for x in read if len(x) > 1
         )
 
     def _is_stack(self, x: Value) -> bool:
-        """Whether a value of a stack has its layers."""
+        """Whether a value that is made of a stack has the stack's layers as dim 0."""
         layers = self.params[self._values.leaf[x]].shape[0]
         return len(x.shape) > 1 and x.shape[0] == layers
 
     def replaced_by_products(self, x: Value, new: Atom) -> int | None:
-        """The stack whose products read an input and make what it is replaced by, or None."""
+        """The stack whose products read input `x` and make `new`, its next value; or None."""
         leaf = self._values.leaf.get(x)
         stack = None if leaf is None else self._layers.get(leaf)
         if stack is None or x not in stack.given or not self._is_stack(x):
             return None
         if leaf is not None and self.params[leaf].stages is not None:
-            return None  # it is stored as all leaves of stages are
+            return None  # its layers are divided between stages, like those of the parameter
         return leaf if new is x or new in stack.made else None
 
     @property
@@ -246,7 +253,7 @@ class _Program:
 
     @functools.cached_property
     def _stacked(self) -> tuple[Block, list[MatrixStack]]:
-        """The program with products of alike leaves on stacks of these, and all stacks."""
+        """The program in which alike leaves are multiplied as stacks; and all its stacks."""
         leaves = {
             role.leaf: None
             for role in self.roles.values()
@@ -258,13 +265,13 @@ class _Program:
 
     @functools.cached_property
     def _branches(self) -> dict[Operation, list[_Program]]:
-        """The branches of each `cond` over several leaves of which one branch moves matrices."""
+        """For each `cond` over several leaves, its branches, if one of them moves matrices."""
         of_conds = {}
         for operation in self.block.operations:
             if operation.name != "cond" or operation.has_effects:
                 continue
             if not self._values.leaf.keys().isdisjoint(operation.outputs):
-                continue  # of one leaf: it is among its products
+                continue  # it computes values of one leaf, and is among the leaf's products
             roles = [self._values.role(x) for x in operation.inputs[1:]]
             branches = [_Program(x, roles, self.params) for x in branch_blocks(operation)]
             if any(branch.moves for branch in branches):
@@ -287,9 +294,9 @@ class _Program:
 
         Args:
             arrays: its inputs.
-            run: what is known of this run.
+            run: the layouts of this run.
             inputs_by_layer: the inputs that are split by layer.
-            outputs_by_layer: which outputs shall be.
+            outputs_by_layer: indices of the outputs that are to be split by layer.
         """
         block, stacks = self._stacked
         forms = {x: y for stack in stacks for x, y in self._forms(stack, run).items()}
@@ -312,7 +319,8 @@ class _Program:
                     env.set(x, array, makes_by_layer)
             for i in group:
                 results[i] = env.get(block.outputs[i], i in outputs_by_layer)
-            # What the next stack reads waits for a result of this one: one is held at a time.
+            # The next stack is split by layer only once this one has a result, so that one stack at
+            # a time is held in both layouts.
             if before is not None:
                 results[before] = env.finished
             before, env.finished = group[0], results[group[0]]
@@ -330,7 +338,7 @@ class _Program:
         return jax.lax.switch(inputs[0], branches, *inputs[1:])
 
     def _forms(self, stack: MatrixStack, run: _Run) -> dict[Value, Forms]:
-        """The layouts of what products of a stack read, and of what they make."""
+        """The layouts of the values that the products of a stack read and make."""
         first = stack.leaves[0]
         leaf, num_shards = self.params[first], self._num_shards(first)
         by_shape = run.layouts[first]
@@ -346,10 +354,9 @@ class _Program:
         return forms
 
     def _groups(self) -> list[list[int]]:
-        """The outputs of each stack that moves, the largest first, and then the others.
+        """Indices of the outputs of each stack, the largest stack first; then all other outputs.
 
-        Stacks are updated one after the other: only one of them is held a second time, and with it
-        what others have left.
+        Stacks are updated one after the other, so that only one of them is held in both layouts.
         """
         block, stacks = self._stacked
         number = {leaf: i for i, stack in enumerate(stacks) for leaf in stack.leaves}
@@ -363,7 +370,10 @@ class _Program:
 
 
 def _places(stacks: Sequence[MatrixStack]) -> dict[Operation, tuple[bool | None, bool]]:
-    """For what runs on stacks, whether it reads and makes arrays that are split by layer."""
+    """For each operation on stacks: whether it reads, and makes, arrays that are split by layer.
+
+    It reads arrays of any layout if the first is None.
+    """
     places: dict[Operation, tuple[bool | None, bool]] = {}
     for stack in stacks:
         places.update(dict.fromkeys(stack.stacking, (None, False)))

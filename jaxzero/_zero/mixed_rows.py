@@ -1,7 +1,7 @@
 """Warn where a loss mixes rows, with the user's line and the remedy.
 
-Each device runs the function on its own rows, and the loss is the mean of the devices' losses. It
-is that of one device with all rows if rows meet only in sums that reach the loss linearly.
+Each device runs the function on its own rows, and the loss is the mean of the devices' losses. This
+is the loss of one device with all rows only if rows meet in sums that reach the loss linearly.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ _REMEDIES = {
 _REMEDIES["product"] = _REMEDIES["function"] = (
     f"Take it over all devices before that: `jax.lax.pmean(..., {_AXES})`. {_MEANT}"
 )
-# Which kind is named of several at one line: those on the left say more.
+# Of several kinds at one line, the leftmost is named, because it says most.
 _ORDER = ("key", "pairs", "ratio", "statistic", "order", "extreme", "product", "function")
+# These get a warning of their own, beside that of another kind at the same line.
 _ALONE = ("key", "pairs", "ratio", "statistic", "order")
 _NAMES = {
     "argmax": "position of the maximum",
@@ -75,7 +76,7 @@ def warn_of_mixed_rows(
 
     Args:
         result: the result of the step, with the program of one micro-batch as it was traced.
-        num_stored: the number of its parameters, which come before `inputs`.
+        num_stored: the number of parameters, which come before `inputs` among the program's inputs.
         inputs: this device's rows of the batch, and replicated values.
         specs: the `PartitionSpec` of each input.
         outputs: tells how the other outputs are combined over devices, and the options of the call.
@@ -83,7 +84,7 @@ def warn_of_mixed_rows(
     """
     try:
         warnings = [*messages(result, num_stored, inputs, specs, outputs, comm)]
-    except Exception as error:  # this only looks on: training goes on without it
+    except Exception as error:  # a mistake in a check must not stop the training
         warn(
             "Whether the function mixes rows of the batch could not be found out "
             f"({type(error).__name__}: {error}). This is a mistake in jaxzero; nothing else "
@@ -109,6 +110,7 @@ def messages(
     num_devices = math.prod(comm.sizes[x] for x in axes)
     if num_devices * options.microbatches == 1 or any(map(_is_split_twice, specs)):
         return
+    # With several micro-batches, the first input of the program is the micro-batch's index.
     first = num_stored + (options.microbatches > 1)
     given = {
         first + i: RowInput(dim, x.shape[dim] // options.microbatches)
@@ -116,7 +118,7 @@ def messages(
         if (dim := split_dim(spec)) is not None
     }
     if options.microbatches > 1:
-        given[0] = RowInput(None)
+        given[0] = RowInput(None)  # it differs between micro-batches, and has no rows
     shapes = result.program.shapes  # loss, weight, gradients and others
     num_before = len(jax.tree.leaves(shapes[:3]))
     others = [i for i, how in enumerate(outputs.how) if how in ("mean", "sum", "concat")]
@@ -130,8 +132,9 @@ def messages(
     who = f"Each of {num_devices} devices" if num_devices > 1 else "Each micro-batch"
     if num_devices > 1 and options.microbatches > 1:
         who += f", in each of {options.microbatches} micro-batches,"
-    for found, where in ((in_loss, "the loss"), (in_others, _others(options))):
-        kept = [x for x in found if x.kind == "key" or options.row_statistics is None]
+    for of_outputs, where in ((in_loss, "the loss"), (in_others, _others(options))):
+        # Equal random bits are a mistake also where statistics of a device's rows are meant.
+        kept = [x for x in of_outputs if x.kind == "key" or options.row_statistics is None]
         for mixing, (file, line), inside in _by_line(kept):
             what = _described(mixing, rows, f"{file.rpartition('/')[2]}:{line}", inside)
             meaning = _meaning(mixing, rows, who, where)
@@ -144,7 +147,7 @@ def _is_split_twice(spec: Any) -> bool:
 
 
 def _of_weight(mixings: frozenset[Mixing]) -> frozenset[Mixing]:
-    """The mixings of a weight, which may be clipped on each device: `jnp.maximum(num, 1)`."""
+    """The mixings of a weight, except `jnp.maximum(num, 1)`, which guards against division by 0."""
     return frozenset(x for x in mixings if (x.kind, x.at.name) != ("function", "max"))
 
 
@@ -152,10 +155,14 @@ def _others(options: Options) -> str:
     return "`aux`" if options.has_gradients else "an output"
 
 
-def _by_line(found: Sequence[Mixing]) -> Iterator[tuple[Mixing, tuple[str, int], str | None]]:
-    """Yield a mixing of each kind and user's line, with that line and a library's inside it."""
+def _by_line(mixings: Sequence[Mixing]) -> Iterator[tuple[Mixing, tuple[str, int], str | None]]:
+    """Yield one mixing of each kind for each line of the user's code.
+
+    Yields:
+        The mixing, the user's file and line, and the line of a library that it calls, if any.
+    """
     lines: dict[tuple[str, int], dict[str, tuple[Mixing, str | None]]] = {}
-    for mixing in sorted(found, key=_rank):
+    for mixing in sorted(mixings, key=_rank):
         (file, line), inside = _place(mixing)
         kinds = lines.setdefault((file, line), {})
         if mixing.kind in _ALONE or not kinds:

@@ -61,7 +61,7 @@ class TrueShapes(optax.GradientTransformationExtraArgs):
 
 
 def check_is_optimizer(tx: Any) -> None:
-    """Raise `TypeError` for what is no optimizer, such as `optax.adam` without its arguments."""
+    """Raise `TypeError` unless `tx` is an optimizer; `optax.adam` without arguments is none."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
             "`tx` must be an optimizer of optax, such as `optax.adamw(1e-3)`; got a "
@@ -76,13 +76,13 @@ def trained_part(tree: Any, layout: TreeLayout) -> tuple[Any, TreeLayout]:
     """
     kept = trained_tree(tree)
     pairs = zip(layout.leaves, of_arrays(tree, _trained(tree)), strict=True)
-    known = [leaf for leaf, is_kept in pairs if is_kept]
-    _, rest, treedef = flatten(kept)
-    return kept, TreeLayout(treedef, tuple(known), statics_of(rest))
+    layouts = [leaf for leaf, is_kept in pairs if is_kept]
+    _, leaves, treedef = flatten(kept)
+    return kept, TreeLayout(treedef, tuple(layouts), statics_of(leaves))
 
 
 def trained_tree(tree: Any) -> Any:
-    """The tree of `trained_part`."""
+    """The tree with None for the leaves that no optimizer updates: see `trained_part`."""
     _, leaves, treedef = flatten(tree)
     # An empty `StoredArray` stays, as it does in gradients.
     pairs = zip(leaves, _trained(tree), strict=True)
@@ -105,7 +105,7 @@ def state_layout(
 
     A leaf whose path ends with that of a parameter, and that has its shape, is sharded like the
     parameter; other leaves (row and column statistics, counters) by their own shape. If `tx` is
-    wrapped, what products of matrices read and replace of a stack is split by layer.
+    wrapped, state that the matrix products of a stack read and replace is split by layer.
 
     Args:
         tx: the optimizer.
@@ -157,7 +157,7 @@ def _by_layer(
     state: Any,
     leaves: list[LeafSpec],
 ) -> list[LeafSpec]:
-    """The leaves of the state, those split by layer that products of matrices replace."""
+    """The layouts of the state, with those arrays split by layer that matrix products replace."""
     whole = params.whole(unpadded)
     try:
         owners = MatrixUpdate(tx, (whole, state, whole, {}), params).state_by_layer
@@ -200,15 +200,15 @@ def _check_shapes(state: Any) -> None:
 def _parameter_of(
     leaf: LeafSpec, path: tuple[Any, ...], parameters: dict[str, LeafSpec]
 ) -> LeafSpec | None:
-    """The parameter whose path ends that of a leaf of the state, and that has its shape."""
-    found = (parameters.get(name) for name in path_endings(path))
-    return next((each for each in found if each and leaf.shape == each.shape), None)
+    """The parameter that has the shape of a leaf of the state, and whose path ends `path`."""
+    candidates = (parameters.get(name) for name in path_endings(path))
+    return next((x for x in candidates if x is not None and leaf.shape == x.shape), None)
 
 
 def _in_memory(
     leaf: LeafSpec, parameter: LeafSpec | None, mesh: AnyMesh, config: ZeroConfig
 ) -> LeafSpec:
-    """A leaf of the state, in the memory where `config.offload` puts it."""
+    """The layout of a leaf of the state in the memory where `config.offload` puts it."""
     offload = config.offload
     num_shards = config.num_shards(mesh)
     is_in_host = (
@@ -233,7 +233,7 @@ def init_state(
         tx: the optimizer.
         params: arrays, traced arrays, or `ShapeDtypeStruct`s (then so is the result).
         layout: layouts of the state.
-        programs: those compiled before, on the mesh that the state is laid out on.
+        programs: the cache of compiled programs, of the mesh that the state is laid out on.
         axes: the mesh axes that shard the state.
     """
     mesh = programs.mesh
@@ -275,7 +275,7 @@ def true_shapes(
         tx: the optimizer.
         layout_of: the layout of a tree of parameters or gradients.
         state_layout_of: the layout of an optimizer's state, from that of the parameters.
-        programs: those compiled before, on the mesh that trees are laid out on.
+        programs: the cache of compiled programs, of the mesh that trees are laid out on.
         axes: the mesh axes that split optimizer state.
     """
     check_is_optimizer(tx)

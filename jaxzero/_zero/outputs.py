@@ -1,9 +1,9 @@
 """Combine results over devices and micro-batches: outputs, and gradients that are no derivatives.
 
-Outputs are reduced by mean, sum, max, first, stack or concat. A `custom_vjp` may return the next
-value of a scale, of a history of maxima or of a counter in the place of a gradient. The mean over
-devices, in the bits of a codec, is wrong for it: such gradients leave the program among its other
-outputs, and are combined as these are.
+Outputs are reduced by mean, sum, max, first, stack or concat. In place of a gradient, a
+`custom_vjp` may return the next value of a scale, of a history of maxima or of a counter. A mean
+over devices would be wrong for such a value, and so would a codec. So the program returns these
+gradients among its other outputs, and they are combined like outputs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,17 @@ class Outputs:
     """The outputs other than loss and gradients: their tree, and the reduction of each leaf.
 
     `record` is called while the function is traced, `part` in the program of each device, `join`
-    outside of the `shard_map`. `rows` is the number of rows that one call of the function gets:
-    those of one micro-batch on one device.
+    outside of the `shard_map`.
+
+    Args:
+        options: the options of the call.
+        rows: the number of rows that one call of the function gets: those of one micro-batch on one
+            device; None if no argument is split as `batch_spec`.
+
+    Attributes:
+        treedef: the tree structure of the outputs.
+        statics: for each leaf a `Static` if it is no value that a program returns, else None.
+        how: for each value its reduction, one of `REDUCTIONS`.
     """
 
     def __init__(self, options: Options, rows: int | None):
@@ -64,10 +73,10 @@ class Outputs:
         """
         pairs, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
         self.statics = [None if _is_value(x) else Static(x) for _, x in pairs]
-        found = zip(pairs, self._asked(tree), rng_leaves(tree), strict=True)
-        known = [each for each in found if _is_value(each[0][1])]
-        paths = [path_name(path) for (path, _), _, _ in known]
-        asked = [how or ("first" if is_rng else None) for _, how, is_rng in known]
+        entries = zip(pairs, self._asked(tree), rng_leaves(tree), strict=True)
+        values = [entry for entry in entries if _is_value(entry[0][1])]
+        paths = [path_name(path) for (path, _), _, _ in values]
+        asked = [how or ("first" if is_rng else None) for _, how, is_rng in values]
         leaves = values_of(tree)
         self.how = [
             self._checked(how, path, leaf) if how else self._default(path, leaf)
@@ -80,7 +89,7 @@ class Outputs:
         return leaves
 
     def _may_be_rows(self, asked: str | None, leaf: Array) -> bool:
-        """Whether a dim may be that of rows, alone or joined with others."""
+        """Whether a dim of a leaf may be the rows, or the rows merged with other dims."""
         if asked is not None or not self.rows:
             return False
         return any(size and size % self.rows == 0 for size in leaf.shape)
@@ -94,7 +103,12 @@ class Outputs:
     ) -> None:
         """Raise `ValueError` for a leaf with a value for each row, whose mean would mix rows.
 
-        Where no shapes with twice the rows are known, that is a leaf with as many in its dim 0.
+        Args:
+            paths: the path of each leaf.
+            asked: its reduction as the user says; None: the user does not say.
+            leaves: the arrays.
+            doubled: the shapes that they have with twice as many rows; None: not known. Then a leaf
+                with as many elements as rows along dim 0 is refused.
         """
         for i, (path, how, leaf) in enumerate(zip(paths, asked, leaves, strict=True)):
             if not self._may_be_rows(how, leaf):
@@ -171,8 +185,8 @@ class Outputs:
             comm: gives the number of devices.
 
         Returns:
-            The leaves that are now equal on all devices (mean, sum, first), and this device's rows
-            of the others (stack, concat), which `join` receives as global arrays.
+            Two lists: the leaves that are now equal on all devices (mean, sum, max, first), and
+            this device's part of the others (stack, concat), which `join` gets as global arrays.
         """
         combined = [combine(x, how, comm) for x, how in zip(leaves, self.how, strict=True)]
         pairs = list(zip(combined, self.how, strict=True))
@@ -255,7 +269,15 @@ def parameters_of(
     mesh: AnyMesh,
     combined: Mapping[int, str],
 ) -> Parameters:
-    """The leaves of all sharded arguments; the program reduces none of those that are combined."""
+    """The leaves of all sharded arguments, for the program of one device.
+
+    Args:
+        call: the arguments.
+        options: the options of the call.
+        config: stage, offload and activations.
+        mesh: the devices.
+        combined: the leaves whose gradients the program returns as other outputs, by index.
+    """
     leaves, differentiated = [], []
     numbers = options.argnums if options.has_gradients else ()
     for number, _, argument, layout in call.sharded():
@@ -302,7 +324,7 @@ def combined_gradients(
 
 
 def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpec, str]]:
-    """The leaves of the differentiated arguments, with their indices and reductions."""
+    """Yield the index, layout and reduction of each trained leaf of differentiated arguments."""
     reductions = _reductions(call, options)
     for number, start, argument, layout in call.sharded():
         if number not in options.argnums:

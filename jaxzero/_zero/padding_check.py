@@ -1,11 +1,11 @@
 """Warn if an optimizer's updates change when leaves are padded, by running it on tiny leaves.
 
-One update would not show it where learning rates start at 0, where gradients of several
+One update would not show a difference where learning rates start at 0, where gradients of several
 micro-batches make an update (`optax.MultiSteps`), or where only large gradients are clipped. So
-`NUM_UPDATES` are compared, of a program that is compiled once, and the second half has gradients
-of size `LARGE`. Layers whose paths differ by numbers are tried by one of them, and all leaves by
-one update. Optimizers with more than `NUM_UPDATES / 2` micro-batches for an update, or a
-larger threshold, can go unnoticed.
+`NUM_UPDATES` updates are compared, by a program that is compiled once, and the second half of them
+has gradients of size `LARGE`. Of layers whose paths differ only by numbers, one is tried so; then
+all leaves are tried by one update. A difference can go unnoticed if more than `NUM_UPDATES / 2`
+micro-batches make an update, or if only larger gradients are clipped.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def warn_of_padding(
 ) -> None:
     """Warn if `tx` gives, or may give, other updates because some of its leaves are padded.
 
-    It does so if it counts elements, decides by shape (Adafactor, Muon), or selects leaves by
-    path: the path of a padded leaf has one more entry.
+    An optimizer does so if it counts elements, decides by shape (Adafactor, Muon), or selects
+    leaves by path: the path of a padded leaf has one more entry.
 
     Args:
         tx: the optimizer.
         layout: layouts of the parameters.
-        programs: those compiled before.
+        programs: the cache of compiled programs.
         remedy: the end of the warning.
-        as_arrays: whether it sees padded leaves as arrays, and not as `StoredArray`s.
+        as_arrays: whether `tx` sees padded leaves as arrays, and not as `StoredArray`s.
     """
     padded = [leaf.path for leaf in layout.leaves if leaf.padded_dims]
     if not padded or isinstance(tx, TrueShapes):
@@ -94,12 +94,12 @@ def _is_same(
 def _num_before_overflow(updates: np.ndarray) -> int:
     """The number of updates before the first one with squares that may overflow in a norm.
 
-    Parameters grow that far under an optimizer without a learning rate that multiplies gradients
-    by their norm, and then rounding decides between a number, infinity and NaN.
+    An optimizer that scales gradients by the norm of parameters, without a learning rate, lets
+    parameters grow that far. Then rounding decides between a number, infinity and NaN.
     """
     if not jnp.issubdtype(updates.dtype, jnp.inexact):
         return len(updates)
-    most = float(jnp.finfo(updates.dtype).max) ** 0.5 / 64
+    most = float(jnp.finfo(updates.dtype).max) ** 0.5 / 64  # a norm may add 4096 squares
     is_large = np.isfinite(updates) & (np.abs(updates) > most)
     return int(np.argmax([*is_large.reshape(len(updates), -1).any(axis=1), True]))
 
@@ -141,9 +141,17 @@ def _updates(
     is_tried: list[bool],
     num_updates: int,
 ) -> list[Any]:
-    """The first updates of `tx`, `[num_updates, 2, 2, ...]`; `widen` pads leaves.
+    """The first updates of `tx`, an array `[num_updates, 2, 2, ...]` for each leaf.
 
-    Only one if `tx` needs more than gradients, such as the loss.
+    There is one update only if `tx` needs more than gradients, such as the loss.
+
+    Args:
+        programs: the cache of compiled programs.
+        tx: the optimizer.
+        layout: layouts of the parameters, whose dims all become 2.
+        widen: pads a leaf; None: no leaf is padded.
+        is_tried: for each leaf, whether it is in the trees that `tx` gets.
+        num_updates: the number of updates.
     """
     random = np.random.default_rng(0)
     trees = []
@@ -156,13 +164,15 @@ def _updates(
     with own_modes():
         try:
             return _run(programs, tx, False, num_updates, *trees)
-        except Exception:  # Some need more than gradients, which, not fitting a loss, can cancel.
+        except Exception:
+            # `tx` may need more than gradients, such as the loss. What it gets here does not fit
+            # the gradients, so that terms of later updates can cancel.
             return _run(programs, tx, True, 1, *trees)
 
 
 @contextlib.contextmanager
 def own_modes() -> Iterator[None]:
-    """Run trials in this context, whatever the caller's modes and trace are."""
+    """A context for trials, in which the caller's modes and trace have no effect."""
     # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
     with (
         jax.numpy_dtype_promotion("standard"),
@@ -174,7 +184,7 @@ def own_modes() -> Iterator[None]:
 
 
 def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) -> np.ndarray:
-    """Random parameters `[2, 2, ...]`, or with `lead` gradients, the second half of them large."""
+    """Random parameters `[2, 2, ...]`; or gradients `[*lead, 2, 2, ...]`, half of them large."""
     dtype = _dtype_of(leaf)
     shape = (*lead, *(2,) * len(leaf.shape))
     x = random.normal(size=shape)

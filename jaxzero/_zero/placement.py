@@ -97,7 +97,7 @@ def make_leaves(
     Args:
         function: returns a stored array for each leaf; it runs once for each program.
         leaves: the layouts.
-        programs: those compiled before, on the mesh that the arrays are sharded on.
+        programs: the cache of compiled programs, of the mesh that the arrays are sharded on.
         axes: the mesh axes that split them.
         args: arguments of `function`.
     """
@@ -129,12 +129,12 @@ def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def pad_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """Pad, and encode if the leaf has a codec, an array of true shape to its stored form."""
+    """Convert an array of true shape to its stored form: padded; with a codec, also encoded."""
     return leaf.pad(x) if leaf.codec is None else to_stored(leaf.pad(x), leaf)
 
 
 def unpad_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """Decode and unpad an array in stored form to its true shape; the reverse of `pad_leaf`."""
+    """Convert an array in stored form to its true shape; the reverse of `pad_leaf`."""
     full = x if leaf.codec is None else from_stored(x, leaf).join()
     return leaf.unpad(full)
 
@@ -144,11 +144,17 @@ def place(
 ) -> Placed:
     """Shard one array over the mesh of `programs`, in stored form.
 
-    Only the slices that this process's devices own are read from `source`. If it has a method
-    `borrow`, that is called with them: its arrays may share memory with a file, and are copied
-    before `transfers` ends. If all of it can be borrowed without a copy (`is_in_file`), that is
-    done once for all devices: each page of the file is then mapped once, and not for each device.
-    If it also has a method `astype`, that casts it where its dtype is not that of the leaf.
+    Args:
+        leaf: the layout to shard by.
+        source: the full array of true shape, or anything with `shape`, `dtype` and `__getitem__`
+            for a tuple of slices, of which only the slices that this process's devices own are
+            read. Slices from a method `borrow` may share memory with a file, and are copied before
+            `transfers` ends. If `is_in_file` is true, all of `source` is borrowed once for all
+            devices, which maps each page of the file once. A method `astype` casts it where its
+            dtype is not that of the leaf.
+        programs: the cache of compiled programs.
+        axes: the mesh axes that split it.
+        transfers: the threads that copy to devices.
     """
     mesh = programs.mesh
     if leaf.codec is not None:
@@ -170,7 +176,7 @@ def place(
     if hasattr(source, "borrow") and hasattr(source, "astype") and source.dtype != leaf.dtype:
         # A 64-bit tensor in a file, while JAX has 32 bits: a cast that refuses what does not fit.
         source = source.astype(leaf.dtype)
-    # Of 64-bit types in the calling thread only: see `Transfers.put`.
+    # Arrays of 64-bit types are moved by the calling thread only: see `Transfers.put`.
     is_in_file = getattr(source, "is_in_file", False)
     if is_in_file and source.dtype == leaf.dtype and leaf.dtype.itemsize <= 4:
         return _place_map(leaf, source, sharding, transfers)
@@ -187,7 +193,7 @@ def _without_explicit_axes(x: Any) -> Any:
 
 
 def _alone(x: jax.Array) -> jax.Array:
-    """Wait for an array whose making took collectives between processes.
+    """Wait for an array that collectives between processes make.
 
     Programs with collectives that are in flight at once may deadlock on CPUs (JAX 0.10).
     """
@@ -223,7 +229,7 @@ def _place_map(
 def _targets(
     leaf: LeafSpec, sharding: NamedSharding
 ) -> Iterator[tuple[tuple[slice, ...], list[SingleDeviceSharding]]]:
-    """Each different slice of this process's devices, and the memories that it goes to."""
+    """Each different slice that this process's devices hold, and the memories of those devices."""
     targets: dict[tuple[tuple[int | None, int | None], ...], list[SingleDeviceSharding]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.stored_shape).items():
         assert index is not None
@@ -236,7 +242,7 @@ def _targets(
 def _padded_slice(
     leaf: LeafSpec, get: Callable[[tuple[slice, ...]], Any], index: tuple[slice, ...]
 ) -> np.ndarray:
-    """A slice of the stored array, of what `get` returns of the array without padding."""
+    """A slice of the stored array, with padding; `get` returns slices of the true array."""
     bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
     inside = tuple(
         slice(min(start, n), min(stop, n))
@@ -255,7 +261,7 @@ def place_tree(
     Args:
         layout: layouts of the tree.
         leaves: the full arrays of the tree; a `StoredArray` is padded or encoded already.
-        programs: those compiled before, on the mesh to shard them on.
+        programs: the cache of compiled programs, of the mesh to shard them on.
         axes: the mesh axes that shard them.
 
     Returns:
@@ -296,7 +302,7 @@ def gather_full(layout: TreeLayout, leaves: list[Any], programs: Programs) -> li
 
 
 def constrain(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
-    """Shard `x` as `spec` says, in the memory where it is: an array at once, a tracer when run.
+    """Shard `x` by `spec`, in the memory where it lies; a traced array by a constraint.
 
     If the mesh has explicit axes, a traced array is resharded over these only, since its type can
     name no others; the compiler chooses its layout over the other axes. In a program of one node
@@ -322,5 +328,5 @@ def constrain(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
 
 
 def constrain_tree(tree: Any, mesh: Mesh | AbstractMesh, specs: Any) -> Any:
-    """`constrain` each array of a tree as the tree prefix `specs` says."""
+    """Shard each array of a tree, by `constrain`; `specs` is a tree prefix of `PartitionSpec`s."""
     return map_specs(lambda x, spec: constrain(x, mesh, spec), specs, tree)

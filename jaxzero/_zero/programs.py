@@ -61,14 +61,17 @@ class Programs:
             out_shardings: a sharding for each array that is returned, or one for all; None leaves
                 them to the compiler.
         """
-        # Where a trace calls it, all that it does is trace, which makes so many objects that
-        # Python's collector takes a fifth of the time. Most are garbage when it is done.
+        # Inside a trace this call only traces. That makes so many objects that Python's garbage
+        # collector would take a fifth of the time, and most are garbage only at the end.
         tracing = is_tracing() or any(map(is_traced, jax.tree.leaves(args)))
         with jax.disable_jit(False), without_gc() if tracing else nullcontext():
             return self.ready(program, *args, out_shardings=out_shardings)(*args)
 
     def ready(self, program: Callable, *args: Any, out_shardings: Any = None) -> Callable:
-        """The function that `run` calls, for several calls with arguments of the same types."""
+        """Trace and compile `program`; return a function for calls with arguments of these types.
+
+        Arguments are those of `run`.
+        """
         structure: dict[str, Any] = {}
 
         def arrays_only(*args: Any) -> list[Any]:
@@ -86,8 +89,8 @@ class Programs:
             part = jax.jit(_after_tokens(arrays_only), out_shardings=(None, out_shardings))
 
             def call(*args: Any) -> Any:
-                made = in_turn(part, *args)  # which sets `structure`
-                return rebuild(arrays=made, **structure)
+                outputs = in_turn(part, *args)  # the trace sets `structure`
+                return rebuild(arrays=outputs, **structure)
 
             return call
         for x in (*opened.constants, *arrays):
@@ -102,7 +105,8 @@ class Programs:
         # Which Python function a callback calls is not in the text, so it is compiled at each call.
         if calls_python or ("callback" in text and not prints):
             compiled = lowered.compile()
-        else:  # nor are arguments that are not used, and weak types and shardings of the results
+        else:
+            # The text lacks unused arguments too, and weak types and shardings of the results.
             parts = (text, opened.types, prints, out_shardings)
             compiled = self._compiled("\n".join(map(str, parts)), lowered)
         constants = _placed(opened.constants, compiled)
@@ -137,7 +141,7 @@ def _placed(constants: Sequence[Any], compiled: Any) -> list[Any]:
 
 
 def _after_tokens(program: Callable) -> Callable:
-    """A program in the form that `in_turn` takes."""
+    """`program` as a function of tokens and its arguments, which returns tokens: see `in_turn`."""
 
     def call(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
         remember(tokens)
@@ -159,9 +163,10 @@ def run_with_tangents(
     Args:
         function: a function of trees of arrays.
         args: its arguments.
-        rule_of: from the traced function, returns the arrays that the function to differentiate
-            closes over, and the rule for its tangents. The program keeps the rule, which should
-            hold no arrays. Tangents that are known to be zero are `SymbolicZero`s.
+        rule_of: a function from the traced program to `(closed_over, rule)`: the arrays that the
+            function to differentiate closes over, and the rule for its tangents. JAX keeps the
+            rule, which should hold no arrays. The rule gets `SymbolicZero`s for tangents that are
+            known to be zero.
     """
 
     def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
@@ -176,7 +181,8 @@ def _differentiated_by(
     tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
 ) -> tuple[list[Any], Any]:
     """Run a program of tokens and arguments; the rule gives the tangents of its results."""
-    bare = dataclasses.replace(program, constants=[])  # what the rule closes over is kept
+    # JAX keeps the rule, and with it all that the rule closes over: not the arrays, therefore.
+    bare = dataclasses.replace(program, constants=[])
     run, treedef = bare.run_without_refs, bare.treedef
     # JAX calls the rule later: outside of `map_nodes`, for a program of one node.
     context = contextvars.copy_context()
@@ -192,11 +198,11 @@ def _differentiated_by(
         at_primals = dataclasses.replace(bare, constants=constants)
         last, results = _differentiated_by(tangents_of, at_primals, closed_over, tokens, args)
 
-        def made() -> Any:
+        def in_context() -> Any:
             remember(last)
             return tangents_of((closed_over, args), (tangents[0][1], tangents[2]), results)
 
-        return (last, results), (zeros(last), context.copy().run(made))
+        return (last, results), (zeros(last), context.copy().run(in_context))
 
     call.defjvp(rule, symbolic_zeros=True)
     return call((program.constants, closed_over), tokens, args)
@@ -236,7 +242,7 @@ def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any])
 
 
 def tangents_like(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """A tangent for each array: the next of `tangents` for a float, zero for any other."""
+    """A tangent for each result: the next of `tangents` for floats, zero for other dtypes."""
     more = iter(tangents)
     return [next(more) if jnp.issubdtype(x.dtype, jnp.inexact) else zeros(x) for x in results]
 
@@ -307,7 +313,7 @@ def numbers_as_arrays(tree: Any) -> Any:
 
 
 def _check_makes(init_fn: Any, args: tuple[Any, ...]) -> None:
-    """Raise `TypeError` for parameters, or a module that holds them, in place of a function."""
+    """Raise `TypeError` if `init_fn` is no function, but parameters or a module that has them."""
     if callable(init_fn):
         if not array_leaves(init_fn):
             return

@@ -76,16 +76,16 @@ def warn_of_rounding(
 
 
 def _median(x: jax.Array) -> float:
-    """The median of the absolute values of a part of the first shard here."""
+    """The median of the absolute values in a corner of the first shard of this process."""
     if not x.addressable_shards:
         return 0.0
     data = x.addressable_shards[0].data
     if in_host(x):
-        data = np.asarray(data)  # where nothing computes
+        data = np.asarray(data)  # nothing is computed in host memory: NumPy takes the slice
     sampled = [1] * (data.ndim - 2) + [_SAMPLED] * min(data.ndim, 2)
     values = np.abs(np.asarray(data[tuple(map(slice, sampled))], np.float32))
     values = values[np.isfinite(values)]
-    # One of the values, since where it lies between two powers of 2 counts.
+    # An element, not the mean of two: the spacing of numbers depends on its power of 2.
     return float(np.sort(values)[values.size // 2]) if values.size else 0.0
 
 
@@ -96,7 +96,7 @@ def _stuck(
     sizes: list[float],
     tried: list[bool],
 ) -> list[bool]:
-    """For each leaf, whether it has updates other than 0, and none changes it."""
+    """For each leaf, whether it gets updates other than 0, and no update changes it."""
     random = np.random.default_rng(0)
     trees = []
     for scale in (None, 1.0, LARGE):  # parameters, gradients
@@ -116,7 +116,7 @@ def _stuck(
 def _run(
     programs: Programs, tx: optax.GradientTransformation, params: Any, all_grads: list[Any]
 ) -> np.ndarray:
-    """For each leaf, whether an update changes it, and whether one is not 0: `[2, leaves]`."""
+    """Booleans `[2, leaves]`: whether an update changes a leaf, and whether an update is not 0."""
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         updates, new = tx.update(grads, state, params)
@@ -157,7 +157,10 @@ def _copied(state: Any, params: Any) -> np.ndarray:
 
 
 def _counters(state: Any) -> list[int]:
-    """Places of the integers in the state that schedules read; not those that correct moments."""
+    """Places of the counters in the state that schedules read.
+
+    Counters beside the moments `mu` and `nu` are left out: bias correction reads them.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     owners = {
         path[:i]

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float32
 
+from .._execute import check_microbatches
 from .._mesh import AXES, LOCAL, NODE, AnyMesh, physical
 from .._sharding import path_name, split_dim
 from .arguments import Call, node_microbatches
@@ -26,7 +27,12 @@ Shares = tuple[int, ...]
 
 
 def known_shares(shares: Sequence[int] | None, nodes: int, microbatches: int) -> Shares | None:
-    """Check shares, and divide them by what they have in common; None if all are equal.
+    """Check shares, and divide them by their greatest common divisor; None if all are equal.
+
+    Args:
+        shares: one for each node, or None.
+        nodes: the number of nodes.
+        microbatches: how many micro-batches the devices of the fastest node run.
 
     Raises:
         ValueError: they are not one integer of at least 1 for each node, or the micro-batches
@@ -56,7 +62,8 @@ def check_shares(shares: Shares | None, halves: bool, mesh: AnyMesh) -> None:
     """Check that the other options of `value_and_grad` go with `shares`.
 
     Raises:
-        NotImplementedError: half-batches are compared, or the mesh has axes of its own.
+        NotImplementedError: half-batches are compared, or the mesh has axes beside `node` and
+            `local`.
     """
     if shares is None:
         return
@@ -82,11 +89,11 @@ def check_share_nodes(mesh: AnyMesh, shares: Shares | None) -> None:
 def counted_rows(
     rows: int, mesh: AnyMesh, microbatches: int, shares: Shares
 ) -> Bool[np.ndarray, " rows"]:
-    """Which rows of a batch of `rows` rows are computed."""
+    """Whether each row of a batch of `rows` rows is computed: those of micro-batches that run."""
     nodes, local = mesh.shape[NODE], mesh.shape[LOCAL]
-    each = rows // (nodes * local)
-    counts = np.asarray(node_microbatches(microbatches, shares)) * (each // microbatches)
-    is_counted = np.arange(each) < counts[:, None]  # [nodes, each]
+    of_device = rows // (nodes * local)
+    counts = np.asarray(node_microbatches(microbatches, shares)) * (of_device // microbatches)
+    is_counted = np.arange(of_device) < counts[:, None]  # [nodes, rows of a device]
     return np.repeat(is_counted, local, axis=0).reshape(-1)
 
 
@@ -110,8 +117,8 @@ def pad_batch(
         rows: number of rows to pad to, so that all batches have one shape and share a compiled
             program. By default the smallest multiple of devices x `microbatches`.
         microbatches: as given to `zero.value_and_grad`.
-        shares: likewise. Rows stay in order, and padding follows the rows of each device of nodes
-            with smaller shares; it is not computed.
+        shares: as given to `zero.value_and_grad`. Rows stay in order. On nodes with smaller shares,
+            padding follows the rows of each device, and is not computed.
 
     Returns:
         `(batch, weights)`: arrays `[rows, ...]`, and float32 weights, 1 for each of the n rows and
@@ -121,8 +128,9 @@ def pad_batch(
 
     Raises:
         ValueError: the batch has no rows, its arrays have different numbers of rows, an array may
-            be rows or a raw random key, `rows` is too few or not such a multiple, or `shares` is
-            not one integer of at least 1 for each node or does not fit `microbatches`.
+            be rows or a raw random key, `rows` is too small or not a multiple of devices x
+            `microbatches`, `microbatches` is not an integer of at least 1, or `shares` is not one
+            integer of at least 1 for each node or does not fit `microbatches`.
 
     Example:
         >>> def loss_fn(params, batch):
@@ -132,12 +140,14 @@ def pad_batch(
         >>> step = zero.value_and_grad(loss_fn, weighted=True)
         >>> loss, grads = step(params, jz.pad_batch(batch, zero))
     """
+    check_microbatches(microbatches)
+    if not isinstance(rows, int | np.integer | None):
+        raise ValueError(f"`rows` must be an integer; got {rows!r}.")
     num_rows, mesh = rows_of("`batch`", batch), zero._devices
     node_shares = known_shares(shares, mesh.shape[NODE], microbatches) or (1,) * mesh.shape[NODE]
     divisor = zero.num_devices * microbatches
-    counted = mesh.shape[LOCAL] * sum(
-        node_microbatches(microbatches, node_shares)
-    )  # of `divisor` rows
+    # Of each `divisor` rows, so many are computed.
+    counted = mesh.shape[LOCAL] * sum(node_microbatches(microbatches, node_shares))
     total = -(-num_rows // counted) * divisor if rows is None else rows
     if num_rows == 0 or total % divisor or total // divisor * counted < num_rows:
         raise ValueError(
@@ -146,7 +156,8 @@ def pad_batch(
             f"multiple of {divisor} of which {counted} in each {divisor} hold a row of the batch."
         )
     is_counted = counted_rows(total, mesh, microbatches, node_shares)
-    numbers = np.cumsum(is_counted) - 1  # of the row of `batch` that each row is, or follows
+    # For each row of the result the row of `batch` that it holds; padding repeats the one before.
+    numbers = np.cumsum(is_counted) - 1
     weights = (is_counted & (numbers < num_rows)).astype(np.float32)
     taken = np.clip(numbers, 0, num_rows - 1)
 

@@ -77,8 +77,8 @@ class ShardedTrees:
             init_fn: returns a tree of arrays (and `None`s), an `eqx.Module` or an `nnx.Module`.
                 Boxes of `nn.with_partitioning` are removed.
             args: arguments of `init_fn`, such as a key.
-            specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`.
-                By default those that the boxes name.
+            specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`;
+                by default the axes that the boxes name.
 
         Returns:
             The tree of global `jax.Array`s in their own shapes, each split on one dim over all
@@ -101,7 +101,7 @@ class ShardedTrees:
             return [x.data if is_stored(x) else pad_leaf(leaf, x) for leaf, x in pairs]
 
         check_room("parameters", layout.leaves, self.mesh, self._weight_axes)
-        # Here, where processes are about as far: later one may still compile when others send.
+        # Here processes are at the same point. Later, one may still compile while others send.
         gloo_workaround.connect_groups(self.mesh)
         made = make_leaves(stored, layout.leaves, self._programs, self._weight_axes, *args)
         return layout.stored(made)
@@ -123,7 +123,7 @@ class ShardedTrees:
         """Shard a tree of full arrays over the devices.
 
         Args:
-            tree: leaves are numpy or jax arrays, or anything with `shape`, `dtype` and
+            tree: its leaves are numpy or jax arrays, or anything with `shape`, `dtype` and
                 `__getitem__` for a tuple of slices, such as a tensor in a file. Of each
                 leaf only the slices that this process's devices own are read. An
                 `eqx.Module` or `nnx.Module` may hold other leaves, which are unchanged.
@@ -240,14 +240,14 @@ class ShardedTrees:
             tx: the optimizer, given to `init_optimizer` before; also one from `zero.optimizer`.
             grads: the gradients, from `value_and_grad`.
             opt_state: the optimizer state, from `init_optimizer` or the last update.
-            params: the parameters. Leaves that their module does not train are returned as they
-                are.
+            params: the parameters. Leaves that their module does not train are returned unchanged.
             extra_args: further arguments of `tx.update`, such as `value=loss`.
 
         Returns:
             `(params, opt_state)`, each array in the memory of the old one.
 
         Raises:
+            TypeError: `tx` is no optimizer.
             NotImplementedError: `tx` needs more of a leaf in host memory than this (Muon, Shampoo,
                 Adafactor, `optax.MultiSteps`); the error names the leaf and the line of `tx`.
             ValueError: a tree did not come from this `Zero`, or they do not fit each other.
@@ -312,7 +312,7 @@ class ShardedTrees:
         Raises:
             ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
             NotImplementedError: the config uses error feedback, or encodes sums twice; or a table
-                of `rows` is gathered for other uses too.
+                of `rows` is also gathered as a whole.
         """
         grads, layout = trained_part(grads, self._layout_of(grads))
         devices = self._here._devices

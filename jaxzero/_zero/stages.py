@@ -1,4 +1,4 @@
-"""One stage's step: its layers and this stage's slices of what is not a layer."""
+"""A step on one pipeline stage, which has some of the layers, and a slice of every other leaf."""
 
 from __future__ import annotations
 
@@ -78,7 +78,11 @@ def run_on_stage(
     *,
     lists: LayerLists,
 ) -> Result:
-    """Like `run_on_device`, on a device of a stage; `lists` has the layers of `parameters`."""
+    """`run_on_device` on a device of a stage, with the same arguments.
+
+    `lists` says which leaves of `parameters` are layers, and how the stages divide them. Gradients
+    are returned for all leaves, in their stored layouts, as without stages.
+    """
     assert share_of_loss is None and lists.stages is not None
     arrays, differentiated = lists.arrays, tuple(lists.numbers(parameters.differentiated))
     is_stack = [lists.is_divided(j) for j in range(len(arrays))]
@@ -111,7 +115,7 @@ def run_on_stage(
         wire_state,
         given,
         [PartitionSpec()] * len(given),
-        1,
+        1,  # `staged` runs all micro-batches by itself
         comm,
         _updates_of_arrays(lists, updates or {}),
         share_of_gradients=None if staged.is_weighted else 1 / comm.num_devices,
@@ -127,7 +131,7 @@ def _of_step(
     staged: Staged,
     result: Result,
 ) -> Result:
-    """The results of a step for all leaves, from those of a stage for its arrays."""
+    """Convert the results of a stage, for its arrays, to results of the step for all leaves."""
     others, num = [x[0] for x in result.others], len(staged.program.shapes[3])
     made = dict(zip(differentiated, result.gradients, strict=True))
     gradients = _of_leaves(lists, made, next(iter(others[num:]), None))
@@ -163,7 +167,10 @@ def _by_microbatch(inputs: Sequence[Array], specs: Sequence[Any], microbatches: 
 
 
 def _of_stage(lists: LayerLists, stored: Sequence[Array], staged: Staged) -> list[Array]:
-    """What a stage has of each array: its layers of stacks, and its slices of the others."""
+    """The shards that a stage computes with: its layers of each stack, and other arrays whole.
+
+    Those others are all-gathered over the stages, which store a slice each.
+    """
     arrays = []
     for j, (leaf, members) in enumerate(zip(lists.arrays, lists.members, strict=True)):
         shards = [stored[i] for i in members]
@@ -179,7 +186,7 @@ def _of_stage(lists: LayerLists, stored: Sequence[Array], staged: Staged) -> lis
 def _updates_of_arrays(
     lists: LayerLists, updates: Mapping[int, LeafUpdate]
 ) -> dict[int, LeafUpdate]:
-    """The updates, by array, of leaves that are none of a list."""
+    """The updates by index of the array; without those of leaves that are one layer of a list."""
     own = {x[0]: j for j, x in enumerate(lists.members) if not lists.is_list(j)}
     return {own[i]: update for i, update in updates.items() if i in own}
 
@@ -187,9 +194,10 @@ def _updates_of_arrays(
 def _of_leaves(
     lists: LayerLists, gradients: Mapping[int, Array | None], arrived: Array | None = None
 ) -> dict[int, Any]:
-    """The gradients of all leaves, as they are stored, from those that a stage has of arrays.
+    """Convert a stage's gradients, of its arrays, to the gradients of all leaves as stored.
 
-    Those outside of the layers are sent once `arrived` is known (see `Pipeline.run`).
+    Gradients of leaves outside of the layers are summed over stages, once `arrived` is known (see
+    `Pipeline.run`).
     """
     of_leaves: dict[int, Any] = {}
     for j, x in gradients.items():
@@ -211,7 +219,7 @@ def _of_all_stages(
     comm: CommSpec,
     sums: HalfSums,
 ) -> HalfSums:
-    """The sums over half-batches of all leaves, from those of a stage for its arrays."""
+    """The sums over half-batches for all leaves, from those of one stage for its arrays."""
     wanted = parameters.differentiated
     arrays = lists.numbers(wanted)
     is_flat = [on_stage[j].layout is None for j in arrays]

@@ -28,15 +28,15 @@ from .user_function import constant_weight
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """The derivative of a function, and the arguments of a sharded program of it.
+    """The derivative of a function along tangents, and the arguments of its sharded program.
 
     Attributes:
         traced: the function.
-        constants: the arrays that it closes over.
-        of_constants: their tangents.
+        constants: the arrays that the function closes over.
+        of_constants: the tangents of `constants`.
         call: the arguments of the function's program.
-        arrays: the global arrays of each argument.
-        of_arrays: their tangents.
+        arrays: for each argument its global arrays.
+        of_arrays: the tangents of `arrays`.
     """
 
     traced: OpenProgram
@@ -48,19 +48,23 @@ class Derivative:
 
     @classmethod
     def along(cls, traced: OpenProgram, call: Call, primals: Any, tangents: Any) -> Derivative:
-        """The derivative at `(closed_over, args)`, along the tangents of these.
+        """The derivative at the point `primals`, along `tangents`.
 
         Args:
             traced: the function on one device, traced on flat lists.
             call: the arguments of its program.
-            primals: the arrays that the function closes over, and the arguments of the program.
-            tangents: likewise.
+            primals: `(closed_over, args)`, the arrays that the function closes over and the
+                arguments of the program.
+            tangents: the tangents of `primals`, in the same tree.
         """
         (constants, args), (of_constants, of_args) = _known_together(primals, tangents)
         return cls(traced, constants, of_constants, call, args[0], of_args[0])
 
     def arguments(self) -> tuple[Call, list[list[Any]]]:
-        """The arguments with two more, tangents of weights and of others; and their arrays."""
+        """The call with two more arguments, and the arrays of all its arguments.
+
+        The two are the tangents of weights and those of other arrays, as far as they are not zero.
+        """
         leaves, weights, specs, others = [], [], [], []
         for argument, tangents in zip(self.call.arguments, self.of_arrays, strict=True):
             if argument.layout is not None:
@@ -83,8 +87,8 @@ class Derivative:
         """The derivative on one device, on flat lists.
 
         Args:
-            stored: the full weights, and the tangents of some.
-            inputs: the other arguments, and the tangents of some.
+            stored: the full weights, then the tangents that are not zero.
+            inputs: the other arguments, then the tangents that are not zero.
 
         Returns:
             Tangents of the loss, the weight of the examples, tangents of gradients and of those
@@ -123,7 +127,14 @@ class Derivative:
 def trace_along(
     run: Callable, arrays: list[list[Any]], state: Any, along: Sequence[int], num_arguments: int
 ) -> None:
-    """Trace `run(arrays, state)`, and its tangents along the arguments `along`.
+    """Trace `run(arrays, state)`, and its tangents along the arguments in `along`.
+
+    Args:
+        run: the function.
+        arrays: for each argument its arrays.
+        state: the second argument of `run`, which gets no tangents.
+        along: positions of the arguments that get tangents.
+        num_arguments: the number of positional arguments of the call.
 
     Raises:
         ValueError: `along` has a number that is not below `num_arguments`.
@@ -179,6 +190,7 @@ def check_tangents(
 
 
 def _known_together(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """The same trees after `known_together`, so that `jax.linearize` keeps no full weights."""
     leaves, treedef = jax.tree.flatten((primals, tangents))
     arrays = [i for i, x in enumerate(leaves) if is_varied(x)]
     for i, x in zip(arrays, known_together([leaves[i] for i in arrays]), strict=True):

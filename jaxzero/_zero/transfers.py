@@ -23,7 +23,7 @@ from .._without_gc import without_gc
 
 T = TypeVar("T")
 
-_THREADS = 2  # and so many arrays are on the host at a time
+_THREADS = 2  # also the number of arrays that are on the host at a time
 _SCRATCH_BYTES = 2**25  # of each thread
 _CACHE_PERIOD = 2**12  # addresses this far apart share a set of a processor's first cache
 _CACHE_LINE = 64  # bytes between rows, so that neighbouring rows are in other sets
@@ -91,13 +91,13 @@ class Transfers:
         while len(self._running) >= _THREADS:
             first = concurrent.futures.FIRST_COMPLETED
             done, self._running = concurrent.futures.wait(self._running, return_when=first)
-            for each in done:
-                each.result()
+            for future in done:
+                future.result()
 
     def put(
         self, data: np.ndarray, targets: list[SingleDeviceSharding]
     ) -> concurrent.futures.Future[list[jax.Array]]:
-        """Begin to move an array to memories of devices; it must not change until then."""
+        """Begin to copy an array to memories of devices; it must not change until that is done."""
         if data.dtype.itemsize > 4:
             # The width of 64-bit types depends on `jax.enable_x64`, which may hold in one thread.
             done: concurrent.futures.Future[list[jax.Array]] = concurrent.futures.Future()
@@ -106,9 +106,9 @@ class Transfers:
         return self.run(lambda: put_copies([data] * len(targets), targets))
 
     def run(self, move: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Let a thread read arrays and copy them to devices, after what was begun before.
+        """Let a thread run `move`, which reads arrays and copies them to devices.
 
-        It waits for no room: `move` holds memory only while it runs.
+        There is no need to call `make_room` first: `move` holds memory only while it runs.
         """
         running = self._threads.submit(move)
         self._running.add(running)
@@ -165,7 +165,7 @@ def copy_slices(
     array = jax.make_array_from_callback(shape, sharding, slice_of)
     array.block_until_ready()
     if not any(x.flags.c_contiguous for x in held.values()):
-        return array  # only such arrays are used in place
+        return array  # JAX has copied them: it uses only contiguous arrays in place
     copies = [_apart(shard.data, slice_of(shard.index)) for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, jax.block_until_ready(copies))
 
@@ -181,7 +181,7 @@ def put_copies(data: list[np.ndarray], targets: list[SingleDeviceSharding]) -> l
 
 
 def _apart(moved: Any, data: np.ndarray) -> jax.Array:
-    """The array on one device that was made of `data`, in memory of its own."""
+    """`moved`, which JAX has made of `data`; a copy of it if it uses the memory of `data`."""
     (device,) = moved.devices()
     if device.platform != "cpu" or moved.unsafe_buffer_pointer() != data.ctypes.data:
         return moved

@@ -73,15 +73,15 @@ class Transform:
     def plan(
         self, run: Callable, arrays: list[list[Any]], state: Any, along: Sequence[int] = ()
     ) -> Plan:
-        """Trace `run(arrays, state)`, which calls `program`, and return the plan of that.
+        """Trace `run(arrays, state)`, which calls `program`, and return the plan of the program.
 
         The plan has gathers, reductions, transfers and copies.
 
         Args:
             run: the function.
-            arrays: those of each argument.
-            state: what else it takes.
-            along: the arguments along which tangents are traced too.
+            arrays: for each argument of the call its global arrays.
+            state: the second argument of `run`: a wire state, or the arrays of an optimizer state.
+            along: positions of the arguments along which tangents are traced too.
 
         Raises:
             ValueError: `along` names no arguments of the call.
@@ -180,8 +180,8 @@ class Transform:
         )
         of_outputs = Outputs(self.options, None)
         of_outputs.how = derivative.floats(outputs.how)
-        made = program._run(arrays, DeviceWireState(), [[]], of_outputs, ProgramUpdates(None))
-        loss, gradients, _, parts, *_ = made
+        tangents = program._run(arrays, DeviceWireState(), [[]], of_outputs, ProgramUpdates(None))
+        loss, gradients, _, parts, *_ = tangents
         assert self._plan is not None and program._plan is not None
         self._plan = self._plan.with_tangents(program._plan)
         parts = tuple(map(tangents_like, results[3], parts))
@@ -204,12 +204,12 @@ class Transform:
     def _shares_loss(self) -> bool:
         """Whether a device differentiates its share of the loss of the full batch.
 
-        Then what a `custom_vjp` makes of cotangents is what it would make on one device.
+        Then a `custom_vjp` sees the cotangents that it would see on one device.
         """
         return bool(self.combined) or self.options.gradient_reduce is not None
 
     def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:
-        """The gradients of all leaves of `differentiated`, as they are split."""
+        """The gradients of all leaves of `differentiated`, in the layout that is returned."""
         leaves, axes = self.parameters.leaves, self._gradient_axes
         reduced = [
             constrain(x, self.mesh, leaves[i].spec(axes))
@@ -224,10 +224,10 @@ class Transform:
         return self._in_order(reduced, combined)
 
     def _in_order(self, reduced: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
-        """Values for the leaves in the order of `differentiated`, of which some are combined."""
-        found = dict(zip(self.parameters.differentiated, reduced, strict=True))
-        found |= zip(self.combined, combined, strict=True)
-        return [found[i] for i in self.differentiated]
+        """Values for reduced and for combined leaves, merged into the order of `differentiated`."""
+        by_leaf = dict(zip(self.parameters.differentiated, reduced, strict=True))
+        by_leaf |= zip(self.combined, combined, strict=True)
+        return [by_leaf[i] for i in self.differentiated]
 
     def _specs(self, argument: Argument) -> list[PartitionSpec]:
         if argument.layout is None:

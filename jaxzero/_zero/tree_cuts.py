@@ -2,9 +2,8 @@
 
 Each part is a tree of the same structure, with None for the leaves that are in the other. A stack
 whose first rows are frozen is a leaf of both. Parts are ordinary sharded trees, each leaf in the
-layout of its own shape; they are made leaf by leaf, so that no more than one leaf is on a device in
-full, whatever moves between devices. An optimizer's state is cut like the parameters that it
-belongs to (`cut_of_state`).
+layout of its own shape. They are made leaf by leaf, so that a device holds at most one leaf in
+full. An optimizer's state is cut like the parameters that it belongs to (`cut_of_state`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class TreeCut:
 
     Attributes:
         whole: the layout of the whole tree.
-        rows: for each array of it, how much is frozen.
+        rows: for each array of the tree, how much of it is frozen.
         active: the layout of the part that is not frozen.
         frozen: the layout of the frozen part.
     """
@@ -51,7 +50,7 @@ class TreeCut:
 
         Args:
             active: one value for each array of the active part.
-            frozen: likewise, of the frozen part.
+            frozen: one value for each array of the frozen part.
         """
         rest, first = iter(active), iter(frozen)
         return [
@@ -110,7 +109,17 @@ def _lay_out(
     config: ZeroConfig,
     codec: Codec | None = None,
 ) -> TreeLayout:
-    """The layout of the arrays that are `kept`, in these shapes, with None for the others."""
+    """The layout of one part of a tree, which has None for the leaves of the other part.
+
+    Args:
+        whole: the layout of the whole tree.
+        kept: for each array, whether the part has it.
+        shapes: for each array, its shape in the part.
+        has_statics: whether the part has the leaves that are not arrays (strings, functions).
+        mesh: gives the number of shards.
+        config: gives axes, stage and the persistence threshold.
+        codec: stores large float leaves.
+    """
     triples = zip(whole.leaves, kept, shapes, strict=True)
     structs = [jax.ShapeDtypeStruct(s, leaf.dtype) if k else None for leaf, k, s in triples]
     statics = [s if s is None or has_statics else Static(None) for s in whole.statics]
@@ -136,7 +145,7 @@ def _lay_out(
 
 
 def _specs_of(leaf: LeafSpec) -> PartitionSpec:
-    """The split over the user's axes; that of an ungathered leaf follows from the config."""
+    """How `specs` splits a leaf; nothing for an ungathered leaf, which the config splits."""
     return PartitionSpec() if LOCAL in leaf.other_axes else leaf.other_axes
 
 
@@ -148,7 +157,7 @@ def split_arrays(
     Args:
         cut: the layouts.
         arrays: the stored arrays (or `ShapeDtypeStruct`s) of the whole tree.
-        programs: those compiled before, on the mesh that the arrays are sharded on.
+        programs: the cache of compiled programs, of the mesh that the arrays are sharded on.
         axes: the mesh axes that split them.
 
     Returns:
@@ -180,13 +189,10 @@ def join_arrays(
     programs: Programs,
     axes: tuple[str, ...],
 ) -> list[Any]:
-    """The stored arrays of the whole tree; the reverse of `split_arrays`.
-
-    Encoded arrays are decoded.
-    """
+    """The stored arrays of the whole tree, decoded; the reverse of `split_arrays`."""
     layouts = cut.pairs(cut.active.leaves, cut.frozen.leaves)
-    found = zip(cut.whole.leaves, layouts, cut.pairs(active, frozen), strict=True)
-    return [_join_leaf(old, parts, arrays, programs, axes) for old, parts, arrays in found]
+    leaves = zip(cut.whole.leaves, layouts, cut.pairs(active, frozen), strict=True)
+    return [_join_leaf(old, parts, arrays, programs, axes) for old, parts, arrays in leaves]
 
 
 def _cut_leaf(
@@ -196,7 +202,7 @@ def _cut_leaf(
     programs: Programs,
     axes: tuple[str, ...],
 ) -> list[Any]:
-    """Rows of a stored array, each in the layout of its own shape."""
+    """Cut a stored array into `parts`, rows of it with the layout to store them in."""
     if len(parts) == 1 and parts[0][0].codec is None:
         return [x]
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -250,12 +256,12 @@ def cut_of_state(
     mesh: AnyMesh,
     config: ZeroConfig,
 ) -> TreeCut:
-    """The cut of the state of `tx`, such that its active part is a state for active parameters.
+    """Cut the state of `tx` so that its active part is the state for the active parameters.
 
     Args:
         tx: the optimizer.
         params: the cut of the parameters.
-        num_layers: the number of rows of a stack.
+        num_layers: the number of layers, which are the rows of a stack.
         mesh: gives the number of shards.
         config: gives axes, stage and the persistence threshold.
 
@@ -275,6 +281,7 @@ def cut_of_state(
         num_frozen = num_layers - shape[0] if shape and leaf.shape[:1] == (num_layers,) else 0
         if shape is None:
             rows.append(None)
+        # Adafactor keeps an array of one element in place of statistics that it does not need.
         elif shape == leaf.shape and (not is_of_stack or math.prod(shape) <= 1):
             rows.append(0)
         elif num_frozen > 0 and shape[1:] == leaf.shape[1:]:

@@ -1,7 +1,7 @@
 """Update parameters and optimizer state, of which some leaves may be in host memory.
 
-`apply_gradients` updates all at the end of a step. `ProgramUpdates` are those that a program may
-run in its loops, layer by layer, as arguments and results of the `shard_map`.
+`apply_gradients` updates all leaves at the end of a step. `ProgramUpdates` are the updates that the
+program of a step may run in its loops, layer by layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .._windowed_update import (
     layer_updates,
     windowed_update,
 )
-from .optimizer_state import TrueShapes, trained_part, trained_tree
+from .optimizer_state import TrueShapes, check_is_optimizer, trained_part, trained_tree
 from .placement import constrain
 from .programs import Programs, numbers_as_arrays
 from .user_function import explaining_values
@@ -62,6 +62,7 @@ def apply_gradients(
     programs: Programs,
 ) -> tuple[Any, Any]:
     """The new parameters and the new state; see `Zero.apply_gradients`."""
+    check_is_optimizer(tx)
     _check_same_leaves(layouts.gradients, layouts.params)
     trees = (grads, state, params)
     known = (layouts.gradients, layouts.state, layouts.params)
@@ -125,7 +126,7 @@ def _apply(
 
 
 def split(layout: TreeLayout, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """The tree, with arrays in device memory split over `axes`; those in host memory are."""
+    """The tree with its arrays in device memory split over `axes`; others stay as they are."""
     return layout.stored(split_arrays(layout, arrays_of(tree), mesh, axes))
 
 
@@ -140,9 +141,14 @@ def split_arrays(
 
 
 def with_untrained(params: Any, trained: Any, new: Any, grads: Any) -> Any:
-    """The tree `new`, with what `trained` has no leaf for.
+    """Add to the tree `new` the leaves that the optimizer did not update.
 
-    That is the gradient of a leaf which gradients overwrite, and otherwise the leaf of `params`.
+    Args:
+        params: all parameters.
+        trained: the tree that the optimizer got: None for a leaf that it does not update.
+        new: the updated tree, like `trained`.
+        grads: the gradients. That of a leaf which gradients overwrite is its new value; any other
+            leaf that is not updated stays as in `params`.
     """
     _, old, treedef = flatten(params)
     given = zip(overwritten_leaves(params), treedef.flatten_up_to(grads), strict=True)
@@ -164,7 +170,8 @@ class ProgramUpdates:
 
     Args:
         update: the update of all leaves, traced with the program; None: nothing is updated.
-        positions: for each leaf of `update`, the index of its gradient among those of the program.
+        positions: for each leaf of `update`, the index of its gradient among those that the program
+            returns.
 
     Raises:
         NotImplementedError: as `layer_updates`.
@@ -178,7 +185,7 @@ class ProgramUpdates:
 
     @property
     def arguments(self) -> list[list[Array]]:
-        """Global arrays: the state of each leaf, and the scalars."""
+        """Global arrays for the program: of each leaf its state, and last the scalars."""
         return [*(leaf.arrays[1:] for leaf in self.leaves.values()), self._scalars]
 
     @property
@@ -188,7 +195,7 @@ class ProgramUpdates:
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
-        """For each leaf the spec of its new arrays."""
+        """For each leaf the `PartitionSpec` of its new arrays."""
         return [x.update.layouts.spec(x.leaf.spec) for x in self.leaves.values()]
 
     def on_device(
@@ -201,7 +208,7 @@ class ProgramUpdates:
 
         Args:
             stored: this device's shards of the sharded arguments, of which the first is updated.
-            arguments: its shards of `arguments`.
+            arguments: this device's shards of the property `arguments`.
             differentiated: indices in `stored` of the leaves that get gradients.
         """
         scalars = dict(zip(self._atoms, arguments[-1], strict=True))

@@ -39,6 +39,7 @@ _ERRORS = (
 )
 _ARRAY = re.compile(r"\barrays\[(\d+)\]")  # as JAX names an argument of our traced functions
 _PACKAGE = re.escape(str(pathlib.Path(__file__).parents[1]))
+# JAX's error about a function, such as the body of a `scan`, that is defined outside of jaxzero.
 _OF_A_PART = re.compile(rf"while tracing the function \S+ at (?!{_PACKAGE})")
 _REMEDY = (
     "`zero` always traces the function, also outside of `jax.jit`, so arrays have no values in it. "
@@ -51,7 +52,7 @@ _REMEDY = (
 def explaining_values(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> Iterator[None]:
-    """Explain JAX's errors of Python code that reads the value of an array.
+    """Explain errors that JAX raises if Python code reads the value of a traced array.
 
     The new error names the arguments that the value depends on, the line and the remedy.
 
@@ -68,7 +69,8 @@ def explaining_values(
         yield
     except Exception as error:
         said = str(error)
-        # In a part with a trace of its own (a `scan`, a `jit`), JAX names what is to be named.
+        # An error inside of a `scan` or `jit` of the user, which has a trace of its own, names the
+        # user's own line and arguments already.
         if _OF_A_PART.search(said) or not (isinstance(error, _ERRORS) or _ARRAY.search(said)):
             raise
         of = " and ".join(_read_arguments(function, args, kwargs, names))
@@ -195,7 +197,7 @@ def split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
 
 @jax.custom_jvp
 def constant_weight(weight: Array) -> Array:
-    """The same weight; a tangent of it raises `NotImplementedError`."""
+    """Return `weight`; differentiating with respect to it raises `NotImplementedError`."""
     return weight
 
 
@@ -232,7 +234,7 @@ def shapes_with_twice_the_rows(
     """The shapes of the outputs if the batch had twice as many rows.
 
     Args:
-        outputs: from the inputs to a tree of arrays.
+        outputs: a function from the inputs to a tree of arrays.
         inputs: the arrays of one device, with its rows.
         specs: how each input is split over devices.
 

@@ -25,6 +25,7 @@ from .._sharding import (
     overwritten_leaves,
 )
 from .._windowed_update import TracedUpdate, UpdateLayouts
+from .arguments import Options
 from .calls import returned
 from .optimizer_state import TrueShapes, check_is_optimizer, trained_part
 from .programs import Programs
@@ -33,11 +34,12 @@ from .updates import Layouts, ProgramUpdates, apply_gradients, split, split_arra
 
 
 def check_one_program(tx: Any, config: ZeroConfig, microbatches: int, weighted: bool) -> None:
-    """Refuse what is no optimizer, and options of which gradients are final only at the end.
+    """Check the optimizer, and refuse options with which gradients are final only at the end.
 
     Raises:
         TypeError: `tx` is no optimizer.
-        NotImplementedError: an option is such a one.
+        NotImplementedError: `microbatches` is not 1, `weighted` is set, or the codecs of the config
+            keep a wire state.
     """
     check_is_optimizer(tx)
     reasons = {
@@ -58,15 +60,54 @@ def check_one_program(tx: Any, config: ZeroConfig, microbatches: int, weighted: 
             )
 
 
+def check_plan(
+    tx: Any, opt_state: Any, wire_state: Any, options: Options, config: ZeroConfig
+) -> None:
+    """Check the arguments of `Zero.plan` that concern `value_and_update`, which `tx` asks for.
+
+    Raises:
+        TypeError: `tx` is no optimizer.
+        ValueError: `tx` or `opt_state` is given alone, or `tx` with an argument that
+            `value_and_update` does not take.
+        NotImplementedError: as `check_one_program`.
+    """
+    if tx is None:
+        if opt_state is not None:
+            raise ValueError(
+                "`plan` got `opt_state` without `tx`. Give both, for the plan of "
+                "`zero.value_and_update(f, tx)`, or neither."
+            )
+        return
+    check_one_program(tx, config, options.microbatches, options.weighted)
+    if opt_state is None:
+        raise ValueError(
+            "`plan` got `tx` without `opt_state`. Give the state too: "
+            "`zero.init_optimizer(tx, params)`, where `params` may be abstract."
+        )
+    refused = {
+        "argnums": options.argnums != (0,),
+        "halves": options.halves,
+        "shares": options.shares is not None,
+        "wire_state": wire_state is not None,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise ValueError(
+                f"`plan` with `tx` plans `zero.value_and_update(f, tx)`, which takes no `{name}`. "
+                "Leave it out, or `tx`."
+            )
+
+
 class ValueAndUpdate:
-    """Value and update of one call, for the arguments of `transform`.
+    """One call of a function from `value_and_update`.
 
     Args:
         transform: the transform of the loss; its first argument has the parameters.
         tx: the optimizer.
-        opt_state: its state.
+        params: the parameters, a tree in stored form.
+        opt_state: the optimizer state.
         layouts: the layouts of gradients, state and parameters.
-        programs: those compiled before.
+        programs: the cache of compiled programs.
     """
 
     def __init__(
@@ -86,7 +127,7 @@ class ValueAndUpdate:
         self._programs = programs
 
     def run(self, arrays: list[list[Any]], opt_state: Any) -> tuple[Any, ...]:
-        """The result of the step.
+        """Run the step; return `(loss, params, opt_state)`, or `(loss, aux)` in place of the loss.
 
         Args:
             arrays: the arrays of each argument of the loss.
@@ -133,9 +174,9 @@ class ValueAndUpdate:
         of_state = [is_state for is_state, has_gradient in kinds if has_gradient]
         updates = ProgramUpdates(update, [i for i, x in enumerate(of_state) if not x])
         outputs = self._transform.program(arrays, DeviceWireState(), updates)
-        loss, every, aux, _, _, updated = outputs
-        gradients = [x for x, is_state in zip(every, of_state, strict=True) if not is_state]
-        next_states = iter([x for x, is_state in zip(every, of_state, strict=True) if is_state])
+        loss, flat, aux, _, _, updated = outputs
+        gradients = [x for x, is_state in zip(flat, of_state, strict=True) if not is_state]
+        next_states = iter([x for x, is_state in zip(flat, of_state, strict=True) if is_state])
         next_states = jax.tree.unflatten(
             flatten(params)[2], [next(next_states, None) if x else None for x in states]
         )
@@ -159,15 +200,15 @@ class ValueAndUpdate:
 
 
 def _fit_at_once(update: TracedUpdate, updates: ProgramUpdates, are_done: Sequence[bool]) -> bool:
-    """Whether the leaves that are left need not be updated one after the other, by windows.
+    """Whether the leaves in host memory that are left can be updated at once, not in windows.
 
-    All of them may then be on the device at a time. That is no more than what a loop that updates
-    layers needs there, which holds a layer that is fetched and one that is written.
+    All of them are then on the device at one time. They can if that takes no more memory than the
+    loop that updates layers, which holds two layers: one that is fetched and one that is written.
 
     Args:
         update: the update of all leaves.
-        updates: those that the program could run.
-        are_done: which leaves it has updated.
+        updates: the updates that the program could run.
+        are_done: for each leaf, whether the program has updated it.
     """
     done = [number for number in updates.leaves if are_done[number]]
     lengths = {number: update.leaf(number).spec.shape[0] for number in done}

@@ -30,10 +30,10 @@ from .user_function import split_aux, split_weight
 
 
 class VerifiedCall:
-    """The arguments of one call, whole and as they are stored.
+    """One call of the loss, with its arguments whole (for plain JAX) and as they are stored.
 
     Args:
-        zero: as configured.
+        zero: the `Zero` that is verified.
         f: the loss.
         args: its arguments.
         kwargs: its keyword arguments.
@@ -84,14 +84,14 @@ class VerifiedCall:
         )
 
     def _counted(self) -> Any:
-        """Which rows are computed, with `shares`."""
+        """Whether each row is computed, if `shares` leaves out some; else None."""
         options = self.transform.options
         if options.shares is None or self.rows is None:
             return None
         return counted_rows(self.rows, self.zero._devices, options.microbatches, options.shares)
 
     def _places(self) -> list[int]:
-        """The places of the leaves that get gradients, in the order of arguments."""
+        """Indices, among the arrays of all arguments, of the leaves that get gradients."""
         places = []
         for number in sorted(self.transform.options.argnums):
             first = sum(self.sizes[:number])
@@ -153,14 +153,14 @@ class VerifiedCall:
         return results, (zero, args, kwargs, *outputs[1:])
 
     def tables(self) -> dict[str, bool]:
-        """The tables of which the configured step sends rows: see `Runs.tables`."""
+        """The tables whose rows the configured step sends: see `Runs.tables`."""
         args, kwargs = self._arguments(self.problem.arrays)
         kwargs |= self._wire_state(self.zero, args)
         plan = self.zero.plan(self.f, *args, **self.options, **kwargs)
         return {x.name: not x.is_alone for x in plan.rows}
 
     def _wire_state(self, zero: Any, args: Sequence[Any]) -> dict[str, Any]:
-        """The argument with a new wire state, if the config needs one."""
+        """The keyword argument `wire_state` with a new state; none if the config needs no state."""
         if not zero.config.needs_wire_state:
             return {}
         number = self.options["argnums"]
@@ -168,15 +168,19 @@ class VerifiedCall:
         states = tuple(zero.init_wire_state(args[i]) for i in numbers)
         return {"wire_state": states[0] if isinstance(number, int) else states}
 
-    def extras(self, made: Any) -> tuple[Update | None, list[Any] | None]:
-        """The update and the half-batches of a run of `step`: see `Runs.extras`."""
-        zero, args, kwargs, grads, *more = made
+    def extras(self, outcome: Any) -> tuple[Update | None, list[Any] | None]:
+        """The update and the half-batches of a run of `step`: see `Runs.extras`.
+
+        Args:
+            outcome: the second value that `step` has returned.
+        """
+        zero, args, kwargs, grads, *more = outcome
         halves = self._halves(more[0]) if self.options["halves"] else None
         return self._update(zero, args, kwargs, grads), halves
 
-    def _halves(self, made: GradientHalves) -> list[Any]:
-        """The inner products of half-batches, for all leaves the first, and so on; the share."""
-        *products, share = made
+    def _halves(self, halves: GradientHalves) -> list[Any]:
+        """The fields of `halves` as one list: three inner products of all leaves, and the share."""
+        *products, share = halves
         leaves = []
         for product in products:
             trees = [product] if isinstance(self.options["argnums"], int) else product
@@ -189,7 +193,7 @@ class VerifiedCall:
         return on_host([*leaves, share])
 
     def _in_order(self, trees: Sequence[Any]) -> list[Any]:
-        """Trees for `argnums`, in the order of arguments."""
+        """Sort trees, one for each entry of `argnums`, by the positions of their arguments."""
         numbers = self.transform.options.argnums
         return [trees[i] for i in sorted(range(len(trees)), key=lambda i: numbers[i])]
 
@@ -212,7 +216,7 @@ class VerifiedCall:
         return zero
 
     def _arguments(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with other rows; parameters as they are stored."""
+        """The arguments of the call, with `arrays` in place of all but the sharded trees."""
         remaining = iter(arrays)
         parts = [[next(remaining) for _ in range(size)] for size in self.sizes]
         values = [
@@ -271,7 +275,7 @@ def _floats(tree: Any) -> list[Any]:
 
 
 def fetched(x: Any) -> Any:
-    """An array on the host; random keys of this process as they are."""
+    """Copy an array to the host; a random key that is on this process's devices stays there."""
     if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         return on_host(x)
     if x.is_fully_addressable:

@@ -1,4 +1,4 @@
-"""A round of local steps that is verified: as configured, and what plain JAX needs for it."""
+"""`VerifiedRound`: a round of local steps that is verified, as configured and for plain JAX."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_round(
     Args:
         zero: the mesh and the config.
         method: how nodes exchange.
-        given: the arguments of the loss, stacked, and its keyword arguments.
+        given: the arguments and keyword arguments of the loss, batches stacked over the steps.
         is_plain: whether there is an optimizer, and no option that rounds do not take.
     """
     args, kwargs = given
@@ -78,12 +78,12 @@ def check_round(
 
 
 def first_step(tree: Any) -> Any:
-    """The batch of the first step, of batches that are stacked on a leading dim."""
+    """The first batch of a tree of batches that are stacked on a leading dim."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 class VerifiedRound:
-    """One round from the first state.
+    """The first round of local steps, from the state that `LocalRounds.init` makes.
 
     Args:
         call: the loss of the first step.
@@ -107,7 +107,7 @@ class VerifiedRound:
             )
 
     def _rounds(self, method: LocalSteps, own: bool = False) -> LocalRounds:
-        """The rounds, of which the metrics are the loss and, with `own`, the parameters."""
+        """Rounds whose metrics are the loss and, with `own`, the parameters after each step."""
         call, zero = self.call, self.call.without_codecs
         gradients = zero.value_and_grad(call.f, **call.options)
 
@@ -122,7 +122,7 @@ class VerifiedRound:
 
     @property
     def problem(self) -> Round:
-        """The round by plain JAX."""
+        """The round that plain JAX computes."""
         of_step, nodes = self.call.problem, self.rounds.num_nodes
         fields = {x.name: getattr(of_step, x.name) for x in dataclasses.fields(of_step)}
         args, kwargs = self.batches

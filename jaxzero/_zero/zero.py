@@ -31,7 +31,7 @@ from .frozen_layers import Names
 from .local_rounds import LocalRounds
 from .local_step import check_local_steps, local_method
 from .outputs import flat_reductions
-from .value_and_update import ValueAndUpdate, check_one_program
+from .value_and_update import ValueAndUpdate, check_one_program, check_plan
 from .verified import VerifiedTrees
 
 
@@ -72,7 +72,7 @@ class Zero(VerifiedTrees):
 
         Args:
             params: the parameters, from `init` or `shard`.
-            prefix: how many layers are frozen; 0: nothing is.
+            prefix: the number of layers to freeze; 0 freezes nothing.
             layers: where the layers are, as a path in `params`: `"encoder.layers"` for a stack with
                 a leading dim of layers; for a list of layers, with `*` for the number,
                 `"encoder.layers.*"`; or several such paths.
@@ -128,7 +128,7 @@ class Zero(VerifiedTrees):
                 prefix of "mean", "sum", "max", "first" (the value of the first device), "stack" (on
                 a new leading dim, in the order of the batch) and "concat" (leaves whose dim 0 is
                 the device's rows are joined to one of all rows). Float leaves default to "mean";
-                others need one, and those with a value for each row.
+                other leaves need an entry, and so do leaves with a value for each row.
             gradient_reduce: for leaves whose gradient is a value that a `custom_vjp` returns, such
                 as the next scale of fp8 weights: a tree prefix of the parameters of "mean", "max",
                 "sum" and "first". Codecs apply to leaves of "mean" only, which hold derivatives.
@@ -151,7 +151,7 @@ class Zero(VerifiedTrees):
             batch_argnums: the argument that is the batch, split on dim 0 over all devices
                 (`batch_spec`): a position, a name, or several. By default the one argument that can
                 be: it holds an array with rows, and is neither a sharded tree nor a random key.
-                `()`: there is none. Other arguments are replicated on every device.
+                `()` says that there is no batch. Other arguments are replicated on every device.
             in_specs: for each positional argument None, or a tree prefix of `PartitionSpec`s over
                 `node` and `local`: for arguments that are split in another way, or only in part.
 
@@ -170,7 +170,7 @@ class Zero(VerifiedTrees):
 
         Warns:
             UserWarning: no argument is a batch, so that each device computes everything.
-            RowsMixedWarning: `f` mixes rows, so that it is no mean of what each row gives.
+            RowsMixedWarning: `f` mixes rows, so that its loss is no mean over the rows.
         """
         options = gradient_options(
             self._devices,
@@ -212,15 +212,14 @@ class Zero(VerifiedTrees):
     ) -> Callable[..., Any]:
         """A training step: the loss, and the update of the parameters, in one program.
 
-        With offload (`jz.Offload`), a scanned stack of which parameter and state are in host memory
+        With offload (`jz.Offload`), a scanned stack whose parameter and state are in host memory
         is updated layer by layer in the backward loop, as soon as a layer's gradient is reduced.
         Its gradient is never stored. Other leaves are updated at the end. The results are those of
         `value_and_grad` and `apply_gradients`, bit for bit where XLA rounds the programs alike.
 
-        The update of a leaf in the loop cannot wait for all gradients, so `tx` must need no norm
-        and no other reduction of such a leaf. Such leaves need no `Offload(gradients=...)`. Call
-        the step under `jax.jit`, and donate `params` and `opt_state`: otherwise XLA copies the
-        arrays within host memory.
+        The update of a leaf in the loop cannot wait for all gradients, so `tx` must need no
+        reduction (norm) of it. Such leaves need no `Offload(gradients=...)`. Call the step under
+        `jax.jit`, and donate `params` and `opt_state`: otherwise XLA copies arrays in host memory.
 
         Args:
             f: `f(params, batch, ...) -> loss`, as for `value_and_grad`.
@@ -313,7 +312,7 @@ class Zero(VerifiedTrees):
             if wire_state is None and not self._has_warned and reads_kept_slices(transform):
                 self._has_warned = True
                 warn_of_full_weights(self.config)
-            # What is kept of gradients has no part in it.
+            # Residuals of gradients have no part in a program without gradients.
             slices = DeviceWireState(wire_state_of(transform, wire_state).slices)
             return self._programs.run(transform.program, arrays, slices)[2]
 
@@ -358,7 +357,8 @@ class Zero(VerifiedTrees):
             row_statistics="device",  # a plan is no place to warn
         )
         transform, arrays = prepare(self, f, args, kwargs, options, batch_argnums, in_specs)
-        along = argument_numbers(tangent_argnums)
+        along = argument_numbers(tangent_argnums, "tangent_argnums")
+        check_plan(tx, opt_state, wire_state, options, self.config)
         if tx is not None:
             layouts = self._layouts(args[0], opt_state)
             step = ValueAndUpdate(transform, tx, args[0], opt_state, layouts, self._programs)
@@ -386,8 +386,8 @@ class Zero(VerifiedTrees):
             -> (state, metrics)`, with methods `init`, `mean`, `abstract`, `rejoin` and `report`.
 
         Raises:
-            ValueError: the mesh has one node; an option is not known or out of range; or the config
-                has hops that keep arrays from step to step (`zeropp4`).
+            ValueError: `step` is no function; the mesh has one node; an option is unknown or out of
+                range; or the config has hops that keep arrays from step to step (`zeropp4`).
             NotImplementedError: the config offloads arrays to host memory.
 
         Example:

@@ -61,7 +61,7 @@ def rendered(directory: Path, prompts: Sequence[str], system: str | None) -> lis
 
 
 def _source(directory: Path, config: dict[str, Any]) -> str:
-    """The template; the file of its own comes first, as in transformers."""
+    """The chat template, from `chat_template.jinja` or else the config, as in transformers."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:
@@ -70,6 +70,7 @@ def _source(directory: Path, config: dict[str, Any]) -> str:
             raise ValueError(f"{str(path)!r} is not text in UTF-8: {error}. {_REMEDY}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
+        # Several templates by name, such as "default" and "tool_use".
         named = {x.get("name"): x.get("template") for x in template if isinstance(x, dict)}
         template = named.get("default")
     if not isinstance(template, str):
@@ -119,7 +120,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict` without the class, whose attributes lead out of the sandbox."""
+    """Calls `dict`. A template must not see the class, whose attributes lead out of the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -129,7 +130,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` that refuses names with an underscore in front."""
+    """Jinja's `namespace`, but names must not begin with an underscore."""
 
     def __init__(self, /, *args: Any, **kwargs: Any):
         fields = dict(*args, **kwargs)
@@ -154,7 +155,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes what HTML does not allow."""
+    """JSON as `json.dumps` writes it; Jinja's own `tojson` escapes what HTML does not allow."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

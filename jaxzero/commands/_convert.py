@@ -19,7 +19,7 @@ from ..interop import (
 from ._inspect import find_checkpoint, line_of
 from ._settings import Convert
 
-_FILES = (".bin", ".pt", ".pth", ".ckpt")
+_FILES = (".bin", ".pt", ".pth", ".ckpt")  # suffixes of files that `torch.save` writes
 
 
 def convert(settings: Convert, console: Console) -> None:

@@ -13,10 +13,15 @@ from ..models import Decoder, DecoderConfig
 
 
 def decoder_job(directory: Path) -> tuple[Callable, Callable[[], Any]]:
-    """The loss of a decoder without any `jax.checkpoint`, and what makes its parameters.
+    """The loss of a decoder, and the function that makes its parameters.
+
+    There is no `jax.checkpoint` in it, so that the planner chooses what is kept for backward.
 
     Args:
-        directory: holds `config.json`.
+        directory: the folder with `config.json`.
+
+    Returns:
+        `loss(params, ids)`, the mean over next tokens of ids `[rows, tokens]`, and `init_fn()`.
     """
     config = DecoderConfig.from_json(directory, compute_dtype="bfloat16", scan_layers=True)
     make = functools.partial(_make, config)

@@ -1,6 +1,5 @@
 """`jaxzero inspect`: list the leaves or tensors of a checkpoint, from metadata only."""
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
+from .._checked_json import read_json
 from .._checkpoint import DESCRIPTION, list_damaged, list_steps, read_description
 from .._collectives import readable_bytes
 from .._report import TextTable
@@ -17,11 +17,11 @@ from ..interop import Checkpoint, LazyTensor, open_checkpoint
 from ._settings import Inspect
 
 _MAX_LINE = 4096  # characters
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")  # the number of a layer in a tensor's name
 
 
 def line_of(text: str) -> str:
-    """Format a line that has names and paths in it."""
+    """A line with names and paths from files, safe to print: escaped, short, without markup."""
     return escape(escaped(text, most=_MAX_LINE))
 
 
@@ -96,10 +96,10 @@ def _family(path: Path) -> list[str]:
     if not config.is_file():
         return []
     try:
-        content = json.loads(config.read_bytes())
+        content = read_json(config, remedy="Put back the `config.json` that was saved.")
         kind, architectures = content["model_type"], content.get("architectures") or []
-        names = [str(each) for each in architectures]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = [str(name) for name in architectures]
+    except (ValueError, KeyError, TypeError) as error:
         return [f"config.json says no `model_type` ({type(error).__name__}: {error})"]
     return [f"family {kind}" + (f" ({', '.join(names)})" if names else "")]
 
@@ -128,8 +128,8 @@ def inspect_checkpoint(folder: Path, console: Console) -> None:
         ValueError: its description is damaged.
     """
     try:
-        said = read_description(folder)
-        lines, leaves = _describe(folder, said), dict(said["leaves"])
+        description = read_description(folder)
+        lines, leaves = _describe(folder, description), dict(description["leaves"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{str(folder / DESCRIPTION)!r} is damaged ({type(error).__name__}: {error})."
@@ -139,15 +139,15 @@ def inspect_checkpoint(folder: Path, console: Console) -> None:
     print_table(("leaf", ""), list(leaves.items()), console)
 
 
-def _describe(folder: Path, said: dict[str, Any]) -> list[str]:
-    mesh = ", ".join(f"{axis}={size}" for axis, size in said["mesh"].items())
-    versions = ", ".join(f"{name} {version}" for name, version in said["versions"].items())
+def _describe(folder: Path, fields: dict[str, Any]) -> list[str]:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in fields["mesh"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in fields["versions"].items())
     steps, damaged = list_steps(folder.parent), list_damaged(folder.parent)
     return [
-        f"jaxzero, step {said['step']}, in {folder}",
-        f"saved {said['saved']}, processes: {said['processes']}, mesh: {mesh}; {versions}",
-        said["config"],
-        f"{len(said['files'])} files, {readable_bytes(sum(said['files'].values()))}",
+        f"jaxzero, step {fields['step']}, in {folder}",
+        f"saved {fields['saved']}, processes: {fields['processes']}, mesh: {mesh}; {versions}",
+        fields["config"],
+        f"{len(fields['files'])} files, {readable_bytes(sum(fields['files'].values()))}",
         f"steps in the directory: {', '.join(map(str, steps))}",
         *([f"damaged and set aside: {', '.join(damaged)}"] if damaged else []),
     ]

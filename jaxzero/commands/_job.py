@@ -8,11 +8,17 @@ from typing import Any
 
 
 def load_job(name: str, said: str) -> tuple[Any, Callable[[], Any], Any, Any]:
-    """What the function `MODULE:NAME` returns: a loss, an `init_fn`, a batch, and optionally `tx`.
+    """Call the function `MODULE:NAME` of a user, which returns the parts of a training job.
 
     Args:
-        name: of the function.
-        said: how the command line names it, for errors.
+        name: the function, as `MODULE:NAME`.
+        said: what the command line says for it, such as "`--function train:job`", for errors.
+
+    Returns:
+        `(loss_fn, init_fn, batch, tx)`; `tx` is None if the function returns no optimizer.
+
+    Raises:
+        ValueError: there is no such function, or it returns something else.
     """
     job = _function(name, said)()
     if not isinstance(job, tuple) or len(job) not in (3, 4):
@@ -25,7 +31,7 @@ def load_job(name: str, said: str) -> tuple[Any, Callable[[], Any], Any, Any]:
 
 
 def _function(name: str, said: str) -> Callable[[], Any]:
-    """The function `MODULE:NAME`, also from the working directory."""
+    """Import the function `MODULE:NAME`; the module may be in the working directory."""
     module, function = name.split(":")
     sys.path.insert(0, str(Path.cwd()))
     try:

@@ -17,7 +17,7 @@ def plan(settings: Plan, console: Console) -> None:
     Raises:
         ValueError: the settings do not fit together, the model cannot be read, or no plan fits.
     """
-    # Without a GPU, JAX would drop the compiler for GPUs too.
+    # Where JAX looks for GPUs and finds none, it drops the compiler for them too.
     jax.config.update("jax_platforms", "cpu")
     cluster = Cluster(
         nodes=settings.nodes,

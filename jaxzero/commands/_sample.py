@@ -1,8 +1,8 @@
-"""Texts as rows of token ids, and back, piece by piece.
+"""`jaxzero sample`: continue texts with a decoder, and print them while they are written.
 
-A token is a part of a text, and may be a part of a character; what it stands for can depend on the
-tokens before it. So the text of all tokens so far is decoded each time, and what is new of it is
-printed once its last character is complete.
+A token may be a part of a character, and its text can depend on the tokens before it. So all tokens
+so far are decoded each time, and the new part of the text is printed once its last character is
+complete.
 """
 
 import functools
@@ -55,24 +55,24 @@ def encode(
 
 
 class Continuation:
-    """The text after one prompt, as tokens come."""
+    """The text after one prompt, while its tokens are computed."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer, self._prompt = tokenizer, list(prompt)
         self._printed = len(tokenizer.decode(self._prompt))
 
     def news(self, tokens: Sequence[int], *, is_done: bool) -> str:
-        """What the text has more than at the last call.
+        """The part of the text that the calls before have not returned.
 
         Args:
-            tokens: all new tokens of the row so far.
-            is_done: no more will come, so that an incomplete character is printed too.
+            tokens: all tokens of the row after the prompt, so far.
+            is_done: whether no more tokens follow, so that an incomplete character is returned too.
         """
         text = self._tokenizer.decode([*self._prompt, *tokens])
         if not is_done:
             text = text.rstrip(_INCOMPLETE)
         news = text[self._printed :]
-        self._printed = max(self._printed, len(text))
+        self._printed = max(self._printed, len(text))  # the text can get shorter by a later token
         return news
 
 
@@ -91,7 +91,7 @@ def sample(settings: Sample, console: Console) -> None:
         UserWarning: texts may become longer than those that a model with rotary positions was
             trained on.
     """
-    # Before anything that starts a backend, which then has the devices that it has.
+    # Before anything that starts a JAX backend: the number of fake devices is fixed then.
     devices = None if settings.devices is None else choose_devices(settings.devices)
     sampling = _sampling(settings)
     is_chat = settings.chat or settings.system is not None
@@ -115,7 +115,7 @@ def sample(settings: Sample, console: Console) -> None:
     while not printer.show(generation):
         generation = proceed(params, generation)
     seconds = time.perf_counter() - prefilled
-    num_new = int(np.sum(generation.lengths)) - len(ids)  # the first ones are of the prefill
+    num_new = int(np.sum(generation.lengths)) - len(ids)  # the prefill computed the first of each
     speed = f"{num_new / seconds:.1f} tokens/s" if num_new else "no time measured"
     console.print(
         f"\n{num_new + len(ids)} new tokens of {len(ids)} texts: {speed}, after "
@@ -126,7 +126,7 @@ def sample(settings: Sample, console: Console) -> None:
 
 
 def _sampling(settings: Sample) -> models.Sampling:
-    """What the directory says, with the options that are given."""
+    """How tokens are chosen: by `generation_config.json`, replaced by the options given."""
     options = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
     given = {name: value for name, value in options.items() if value is not None}
     sampling = models.Sampling.from_json(settings.directory, **given)
@@ -146,7 +146,7 @@ def _in_template(directory: Path, prompts: Sequence[str], system: str | None) ->
 
 
 def _load(settings: Sample) -> LoadedDecoder:
-    """Open the checkpoint, with one dtype for weights and computation."""
+    """Open the checkpoint, and compute in the dtype of its weights."""
     loaded = load_decoder(settings.directory, dtype=settings.dtype)
     dtype = jax.tree.leaves(loaded.params)[0].dtype.name
     if dtype == loaded.config.compute_dtype:
@@ -205,7 +205,9 @@ def _compiled(
     settings: Sample,
     sampling: models.Sampling,
 ) -> tuple[Any, Any]:
-    """The two programs: the prompts with the first token of each, and a few tokens more."""
+    """Compile two programs: one runs the prompts and makes the first token of each row, the other
+    makes up to `_TOKENS_AT_A_TIME` more.
+    """
     num_columns = ids.shape[1] + settings.max_new_tokens - 1
     _check_length(loaded.config, ids.shape[1], settings.max_new_tokens)
 
@@ -251,7 +253,7 @@ class _Printer:
     ):
         self._prompts, self._texts, self._console = prompts, texts, console
         self._stops = sampling.stop_tokens
-        self._row = 0  # that is being printed
+        self._row = 0  # the row that is being printed
         self._print(prompts[0])
 
     def show(self, generation: models.Generation) -> bool:
@@ -278,7 +280,7 @@ class _Printer:
             self._print(f"\n\n{self._prompts[self._row]}")
 
     def _print(self, text: str) -> None:
-        """Control characters are shown, not sent to the terminal."""
+        """Print a text; control characters are escaped, so that the terminal does not obey them."""
         text = "".join(x if x.isprintable() or x in "\n\t" else repr(x)[1:-1] for x in text)
         self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()

@@ -12,8 +12,8 @@ Detail = Literal[
     "leaves", "state", "gathers", "reductions", "waits", "traffic", "parts", "host", "timeline"
 ]
 
-_MOST_GIGABYTES = 1e6
-_ROUNDED_ROWS = 0.01  # of all devices: fractions of rows are given in decimals
+_MOST_GIGABYTES = 1e6  # a larger number was given in bytes
+_ROUNDED_ROWS = 0.01  # rows by which a sum may be no whole number: a third of a row is 0.333
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

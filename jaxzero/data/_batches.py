@@ -81,7 +81,7 @@ class Batches(Iterator[Any]):
     def __next__(self) -> Any:
         if self._position == self._num_batches:
             raise StopIteration
-        return self._read(1, lambda x: self._spread(x[0]))
+        return self._read(1, lambda rows: self._spread(rows[0]))
 
     def rounds(self, steps: int) -> Iterator[Any]:
         """Yield the next batches in stacks of `steps`, as `Zero.local_steps` takes them.
@@ -144,7 +144,10 @@ class Batches(Iterator[Any]):
         self._position = state["batches"]
 
     def _read(self, steps: int, spread: Callable[[np.ndarray], jax.Array]) -> Any:
-        """Make arrays of this process's rows of the next `steps` batches, `[steps, rows, ...]`."""
+        """Read this process's rows of the next `steps` batches, and move the position.
+
+        `spread` makes a global array from the rows `[steps, rows, ...]` of each leaf.
+        """
         if self._elements is None:
             self._elements = self._read_on()
         shape = (steps, len(self._rows))
@@ -152,7 +155,7 @@ class Batches(Iterator[Any]):
             rows = _stacked(list(itertools.islice(self._elements, steps * len(self._rows))))
             arrays = jax.tree.map(lambda x: spread(x.reshape(*shape, *x.shape[1:])), rows)
         except BaseException:
-            self.close()  # a part of it was read; the next call reads all of it again
+            self.close()  # a part of a batch may have been read: the next call begins it again
             raise
         self._position += steps
         return arrays
@@ -173,21 +176,21 @@ class Batches(Iterator[Any]):
             )
         return element
 
-    def _spread(self, x: np.ndarray) -> jax.Array:
-        """Make a global array, of which `x` holds the rows of this process."""
-        shape = (self._rows.batch_size, *x.shape[1:])
+    def _spread(self, rows: np.ndarray) -> jax.Array:
+        """Make a global array `[batch, ...]` from the rows of this process, `[rows, ...]`."""
+        shape = (self._rows.batch_size, *rows.shape[1:])
 
         def held(index: Any) -> np.ndarray:
-            return x[self._rows.place(index[0])]
+            return rows[self._rows.place(index[0])]
 
         return jax.make_array_from_callback(shape, self._sharding, held)
 
-    def _spread_steps(self, x: np.ndarray) -> jax.Array:
-        """The same for the rows of several steps, `[steps, rows, ...]`."""
-        shape = (x.shape[0], self._rows.batch_size, *x.shape[2:])
+    def _spread_steps(self, rows: np.ndarray) -> jax.Array:
+        """Make a global array `[steps, batch, ...]` from own rows, `[steps, rows, ...]`."""
+        shape = (rows.shape[0], self._rows.batch_size, *rows.shape[2:])
 
         def held(index: Any) -> np.ndarray:
-            return x[:, self._rows.place(index[1])]
+            return rows[:, self._rows.place(index[1])]
 
         spec = PartitionSpec(None, *self._sharding.spec)
         sharding = NamedSharding(self._sharding.mesh, spec)
@@ -249,13 +252,14 @@ def _check_column(path: str, column: Sequence[np.ndarray]) -> None:
 
 
 def _described(dataset: grain.MapDataset) -> dict[str, Any]:
-    """Describe what can be seen of a dataset's order: the epoch length and the seeds."""
+    """Return what a dataset shows of its order, to compare on resuming: epoch length and seeds."""
     nodes, visited = [dataset], []
     while nodes:
         node = nodes.pop()
         visited.append(node)
         nodes += getattr(node, "parents", ())  # a user-defined dataset may have no parents
-    # The epoch before `repeat` is described, so that a run may continue with more repeats.
+    # The epoch before `repeat` is described, so that a run may continue with more repeats. Grain
+    # exports neither the class of `repeat` nor the seeds.
     repeats = (node for node in visited if type(node).__name__ == "RepeatMapDataset")
     repeated = next(repeats, None)
     epoch = dataset if repeated is None else repeated.parents[0]

@@ -2,8 +2,8 @@
 
 A document of n tokens is n - 1 pairs of a token and the one that follows it. A row holds the pairs
 of several documents one after the other, each document as a segment: tokens attend to those of
-their own segment, and positions start again in each. So a loss over packed rows is that over the
-documents one by one.
+their own segment, and positions start again in each. So each document has the loss that it has in a
+row of its own.
 
 The largest documents are placed first, each into the row with the least room that it fits in
 ("best fit decreasing"). The result depends on the lengths alone: it is the same on every process.
@@ -108,9 +108,11 @@ class PackedRows:
 def _pack(
     lengths: Int[np.ndarray, " documents"], length: int
 ) -> tuple[Int[np.ndarray, "pieces 3"], Int[np.ndarray, " starts"]]:
-    """Pieces of documents, ordered by row, and the first piece of each row.
+    """Cut documents into pieces of at most `length` pairs, and pack them into rows.
 
-    A piece is a document, its first token there, and a number of pairs.
+    Returns:
+        The pieces in the order of rows, each (document, its first token in the document, number of
+        pairs); and the number of the first piece of each row, with the number of pieces at the end.
     """
     num_pairs = np.maximum(lengths - 1, 0)
     num_pieces = -(-num_pairs // length)
@@ -127,12 +129,16 @@ def _pack(
 
 
 def _best_fit(sizes: Int[np.ndarray, " pieces"], length: int) -> Int[np.ndarray, " pieces"]:
-    """The row of each piece: largest pieces first, into the row with the least room that fits."""
+    """The row of each piece: largest pieces first, into the row with the least room that fits.
+
+    Rooms are integers up to `length`, so the rows are kept by their room, and a bit mask finds the
+    least room that is enough without a search over rows.
+    """
     rows = np.empty(len(sizes), np.int64)
     with_room: list[list[int]] = [[] for _ in range(length)]  # the rows that have so much room
     rooms = 0  # bit n: there is a row with room for n
     num_rows = 0
-    for piece in np.argsort(-sizes, kind="stable").tolist():
+    for piece in np.argsort(-sizes, kind="stable").tolist():  # stable: equal on all processes
         size = int(sizes[piece])
         if fitting := rooms >> size:
             room = size + (fitting & -fitting).bit_length() - 1  # the lowest bit

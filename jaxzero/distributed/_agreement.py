@@ -125,10 +125,15 @@ def check_replicas(tree: Any, *, step: int, seconds: float = 300.0) -> None:
         raise ReplicasDiffer(message)
     shared = {name: x for name, x in leaves.items() if _copies(x)}
     hashes = _hashes(shared) if shared else {}
-    differing = {name for of in hashes.values() for name, (_, same) in of.items() if not same}
+    differing = {
+        name
+        for leaf_hashes in hashes.values()
+        for name, (_, same) in leaf_hashes.items()
+        if not same
+    }
     report = {
-        device: {name: of[name][0] for name in sorted(differing)}
-        for device, of in hashes.items()
+        device: {name: leaf_hashes[name][0] for name in sorted(differing)}
+        for device, leaf_hashes in hashes.items()
         if differing
     }
     if message := _verdict_of_devices(exchange_json(_NAME, report, seconds), leaves, step):
@@ -142,8 +147,8 @@ def _verdict_of_hosts(reports: list[dict[str, Any]]) -> str:
                 f"{describe_process(index)} is at step {other['step']}, {describe_process(0)} at "
                 f"{reports[0]['step']}. Start all of them from the same checkpoint."
             )
-        for name, value in other["own"].items():
-            if value != reports[0]["own"].get(name):
+        for name in sorted(other["own"].keys() | reports[0]["own"].keys()):
+            if other["own"].get(name) != reports[0]["own"].get(name):
                 return (
                     f"After step {other['step']} the leaf `{name}` of {describe_process(index)} "
                     f"differs from that of {describe_process(0)}. Compute it from what all "
@@ -153,8 +158,8 @@ def _verdict_of_hosts(reports: list[dict[str, Any]]) -> str:
 
 
 def _verdict_of_devices(reports: list[dict[str, Any]], leaves: dict[str, Any], step: int) -> str:
-    hashes = {int(device): of for other in reports for device, of in other.items()}
-    differing = sorted({name for of in hashes.values() for name in of})
+    hashes = {int(device): hashed for report in reports for device, hashed in report.items()}
+    differing = sorted({name for leaf_hashes in hashes.values() for name in leaf_hashes})
     if not differing:
         return ""
     name = differing[0]
@@ -168,16 +173,16 @@ def _verdict_of_devices(reports: list[dict[str, Any]], leaves: dict[str, Any], s
 
 def _minority(name: str, x: jax.Array, hashes: dict[int, dict[str, int]]) -> str:
     """Describe the devices whose hash of the leaf `name` is in the minority."""
-    groups: dict[Any, dict[int, list[Any]]] = {}
+    groups: dict[Any, dict[int, list[Any]]] = {}  # by part of the array, devices by hash
     for device, index in x.sharding.devices_indices_map(x.shape).items():
-        if (of := hashes.get(device.id)) and name in of:
-            piece = groups.setdefault(str(index), {})
-            piece.setdefault(of[name], []).append(device)
-    for piece in groups.values():
-        if len(piece) > 1:
-            odd = min(piece.values(), key=len)
+        if (leaf_hashes := hashes.get(device.id)) and name in leaf_hashes:
+            by_hash = groups.setdefault(str(index), {})
+            by_hash.setdefault(leaf_hashes[name], []).append(device)
+    for by_hash in groups.values():
+        if len(by_hash) > 1:
+            odd = min(by_hash.values(), key=len)
             names = sorted(f"device {d.id} of {describe_process(d.process_index)}" for d in odd)
-            return f"{', '.join(names)} against {sum(map(len, piece.values())) - len(odd)} others"
+            return f"{', '.join(names)} against {sum(map(len, by_hash.values())) - len(odd)} others"
     return "its replicas"
 
 
@@ -234,7 +239,7 @@ def _hash_program(mesh: Any, specs: tuple[Any, ...], copies: tuple[tuple[str, ..
 
 
 def _hash(x: Array) -> UInt32[Array, ""]:
-    """Hash a shard by the formula of the module."""
+    """Hash a shard by the formula at the top of this file."""
     words = _words(x)
     index = lax.iota(jnp.uint32, words.size)
     odd = (index * _MULTIPLIER) | np.uint32(1)

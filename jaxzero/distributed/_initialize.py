@@ -1,7 +1,7 @@
 """Initialize JAX in several processes under any launcher.
 
-The rank of a process and the coordinator's address are read from the environment, as JAX does;
-this is the only module of the library that reads environment variables.
+The rank of a process and the coordinator's address are read from the environment, as JAX does. No
+other module reads variables that change what a run computes.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ _LINE_BYTES = 1 << 20  # limit for a line from an unknown program
 _RETRY_SECONDS = 0.2  # between attempts to connect: process 0 may start last
 _LATE_SECONDS = 30.0  # after an error is found, how long others may still connect to receive it
 _LOOK_SECONDS = 0.5  # interval of checks for closed connections
-_SEND_SECONDS = 5.0  # for a short line; a peer that does not read it is stopped or gone
+_SEND_SECONDS = 5.0  # for a short line; a peer that does not write or read it is stopped or gone
+_CONNECT_SECONDS = 10.0  # for an attempt to connect: a firewall may drop packets without an answer
 _ANSWER_SECONDS = 10.0  # how long to wait for the answer after the timeout of connecting
 _STRANGER = "the program that answers is not a process of this run"
 
@@ -189,7 +190,9 @@ def _report(host: str, port: int, hello: Hello, deadline: float, seconds: float)
     reason, has_met = "no time was left", False
     while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((host, port), timeout=min(left, 10.0)) as connection:
+            with socket.create_connection(
+                (host, port), timeout=min(left, _CONNECT_SECONDS)
+            ) as connection:
                 _send(connection, {"jaxzero": dataclasses.asdict(hello)})
                 has_met = True
                 connection.settimeout(max(deadline - time.monotonic(), 0) + _ANSWER_SECONDS)
@@ -231,7 +234,8 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _read_hello(connection: socket.socket) -> Hello | None:
-    connection.settimeout(5.0)
+    """Read the first message of a connection; None if it is not one of a process of a run."""
+    connection.settimeout(_SEND_SECONDS)
     try:
         line = _read_line(connection)
         return None if line is None else Hello(**json.loads(line)["jaxzero"])

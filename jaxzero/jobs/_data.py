@@ -244,9 +244,9 @@ class PairTokenizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examples:
-    """The tokenised rows of a run, for training and held out.
+    """The tokenised rows of a run: those that are trained on, and those that are held out.
 
-    `PairTokens`, or of text an int32 array `[rows, tokens]`.
+    For an encoder both are `PairTokens`; for a decoder both are int32 arrays `[rows, tokens]`.
     """
 
     train: Any
@@ -287,7 +287,7 @@ def training_batches(rows: Any, zero: Zero, optimization: Optimization) -> Batch
 
     Args:
         rows: `Examples.train`.
-        zero: gives the devices.
+        zero: the `Zero` over whose devices a batch is split.
         optimization: the rows of a step, and the seed of their order.
 
     Raises:
@@ -310,5 +310,6 @@ def training_batches(rows: Any, zero: Zero, optimization: Optimization) -> Batch
         epochs.map(lambda i: jax.tree.map(lambda x: x[i], rows)),
         zero,
         batch_size=per_step,
-        read_options=grain.ReadOptions(num_threads=0, prefetch_buffer_size=0),  # it is in memory
+        # The rows are in memory: no thread has to read ahead.
+        read_options=grain.ReadOptions(num_threads=0, prefetch_buffer_size=0),
     )

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, one JSON object per line, and what shows it: TensorBoard, W&B and a picture.
+"""`metrics.jsonl`, one JSON object per line, and its rows in TensorBoard, W&B and a picture.
 
 Every line has a `kind` ("step", "evaluation" or, after training, "node_bytes") and a `step`; a
 resumed run first drops the lines of steps that come after its checkpoint, so the file reads as if
@@ -93,7 +93,7 @@ class TensorBoard:
     def _write(self, step: int, **what: Any) -> None:
         from tensorboardX.proto import event_pb2
 
-        event = vars(event_pb2)["Event"]  # which is made when the module is imported
+        event = vars(event_pb2)["Event"]  # protobuf defines it at import, unseen by type checkers
         self._writer.write_event(event(wall_time=time.time(), step=step, **what))
         self._writer.flush()
 
@@ -197,6 +197,7 @@ class Journal:
         if not self._writes:
             return
         kept = [row for row in self._read() if row["step"] <= step]
+        # Step 0 is that of the evaluation before training.
         kept = [row for row in kept if row["kind"] == "step" or row["step"] == 0]
         text = "".join(json.dumps(row) + "\n" for row in kept)
         partial = self.path.with_suffix(".tmp")

@@ -16,7 +16,8 @@ from ._session import Session, State, save
 from ._step import RoundFn, StepFn, make_round, make_step
 
 Numbers = dict[str, float]
-Advance = Callable[[State], tuple[State, list[Numbers]]]  # by one program; numbers of each step
+# Runs a program, a step or a round of local steps; returns the state and the metrics of each step.
+Advance = Callable[[State], tuple[State, list[Numbers]]]
 
 
 class StepProfiler:
@@ -64,7 +65,7 @@ class StepProfiler:
 def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
     """Train up to the last step, and save a checkpoint there. Every step calls `watchdog.beat`.
 
-    With local steps, what is done after a step is done after a round.
+    With local steps, checkpoints, comparisons and stop requests wait for the end of a round.
 
     Raises:
         Interrupted: Ctrl-C was pressed, or SIGTERM came. The step was finished and the state saved.
@@ -78,7 +79,8 @@ def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
     profiled = run.profiled_steps if jax.process_index() == 0 else range(0)
     with StopRequest() as stop:
         with bar as advance, StepProfiler(profiled, run.directory / "profile") as profiler:
-            is_asked, saved = False, state.step or None  # it was read from a checkpoint, or is new
+            # The step of the newest checkpoint: a state after step 0 was restored from one.
+            is_asked, saved = False, state.step or None
             while state.step < optimization.steps and not is_asked:
                 first = state.step + 1
                 with profiler.step(first, at_once):
@@ -96,7 +98,7 @@ def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
                 is_asked = stop.reached()
         if saved != state.step:
             _save_compared(session, state)
-        session.checkpoints.close()  # written, before a second signal may end this process
+        session.checkpoints.close()  # wait for it, before a second signal may end this process
         if is_asked and state.step < optimization.steps:
             raise Interrupted(run.name, state.step, by_ctrl_c=stop.interrupted)
     return state
@@ -104,7 +106,7 @@ def run_steps(session: Session, state: State, watchdog: Watchdog) -> State:
 
 def _make_advance(session: Session) -> Advance:
     if session.rounds is not None:
-        session.setup.free()  # the state holds copies
+        session.setup.free()  # the state of local steps holds copies, one for each node
         round_fn = make_round(session.setup, session.rounds)
         return lambda state: _one_round(session, state, round_fn)
     step_fn = make_step(session.setup, session.loss)
@@ -135,7 +137,9 @@ def _one_round(session: Session, state: State, round_fn: RoundFn) -> tuple[State
 
 
 def _finite(numbers: Numbers) -> Numbers:
-    """The numbers that JSON can represent: a similarity may not be known yet, a loss overflow."""
+    """The finite numbers, since JSON has no others: a loss may overflow, and SimiGrad's similarity
+    is NaN before the first update.
+    """
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 

@@ -2,8 +2,9 @@
 
 A step whose loss or gradients are not finite changes nothing, and is counted.
 
-With `adaptive_batch` a step only adds to a batch. The learning rate is then that of the schedule
-after as many steps, times the square root of the batch in relation to the first.
+With `adaptive_batch` a step adds its gradient to a batch, and the last step of a batch updates. The
+learning rate of the update is that of the schedule at this step, times the square root of the
+batch's size relative to the first batch.
 """
 
 from typing import Any
@@ -39,8 +40,8 @@ def _apply_if_finite(
 
     def update(updates, state, params=None, **extra_args):
         value = extra_args.pop("value")
-        found = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
-        is_finite = jnp.all(jnp.stack([jnp.isfinite(value), *found]))
+        leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
+        is_finite = jnp.all(jnp.stack([jnp.isfinite(value), *leaves]))
 
         def only_if_finite(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), new, old)
@@ -60,8 +61,8 @@ def _apply_if_finite(
 
 def _make_updates(optimization: Optimization) -> optax.GradientTransformation:
     peak, warmup = optimization.learning_rate, optimization.warmup_steps
-    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    # Falling to 0 averages out the noise of small batches, which a constant rate would end with.
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)  # from 0, one step earlier
+    # A rate that falls to 0 averages out the noise of small batches.
     fall = optax.linear_schedule(peak, 0, max(optimization.steps - warmup, 1))
     rate = optax.join_schedules([rise, fall], [warmup])
     if optimization.adaptive_batch is None:

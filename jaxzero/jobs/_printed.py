@@ -38,9 +38,9 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeBytes:
-    """Bytes of weights and gradients that enter each node in one step, beside plain ZeRO-3's.
+    """Bytes that enter each node in one step: those of the job, and those of plain ZeRO-3.
 
-    With local steps, bytes of parameters.
+    They are bytes of weights and gradients; with local steps, those of the job are of parameters.
     """
 
     sent: int  # by the job
@@ -52,7 +52,7 @@ class NodeBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Scores before and after a run, on files that are not in the training data, and its costs."""
+    """The result of a run: scores on held-out files before and after it, and what it took."""
 
     before: Scores
     after: Scores
@@ -119,7 +119,7 @@ def print_overview(session: Session, state: State) -> None:
     report = zero.report(state.params, state.opt_state, plan=session.plan)
     assert report.traffic is not None
     sent = _sent(report.traffic, zero.mesh.shape[NODE])
-    if zero.config.stage in (1, 2):  # the optimizer makes shards, and the compiler gathers them
+    if zero.config.stage in (1, 2):  # of shards of new weights, which the compiler gathers
         sent += ", and the whole weights"
     _say(session.console, f"A step sends {sent}")
 
@@ -151,8 +151,8 @@ def _held(state: State, *, on_host: bool) -> str:
 
 
 def _bytes(tree: Any, on_host: bool) -> int:
-    found = [x for x in jax.tree.leaves(tree) if in_host(x) == on_host]
-    return sum(x.addressable_shards[0].data.nbytes for x in found)
+    arrays = [x for x in jax.tree.leaves(tree) if in_host(x) == on_host]
+    return sum(x.addressable_shards[0].data.nbytes for x in arrays)
 
 
 def _exchanged(report: LocalReport, local: LocalOptions) -> str:

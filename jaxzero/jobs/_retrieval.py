@@ -94,7 +94,7 @@ def make_loss(graph: Any, *, temperature: float, axes: tuple[str, ...] = AXES) -
     Args:
         graph: the `nnx.GraphDef` of the encoder.
         temperature: cosine similarities are divided by it.
-        axes: of the mesh.
+        axes: the mesh axes whose devices' pairs are negatives for each other.
     """
     embed = make_embed(graph)
 

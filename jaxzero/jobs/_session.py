@@ -82,7 +82,7 @@ class State:
 
     @classmethod
     def of_local(cls, step: int, local: LocalState) -> "State":
-        """The training state with local steps."""
+        """The training state of a run with local steps, from the state of its rounds."""
         fields = {x.name: getattr(local, x.name) for x in dataclasses.fields(local)}
         params, opt_state = fields.pop("params"), fields.pop("opt_state")
         return cls(step=step, params=params, opt_state=opt_state, wire_state=None, exchange=fields)
@@ -212,7 +212,7 @@ def restore(session: Session) -> State:
 def _on_these_nodes(
     session: Session, rounds: LocalRounds, local: LocalState, nodes: int
 ) -> LocalState:
-    """A state that so many nodes saved, for those of the mesh."""
+    """Fit a state that `nodes` nodes saved to the number of nodes of this mesh."""
     if nodes == rounds.num_nodes:
         return local
     session.console.print(
@@ -230,7 +230,10 @@ def _restored_wire_state(session: Session, step: int, params: Any) -> Any:
         with _wire_checkpoints(session) as wire_checkpoints:
             try:
                 restored = wire_checkpoints.restore({"wire_state": first}, step=step)
-            except (NoCheckpoint, ValueError):  # and not one that cannot be read
+            except (
+                NoCheckpoint,
+                ValueError,
+            ):  # an `OSError` of reading is raised: it may be intact
                 session.console.print(
                     "The run was saved with another wire or on other devices, or its wire state is "
                     "damaged, so the wire state starts anew.",
@@ -255,9 +258,10 @@ def _wire_checkpoints(session: Session) -> Checkpoints:
 
 
 def _drop_wire_states(session: Session, *, after: int | None = None) -> None:
-    """Delete the wire states of steps after `after`, which will be repeated, or all.
+    """Delete the wire states of steps after `after`, which will be repeated; None: of all steps.
 
-    A step that has a wire state, of another layout perhaps, is not saved again.
+    `Checkpoints.save` skips a step that is there, so a repeated step would keep its old wire state,
+    perhaps one of another layout.
     """
     if process_index() == 0:
         if after is None:

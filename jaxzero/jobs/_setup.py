@@ -32,7 +32,7 @@ _CONFIGS = {
     "bfloat16": zero3(weights=_BFLOAT16, gradients=_BFLOAT16),
     "float32": zero3(),
 }
-_SEARCH_SECONDS = 180.0  # that the other processes wait before training begins
+_SEARCH_SECONDS = 180.0  # of the search, for which the other processes wait
 _MEETING_SECONDS = 1800.0  # a compile that has begun is not cut off at the end of the search
 
 
@@ -89,20 +89,20 @@ def set_up(
     """Make the mesh, and load the checkpoint onto it; each process reads its devices' slices only.
 
     Args:
-        checkpoint: None: the one that comes as a package.
-        devices: where it runs.
-        sharding: how arrays are split, or that this is to be planned.
+        checkpoint: a Hugging Face directory; None: the one that comes as a package.
+        devices: nodes and devices of the mesh.
+        sharding: how arrays are split, or that the planner is to choose this.
         optimization: the optimizer, and the rows of a step.
-        max_tokens: of a text; None: as `open_task` says.
-        console: for what was loaded and planned.
+        max_tokens: tokens of a text; None: the default of `open_task`.
+        console: where to print what was loaded and planned.
 
     Raises:
         ValueError: the settings do not fit the machine, or the checkpoint cannot be loaded.
     """
     checkpoint = packaged_checkpoint() if checkpoint is None else checkpoint
-    # First of all: it has to come before anything that starts a JAX backend.
-    found = choose_devices(devices.devices)
-    mesh = make_mesh(devices.nodes or (None if process_count() > 1 else 2), devices=found)
+    # Before anything else: the number of fake devices must be set before JAX starts a backend.
+    jax_devices = choose_devices(devices.devices)
+    mesh = make_mesh(devices.nodes or (None if process_count() > 1 else 2), devices=jax_devices)
     task = open_task(checkpoint, max_tokens)
     tensors = task.loaded.params
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tensors)
@@ -176,12 +176,12 @@ def planned_config(
     micro-batches, since the pairs of an encoder are negatives for each other.
 
     Args:
-        mesh: of the devices.
-        shapes: of the parameters.
-        optimizer: that trains them.
-        loss: the training loss.
-        tokens: abstract tokens of a step.
-        console: for the choice.
+        mesh: the devices to measure, and to plan for.
+        shapes: the parameters, as `ShapeDtypeStruct`s.
+        optimizer: trains them.
+        loss: the training loss, `loss(params, tokens) -> (loss, metrics)`.
+        tokens: the batch of a step, as `ShapeDtypeStruct`s.
+        console: where to print progress and the choice.
         quantized: whether weights and gradients may travel in 4 and 8 bits.
 
     Raises:
@@ -200,7 +200,7 @@ def planned_config(
                 tx=optimizer,
                 quantized=quantized,
                 microbatches=(1,),
-                activation_budgets=False,
+                activation_budgets=False,  # below, plans are looked up among those without budgets
                 budget=_SEARCH_SECONDS,
                 progress=status.update,
                 has_aux=True,
@@ -217,4 +217,4 @@ def planned_config(
             console.print(f"Plan: {note}", highlight=False, soft_wrap=True, markup=False)
     name = of_first("plan", chosen, _MEETING_SECONDS)
     candidates = enumerate_candidates(cluster, ("",), (1,), quantized)
-    return next(each.config for each in candidates if each.name == name)
+    return next(candidate.config for candidate in candidates if candidate.name == name)

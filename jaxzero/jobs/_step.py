@@ -24,7 +24,7 @@ RoundFn = Callable[[LocalState, Any], tuple[LocalState, dict[str, Float[Array, "
 
 
 def make_step(setup: Setup, loss: LossFn) -> StepFn:
-    """Make the jitted step, from `(params, opt_state, wire_state, tokens)`.
+    """Make the jitted step, a function of `(params, opt_state, wire_state, tokens)`.
 
     It returns the next `params`, `opt_state` and `wire_state`, and metrics. The first three
     arguments are donated, so that the results reuse their memory. `wire_state` is None if the
@@ -35,7 +35,7 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
 
 
 def make_rounds(setup: Setup, loss: LossFn, method: LocalSteps) -> LocalRounds:
-    """Make the rounds of local steps with `make_step`'s step on each node, not compiled.
+    """Make rounds of local steps, in which each node takes the step of `make_step`, uncompiled.
 
     Raises:
         ValueError: there is one node, or the config needs a wire state.
@@ -55,10 +55,10 @@ def make_rounds(setup: Setup, loss: LossFn, method: LocalSteps) -> LocalRounds:
 
 
 def make_round(setup: Setup, rounds: LocalRounds) -> RoundFn:
-    """Make the jitted round, from the state and `every` stacked batches. The state is donated.
+    """Make the jitted round, a function of the state (donated) and `every` stacked batches.
 
-    It returns the next state, and the metrics of each step: of nodes the mean, but of the numbers
-    of skipped steps the largest.
+    It returns the next state, and the metrics of each step: the mean over nodes, but the largest
+    number of skipped steps.
     """
     options = _options(setup, local_steps=True)
     run = jax.jit(rounds, donate_argnums=0, compiler_options=options)
@@ -100,7 +100,7 @@ def _make_uncompiled(setup: Setup, loss: LossFn) -> StepFn:
         params, opt_state = setup.zero.apply_gradients(
             setup.optimizer, grads, opt_state, params, value=value
         )
-        if wire_states:  # errors fed back would stay non-finite for ever
+        if wire_states:  # a residual that is not finite would make all later steps non-finite
             wire_state = jax.tree.map(
                 lambda new, old: jnp.where(opt_state.last_finite, new, old),
                 wire_states[0],

@@ -62,8 +62,9 @@ class Task(abc.ABC):
         loaded: its config, graph and tensors.
         num_tokens: tokens of a text.
         unit: what a row of a batch is called.
-        title: of the table of scores.
-        labels: of the scores, by field.
+        title: the title of the table of scores.
+        scores: the class of the scores.
+        labels: for each field of the scores, its label.
         curves: labels of the metrics that are plotted besides the loss.
     """
 
@@ -90,7 +91,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def make_scores(self, zero: Zero) -> Callable[[Params, Any], Scores]:
-        """Make a function of sharded parameters and held-out examples. It compiles once."""
+        """Make a function that scores sharded parameters on held-out examples; it compiles once."""
 
     @abc.abstractmethod
     def export(self, zero: Zero, params: Params, examples: Any, directory: Path) -> float | None:
@@ -205,7 +206,7 @@ class ContinueText(Task):
 
 
 def open_task(checkpoint: Path, max_tokens: int | None) -> Task:
-    """Open a checkpoint as what its `config.json` says it is.
+    """Open a checkpoint for training, as a decoder or an encoder, by its `config.json`.
 
     Args:
         checkpoint: a Hugging Face directory.
@@ -221,7 +222,8 @@ def open_task(checkpoint: Path, max_tokens: int | None) -> Task:
             checkpoint,
             dtype="float32",
             compute_dtype="bfloat16",
-            scan_layers=not (config.experts and config.experts.dense_layers),  # they are alike
+            # A scan needs equal layers.
+            scan_layers=not (config.experts and config.experts.dense_layers),
             remat="full",
         )
         num_tokens = _checked_length(max_tokens, 256, loaded.config.max_length)
@@ -243,7 +245,7 @@ def open_task(checkpoint: Path, max_tokens: int | None) -> Task:
 def _is_decoder(checkpoint: Path) -> bool:
     try:
         decoder_family(str(read_config(checkpoint)[0].get("model_type")))
-    except ValueError:  # then its error is that of `load_encoder`, which knows what there is
+    except ValueError:  # `load_encoder` then raises, and names the models that can be loaded
         return False
     return True
 
@@ -260,7 +262,7 @@ def _checked_length(max_tokens: int | None, default: int, longest: int) -> int:
 
 
 def _everywhere(zero: Zero, function: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-    """`function` on sharded parameters and host rows; its result is on every device, replicated."""
+    """Jit a function of sharded parameters and rows in host memory; its result is replicated."""
     result = NamedSharding(zero.mesh, PartitionSpec())
     compiled = jax.jit(zero.apply(function), out_shardings=result)
     rows = NamedSharding(zero.mesh, zero.batch_spec)

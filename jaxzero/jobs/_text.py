@@ -27,8 +27,8 @@ from ._data import (
 )
 from ._retrieval import LossFn, Params
 
-_MOST_HELD_OUT = 512  # rows that are scored: an evaluation takes the time of some steps, not more
-_FILES_AT_ONCE = 64  # which the tokenizer cuts in its own threads
+_MOST_HELD_OUT = 512  # rows that are scored, so that an evaluation takes no longer than some steps
+_FILES_AT_ONCE = 64  # that the tokenizer splits into tokens in parallel, in threads of its own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def load_rows(
 
 
 def _files(directory: Path | None) -> dict[str, Path]:
-    """Files by their path in the folder, which decides what is held out; none that are hidden."""
+    """The files that are not hidden, by path in the folder, whose hash says what is held out."""
     if directory is None:
         root = standard_library()
         paths = python_files(root)
@@ -95,7 +95,7 @@ def _files(directory: Path | None) -> dict[str, Path]:
 
 
 def _text(path: Path) -> str:
-    """The text of a file; "" if it is none."""
+    """The text of a file; "" if it is not UTF-8."""
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError:
@@ -112,7 +112,8 @@ def make_text_loss(graph: Any) -> LossFn:
 
     def loss(params: Params, ids: Int[Array, "b t"]) -> tuple[Float[Array, ""], dict[str, Any]]:
         model, labels = nnx.merge(graph, params), ids[:, 1:]
-        weights = jnp.ones(labels.shape, jnp.float32)  # known ones: logits are computed once
+        # With weights, forward computes the gradients too, and backward no logits again.
+        weights = jnp.ones(labels.shape, jnp.float32)
         total, _ = model.cross_entropy(model.hidden(ids)[:, :-1], labels, weights)
         return total / labels.size, {}
 

@@ -44,7 +44,7 @@ def train(settings: Train, console: Console) -> Outcome:
         Interrupted: Ctrl-C was pressed while training, or SIGTERM came; the run was saved and can
             be resumed.
         Diverged: losses or gradients stay non-finite.
-        RuntimeError: the export does not compute what was trained.
+        RuntimeError: the export does not compute what was trained, or a checkpoint cannot be saved.
         ReplicasDiffer: devices hold different bits in copies of one array.
     """
     began = time.perf_counter()
@@ -131,15 +131,15 @@ def _note_node_bytes(session: Session) -> NodeBytes | None:
 
 def _noted(journal: Journal, task: Task, seconds: float) -> Scores | None:
     """The scores before training, from the journal of process 0; None if it has none."""
-    found = journal.rows("evaluation")[:1] if process_index() == 0 else []
-    rows = json.loads(of_first("before training", json.dumps(found), seconds))
+    first_row = journal.rows("evaluation")[:1] if process_index() == 0 else []
+    rows = json.loads(of_first("before training", json.dumps(first_row), seconds))
     return task.scores(**{name: rows[0][name] for name in task.labels}) if rows else None
 
 
 class _Evaluation:
     """A function that scores parameters on the held-out rows; it compiles once for all calls.
 
-    Weights are gathered without a codec, so that the exported weights are scored.
+    Weights are gathered without a codec: the scores are those of the weights that are exported.
     """
 
     def __init__(self, session: Session):

@@ -71,8 +71,8 @@ def prepare(command: tuple[str, ...]) -> Prepared:
 
 def _find(command: tuple[str, ...]) -> str:
     program = command[0]
-    if (found := shutil.which(program)) is not None:
-        return found
+    if (executable := shutil.which(program)) is not None:
+        return executable
     if Path(program).is_file():
         raise ValueError(
             f"`command` starts with {program!r}, which is not executable. Put the program that "
@@ -107,15 +107,15 @@ def _names_its_program(script: str) -> bool:
         return False
 
 
-def _message_for_python(command: tuple[str, ...], found: str) -> str:
-    if _is_this(found):
-        return f"{command[0]} is {found}, the interpreter that jaxzero runs on"
-    used = _ask(command, found)
+def _message_for_python(command: tuple[str, ...], executable: str) -> str:
+    if _is_this(executable):
+        return f"{command[0]} is {executable}, the interpreter that jaxzero runs on"
+    used = _ask(command, executable)
     if used is None:
-        shown, used_path = f"{command[0]} is {found}", found
+        shown, used_path = f"{command[0]} is {executable}", executable
         warning = f"it does not say which environment it has; jaxzero itself runs on {_this()}"
     else:
-        shown, used_path = f"{command[0]} is {_chain(found, used)}", used.executable
+        shown, used_path = f"{command[0]} is {_chain(executable, used)}", used.executable
         if used.shares_environment(_this()):
             return f"{shown}, in the environment that jaxzero runs in"
         warning = f"jaxzero itself runs in another environment, on {_this()}"
@@ -123,8 +123,8 @@ def _message_for_python(command: tuple[str, ...], found: str) -> str:
     return f"{shown}\nwarning: {warning}\n{_remedy(command[1:])}\n{keep}"
 
 
-def _chain(found: str, used: Interpreter) -> str:
-    return str(used) if used.executable == found else f"{found}, which starts {used}"
+def _chain(executable: str, used: Interpreter) -> str:
+    return str(used) if used.executable == executable else f"{executable}, which starts {used}"
 
 
 def _remedy(arguments: tuple[str, ...]) -> str:
@@ -152,13 +152,13 @@ def _is_this(path: str) -> bool:
     return len(folders) == 1 and os.path.samefile(path, sys.executable)
 
 
-def _ask(command: tuple[str, ...], found: str) -> Interpreter | None:
-    """Query the interpreter that the program `found` starts; None if it does not answer.
+def _ask(command: tuple[str, ...], executable: str) -> Interpreter | None:
+    """Query the interpreter that the program `executable` starts; None if it does not answer.
 
     Raises:
-        ValueError: `found` starts no interpreter, like a shim of pyenv without a version.
+        ValueError: `executable` starts no interpreter, like a shim of pyenv without a version.
     """
-    question = [found, "-c", _ASK]
+    question = [executable, "-c", _ASK]
     try:
         answer = subprocess.run(
             question, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_SECONDS
@@ -167,10 +167,10 @@ def _ask(command: tuple[str, ...], found: str) -> Interpreter | None:
         return None
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ValueError(_is_no_python(command, found, reason)) from error
+        raise ValueError(_is_no_python(command, executable, reason)) from error
     if answer.returncode != 0:
         reason = answer.stderr.decode(errors="replace").strip()
-        raise ValueError(_is_no_python(command, found, reason or describe(answer.returncode)))
+        raise ValueError(_is_no_python(command, executable, reason or describe(answer.returncode)))
     try:
         last = answer.stdout.decode("ascii", "replace").splitlines()[-1]  # sitecustomize may print
         return Interpreter(*ast.literal_eval(last))
@@ -178,8 +178,8 @@ def _ask(command: tuple[str, ...], found: str) -> Interpreter | None:
         return None
 
 
-def _is_no_python(command: tuple[str, ...], found: str, reason: str) -> str:
+def _is_no_python(command: tuple[str, ...], executable: str, reason: str) -> str:
     return (
-        f"`command` starts with {command[0]!r}, which is {found}, and that does not run as "
+        f"`command` starts with {command[0]!r}, which is {executable}, and that does not run as "
         f"Python 3: {reason}\n{_remedy(command[1:])}"
     )

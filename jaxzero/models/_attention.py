@@ -9,8 +9,8 @@ A sink is a learned logit of each head without a key: it takes a part of the pro
 
 `jax.nn.dot_product_attention` does the work where it can. It has neither a cap nor sinks nor
 dropout of probabilities, wants keys and values of one size, and its window is a constant, while a
-scan over layers that differ has the window as data; those are computed here, in the same order and
-with logits and softmax in float32 too.
+scan over layers with and without a window needs it as data. These cases are computed here, with the
+operations in the same order, and with logits and softmax in float32 too.
 
 Dimensions: b batch, t queries, s keys, d hidden, h heads, g key-value heads, n heads per group,
 k size of queries and keys, v size of values.
@@ -81,13 +81,13 @@ class Attention(nnx.Module):
 
         Args:
             x_btd: input of the layer.
-            mask: True for tokens, False for padding; or segments, if the queries are those of all
-                keys; None if there is no padding.
+            mask: True for tokens, False for padding; or, without a cache, the segment of each
+                token, 0 for padding; None if there is no padding.
             window: how many positions a token sees, itself included; None for all.
             turns: rotation of queries and keys; None for none.
             dropout_key: for dropout of the probabilities.
-            slots: where keys and values are stored. Then the queries also see those that are there,
-                and `mask` is that of all columns.
+            slots: where keys and values are stored in a cache. Then the queries also see those that
+                the cache holds, and `mask` is that of all its columns.
         """
         config = self.config
         query, key, value = self.query(x_btd), self.key(x_btd), self.value(x_btd)
@@ -138,13 +138,29 @@ def attend(
 ) -> Float[Array, "b t h v"]:
     """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature.
 
-    With `start`, the first query is at that key; else there are as many queries as keys. Where
-    their tokens are split over devices, and in long rows, `attend_split` computes it.
+    Where tokens are split over devices, and in long rows, `attend_split` computes it.
+
+    Args:
+        query_bthk, key_bsgk, value_bsgv: queries, keys and values.
+        mask_bs: which keys are tokens, or the segments; see `Mask`.
+        start: the column of the first query among the keys of a cache; None if there is no cache,
+            and as many queries as keys.
+        is_causal: True if a query sees no later keys.
+        window: how many positions a query sees, itself included; if not `is_causal`, to each side.
+        scale: multiplies the products of queries and keys; None for `k ** -0.5`.
+        softcap: c of `cap`; None for no cap.
+        sinks_h: the logit of each head's sink; None for no sinks.
+        dropout_rate, dropout_key: dropout of the probabilities; none without a key.
+        implementation: as `DecoderConfig.attention_implementation`.
+
+    Raises:
+        NotImplementedError: `implementation` lacks a feature that is asked for.
     """
     has_dropout = dropout_key is not None and dropout_rate > 0
     # One query has few logits: where keys are split, each device computes those of its own.
     is_one = start is not None and query_bthk.shape[1] == 1
     method = None if is_one else method_for(query_bthk, key_bsgk, value_bsgv)
+    # A ring needs queries at the positions of the keys; with a cache, the first is at `start`.
     if start is not None and method == "ring":
         method = "gather"
     is_long = not is_one and max(query_bthk.shape[1], key_bsgk.shape[1]) > LONG_ROW
@@ -209,7 +225,10 @@ def _with_all_logits(
 
 
 def _window_size(window: int | None, is_causal: bool) -> tuple[int, int] | None:
-    """In an encoder the window is on both sides: keys fewer than `window` positions away."""
+    """Return how many positions before and after it a query sees; None if it sees all.
+
+    In an encoder, which is not causal, the window is on both sides.
+    """
     return None if window is None else (window - 1, 0 if is_causal else window - 1)
 
 
@@ -218,7 +237,11 @@ def _with_sinks(
     logarithms_bth: Float[Array, "b t h"],
     sinks_h: Float[Array, "h"] | None,
 ) -> Float[Array, "b t h v"]:
-    """What is left by sinks of values that the keys were given in full."""
+    """Scale attention's result, computed without sinks, by what sinks leave to the keys.
+
+    The probabilities of all keys sum to exp(l) / (exp(l) + exp(sink)) = sigmoid(l - sink), where l
+    is the logarithm of the softmax's denominator without sinks, `logarithms_bth`.
+    """
     if sinks_h is None:
         return mixed_bthv
     left = jax.nn.sigmoid(logarithms_bth - sinks_h.astype(logarithms_bth.dtype)[None, None])
@@ -233,7 +256,7 @@ def _form(
     softcap: float | None,
     mask_bs: Mask,
 ) -> Form:
-    """What queries see, and their logits; a window that is data comes on top."""
+    """Describe what queries see and how logits are made; a window that is an array is not in it."""
     before = window - 1 if isinstance(window, int) else None
     marks = None if mask_bs is None else "keys" if mask_bs.dtype == jnp.bool_ else "segments"
     scale = default_scale(size) if scale is None else scale
@@ -269,9 +292,10 @@ def _seen(
 
 
 def _keys_of_queries(mask_bs: Array, *, of_heads: bool = False) -> Bool[Array, "..."]:
-    """The mask `[batch, 1 or queries, keys]` of tokens, or of the segment of each query.
+    """Return the mask of the keys that each query may see, `[batch, queries, keys]`.
 
-    With `of_heads` it has a second dim of size 1.
+    Queries have size 1 if `mask_bs` has booleans, which are the same for all of them. With
+    `of_heads` there is a dim of size 1 for heads after the batch.
     """
     dims = (slice(None), *[None] * of_heads)
     if mask_bs.dtype == jnp.bool_:
@@ -283,8 +307,8 @@ def _keys_of_queries(mask_bs: Array, *, of_heads: bool = False) -> Bool[Array, "
 def _norm_of_heads(config: DecoderConfig, num_heads: int, rngs: nnx.Rngs) -> nnx.Module:
     if config.query_key_norm == "each_head":
         return ScaledLayerNorm(num_heads, config.head_size, epsilon=config.norm_epsilon)
-    each = config.query_key_norm == "head"
-    return make_norm(config, config.head_size * (1 if each else num_heads), rngs)
+    by_head = config.query_key_norm == "head"
+    return make_norm(config, config.head_size * (1 if by_head else num_heads), rngs)
 
 
 def make_linear(
@@ -312,10 +336,11 @@ def is_among(numbers: tuple[int, ...], i: int | Array, num_layers: int) -> bool 
     The result is a Python bool where it is known when tracing. If the layers are scanned (`i` is an
     array) and only some are among `numbers`, it is a boolean array.
     """
-    each = [number in numbers for number in range(num_layers)]
+    are_among = [number in numbers for number in range(num_layers)]
     if isinstance(i, int):
-        return each[i]
-    return each[0] if all(each) or not any(each) else jnp.array(each)[i]
+        return are_among[i]
+    is_uniform = all(are_among) or not any(are_among)
+    return are_among[0] if is_uniform else jnp.array(are_among)[i]
 
 
 def window_if(has_window: bool | Array, window: int | None, num_tokens: int) -> Window:

@@ -53,7 +53,7 @@ class Block(nnx.Module):
         slots: Slots | None = None,
         routers: Routers | None = None,
     ) -> Float[Array, "b t d"]:
-        """Apply the layer; the arguments are those of `Attention`, and of `Experts` the last."""
+        """Apply the layer; the arguments are those of `Attention`, and `routers` of `Experts`."""
         probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
         rate, scale = self.config.residual_dropout, self.config.residual_scale
         seen = _normalized(self.attention_norm, x_btd)
@@ -61,8 +61,9 @@ class Block(nnx.Module):
             seen, mask, window=window, turns=turns, dropout_key=probabilities_key, slots=slots
         )
         if self.config.residual != "sequential":
-            wide = self._apply_mlp(seen if self.mlp_norm is None else self.mlp_norm(x_btd), routers)
-            added = dropout(mixed, rate, attention_key) + dropout(wide, rate, mlp_key)
+            of_mlp = seen if self.mlp_norm is None else self.mlp_norm(x_btd)
+            of_mlp = self._apply_mlp(of_mlp, routers)
+            added = dropout(mixed, rate, attention_key) + dropout(of_mlp, rate, mlp_key)
             return x_btd + scaled(added, scale)
         added = _normalized(self.attention_post_norm, dropout(mixed, rate, attention_key))
         x_btd = x_btd + scaled(added, scale)
@@ -77,7 +78,7 @@ class Block(nnx.Module):
 
 
 def scaled(x: Float[Array, "*dims"], factor: float) -> Float[Array, "*dims"]:
-    """`x` times a factor rounded to its dtype; `x` itself for 1."""
+    """Return `x` times a factor that is rounded to the dtype of `x`; `x` itself for factor 1."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 

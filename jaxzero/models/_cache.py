@@ -62,7 +62,7 @@ def make_cache(config: DecoderConfig, batch_size: int, num_columns: int) -> Cach
         if size < 1:
             raise ValueError(f"`{name}` must be a positive integer; got {size}.")
     _check_positions(config, num_columns)
-    num_columns += -num_columns % num_token_parts()  # those that are added hold no tokens
+    num_columns += -num_columns % num_token_parts()  # the columns that this adds hold no tokens
     latent = config.latent
     if latent is None:
         num_heads, key_size = config.num_key_value_heads, config.head_size
@@ -107,7 +107,7 @@ def check_room(cache: Cache, ids: Int[Array, "b t"]) -> None:
     batch_size, size = cache.mask.shape
     try:
         held = int(cache.length)
-    except jax.errors.ConcretizationTypeError:  # traced
+    except jax.errors.ConcretizationTypeError:  # traced: `Decoder.extend` returns NaN if it is full
         held = 0
     if held + ids.shape[1] > size:
         raise ValueError(
@@ -128,9 +128,9 @@ def check_room(cache: Cache, ids: Int[Array, "b t"]) -> None:
 
 
 class Slots:
-    """Where one layer writes the keys and values of new tokens, while it is traced.
+    """The place in a cache where one layer writes the keys and values of new tokens.
 
-    `write` replaces `layers` by arrays that hold them too.
+    `write` replaces the attribute `layers` by arrays that hold the new tokens too.
     """
 
     def __init__(
@@ -142,14 +142,14 @@ class Slots:
         """Point to a layer.
 
         Args:
-            layers: those of a `Cache`.
+            layers: `layers` of a `Cache`.
             number: index of the layer: an `int` for a tuple of layers, an array for a stack.
             start: first column that is written.
         """
         self.layers, self.number, self.start = layers, number, start
 
     def write(self, *new: Float[Array, "b t g _"]) -> tuple[Float[Array, "b s g _"], ...]:
-        """Store keys, and values if the cache has them; return those of all columns."""
+        """Store new keys, and values if the cache has them; return those of all columns."""
         stack = isinstance(self.layers, LayerCache)
         held: tuple[Any, ...] = self.layers if stack else self.layers[self.number]
         # Latent attention has no values: neither here nor in the cache.
@@ -163,7 +163,7 @@ class Slots:
         return tuple(x for _, x in pairs)
 
     def _written(self, held: Array, new: Array) -> tuple[Array, Array]:
-        """The array with new columns; and its layer, with heads behind columns."""
+        """Return `held` with the new columns; and this layer's part of it, heads after columns."""
         update = jnp.swapaxes(new, 1, 2).astype(held.dtype)
         is_layer = held.ndim == update.ndim
         number = None if is_layer else jnp.asarray(self.number, jnp.int32)
@@ -182,7 +182,7 @@ def _with_columns(
     start: Int[Array, ""],
     number: Int[Array, ""] | None,
 ) -> Float[Array, "*layers b g s k"]:
-    """Write columns from `start` on; of layer `number` if `held` is a stack."""
+    """Write `update` to the columns from `start` on; to layer `number` if `held` is a stack."""
     num_parts = num_token_parts()
     if num_parts == 1:
         return _update(held, update, start, number)
@@ -198,7 +198,11 @@ def _write_part(
     number: Int[Array, ""] | None,
     part: Int[Array, "1"],
 ) -> Float[Array, "*layers b g u k"]:
-    """`_with_columns` of the part of the columns that a device has."""
+    """Do what `_with_columns` does, on the columns that one device has.
+
+    The new columns may lie before, in or after this part. So a fixed number of columns is read,
+    those among them that are new are replaced, and all are written back.
+    """
     num_new, num_held = update.shape[_COLUMNS], held.shape[_COLUMNS]
     num = min(num_new, num_held)
     from_here = start - part[0] * num_held  # the first new column, counted in this part

@@ -29,7 +29,7 @@ _MISSING = (
     "Save the checkpoint again with `save_pretrained` of a current transformers release, which "
     "writes every size."
 )
-# Their name: the key of `ACTIVATIONS`, which has the functions.
+# Name of an activation in `config.json`: its key in `ACTIVATIONS`, which has the functions.
 _NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -73,7 +73,7 @@ def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
 def family_of(
     content: Mapping[str, Any], path: Path, families: Mapping[str, Row], models: str
 ) -> Row:
-    """The row of `families` for the `model_type` of a `config.json`.
+    """Return the row of `families` for the `model_type` of a `config.json`.
 
     Args:
         content: the content of the file.
@@ -108,7 +108,7 @@ def config_keys(
         content: the content of the file.
         path: where it is, for messages.
         defaults: values of keys that the file does not have.
-        kinds: what keys may hold where a family differs from `KEYS`.
+        kinds: key -> what it may hold, where a family differs from `KEYS`.
     """
     return JsonKeys(
         content,
@@ -182,7 +182,7 @@ def make_config(make: type[Config], fields: Mapping[str, Any], path: Path) -> Co
 
 
 def read_activation(keys: JsonKeys, key: str, model: str) -> str:
-    """The activation function that a key names, by the name that our configs have for it.
+    """Return our name of the activation function that a key of the file names.
 
     Args:
         keys: the file.

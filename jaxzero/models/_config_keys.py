@@ -4,8 +4,8 @@ A key means the same in every family that reads it, so its type and range are wr
 family says which keys it reads, and what they are where a file is silent; a family in which a key
 has another range says so in its `kinds`. Keys of nested objects (`rope_scaling`) are listed too.
 
-Ranges exclude what makes no model: a width of 0, an `eps` above 1, a count of layers that would
-fill the memory before it is compared with the tensors.
+Ranges exclude values that no model has: a width of 0, an `eps` above 1, or so many layers that they
+would fill the memory before their number is compared with the tensors.
 """
 
 from .._checked_json import ANYTHING, FLAG, OBJECT, TEXT, Kind, integer, list_of, number, optional
@@ -13,7 +13,7 @@ from .._checked_json import ANYTHING, FLAG, OBJECT, TEXT, Kind, integer, list_of
 COUNT = integer(1)
 INDEX = integer(0)
 LAYERS = integer(1, 10_000)
-POSITIVE = number(1e-30, 1e30)  # also in float32
+POSITIVE = number(1e-30, 1e30)  # stays positive and finite when it is rounded to float32
 DROPOUT = number(0, below=1)
 EPSILON = number(0, 1)
 _FACTORS = list_of(POSITIVE)

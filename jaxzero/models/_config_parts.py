@@ -108,7 +108,7 @@ def window_alternating(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def window_but_every_nth(content: Content, num_layers: int) -> tuple[int, ...]:
-    """All layers except every nth have a sliding window."""
+    """All layers but every nth have a sliding window, where n is `sliding_window_pattern`."""
     n = content.get("sliding_window_pattern", content.get("_sliding_window_pattern", 6))
     return _window_by_type(content, num_layers, [i for i in range(num_layers) if (i + 1) % n])
 
@@ -154,14 +154,14 @@ def read_rope(
     Args:
         content: the file, with a default of `base_key`.
         head_size: size of a head, all of which is rotated, or a part.
-        base_key: where transformers 4 kept the base.
-        sliding_base_key: where it kept the base of layers with a window; None if all layers rotate
+        base_key: key under which transformers 4 wrote the base of the frequencies.
+        sliding_base_key: its key of the base for layers with a window; None if all layers rotate
             alike.
-        part_key: where it kept the part of a head that is rotated; None if all of it is.
+        part_key: its key of the fraction of a head that is rotated; None if all of it is.
     """
     scaling, given = content.section("rope_scaling"), content.section("rope_parameters")
     if sliding_base_key is None:
-        given = scaling or given  # where a file has both, as transformers 5
+        given = scaling or given  # if a file has both, transformers 5 takes `rope_scaling`
         return {"rope": _rope(given, content[base_key], content, head_size, part_key)}
     if not content.get("sliding_window"):
         raise content.error(
@@ -170,7 +170,8 @@ def read_rope(
             "not compute",
             remedy=CHOOSE_ANOTHER,
         )
-    # Nested by kind of layer, or as transformers 4 wrote it: a scaling of the others alone.
+    # `rope_parameters` is nested by kind of layer. A scaling that is not nested, as transformers 4
+    # wrote it, is for the layers without a window.
     full, sliding = given.section("full_attention"), given.section("sliding_attention")
     if not full and not sliding:
         full = given
@@ -231,7 +232,7 @@ def _scaling(given: Content, content: Content, rotary_size: int) -> Scaling | No
             remedy=CHOOSE_ANOTHER,
         )
     given.require(*needed[kind])
-    # Beside the scaling (Phi-3), in it (Llama), or nowhere.
+    # Phi-3 writes the key beside the scaling, Llama inside of it, and other files not at all.
     key, longest = "original_max_position_embeddings", content["max_position_embeddings"]
     trained = content.get(key, given.get(key, longest))
     if kind == "linear":
@@ -267,7 +268,7 @@ def _yarn(given: Content, trained: int) -> YarnScaling:
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """What Yarn multiplies sines and cosines by, for a text longer by `factor`."""
+    """The factor of Yarn on sines and cosines, for texts `factor` times as long as in training."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -319,7 +320,7 @@ def mixtral_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def qwen3_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Experts in every nth layer except those listed, with a separate width."""
+    """Experts in every nth layer (`decoder_sparse_step`) that is not in `mlp_only_layers`."""
     count = "num_local_experts" if "num_local_experts" in content else "num_experts"
     content.require(count, "num_experts_per_tok", "moe_intermediate_size")
     every = content.get("decoder_sparse_step", 1)
@@ -353,7 +354,7 @@ def gpt_oss_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def deepseek_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Experts in groups, and one that is shared, in all layers but the first."""
+    """Experts in groups, and shared ones, in all but the first `first_k_dense_replace` layers."""
     count, num_dense = "n_routed_experts", content["first_k_dense_replace"]
     content.require(count, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
     if num_dense >= num_layers:

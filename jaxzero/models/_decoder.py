@@ -211,13 +211,16 @@ class Decoder(nnx.Module):
         segments: Int[Array, "b t"] | None = None,
         balance: RouterBalance | None = None,
     ) -> tuple[Float[Array, "b t d"], Any, Any]:
-        """Vectors after the last layer, and the cache and the balance, if they are given."""
+        """Return the normalized vectors after the last layer, the new cache and the balance.
+
+        The last two are None if they are not given.
+        """
         config = self.config
         embedding_key, layers_key = split_key(dropout_key, 2)
         mask = mask if segments is None else segments != 0
         x_btd = self._embed(as_indices(ids, mask, config.vocabulary_size), positions)
         x_btd = dropout(x_btd, config.embedding_dropout, embedding_key)
-        # New tokens of a text that is being written may be too few.
+        # With a cache, new tokens may be fewer than the devices that split them: then each has all.
         divides = cache is None or ids.shape[1] % num_token_parts() == 0
         split = split_tokens if divides else lambda x: x
         all_turns = [turns(rope, positions) for rope in (config.rope, config.sliding_rope) if rope]

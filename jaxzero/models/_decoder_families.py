@@ -1,4 +1,7 @@
-"""The families of decoders, as tables: those with RMSNorm, and those with LayerNorm."""
+"""The families of decoders, as tables: those with RMSNorm, and those with LayerNorm.
+
+`defaults` are those of the family's config class in transformers, for keys that a file leaves out.
+"""
 
 import dataclasses
 from typing import Any
@@ -345,7 +348,7 @@ LAYER_NORM_FAMILIES: dict[str, Family] = {
             "use_parallel_residual": False,
             "partial_rotary_factor": 0.25,
         },
-        required={"hidden_dropout": 0.0},  # of the perceptron alone
+        required={"hidden_dropout": 0.0},  # StableLM has it on the perceptron alone
         kinds=KEY_VALUE_HEADS,
         part_key="partial_rotary_factor",
         more=_stablelm_parts,

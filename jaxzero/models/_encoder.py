@@ -71,7 +71,7 @@ class EncoderConfig(EncoderBase):
 
     @property
     def num_positions(self) -> int:
-        """Rows of the table of positions: RoBERTa's first ones stand for padding."""
+        """Rows of the table of positions; in RoBERTa's the first `padding_id + 1` have no token."""
         return self.max_length + (0 if self.padding_id is None else self.padding_id + 1)
 
     def _may_be_zero(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The fields that configs of encoders share, as a frozen dataclass that validates itself."""
+"""What encoders share: the fields of their configs, attention, perceptrons, layers and pooling."""
 
 import dataclasses
 from typing import Literal

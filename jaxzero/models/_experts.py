@@ -50,7 +50,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 Routed = tuple[Float[Array, "n k"], Int[Array, "n k"]]  # weight and index of each chosen expert
 _EXPERT_LEAF = re.compile(r"\.mlp\.(gate|up|down)(_bias)?(\.value)?$")
-Gated = Callable[[Array, Array], Array]  # of the two projections
+Gated = Callable[[Array, Array], Array]  # combines the results of the projections gate and up
 
 
 class Mlp(nnx.Module):
@@ -64,10 +64,10 @@ class Mlp(nnx.Module):
         self.down = make_linear(config, wide, hidden, bias, rngs)
 
     def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        bend = ACTIVATIONS[self.activation]
+        activate = ACTIVATIONS[self.activation]
         if self.gate is None:
-            return self.down(bend(self.up(x_btd)))
-        return self.down(bend(self.gate(x_btd)) * self.up(x_btd))
+            return self.down(activate(self.up(x_btd)))
+        return self.down(activate(self.gate(x_btd)) * self.up(x_btd))
 
 
 def route_by_softmax(logits_ne: Float[Array, "n e"], experts: ExpertsConfig) -> Routed:
@@ -85,7 +85,7 @@ def route_by_groups(
     experts: ExpertsConfig,
     routing: GroupRouting,
 ) -> Routed:
-    """Choose the best experts of the best groups."""
+    """Choose the best experts of the best groups; see `GroupRouting` for the rule."""
     shares_ne = jax.nn.sigmoid(logits_ne.astype(widened(logits_ne.dtype)))
     scores_ne = jax.lax.stop_gradient(shares_ne + correction_e.astype(shares_ne.dtype)[None])
     scores_ngm = scores_ne.reshape(len(scores_ne), routing.num_groups, -1)
@@ -110,7 +110,7 @@ class Projection(NamedTuple):
 
 @dataclasses.dataclass
 class Routers:
-    """The balance of the router of each layer, written while the layers are traced.
+    """Collects the balance of each layer's router while the layers are traced.
 
     Attributes:
         balance: the balance of all layers so far; 0 for those without experts.
@@ -141,7 +141,7 @@ class Routers:
 
 
 class Experts(nnx.Module):
-    """Gated MLPs, of which `k` process each token."""
+    """Gated MLPs, of which each token is processed by `num_experts_per_token`."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, *, rngs: nnx.Rngs):
         self.config, self.experts = config, experts
@@ -172,9 +172,9 @@ class Experts(nnx.Module):
             _projection(self.up, self.up_bias, x_nd.dtype),
             _projection(self.down, self.down_bias, x_nd.dtype),
         )
-        bend = ACTIVATIONS[self.config.activation]
+        activate = ACTIVATIONS[self.config.activation]
         clamped = self.experts.clamped_gate
-        gated = _gated_by(bend) if clamped is None else _clamped_gated(clamped)
+        gated = _gated_by(activate) if clamped is None else _clamped_gated(clamped)
         mlp = functools.partial(_mlp, gated)
         logits_ne = self.router(x_nd)
         (shares_nk, chosen_nk), num_local = self.route(logits_ne), len(projections[0].kernel)
@@ -206,8 +206,8 @@ def _projection(kernel: nnx.Param, bias: nnx.Param | None, dtype: jnp.dtype) -> 
     return Projection(kernel[...].astype(dtype), None if bias is None else bias[...].astype(dtype))
 
 
-def _gated_by(bend: Callable[[Array], Array]) -> Gated:
-    return lambda gate, up: bend(gate) * up
+def _gated_by(activate: Callable[[Array], Array]) -> Gated:
+    return lambda gate, up: activate(gate) * up
 
 
 def _clamped_gated(clamped: ClampedGate) -> Gated:
@@ -244,8 +244,9 @@ def _one_by_one(
     return total_nd.astype(x_nd.dtype)
 
 
-def _product(x: Array, by: Projection) -> Array:
-    return x @ by.kernel if by.bias is None else x @ by.kernel + by.bias[None]
+def _product(x: Array, projection: Projection) -> Array:
+    product = x @ projection.kernel
+    return product if projection.bias is None else product + projection.bias[None]
 
 
 def expert_leaves(params: Any) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """How a family of models writes its `config.json`, as a row of a table.
 
-A `ConfigTable` lists which key holds which field of a config, what a key means where the file is
-silent, which parts the family always has, and which keys may have no other value. What needs more
-than a name (rotation, windows, experts) is read by a function that families share.
+A `ConfigTable` lists which key holds which field of a config, the value of a key that a file leaves
+out, which parts the family always has, and which keys may have one value only. What needs more than
+a key (rotation, windows, experts) is read by a function that families share.
 """
 
 import dataclasses
@@ -47,7 +47,9 @@ ATTENTION_BIAS = {
     "query_key_value_bias": "attention_bias",
     "attention_output_bias": "attention_bias",
 }
-KEY_VALUE_HEADS = {"num_key_value_heads": COUNT}  # elsewhere null is `num_attention_heads`
+# For families whose `num_key_value_heads` may not be null, which elsewhere means as many heads as
+# `num_attention_heads`.
+KEY_VALUE_HEADS = {"num_key_value_heads": COUNT}
 
 
 def nothing_more(content: Content, fields: Fields) -> dict[str, Any]:
@@ -57,28 +59,28 @@ def nothing_more(content: Content, fields: Fields) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigTable:
-    """How one `model_type` is written, and what all models of it have in common."""
+    """How one `model_type` writes its `config.json`, and what all its models have in common."""
 
     usual: ClassVar[dict[str, Any]] = {}  # defaults of all families
 
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
-    names: dict[str, str] = dataclasses.field(default_factory=dict)  # our field: their key
-    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # their key: its value
-    sizes: dict[str, str] = dataclasses.field(default_factory=lambda: SIZES)
-    required: dict[str, Any] = dataclasses.field(default_factory=dict)  # their key: only value
-    kinds: dict[str, Kind] = dataclasses.field(default_factory=dict)  # where `KEYS` differs
-    activation: str = "hidden_act"
+    names: dict[str, str] = dataclasses.field(default_factory=dict)  # our field: key of the file
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # key: value if left out
+    sizes: dict[str, str] = dataclasses.field(default_factory=lambda: SIZES)  # field: required key
+    required: dict[str, Any] = dataclasses.field(default_factory=dict)  # key: the only value
+    kinds: dict[str, Kind] = dataclasses.field(default_factory=dict)  # key: kind, unlike `KEYS`
+    activation: str = "hidden_act"  # key of the activation function
     more: Callable[[Content, Fields], dict[str, Any]] = nothing_more  # fields that are computed
 
     def read(
         self, content: Mapping[str, Any], path: Path, model: str
     ) -> tuple[Content, dict[str, Any]]:
-        """The keys of a `config.json`, and the fields that need no more than names.
+        """Return the keys of a `config.json`, and the fields of the config that tables give.
 
         Args:
             content: the content of the file.
             path: where it is, for messages.
-            model: what computes it, for messages: "decoder", "encoder", or its name.
+            model: the model that is described, for messages: "decoder", "encoder", or a name.
 
         Raises:
             ValueError: a size is missing, or a key has a value that the model does not compute.
@@ -98,14 +100,14 @@ class ConfigTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family(ConfigTable):
-    """One `model_type` of decoders."""
+    """One `model_type` of decoders; see `_config_parts` for the functions."""
 
     usual = DEFAULTS
 
-    windows: Callable[[Content, int], tuple[int, ...]] = no_window
+    windows: Callable[[Content, int], tuple[int, ...]] = no_window  # indices of layers with one
     experts: Callable[[Content, int], ExpertsConfig | None] | None = None
     heads: Callable[[Content, Mapping[str, str]], dict[str, Any]] = ordinary_heads
     has_rope: bool = True
-    base_key: str = "rope_theta"
-    sliding_base_key: str | None = None  # of the base of layers with a window, if they differ
-    part_key: str | None = None  # of the rotated part of a head, if there may be one
+    base_key: str = "rope_theta"  # key of the base of rotary frequencies
+    sliding_base_key: str | None = None  # key of that of layers with a window, if they differ
+    part_key: str | None = None  # key of the fraction of a head that is rotated, if not all is

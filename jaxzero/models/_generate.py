@@ -2,7 +2,7 @@
 
     logits = decode(prompt);  repeat: token = choose(logits);  logits = decode(token)
 
-`generate` is traced once: one prefill and one `lax.while_loop`. It knows the model only as a
+`generate` is traced once: one prefill and one `lax.while_loop`. It calls the model only through a
 function `decode` of the cache and tokens, so that parameters may be held in any way: whole, with
 any sharding that XLA follows, or as shards that `zero.apply` gathers.
 
@@ -28,12 +28,12 @@ Decode = Callable[[Cache, Any, Any], tuple[Any, Cache]]  # as `Decoder.decode`
 
 
 class Generation(NamedTuple):
-    """A text that is being written: the carry of `continue_generation`, a pytree of arrays."""
+    """Texts that are being generated: the carry of `continue_generation`, a pytree of arrays."""
 
     tokens: Int32[Array, "b n"]  # `pad_token` behind the end of a row
     lengths: Int32[Array, "b"]  # new tokens of each row, with the stop token
     is_done: Bool[Array, "b"]
-    num_columns: Int32[Array, ""]  # of `tokens` that are written
+    num_columns: Int32[Array, ""]  # number of columns of `tokens` that are written
     cache: Cache
     keys: Key[Array, "b"] | None  # None for temperature 0
 
@@ -109,12 +109,12 @@ def start_generation(
 ) -> Generation:
     """Read the prompts and choose the first token of each; the arguments are those of `generate`.
 
-    With `continue_generation`, for programs that show tokens as they come.
+    Programs that show tokens as they come use this and `continue_generation`.
     """
     keys = check_arguments(cache, ids, mask, max_new_tokens, sampling, key)
     if mask is None:
         mask = jnp.ones(ids.shape, bool)
-    else:  # all padding to the left: the logits of the last column are those of the last token
+    else:  # padding is moved to the left, so that the last column is the last token of every row
         mask = jnp.asarray(mask, bool)
         order = jnp.argsort(mask, axis=1, stable=True)
         ids, mask = (jnp.take_along_axis(x, order, axis=1) for x in (ids, mask))
@@ -144,7 +144,10 @@ def continue_generation(
         generation: from `start_generation` or the last call. Donate it to the jitted function that
             this is called in; then the cache is written in place.
         sampling: as for `start_generation`.
-        num_tokens: at most so many; fewer if all rows end or have all their tokens.
+        num_tokens: the most tokens per row; fewer if all rows end or have all their tokens.
+
+    Returns:
+        The generation with the new tokens.
     """
     limit = generation.tokens.shape[1]
     end = jnp.int32(limit)
@@ -180,6 +183,7 @@ def _with_next(generation: Generation, logits: Array, sampling: Sampling) -> Gen
     number, is_done = generation.num_columns, generation.is_done
     keys = generation.keys
     if keys is not None:
+        # By column, so that a row draws the same whatever the other rows and calls are.
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
     chosen = jnp.where(is_done, jnp.int32(sampling.pad_token), choose(logits, sampling, keys))
     stops = jnp.isin(chosen, jnp.array([-1, *sampling.stop_tokens], jnp.int32))
@@ -221,6 +225,7 @@ def check_arguments(
         raise ValueError(
             f"`max_new_tokens` must be an integer of at least 1; got {shown(max_new_tokens)}."
         )
+    # The last new token is not read again, so it needs no column.
     needed, room = num_columns + max_new_tokens - 1, cache.mask.shape[1]
     if room < needed:
         raise ValueError(

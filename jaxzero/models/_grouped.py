@@ -1,14 +1,13 @@
-"""Apply each expert to its own rows, in blocks: rows sorted by expert, and how many each has.
+"""Apply each expert to its own rows, in blocks, given rows that are sorted by expert.
 
     y[i] = weights[i] function(params[e], rows[i])        for the rows i of expert e
 
 A block is a run of rows of one expert. The loop over blocks has a fixed length, enough for any
-sizes of groups, and passes over blocks that are not needed: with g groups there are at most g
-blocks more than full ones. So there is no arithmetic but that of the chosen experts, on every
-platform (XLA:CPU and XLA:GPU multiply every row by every expert in `jax.lax.ragged_dot`), and
-what a block keeps between its products exists for one block at a time. Backward computes it again,
-and adds the gradient of a block's expert in place, in float32. It needs nothing of `y`, so that
-`jax.checkpoint` around it computes no block twice.
+sizes of groups, and skips blocks that are not needed: besides full blocks there is at most one for
+each of the g groups. So only the chosen experts are computed, on every platform (XLA:CPU and
+XLA:GPU multiply every row by every expert in `jax.lax.ragged_dot`), and intermediate results exist
+for one block at a time. Backward computes them again, and adds the gradient of a block's expert in
+place, in float32. It does not need `y`, so `jax.checkpoint` around it computes no block twice.
 
 Legend: m rows, g groups, r rows of a block.
 """
@@ -26,8 +25,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .._sums import widened
 
-_MOST_ROWS = 2048  # of a block: more would only compute more rows that are masked
-_FEWEST_ROWS = 16
+_MOST_ROWS = 2048  # of a block; in larger ones more rows would be those of other experts, masked
+_FEWEST_ROWS = 16  # of a block
 
 Function = Callable[[Any, Array], Array]
 
@@ -52,7 +51,7 @@ def apply_by_group(
         params: a tree of arrays `[g, ...]`.
         rows: `[m, d]`, sorted by group.
         group_sizes: `[g]`, the number of rows of each group, int32.
-        row_weights: `[m]`, of the results of rows; products are rounded to the dtype that
+        row_weights: `[m]`, factors of the results of rows; products are rounded to the dtype that
             `function` returns.
 
     Returns:
@@ -97,6 +96,8 @@ def _backward(function: Function, kept: Any, grad_mo: Array) -> tuple[Any, Array
         of_params, of_rows, of_weights = sums
         expert, start, is_own = blocks.block(number)
         x, w, grad = (_cut(x, start, blocks.rows) for x in (rows, weights, grad_mo))
+        # Rows of other experts become 0: results for them might be infinite, and infinity times
+        # their gradient of 0 is NaN.
         _, backward = jax.vjp(run, _expert(params, expert), jnp.where(is_own, x, 0), w)
         of_expert, of_x, of_w = backward(jnp.where(is_own, grad, 0))
 
@@ -137,6 +138,7 @@ class _Blocks(NamedTuple):
     def of(cls, num_rows: int, sizes: Int[Array, " g"]) -> _Blocks:
         num_groups = len(sizes)
         rows = _FEWEST_ROWS
+        # At least two blocks for a group of average size, since its last one is masked in part.
         while rows < _MOST_ROWS and 4 * num_groups * rows <= num_rows:
             rows *= 2
         rows = min(rows, num_rows)
@@ -149,9 +151,9 @@ class _Blocks(NamedTuple):
     def block(
         self, number: Int[Array, ""]
     ) -> tuple[Int[Array, ""], Int[Array, ""], Bool[Array, "r 1"]]:
-        """The expert of a block, its first row, and which of its rows are of the expert.
+        """Return the expert of a block, the first row to read, and which rows are the expert's own.
 
-        The last block begins earlier than its first own row, where it would end after the last row.
+        A block that would end after the last row begins earlier, with rows of other blocks.
         """
         expert = jnp.sum(self.lasts_g <= number, dtype=jnp.int32)
         first = self.starts_g[expert] + (number - self.firsts_g[expert]) * self.rows
@@ -162,7 +164,7 @@ class _Blocks(NamedTuple):
         return expert, start, ((row_r >= first) & (row_r < end))[:, None]
 
     def run(self, add: Callable[[Any, Int[Array, ""]], Any], carry: Any) -> Any:
-        """`carry = add(carry, number)` for each block."""
+        """Return the last `carry`, after `carry = add(carry, number)` for each block."""
 
         def step(carry: Any, number: Int[Array, ""]) -> tuple[Any, None]:
             is_needed = number < self.lasts_g[-1]

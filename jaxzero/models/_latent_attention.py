@@ -69,7 +69,7 @@ class LatentAttention(nnx.Module):
         query_bthk = self._queries(x_btd).reshape(*x_btd.shape[:2], -1, config.head_size)
         plain, rotated = jnp.split(query_bthk, [latent.plain_size], axis=-1)
         short, common = jnp.split(self.key_value_down(x_btd), [latent.key_value_rank], axis=-1)
-        short, common = self.key_value_norm(short), common[:, :, None]  # of one head
+        short, common = self.key_value_norm(short), common[:, :, None]  # `[b, t, 1, _]`: one head
         if turns is not None and config.rope is not None:
             rotated = rotate(rotated, turns, config.rope.pairs)
             common = rotate(common, turns, config.rope.pairs)
@@ -104,7 +104,7 @@ class LatentAttention(nnx.Module):
         short: Float[Array, "b t r"],
         common: Float[Array, "b t 1 _"],
     ) -> Float[Array, "b t h v"]:
-        """Store the short vectors, and attend to them as to keys and values of one head."""
+        """Store the short vectors, and attend to them as keys and values of one key-value head."""
         new = jnp.concatenate([short[:, :, None], common], axis=-1)
         (key_bsgk,) = slots.write(new)
         up = self.key_value_up.kernel[...].astype(short.dtype)

@@ -25,15 +25,15 @@ def make_layers(
     scanned: bool,
     rngs: nnx.Rngs,
 ) -> Any:
-    """A list of `num_layers` modules, or one whose every parameter has a leading dim of them.
+    """Make a list of modules, or one module whose parameters are stacked along a new first dim.
 
     Args:
-        make: makes a layer, given its number.
+        make: makes a layer from `rngs` and its number.
         num_layers: number of layers.
-        kind: layers for which it is equal differ in values only.
-        scanned: whether the layers are stacked; then all are like the first.
-        rngs: keys of the initial values. Of `ShapesOnly`, one layer of each kind is made; the
-            others are its copies.
+        kind: maps the number of a layer to its kind; layers of one kind differ in values only.
+        scanned: True to stack the layers; then all are made as layer 0 is.
+        rngs: keys of the initial values. With `ShapesOnly`, one layer of each kind is made, and the
+            others are copies of it.
     """
     if not scanned and isinstance(rngs, ShapesOnly):
         first: dict[Hashable, nnx.Module] = {}
@@ -54,7 +54,9 @@ def run_layers(
     num_layers: int,
     remat: Remat,
 ) -> Any:
-    """`x = step(layer, x, i)` for each layer i: an `int` in a list, a traced one in a scan.
+    """Return the last `x`, after `x = step(layer, x, i)` for each layer.
+
+    The number i is an `int` for layers in a list, and a traced integer in a scan.
 
     Args:
         layers: from `make_layers`.
@@ -92,7 +94,7 @@ def _layer_function(
 
 
 class ShapesOnly(nnx.Rngs):
-    """Returns the same random key for every stream, in place of `nnx.Rngs`.
+    """An `nnx.Rngs` that returns the same random key for every stream and draw.
 
     Use it under `nnx.eval_shape`, where `nnx.Rngs` is slow: the counters of its keys are tracers,
     and every draw walks over the program that has been traced so far, which is quadratic in the
@@ -103,7 +105,8 @@ class ShapesOnly(nnx.Rngs):
     _key: jax.Array
 
     def __init__(self):  # without streams
-        object.__setattr__(self, "_key", jax.random.key(0))  # no part of Flax's state
+        # Not by Flax's `__setattr__`, which would make it a part of the module's state.
+        object.__setattr__(self, "_key", jax.random.key(0))
 
     def __getattr__(self, stream: str) -> Callable[[], jax.Array]:
         return lambda: self._key

@@ -203,7 +203,7 @@ class ModernBert(nnx.Module):
             rngs=rngs,
         )
         self.embedding_norm = layer_norm(config, rngs, bias=config.norm_bias)
-        # The layers of a stack are alike, so a stack begins with the second layer.
+        # Stacked layers are alike, and the first has one norm fewer: the stack begins with layer 1.
         self.first = _layer(config, 0, rngs) if config.scan_layers else None
         self.layers = make_layers(
             lambda rngs, i: _layer(config, i + self._num_before, rngs),
@@ -216,7 +216,7 @@ class ModernBert(nnx.Module):
 
     @property
     def _num_before(self) -> int:
-        """Layers before those in `layers`."""
+        """Number of layers before those in `layers`: 1 if the first is apart."""
         return 1 if self.config.scan_layers else 0
 
     def __call__(

@@ -1,10 +1,10 @@
-"""Parts of all models: norms, dropout, ids as indices, and the dtype of statistics.
+"""Parts that all models share: norms, dropout, and token ids as indices of a table.
 
     RMSNorm (https://arxiv.org/abs/1910.07467):    y = scale x / sqrt(mean(x^2) + epsilon)
     LayerNorm (https://arxiv.org/abs/1607.06450):  y = scale (x - mean(x)) / sqrt(var(x) + epsilon)
                                                        + bias
 
-Gemma stores `scale - 1`, so that decay of weights pulls the scale towards 1. The norms compute in
+Gemma stores `scale - 1`, so that weight decay pulls the scale towards 1. The norms compute in
 float32 for any compute dtype. Dropout is a pure function of a key; without a key, as in evaluation,
 it is off.
 """
@@ -39,9 +39,10 @@ def split_key(key: Key[Array, ""] | None, num: int) -> list[Key[Array, ""] | Non
 def as_indices(
     ids: Int[Array, "b t"], mask: Bool[Array, "b t"] | None, vocabulary_size: int
 ) -> Int[Array, "b t"]:
-    """Replace negative ids: tokens with one get a vector of NaN, padding gets an ordinary one.
+    """Replace negative ids, which would index a table from its end.
 
-    A token's id becomes `vocabulary_size`, an index behind the table; that of padding becomes 0.
+    The negative id of a token becomes `vocabulary_size`, an index behind the table, for which
+    `nnx.Embed` gives NaN: a mistake shows. That of padding becomes 0.
 
     Args:
         ids: token ids.
@@ -61,7 +62,7 @@ class RMSNorm(nnx.Module):
     def __init__(self, size: int, *, epsilon: float, offset: float = 0.0):
         self.epsilon = epsilon
         self.offset = offset  # added to the stored scale
-        self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32))
+        self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32))  # the factor 1 at first
 
     def __call__(self, x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
         wide = x.astype(widened(x.dtype))
@@ -96,7 +97,8 @@ def make_layer_norm(
     size: int, *, epsilon: float, compute_dtype: str, bias: bool = True, rngs: nnx.Rngs
 ) -> nnx.LayerNorm:
     """A LayerNorm of vectors of `size` numbers, which returns `compute_dtype`."""
-    # The fast variance, E[x^2] - E[x]^2, loses digits that a float32 comparison would miss.
+    # The fast variance, E[x^2] - E[x]^2, cancels where the mean is large: float32 results would
+    # differ from those of torch.
     return nnx.LayerNorm(
         size,
         epsilon=epsilon,

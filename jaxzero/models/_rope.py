@@ -32,13 +32,19 @@ Speeds = Float32[Array, "r"] | Float32[np.ndarray, "r"]
 
 
 class Scaling(abc.ABC):
-    """Changes the frequency of each pair. A subclass is a frozen dataclass."""
+    """Computes the frequency of each pair for texts longer than in training.
+
+    A subclass is a frozen dataclass.
+    """
 
     magnitude: float = 1.0  # multiplies sines and cosines
 
     @property
     def constant_up_to(self) -> int | None:
-        """Tokens up to which frequencies do not depend on the length; None if they never do."""
+        """Number of tokens up to which frequencies do not depend on the length of the text.
+
+        None if they do not depend on it at all.
+        """
         return None
 
     @abc.abstractmethod
@@ -197,6 +203,7 @@ class YarnScaling(Scaling):
             )
 
     def speeds(self, rotary_size, base, num_tokens):
+        # Pair i makes trained_length / (2 pi base^(2 i / rotary_size)) turns: solved for i.
         first, last = (
             rotary_size
             * math.log(self.trained_length / (turns * 2 * math.pi))
@@ -230,9 +237,18 @@ def _exponents(rotary_size: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Number of rotated elements of a head, and the frequency of each pair."""
+    """Which elements of a head are rotated, and the frequency of each pair.
 
-    rotary_size: int  # numbers that are rotated: a head's first ones, in latent attention its last
+    Attributes:
+        rotary_size: number of elements that are rotated: the first ones of a head, or in latent
+            attention the last ones.
+        base: base of the frequencies.
+        scaling: changes the frequencies for long texts; None for none.
+        pairs: "halves" if elements i and i + rotary_size / 2 are a pair, "neighbours" if 2 i and
+            2 i + 1 are.
+    """
+
+    rotary_size: int
     base: float = 10000.0
     scaling: Scaling | None = None
     pairs: Literal["halves", "neighbours"] = "halves"
@@ -267,7 +283,7 @@ def turns(rope: Rope, positions: Int[Array, "b t"]) -> Turns:
 
 
 def no_turns(like: Turns) -> Turns:
-    """The rotation that changes nothing, in the shape of another."""
+    """The rotation by angle 0, in the shapes of `like`."""
     return Turns(jnp.ones_like(like.cos), jnp.zeros_like(like.sin))
 
 

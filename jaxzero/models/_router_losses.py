@@ -1,15 +1,15 @@
-"""What keeps the experts of a layer equally busy: losses of its router, and corrected choices.
+"""Keep the experts of a layer equally busy: losses of its router, and a correction of its choices.
 
-With f_e the choices of expert e for each token and P_e its mean share, over the tokens of all
-devices, and E experts:
+Let f_e be the mean number of times that a token chooses expert e, and P_e the mean probability of
+expert e, over the tokens of all devices; and E the number of experts:
 
     load balancing  E sum of f_e P_e                    (Switch Transformers, arXiv 2101.03961)
     router z        mean of logsumexp(logits)^2         (ST-MoE, arXiv 2202.08906)
     correction      b_e + rate sign(mean of f - f_e)    (DeepSeek-V3, arXiv 2412.19437)
 
-f and P are averaged before their product: the mean of products of devices is another loss, which
-asks each device for balance by itself. Inside a step one all-reduce of 2 E + 2 numbers averages
-them over devices; in a step with micro-batches they are those of one micro-batch.
+f and P are averaged over devices before they are multiplied: the mean of the devices' products is
+another loss, which asks for balance on each device alone. Inside a step one all-reduce of 2 E + 2
+numbers does this; in a step with micro-batches they are those of one micro-batch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .._sums import widened
 
 
 class RouterBalance(NamedTuple):
-    """How evenly a router chooses; of a `Decoder` with a leading dim for its layers.
+    """How evenly a router chooses experts; from a `Decoder`, arrays begin with a dim for layers.
 
     Attributes:
-        load_balancing: the load-balancing loss, which is k where all experts are chosen equally
-            often. Its gradient goes through the probabilities, not through the counts, as in
-            transformers.
+        load_balancing: the load-balancing loss; k, the number of experts per token, if all are
+            chosen equally often. Its gradient goes through the probabilities, not through the
+            counts, as in transformers.
         z: the router z-loss.
         loads: `[e]`, how often a token chooses each expert, on average; without a gradient.
     """
@@ -61,6 +61,7 @@ def router_balance(
     """
     num_experts = logits.shape[1]
     logits_ne = logits.astype(widened(logits.dtype))
+    # The softmax of logarithms of sigmoids is the sigmoids divided by their sum.
     scores_ne = jax.nn.log_sigmoid(logits_ne) if sigmoids else logits_ne
     shares_ne = jax.nn.softmax(scores_ne, axis=-1)
     chosen_ne = jax.nn.one_hot(chosen, num_experts, dtype=logits_ne.dtype).sum(axis=1)
@@ -81,7 +82,7 @@ def router_balance(
 def next_correction(
     correction: Float[Array, "*layers e"], loads: Float[Array, "*layers e"], rate: float = 0.001
 ) -> Float[Array, "*layers e"]:
-    """The next correction of a router: up for experts that are chosen less than others.
+    """Return a router's next correction: larger for experts that are chosen less than the mean.
 
     The correction is added to shares when experts are chosen, and has no gradient. Return `loads`
     from the loss as `aux`, and store the correction in the parameters after the optimizer's update;

@@ -40,7 +40,7 @@ _STOPS = Kind(
     lambda value: _ID.accepts(value) or _IDS.accepts(value),
     lambda value: tuple(value) if isinstance(value, list) else (value,),
 )
-# What changes the text and is not computed here: its value when it does nothing.
+# Keys that change the text and are not computed here: the value with which each has no effect.
 _NEUTRAL: dict[str, Any] = {
     "bad_words_ids": None,
     "epsilon_cutoff": 0,
@@ -129,8 +129,8 @@ class Sampling:
             **changes: fields to set differently, e.g. `temperature=0.7`.
 
         Raises:
-            ValueError: a value of the file has another type or range than its key may hold, or
-                there is no `config.json`; or one of `changes` is refused, without the file's name.
+            ValueError: a value of the file or in `changes` has another type or range than it may
+                have, or there is neither file. The message names the file if that is to blame.
 
         Warns:
             UserWarning: the file asks for something that is not computed here, such as a penalty
@@ -142,7 +142,7 @@ class Sampling:
 
 
 def is_a(kind: type, value: Any) -> bool:
-    """Whether a value is of a kind of number, and no bool."""
+    """Whether a value is a number of the class `kind`, and not a bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -170,11 +170,12 @@ def choose(
 
 
 def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
-    """Logits divided by the temperature but for a constant, -inf for tokens not chosen from.
+    """Return logits divided by the temperature, plus a constant; -inf for tokens left out.
 
-    Tokens as probable as the last one of the top k or p are kept with it.
+    Tokens as probable as the last one of the top k or top p are kept with it.
     """
-    # The largest becomes 0 and the divisor is a normal number, so that nothing overflows upwards.
+    # The largest logit becomes 0, so that dividing by a small temperature overflows to -inf only;
+    # and the divisor is not subnormal, which devices may take for 0.
     smallest = float(jnp.finfo(logits_bv.dtype).tiny)
     shifted_bv = logits_bv - logits_bv.max(axis=-1, keepdims=True)
     scaled_bv = shifted_bv / max(sampling.temperature, smallest)
@@ -185,14 +186,14 @@ def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
         ordered_bv = -jnp.sort(-scaled_bv, axis=-1)
         shares_bv = jax.nn.softmax(ordered_bv)
         before_bv = jnp.cumsum(shares_bv, axis=-1) - shares_bv
-        kept_bv = (before_bv < sampling.top_p).at[:, 0].set(True)
+        kept_bv = (before_bv < sampling.top_p).at[:, 0].set(True)  # one token at least
         least_b1 = jnp.where(kept_bv, ordered_bv, jnp.inf).min(axis=-1, keepdims=True)
         scaled_bv = jnp.where(scaled_bv < least_b1, -jnp.inf, scaled_bv)
     return scaled_bv
 
 
 def sampling_fields(directory: Path) -> tuple[dict[str, Any], Path]:
-    """The fields of `Sampling` that a directory describes, and the file they are from.
+    """Return the fields of `Sampling` that a directory describes, and the file they are from.
 
     Raises:
         ValueError: see `Sampling.from_json`.

@@ -34,10 +34,10 @@ def tensor_parallel_specs(
     axis: str = "local",
     experts: Literal["width", "expert"] = "width",
 ) -> Any:
-    """`PartitionSpec`s of a decoder's parameters, for `jz.reshard` and tensor parallelism.
+    """Return `PartitionSpec`s of a decoder's parameters, for `jz.reshard` and tensor parallelism.
 
-    Where key-value heads are fewer than the devices, or do not divide, they stay whole on every
-    device, and queries are split. A vocabulary that does not divide stays whole too.
+    If `size` does not divide the number of key-value heads, keys and values stay whole on every
+    device, and only queries are split. A vocabulary that it does not divide stays whole too.
 
     Args:
         graph: graph of the model, from `nnx.split` or `interop.load_decoder`.
@@ -91,8 +91,9 @@ def _is_array(x: Any) -> bool:
 def _dim(path: tuple[Any, ...], dims: dict[_Path, int]) -> int | None:
     """The dim that is split; None if the array stays whole."""
     names = tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-    found = (dims[names[:n]] for n in range(1, len(names) + 1) if names[:n] in dims)
-    return next(found, None)
+    # A leaf may have keys after the parameter's path, such as `value`.
+    fitting = (dims[names[:n]] for n in range(1, len(names) + 1) if names[:n] in dims)
+    return next(fitting, None)
 
 
 def _spec(dim: int | None, ndim: int, axis: str) -> PartitionSpec:
@@ -102,7 +103,7 @@ def _spec(dim: int | None, ndim: int, axis: str) -> PartitionSpec:
 
 
 def _split_dims(module: Any, size: int, experts: str) -> dict[str, int]:
-    """The dim to split, counted from the last, of parameters that a module holds itself."""
+    """Map the parameters that a module holds itself to the dim to split, counted from the last."""
     if isinstance(module, Decoder):
         return _of_vocabulary(module, size)
     if isinstance(module, Attention):

@@ -42,7 +42,7 @@ from ._family import ConfigTable
 from ._layers import make_layers, run_layers
 from ._parts import dropout, split_key
 
-# Float[Array, "b c y x"], which `_cut_patches` checks, since it can say what to do about others.
+# `Float[Array, "b c y x"]`. `_cut_patches` checks it, with an error that says what to do.
 Images = Shaped[Array | np.ndarray, "..."]
 _TABLE = ConfigTable(
     sizes={
@@ -121,13 +121,13 @@ class ViTConfig(EncoderBase):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image; the class token comes on top."""
+        """Number of patches of an image; the class token is one token more."""
         rows, columns = self.grid
         return rows * columns
 
     @property
     def patch_numbers(self) -> int:
-        """Numbers of one patch, over all channels."""
+        """Number of pixel values of one patch, over all channels."""
         height, width = self.patch_size
         return self.num_channels * height * width
 

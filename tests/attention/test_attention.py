@@ -293,8 +293,9 @@ def test_mistakes():
         jz.attention(query[:, :, :3], key, value)
     with pytest.raises(ValueError, match="`segments` must have the rows and tokens"):
         jz.attention(query, key, value, segments=jnp.zeros((2, 31), jnp.int32))
-    with pytest.raises(ValueError, match="`softcap` must be positive"):
-        jz.attention(query, key, value, softcap=0.0)
+    for softcap in (0.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="`softcap` must be positive and finite"):
+            jz.attention(query, key, value, softcap=softcap)
     with pytest.raises(ValueError, match="`chunk` must be a number of tokens"):
         jz.attention(query, key, value, chunk=0)
     with pytest.raises(ValueError, match="have no `bias`"):

@@ -82,6 +82,14 @@ def test_a_loss_scale_that_stays(mesh):
     assert float(interop.loss_scale_of(optax.adam(1e-3).init(jnp.ones(3)))) == 1
 
 
+@pytest.mark.parametrize("scale", [0.0, -2.0, float("inf"), float("nan")])
+def test_a_constant_scale_that_skips_every_step_is_refused(scale: float):
+    with pytest.raises(
+        ValueError, match="`scale` must be a `DynamicScale`, or positive and finite"
+    ):
+        interop.scale_loss(optax.sgd(1.0), scale)
+
+
 @pytest.mark.parametrize(
     ("keys", "dtype"),
     [

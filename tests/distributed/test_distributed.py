@@ -24,7 +24,7 @@ from jaxzero import distributed
 from jaxzero._mesh import mesh as _mesh
 from jaxzero._mesh.mesh import _by_node
 from jaxzero._processes.coordination import exchange
-from jaxzero.distributed import _watchdog
+from jaxzero.distributed import _agreement, _watchdog
 from jaxzero.distributed._agreement import _difference, _flat
 from tests.processes import ended, line_from, run, started
 
@@ -130,6 +130,15 @@ def test_replicas_of_any_dtype_differ_by_one_bit(dtype: str):
         distributed.ReplicasDiffer, match=rf"`x`: device {device.id} .* against 3 others"
     ):
         distributed.check_replicas({"x": bad}, step=0)
+
+
+def test_a_leaf_that_one_process_lacks_is_named(monkeypatch: pytest.MonkeyPatch):
+    def exchange_json(name: str, value: Any, seconds: float) -> list[Any]:
+        return [value, {"step": 3, "own": {}}]
+
+    monkeypatch.setattr(_agreement, "exchange_json", exchange_json)
+    with pytest.raises(distributed.ReplicasDiffer, match="the leaf `n` of process 1"):
+        distributed.check_replicas({"n": 7}, step=3)
 
 
 def test_two_processes_agree_or_say_why():

@@ -126,6 +126,8 @@ def test_a_run_goes_back_to_torch(checkpoint, params):
         assert abs(loss.item() - wanted) < 1e-5
     with pytest.raises(ValueError, match=r"`param_groups` leaves out 'down\.bias'"):
         interop.torch_state_dict(moments, given[:1])
+    with pytest.raises(ValueError, match=r"`param_groups` names '.*' twice"):
+        interop.torch_state_dict(moments, [*given, given[0]])
 
 
 def test_a_torch_file_with_its_optimizer(tmp_path: Path):

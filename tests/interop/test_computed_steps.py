@@ -91,9 +91,12 @@ def test_cells_of_flax_compute_what_torch_computes(name: str):
         assert (rules is GRU) == second[2 * H :].any(), "of GRU, n of both stays"
 
 
-def test_moments_of_a_sum_are_refused():
+@pytest.mark.parametrize("is_inverse", [False, True])
+def test_moments_of_a_sum_are_refused(is_inverse: bool):
     rule = Rule("bias", ("b_ih", "b_hh"), AddBiases("rnn"))
-    params = {"bias": jnp.zeros(4)}
+    if is_inverse:
+        rule = Rule(rule.theirs, rule.ours, AddBiases("rnn").inverse)
+    params = dict.fromkeys(rule.ours, jnp.zeros(4))
     state = optax.adam(1e-3).init(params)
     held = {name: np.ones(4, np.float32) for name in rule.theirs}
     moments = interop.AdamMoments(step=1, exp_avg=held, exp_avg_sq=held)

@@ -182,9 +182,16 @@ def test_ctrl_c_before_anything_was_saved(monkeypatch, capsys: pytest.CaptureFix
     assert "nothing was saved" in capsys.readouterr().err
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
+        (FileNotFoundError("the checkpoint was deleted while it was read"), 74),
+        (caused(RuntimeError("step 30 could not be saved"), OSError(28, "No space left")), 74),
         (jobs.Diverged("10 steps in a row"), 77),
         (distributed.ReplicasDiffer("two devices"), 77),
         (TimeoutError("process 1"), 76),
@@ -198,6 +205,15 @@ def test_each_end_has_its_status(monkeypatch, capsys, error: Exception, status: 
     monkeypatch.setattr(jobs, "train", fail)
     assert cli.main(["train"]) == status
     assert capsys.readouterr().err == f"Error: {error}\n"
+
+
+def test_an_error_of_no_file_has_its_traceback(monkeypatch):
+    def fail(settings, console):
+        raise RuntimeError("no such thing") from ConnectionResetError(104, "reset by peer")
+
+    monkeypatch.setattr(jobs, "train", fail)
+    with pytest.raises(RuntimeError, match="no such thing"):
+        cli.main(["train"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxzero as jz
@@ -49,6 +52,28 @@ def test_slow_links_between_nodes_are_spared(settings, console, measured):
     text = console.export_text()
     assert "Plan: zeropp4" in text and "0.001 GB/s into a node" in text
     assert "ranked by lower bounds alone" in text
+
+
+@pytest.mark.parametrize(("link", "is_slow"), [(1e8, True), (1e12, False)])
+def test_wire_state_is_chosen_for_slow_links_only(link, is_slow, console, measured):
+    """Between slow links zeropp4 saves time; between fast ones its state is held for nothing."""
+    measured(link)
+    mesh = jz.make_mesh(nodes=2)
+    weight = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+
+    def loss(params, rows):
+        return jnp.mean((rows @ params["up"] @ params["down"]) ** 2), {}
+
+    config = _setup.planned_config(
+        mesh,
+        {"up": weight, "down": weight},
+        optax.adam(1e-3),
+        loss,
+        jax.ShapeDtypeStruct((mesh.size, 512), jnp.float32),
+        console,
+        quantized=True,
+    )
+    assert config.needs_wire_state == is_slow
 
 
 def test_nothing_is_quantized_unless_asked(settings, console, measured):

@@ -50,6 +50,12 @@ def test_options(zero, options, message):
         zero.local_steps(step, **options)
 
 
+def test_a_step_that_is_no_function(zero):
+    # Where annotations are checked, a step of a wrong type is refused before.
+    with pytest.raises((ValueError, TypeError), match="`step` must be a function.* got 2|'step'"):
+        zero.local_steps(2, every=2)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

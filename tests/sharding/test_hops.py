@@ -115,3 +115,11 @@ def test_the_residual_has_its_type_and_the_report_knows_the_wire():
 def test_mistakes_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", ["min_quantized_size", "param_persistence_threshold"])
+def test_sizes_of_a_config_are_integers(name):
+    config = jz.ZeroConfig()
+    object.__setattr__(config, name, None)  # and not `ZeroConfig(...)`: annotations are checked
+    with pytest.raises(ValueError, match=f"`{name}` of `ZeroConfig` must be an integer.*got None"):
+        config.__post_init__()

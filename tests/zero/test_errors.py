@@ -222,8 +222,9 @@ def test_argnums_out_of_range(zero, params):
 
 @pytest.mark.parametrize("argnums", ["params", None, (0, "x"), 1.0])
 def test_argnums_that_are_no_positions(argnums):
-    with _raises("`argnums` must be the position", repr(argnums)):
-        argument_numbers(argnums)
+    for name in ("argnums", "tangent_argnums"):
+        with _raises(f"`{name}` must be the position", repr(argnums)):
+            argument_numbers(argnums, name)
 
 
 def test_argnums_of_the_batch(zero, params):
@@ -286,6 +287,7 @@ def test_what_is_no_optimizer(zero, params, annotations_unchecked):
         lambda: zero.init_optimizer(params, optax.adam(1e-3)),
         lambda: zero.optimizer(optax.adam),
         lambda: zero.value_and_update(optax.adam(1e-3), _loss),
+        lambda: zero.apply_gradients(optax.adam, params, (), params),
     ):
         with pytest.raises(TypeError, match="`tx` must be an optimizer of optax"):
             refused()

@@ -344,6 +344,8 @@ def test_what_is_frozen_is_printed():
         ("scan", {"layers": ()}, "`layers` must name the layers"),
         ("scan", {"layers": ("layers", "embed")}, "all of one length; got .*'embed': 20"),
         ("scan", {"before": "stem"}, "`before` names 'stem', and no leaf is there"),
+        # Where annotations are checked, None is refused before.
+        ("scan", {"before": None}, "`before` must be a path .* got None|'before'"),
         ("scan", {"before": "layers"}, r"`before` names 'layers', which holds `layers\.b`"),
         ("list", {"layers": "layers"}, r"can be a list of 6 layers. Write 'layers\.\*'"),
         ("list", {"layers": "layers.0"}, "as a stack of layers, whose arrays have one leading dim"),
@@ -356,7 +358,7 @@ def test_mistakes_name_the_argument(kind, arguments, message):
     zero = jz.Zero(zoo.make_mesh("2x4-auto"))
     params = zero.shard(tree)
     given = {"prefix": 2, "layers": layers, "before": "embed", **arguments}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         zero.freeze(params, **given)
 
 

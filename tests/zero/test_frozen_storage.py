@@ -75,6 +75,8 @@ def test_cached_activations_change_nothing(kind):
     assert not any(f"layers.{i}." in x for x in gathered for i in range(4)), plan
     with pytest.raises(ValueError, match="`key` 'first' names two batches"):
         cache("first", {**batch, "y": batch["y"] + 1})
+    with pytest.raises(ValueError, match="`key` 'first' names two batches"):
+        cache("first", {"ids": batch["ids"], "z": batch["y"]})  # a tree of the same arrays
     with pytest.raises(ValueError, match="micro-batches"):
         zero.value_and_grad(cache.rest, batch_argnums=(2, 3), microbatches=2)(
             active, frozen, activations, batch

@@ -300,6 +300,10 @@ def test_pad_batch_puts_the_micro_batches_that_run_first():
     for rows in (8, 20):
         with pytest.raises(ValueError, match="multiple of 8 of which 6 in each 8"):
             jz.pad_batch(np.arange(10), zero, rows=rows, microbatches=2, shares=(2, 1))
+    for name, value in (("microbatches", 0), ("microbatches", -1), ("rows", 16.0)):
+        # Where annotations are checked, those of a wrong type are refused before.
+        with pytest.raises((ValueError, TypeError), match=f"`{name}` must be an integer|'{name}'"):
+            jz.pad_batch(np.arange(10), zero, **{name: value})
     even, weights = jz.pad_batch(np.arange(8), zero, shares=(3, 3))
     assert even.tolist() == list(range(8)) and weights.tolist() == [1] * 8
 

@@ -249,6 +249,22 @@ def test_options_that_make_gradients_final_late_are_refused():
         zero_of("2x2", "zeropp4").value_and_update(scanned, tx)
 
 
+def test_a_plan_of_another_step_is_refused():
+    """`plan` with `tx` takes what `value_and_update` takes, and needs the optimizer state."""
+    zero, tx = zero_of("2x2"), OPTIMIZERS["momentum"]
+    params = zero.abstract(init, jax.random.key(0))
+    state = zero.init_optimizer(tx, params)
+
+    def refused(error, match, **options):
+        with pytest.raises(error, match=match):
+            zero.plan(scanned, params, TOKENS, **options)
+
+    refused(ValueError, "`opt_state` without `tx`", opt_state=state)
+    refused(ValueError, "`tx` without `opt_state`", tx=tx)
+    refused(NotImplementedError, "`microbatches` of 2", tx=tx, opt_state=state, microbatches=2)
+    refused(ValueError, "takes no `halves`", tx=tx, opt_state=state, halves=True)
+
+
 def test_plan_and_report_name_the_copies_of_the_update():
     zero, tx = zero_of("2x2"), OPTIMIZERS["momentum"]
     params = zero.abstract(init, jax.random.key(0))
