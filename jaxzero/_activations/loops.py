@@ -29,6 +29,7 @@ from .._program import (
     is_elementwise,
     like,
     rewritten,
+    without_dead_code,
 )
 from .costs import bytes_of, copies_in_host, seconds_of
 from .min_cut import Choice, Cost, Part
@@ -51,6 +52,29 @@ class Pair(NamedTuple):
     saved: tuple[int, ...]
     readers: tuple[Loop, ...]
     held: tuple[int, ...] = ()
+
+
+def stacked_once(block: Block) -> tuple[Block, dict[Atom, Atom]]:
+    """Let loops stack up each value of their bodies once, in loops inside too.
+
+    A value that a scan returns is often a residual as well, for which JAX makes a second stack.
+
+    Returns:
+        The block, and for each stack that is no longer there the one that is read in its place.
+    """
+    instead: dict[Atom, Atom] = {}
+    operations = []
+    for operation in block.operations:
+        operation = operation.reading(instead)
+        if isinstance(operation, Loop):
+            operation = dataclasses.replace(operation, body=stacked_once(operation.body)[0])
+            first: dict[Value, Value] = {}
+            for x, stack in stacked_values(operation):
+                if first.setdefault(x, stack) is not stack:
+                    instead[stack] = first[x]
+        operations.append(operation)
+    outputs = tuple(instead.get(x, x) for x in block.outputs)
+    return without_dead_code(Block(block.inputs, outputs, tuple(operations))), instead
 
 
 def find_pairs(block: Block, end: int, results: Collection[Atom]) -> list[Pair]:
@@ -148,7 +172,6 @@ def repeating(
     loop = _Recomputing(pair.forward, pair.forward, {}, made_inside, []).result()
     copies = [_to_host_and_back(loop, x) for x in in_host]
     at = dict(stacked_values(loop))
-    at |= {x: loop.outputs[i] for i in pair.held if isinstance(x := loop.body.outputs[i], Value)}
     kept = [x for x in choice.kept if x not in in_host] + [to.outputs[0] for to, _ in copies]
     new = [x for x in kept if x not in at]
     stacks = {x: stack_of.setdefault(x, like(x, (loop.length, *x.shape))) for x in new}
@@ -299,8 +322,7 @@ class _Recomputing(Copies):
     def _replaced(self) -> dict[Atom, Atom]:
         """What the body reads in place of its inputs.
 
-        Values of the forward loop's body that are computed again; and of a value that is stacked up
-        twice, such as one that is a result too, the one stack that is kept.
+        Values of the forward loop's body that are computed again.
         """
         forward, loop = self.forward, self.loop
         replaced: dict[Atom, Atom] = {}
@@ -309,8 +331,6 @@ class _Recomputing(Copies):
             x = made.get(stack)
             if x in self._makers:
                 replaced[inside] = x
-            elif x is not None and self.stacks.get(x, stack) is not stack:
-                replaced[inside] = self._scan(self.stacks[x], x)
         given = zip(forward.inputs, forward.body.inputs, strict=True)
         constants = {outside: inside for outside, inside in given if inside in self._makers}
         for outside, inside in zip(

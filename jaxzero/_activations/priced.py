@@ -106,17 +106,17 @@ class PricedProgram:
         layer_sets: float | None,
         token_parts: int,
     ):
-        self.block = block
+        self.block, instead = loops.stacked_once(block)
         self.token_parts = token_parts
         self.layer_sets = 1.0 if layer_sets is None else layer_sets
         self.outside_loops = layer_sets is None
         self.weights = {*weights}
-        self.results = results
+        self.results = [instead.get(x, x) for x in results]
         self.inputs = {*block.inputs}
         self._unrolled: tuple[unrolled.Forward, Part] | None = None
         self._is_bound: dict[Operation, bool] = {}
         self._stack_of: dict[Value, Value] = {}  # the same for all prices
-        self.outside = _costs_to_keep(block.operations)
+        self.outside = _costs_to_keep(self.block.operations)
         self.outside |= {x: Cost(0, bytes_of(x) / RATES.local) for x in self.weights}
 
     def at(self, price: float, link: float = 0.0, keep: Collection[Value] = ()) -> Chosen:

@@ -233,7 +233,10 @@ def repeating(forward: Forward, choice: Choice) -> Block:
     again = _Again(forward, choice)
     for operation in block.operations[end:]:
         again.add(operation)
-    outputs = tuple(again.of(x) if isinstance(x, Value) else x for x in block.outputs)
+    at = block.positions  # results are those that forward makes, not what backward repeats
+    outputs = tuple(
+        again.of(x) if isinstance(x, Value) and at.get(x, 0) >= end else x for x in block.outputs
+    )
     operations = (*block.operations[:end], *again.operations)
     return dataclasses.replace(block, outputs=outputs, operations=operations)
 

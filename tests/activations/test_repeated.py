@@ -23,7 +23,6 @@ from .test_activations import (
     ROWS,
     TOKENS,
     WIDTH,
-    _check,
     batch,
     bytes_of,
     head,
@@ -62,52 +61,6 @@ def test_bits_are_those_of_the_unchanged_program(name, layer, most):
     differ = jax.tree.map(lambda x, y: np.abs(x - y).max(), *steps)
     assert max(jax.tree.leaves(differ)) <= most
     assert bytes_of(residuals(zero_of(0), loss, "recompute")) > 0
-
-
-@pytest.mark.parametrize("is_held", [True, False])
-def test_what_a_scan_stacks_up_for_others_too(is_held):
-    """A stack that backward reads outside of loops counts once. One that only forward reads does
-    not let the layers keep more than the budget."""
-
-    def loss(p: Any, ids: jax.Array) -> jax.Array:
-        def body(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
-            h = jnp.tanh(x @ w["up"])
-            return x + h @ w["down"], h
-
-        x, stack = lax.scan(body, p["embed"][ids], p["layers"])
-        scale = jnp.sum(p["head"]) if is_held else 1.0
-        return head(p, x, ids) + jnp.mean(scale * (stack if is_held else lax.stop_gradient(stack)))
-
-    hidden, stack = (ROWS // 4, TOKENS, 4 * WIDTH), LAYERS * ROWS // 4 * TOKENS * 4 * WIDTH * 4
-    zero = zero_of(stack // 2 + is_held * stack)
-    found = residuals(zero, loss), residuals(zero, loss, "recompute")
-    kept, repeated = ([x for x in of_action if x.shape == hidden] for of_action in found)
-    products = [x for x in repeated if x.flops]
-    assert [bytes_of(kept), len(kept), len(products)] == [0, is_held, not is_held]
-    held = [x for x in found[0] if x.shape == (LAYERS, *hidden)]
-    assert bytes_of(held) == is_held * stack
-    if is_held:
-        _check(zero_of(3 * stack), loss)
-
-
-@pytest.mark.parametrize("budget", [10**6, 10**9])
-def test_a_stack_that_both_loops_of_a_later_scan_read_counts(budget):
-    """As of an encoder whose hidden values a decoder reads layer by layer."""
-
-    def loss(p: Any, ids: jax.Array) -> jax.Array:
-        def encode(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
-            hidden = jnp.tanh(x @ w["up"])
-            return x + hidden @ w["down"], hidden
-
-        def decode(x: jax.Array, given: Any) -> tuple[jax.Array, None]:
-            w, hidden = given
-            return x + (jax.nn.gelu(x @ w["up"]) * jnp.sin(hidden)) @ w["down"], None
-
-        x, stack = lax.scan(encode, p["embed"][ids], p["layers"])
-        return head(p, lax.scan(decode, x, (p["layers"], stack))[0], ids)
-
-    stack = (LAYERS, ROWS // 4, TOKENS, 4 * WIDTH)
-    assert stack in [x.shape for x in residuals(zero_of(budget), loss)]
 
 
 def test_host_memory_is_refused_without_a_loop():
