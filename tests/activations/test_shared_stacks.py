@@ -26,6 +26,7 @@ from .test_activations import (
     residuals,
     zero_of,
 )
+from .test_activations import _copies_are_free as _copies_are_free  # used by all tests here
 
 
 @pytest.mark.parametrize("is_held", [True, False])
@@ -103,6 +104,13 @@ def _returned(p: Any, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return head(p, lax.scan(_decode, x, (p["layers"], states))[0], ids), states
 
 
+def _returned_by_a_cheap_scan(p: Any, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Its last state is cheaper to compute again than to keep; what it returns is there anyway."""
+    x = jax.nn.one_hot(ids, WIDTH)
+    x, states = lax.scan(lambda x, _: (jnp.sin(x), x), x, length=LAYERS)
+    return head(p, x, ids) + 0 * jnp.sum(lax.stop_gradient(states)), states
+
+
 LOSSES = {
     "two decoders": _two_decoders,
     "decoders in reverse": lambda p, ids: _two_decoders(p, ids, is_reversed=True),
@@ -118,7 +126,7 @@ def _chosen(loss: Any, budget: int) -> Chosen:
 
     def step(ids: jax.Array, *flat: jax.Array) -> Any:
         params = jax.tree.unflatten(treedef, flat)
-        has_aux = loss is _returned
+        has_aux = loss in (_returned, _returned_by_a_cheap_scan)
         return jax.value_and_grad(loss, has_aux=has_aux)(params, ids)
 
     block, _ = trace(step, batch(), *flat)
@@ -145,6 +153,13 @@ def test_a_plan_counts_what_the_program_holds(name):
     half = _chosen(LOSSES[name], (all_that_is_worth_it.num_bytes + least.num_bytes) // 2)
     for chosen in (all_that_is_worth_it, half, least):
         assert chosen.num_bytes == _held_bytes(chosen.block)
+
+
+def test_results_are_those_of_forward():
+    chosen = _chosen(_returned_by_a_cheap_scan, 0)
+    loss, states = chosen.block.outputs[:2]
+    assert any(choice.repeated for _, choice in chosen.choices)
+    assert chosen.block.positions[states] < chosen.block.positions[loss]
 
 
 @pytest.mark.parametrize("budget", [0, pytest.param(10**9, marks=pytest.mark.exhaustive)])
