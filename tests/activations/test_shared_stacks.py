@@ -19,6 +19,7 @@ from .test_activations import (
     TOKENS,
     WIDTH,
     _check,
+    _layer,
     batch,
     bytes_of,
     head,
@@ -53,6 +54,24 @@ def test_what_a_scan_stacks_up_for_others_too(is_held):
     assert bytes_of(held) == is_held * stack
     if is_held:
         _check(zero_of(3 * stack), loss)
+
+
+def test_cross_attention_to_an_encoder():
+    """Two loops, of which the second reads what the first returns, also layer by layer."""
+
+    def loss(p, ids):
+        first, states = lax.scan(lambda x, w: (_layer(x, w),) * 2, p["embed"][ids], p["layers"])
+
+        def layer(x, given):
+            w, state = given
+            mixed = jnp.einsum("btd,bsd->bts", x @ w["mix"], first)
+            return _layer(x + jnp.einsum("bts,bsd->btd", jnp.tanh(mixed), state), w), None
+
+        x, _ = lax.scan(layer, p["embed"][ids], (p["layers"], states))
+        return head(p, x, ids)
+
+    for budget in (0, 10**9):
+        _check(zero_of(budget), loss)
 
 
 def _encode(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
