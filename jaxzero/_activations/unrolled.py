@@ -22,6 +22,7 @@ from .min_cut import Choice, Cost, Part
 
 _LEAST_GAIN = 4  # times the bytes that the last cut keeps, which the last segment drops
 _RATHER = 16  # a part of what is alive at a cut
+_PLACES = 1000  # where segments may end: finding the best takes time and memory by their square
 _PARTS = tuple(1.25**i for i in range(20))  # of all residuals is the most of a segment, as tried
 
 
@@ -177,6 +178,9 @@ class Forward:
         alive = changes.cumsum()
         inner = range(1, self.end - 1)
         ends = [i for i in inner if alive[i - 1] > alive[i] <= alive[i + 1] and alive[i]]
+        if len(ends) > _PLACES:
+            groups = np.array_split(ends, _PLACES)
+            ends = [int(group[alive[group].argmin()]) for group in groups]
         short = [i for i in ends if made[-1] - made[i] >= _LEAST_GAIN * alive[i]]
         if short and not self._loops:
             return _cuts(ends[: ends.index(short[-1]) + 1], spans, made)

@@ -153,6 +153,21 @@ def test_products_are_kept_that_take_longer_than_to_keep_them(name, width, is_ke
     assert any(x.action == "recompute" and x.flops for x in found) is not is_kept
 
 
+def test_of_many_places_few_are_tried(monkeypatch):
+    """In each group of places that with the least alive, so that time grows with the program."""
+    cuts, tried = unrolled._cuts, []
+
+    def noted(ends: list[int], *args: Any) -> list[int]:
+        tried.append(len(ends))
+        return cuts(ends, *args)
+
+    monkeypatch.setattr(unrolled, "_cuts", noted)
+    everywhere = residuals(zero_of(0), MODELS["unrolled"])
+    monkeypatch.setattr(unrolled, "_PLACES", 8)
+    assert residuals(zero_of(0), MODELS["unrolled"]) == everywhere
+    assert tried[0] > 16 and tried[1] <= 8
+
+
 def test_joins_are_made_again(monkeypatch):
     """Where a cut is behind one, as of skip connections, what is joined is kept in its place."""
 
