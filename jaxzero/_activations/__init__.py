@@ -12,4 +12,5 @@ from .priced import Point as Point
 from .residuals import Residual as Residual
 from .residuals import by_kind as by_kind
 from .residuals import described as described
+from .residuals import described_total as described_total
 from .residuals import kept_bytes as kept_bytes

@@ -26,6 +26,7 @@ from .._program import (
     Loop,
     Operation,
     Value,
+    fixed_of,
     is_elementwise,
     like,
     rewritten,
@@ -124,7 +125,11 @@ def _scans(reader: Operation, i: int, loop: Loop) -> bool:
 
 
 def part_of(
-    pair: Pair, outside: dict[Value, Cost], never: Collection[Operation], times: int = 1
+    pair: Pair,
+    outside: dict[Value, Cost],
+    never: Collection[Operation],
+    weights: Collection[Value],
+    times: int = 1,
 ) -> Part:
     """The body of the forward loop of a pair.
 
@@ -132,24 +137,42 @@ def part_of(
         pair: the pair.
         outside: what values of the block cost that do not exist in backward anyway.
         never: operations of the body that are not repeated.
+        weights: stacks of weights of the block, and views of them.
         times: how often the loop runs, in a loop around it.
     """
     loop = pair.forward
     body = loop.body
+    saved, stored = (
+        {x for i in indices if isinstance(x := body.outputs[i], Value)}
+        for indices in (pair.saved, pair.held)
+    )
+    fixed = fixed_of(body, layers_of(loop, weights))
+    views = saved & fixed.views
+    # A layer of which backward reads a view, such as a cast one, is gathered there anyway.
+    gathered = {x for view in views for x in fixed.of(view) or ()}
     read = {x for reader in pair.readers for x in reader.inputs}
     entering = zip(loop.inputs, body.inputs, strict=True)
-    inputs = {x: outside[given] for given, x in entering if given in outside and given not in read}
-    wanted, stored = ((body.outputs[i] for i in x) for x in (pair.saved, pair.held))
+    inputs = {
+        x: outside[given]
+        for given, x in entering
+        if given in outside and given not in read and x not in gathered
+    }
     return Part(
         body.operations,
-        {x for x in wanted if isinstance(x, Value)},
+        saved,
         body.inputs[loop.num_constants : loop.first_stack],
         inputs,
-        {x for x in stored if isinstance(x, Value)},
+        stored,
         never,
         times * loop.length,
         is_stacked=True,
+        views=views,
     )
+
+
+def layers_of(loop: Loop, stacks: Collection[Value]) -> list[Value]:
+    """What the body of a loop reads of stacks that it scans: one layer of each."""
+    return [inside for outside, inside in loop.stacks if outside in stacks]
 
 
 def repeating(

@@ -55,6 +55,7 @@ class Part:
         segments: into how many the part is cut, which backward repeats one after the other.
         token_parts: among how many devices each value is split, beside the rows.
         is_stacked: whether what is kept is stacked up by a loop.
+        views: wanted values that are views of weights, such as cast ones, and no activations.
     """
 
     operations: Sequence[Operation]
@@ -68,6 +69,7 @@ class Part:
     segments: int = 1
     token_parts: int = 1
     is_stacked: bool = False
+    views: Collection[Value] = ()
 
     @functools.cached_property
     def _fused(self) -> set[Operation]:

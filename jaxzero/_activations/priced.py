@@ -17,6 +17,7 @@ from .._program import (
     Value,
     calls_python,
     exchanged_or_effect,
+    fixed_of,
     operations_for,
     without_dead_code,
 )
@@ -111,6 +112,7 @@ class PricedProgram:
         self.layer_sets = 1.0 if layer_sets is None else layer_sets
         self.outside_loops = layer_sets is None
         self.weights = {*weights}
+        self.views = fixed_of(self.block, weights).views
         self.results = [instead.get(x, x) for x in results]
         self.inputs = {*block.inputs}
         self._unrolled: tuple[unrolled.Forward, Part] | None = None
@@ -129,7 +131,14 @@ class PricedProgram:
         """
         end = self._end(self.block)
         block, choices, in_host = self._of_loops(
-            self.block, end, self.outside, price, keep, self.block.outputs, link=link
+            self.block,
+            end,
+            self.outside,
+            price,
+            keep,
+            self.block.outputs,
+            weights=self.views,
+            link=link,
         )
         block = without_dead_code(block) if choices else block
         if not self.outside_loops:
@@ -152,6 +161,7 @@ class PricedProgram:
         keep: Collection[Value],
         results: Collection[Atom],
         *,
+        weights: Collection[Value],
         times: int = 1,
         link: float = 0.0,
     ) -> tuple[Block, list[tuple[Part, Choice]], set[Value]]:
@@ -164,13 +174,14 @@ class PricedProgram:
             price: of a byte.
             keep: values that are kept at no price.
             results: its outputs that are kept whatever is chosen.
+            weights: its values that are weights, or views of one.
             times: how often the block runs.
             link: as for `at`.
         """
         choices, done, in_host = [], set(), set()
         while pair := self._next_pair(block, end, results, done):
             done.add(pair.forward.outputs[0])
-            changed, of_pair = self._cheapest(pair, outside, price, keep, times)
+            changed, of_pair = self._cheapest(pair, outside, price, keep, weights, times)
             hosted = _in_host(changed, *of_pair[-1], link)
             block = loops.replaced(block, pair, changed)
             block = loops.repeating(block, changed, of_pair[-1][1], self._stack_of, hosted)
@@ -184,6 +195,7 @@ class PricedProgram:
         outside: dict[Value, Cost],
         price: float,
         keep: Collection[Value],
+        weights: Collection[Value],
         times: int,
     ) -> tuple[loops.Pair, list[tuple[Part, Choice]]]:
         """A pair whose loops inside keep what is cheapest, and the choices, that of its body last.
@@ -193,26 +205,29 @@ class PricedProgram:
         """
         stacks = {*loops.stacked_values(pair.forward), *self._stack_of.items()}
         keep = {*keep, *(x for x, stack in stacks if stack in keep)}
-        part = self._part(pair, outside, times)
+        part = self._part(pair, outside, weights, times)
         alone = pair, [(part, cheapest(part, price, keep))]
         if len(pair.readers) > 1 or not any(isinstance(x, Loop) for x in part.operations):
             return alone
         trip, trips = inner_loops.joined(pair), times * pair.forward.length
         costs = {**part.inputs, **_costs_to_keep(trip.block.operations[: trip.end], trips)}
         costs |= {x: Cost(trips * bytes_of(x)) for x in part.carried}
+        layers = loops.layers_of(pair.forward, weights)
         block, inside, _ = self._of_loops(
-            trip.block, trip.end, costs, price, keep, part.stored, times=trips
+            trip.block, trip.end, costs, price, keep, part.stored, weights=layers, times=trips
         )
         if not any(choice.repeated for _, choice in inside):
             return alone
         changed = inner_loops.divided(pair, trip._replace(block=block))
-        part = self._part(changed, outside, times)
+        part = self._part(changed, outside, weights, times)
         choices = [_repeated_alone(*x) for x in inside]
         choices.append((part, cheapest(part, price, keep)))
         return min(alone, (changed, choices), key=lambda x: _cost(x[1], price, keep))
 
-    def _part(self, pair: loops.Pair, outside: dict[Value, Cost], times: int) -> Part:
-        part = loops.part_of(pair, outside, self._bound(pair.forward.body), times)
+    def _part(
+        self, pair: loops.Pair, outside: dict[Value, Cost], weights: Collection[Value], times: int
+    ) -> Part:
+        part = loops.part_of(pair, outside, self._bound(pair.forward.body), weights, times)
         return dataclasses.replace(part, layer_sets=self.layer_sets, token_parts=self.token_parts)
 
     def _outside_of_loops(

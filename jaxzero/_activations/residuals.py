@@ -55,10 +55,23 @@ def described(alike: Sequence[Residual]) -> tuple[str, ...]:
     """What becomes of residuals of one kind, their array, bytes and products, and their line."""
     first, layers = alike[0], sum(x.layers for x in alike)
     array = f"{first.dtype}{list(first.shape)}{f' x{layers}' if layers > 1 else ''}"
-    flops = sum(x.flops for x in alike)
-    again = f"{flops / 1e9:.3g} GFLOP" if flops else ""
     size = readable_bytes(sum(x.num_bytes for x in alike))
-    return f"activation {_DONE[first.action]}", array, size, again, first.where
+    return f"activation {_DONE[first.action]}", array, size, _products(alike), first.where
+
+
+def described_total(residuals: Sequence[Residual]) -> str:
+    """The bytes of each action, and the products of what is recomputed, for one micro-batch."""
+    parts = [
+        f"{readable_bytes(kept_bytes(residuals, action))} {done}"
+        for action, done in _DONE.items()
+        if action == "keep" or any(x.action == action for x in residuals)
+    ]
+    return "activations in all: " + ", ".join([*parts, *filter(None, [_products(residuals)])])
+
+
+def _products(residuals: Iterable[Residual]) -> str:
+    flops = sum(x.flops for x in residuals)
+    return f"{flops / 1e9:.3g} GFLOP" if flops else ""
 
 
 def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iterator[Residual]:
@@ -68,7 +81,7 @@ def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iter
     flops = _flops_by_residual(part, choice)
     for value in dict.fromkeys((*choice.kept, *part.wanted)):
         maker = makers.get(value)
-        if maker is None and value not in part.carried:
+        if value in part.views or (maker is None and value not in part.carried):
             continue
         again = maker in repeated
         kept = "host" if value in in_host else "keep"

@@ -335,8 +335,10 @@ def test_copies_in_host_memory(monkeypatch):
 
 
 def test_a_plan_names_each_residual_and_its_line():
-    text = str(zero_of(24_000).plan(MODELS["scanned"], zero_of(0).abstract(init), batch()))
-    lines = [x for x in text.splitlines() if x.startswith("activation")]
+    plan = zero_of(24_000).plan(MODELS["scanned"], zero_of(0).abstract(init), batch())
+    lines = [x for x in str(plan).splitlines() if x.startswith("activation")]
+    kept = bytes_of(x for x in plan.residuals if x.action == "keep") / 2**10
+    assert f"{kept:.2f} KiB kept" in lines[-1] and "GFLOP" in lines[-1]
     assert any("kept" in x and __file__ in x for x in lines)
     assert any("recomputed" in x and "GFLOP" in x and "(_layer)" in x for x in lines)
 

@@ -23,6 +23,7 @@ from .test_activations import (
     ROWS,
     TOKENS,
     WIDTH,
+    _check,
     batch,
     bytes_of,
     head,
@@ -217,6 +218,20 @@ def test_what_a_layer_makes_last_does_not_go_to_host_memory(monkeypatch):
         made = [x.outputs[0] for x in operations if x.name == "dot_general"]
         mix, up = (next(x for x in made if x.shape[-1] == num) for num in (WIDTH, 4 * WIDTH))
         assert in_host(pair, part, Choice([mix, up], []), 1.0) == [mix]
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_views_of_weights_are_no_activations(monkeypatch, host):
+    """Backward gathers weights anyway, and scales or casts them again, whatever a gather costs."""
+    monkeypatch.setattr(priced, "_MIN_HOST", 1)
+    monkeypatch.setattr(priced, "RATES", Rates(host=1e15, local=1e9))
+    loss = loss_of("scanned", lambda x, w: _mlp(x, jax.tree.map(lambda w: 2 * w, w)))
+    zero = zero_of(25_000, host=host)
+    plan = zero.plan(loss, zero.abstract(init), batch())
+    weights = {(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH), (WIDTH,)}
+    assert plan.residuals and not weights & {x.shape for x in plan.residuals}
+    if not host:
+        _check(zero, loss)
 
 
 def test_masks_are_made_where_they_are_read():
