@@ -1,7 +1,8 @@
 """Residuals of loops: what the body of a forward loop stacks up for the body of a backward loop.
 
-The body of the forward loop is a part whose inputs cost nothing, if they are layers of stacks that
-exist anyway. What is repeated moves into the body of the backward loop:
+The body of the forward loop is one part of the program, for which a cut is chosen (`min_cut.Part`).
+Operations that backward repeats are copied into the body of the backward loop. As it is traced, and
+with only `a` kept:
 
     for layer:            a, b, c = forward(x)      stacks of a, b and c
     for layer, reversed:  backward(a, b, c)
@@ -35,18 +36,18 @@ from .._program import (
 from .costs import bytes_of, copies_in_host, seconds_of
 from .min_cut import Choice, Cost, Part
 
-_SMALLER = 8  # times: a constant that is made of so much smaller ones is made in the loop
+_SMALLER = 8  # a constant of a loop is made in its body if it is so many times what it is made of
 
 
 class Pair(NamedTuple):
-    """A loop, what it stacks up for loops of backward, and these.
+    """A loop of forward, and the loops of backward that scan what it stacks up.
 
     Attributes:
-        forward: the loop.
-        saved: the stacks, by index of its output.
-        readers: the loops that scan them.
-        held: other stacks that backward reads or that are results, by index of its output: they
-            are there whatever is chosen.
+        forward: the loop of forward.
+        saved: the stacks that backward only scans, as indices of the loop's outputs.
+        readers: the loops of backward that scan them.
+        held: the stacks that are results or that backward reads otherwise, likewise: they are held
+            whatever is chosen.
     """
 
     forward: Loop
@@ -79,9 +80,9 @@ def stacked_once(block: Block) -> tuple[Block, dict[Atom, Atom]]:
 
 
 def find_pairs(block: Block, end: int, results: Collection[Atom]) -> list[Pair]:
-    """The loops of forward that stack up values of which backward only scans the stacks.
+    """The loops of forward that have stacks which backward scans, and reads in no other way.
 
-    Forward may read them too, such as for statistics, or since it hands them to other layers.
+    Forward may read these stacks too, as a decoder reads the states of an encoder.
 
     Args:
         block: a program.
@@ -182,16 +183,20 @@ def repeating(
     stack_of: dict[Value, Value],
     in_host: Collection[Value] = (),
 ) -> Block:
-    """The block in which the loops of a pair do as chosen. Stacks that are not read remain.
+    """Rewrite the loops of a pair: forward stacks up what is kept, backward repeats the rest.
+
+    Stacks that nothing reads any more remain, until `without_dead_code` drops them.
 
     Args:
         block: the program.
         pair: loops of it.
         choice: for the body of the forward loop.
-        stack_of: the stacks of values, to which new ones are added.
+        stack_of: the stack of each value that some choice keeps and the loop did not stack up;
+            added to here, so that all prices have the same stacks.
         in_host: the kept values that are in host memory between forward and backward.
     """
     made_inside = _made_inside(block, pair.forward)
+    # Forward repeats nothing, but makes large constants in its body too.
     loop = _Recomputing(pair.forward, pair.forward, {}, made_inside, []).result()
     copies = [_to_host_and_back(loop, x) for x in in_host]
     at = dict(stacked_values(loop))
@@ -222,9 +227,10 @@ def _with_others(block: Block, others: Mapping[Any, Operation]) -> Block:
 
 
 def _made_inside(block: Block, loop: Loop) -> list[Operation]:
-    """Operations that make constants of a loop in its body: of much smaller ones, such as masks.
+    """Operations that make large constants of a loop, such as masks, of much smaller values.
 
-    A mask that is broadcast before the loop would be read in full in each iteration.
+    They are copied into its body. As a constant of the loop a broadcast mask would be read from
+    memory in full in each iteration.
     """
     operations: dict[Operation, None] = {}
     for outside, inside in zip(loop.inputs[: loop.num_constants], loop.body.inputs, strict=False):
@@ -257,7 +263,7 @@ def _made_of_small(block: Block, value: Atom, most: int) -> list[Operation]:
 
 
 def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:
-    """The copy of a value to host memory, and that to the device, which makes the value again."""
+    """A copy of a value to host memory, and the copy back, whose output is the value itself."""
 
     def copy(x: Array) -> Array:
         host = jax.device_put(x, jax.memory.Space.Host)
@@ -277,9 +283,10 @@ def stacked_values(loop: Loop) -> list[tuple[Value, Value]]:
 def _before_readers(
     made_inside: Sequence[Operation], repeated: Sequence[Operation]
 ) -> list[Operation]:
-    """Merge both lists: what makes a constant comes right before the first operation to read it.
+    """Merge both lists, so that a constant is made right before the first operation to read it.
 
-    Where masks of all scores are made counts: the plan takes them for arrays that a layer holds.
+    The plan counts constants, such as masks of all attention scores, among the arrays that a layer
+    holds from where they are made.
     """
     makers = {x: operation for operation in made_inside for x in operation.outputs}
     ordered: dict[Operation, None] = {}
@@ -296,7 +303,7 @@ def _before_readers(
 
 
 class _Recomputing(Copies):
-    """A loop whose body computes values of the forward loop's body again."""
+    """Copies operations of a forward loop's body into the body of another loop."""
 
     def __init__(
         self,
@@ -343,10 +350,7 @@ class _Recomputing(Copies):
         )
 
     def _replaced(self) -> dict[Atom, Atom]:
-        """What the body reads in place of its inputs.
-
-        Values of the forward loop's body that are computed again.
-        """
+        """The inputs of the body that repeated operations compute, and the values they compute."""
         forward, loop = self.forward, self.loop
         replaced: dict[Atom, Atom] = {}
         made: dict[Atom, Value] = {stack: x for x, stack in stacked_values(forward)}
