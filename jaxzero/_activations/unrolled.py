@@ -284,6 +284,11 @@ class _Again(Copies):
             of_segment = self._read_by.setdefault(forward.segment(operation), {})
             of_segment |= dict.fromkeys(x for x in kept if not forward.is_weight(x))
         self._tied: dict[int, dict[Value, Value]] = {}
+        self._unread: dict[Value, int] = {}  # by gradient, how many operations have yet to read it
+        for operation in forward.block.operations[forward.end :]:
+            for x in {*operation.values}:
+                self._unread[x] = self._unread.get(x, 0) + 1
+        self._gradients: list[Value] = []  # those made since the last segment's barrier
 
     def add(self, operation: Operation) -> None:
         for x in operation.values:
@@ -292,6 +297,9 @@ class _Again(Copies):
             elif x in self._kept and x not in self._made:
                 self._made[x] = self._tie(x, self._kept[x], operation)
         super().add(operation)
+        for x in {*operation.values}:
+            self._unread[x] -= 1
+        self._gradients += (x for x in operation.outputs if x.is_array and x.shape)
 
     def read(self, value: Value, copied: Operation) -> Atom:
         return self._tie(value, self._forward.segment(copied), copied)
@@ -319,17 +327,24 @@ class _Again(Copies):
 
     def _tie(self, value: Value, segment: int, reader: Operation) -> Value:
         if segment not in self._tied:
-            self._tied[segment] = self._barrier(reader, [*self._read_by[segment]])
+            # Gradients that are still read pass the barrier, and so become arrays. XLA for CPUs
+            # would fuse a sum of gradients along residual connections into each of its readers, and
+            # hold the terms of all layers.
+            passing = [x for x in self._gradients if self._unread.get(x)]
+            self._gradients = []
+            self._tied[segment] = self._barrier(reader, [*self._read_by[segment]], passing)
         return self._tied[segment].get(value, value)
 
-    def _barrier(self, copied: Operation, kept: list[Value]) -> dict[Value, Value]:
+    def _barrier(
+        self, copied: Operation, kept: Sequence[Value], passing: Sequence[Value] = ()
+    ) -> dict[Value, Value]:
         if not kept:
             return {}
         made = (x for operation in reversed(self.operations) for x in operation.outputs)
         reached = next((x for x in made if x.is_array and x.shape), None)
-        inputs = (*kept, *((self.of(reached),) if reached else ()))
-        outputs = tuple(like(x) for x in inputs if isinstance(x, Value))
+        after = dict.fromkeys((*passing, *((reached,) if reached else ())))
+        inputs = (*kept, *map(self.of, after))
+        outputs = tuple(map(like, inputs))
         self.operations.append(Barrier("optimization_barrier", inputs, outputs, copied.equation))
-        if reached:
-            self._made[reached] = outputs[-1]
+        self._made |= dict(zip(after, outputs[len(kept) :], strict=True))
         return dict(zip(kept, outputs, strict=False))
