@@ -99,6 +99,40 @@ def test_backward_reads_what_is_kept_behind_a_barrier(monkeypatch):
     assert {*choice.kept} & {*forward.wanted} and not {*choice.kept} & read
 
 
+def test_gradients_pass_the_barrier_of_the_next_segment(monkeypatch):
+    """Else XLA for CPUs fuses their sums along residual connections, and holds all terms."""
+    *_, backward = _backward(monkeypatch, MODELS["unrolled"], 0)
+    barriers = [i for i, x in enumerate(backward) if isinstance(x, Barrier)]
+    for i in barriers:
+        made = {x for operation in backward[:i] for x in operation.outputs}
+        read = {x for operation in backward[i + 1 :] for x in operation.values}
+        assert (ROWS // 4, TOKENS, WIDTH) not in {x.shape for x in made & read}
+    assert len(barriers) >= LAYERS
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA for CPUs drops barriers")
+def test_memory_of_unrolled_layers():
+    """On CPUs no more than with a `jax.checkpoint` of each layer; for H200s see `test_aot`."""
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x + jnp.sin(jnp.tanh(x @ w) @ w.T) * jnp.exp(-x)
+
+    temporaries = []
+    for budget, layer_of in ((0, layer), (None, jax.checkpoint(layer)), (None, layer)):
+
+        def loss(p: Any, x: jax.Array, layer: Any = layer_of) -> jax.Array:
+            for w in p:
+                x = layer(x, w)
+            return jnp.mean(x**2)
+
+        zero = zero_of(budget)
+        params = zero.abstract(lambda: [jnp.zeros((64, 256))] * 12)
+        step = jax.jit(zero.value_and_grad(loss)).lower(params, np.zeros((8192, 64), np.float32))
+        temporaries.append(step.compile().memory_analysis().temp_size_in_bytes)
+    least, by_hand, everything = temporaries
+    assert least <= 1.05 * by_hand and 2 * least < everything
+
+
 def test_a_residual_that_is_read_early_does_not_begin_its_segment(monkeypatch):
     """Backward of each layer reads a product of the first segment, which no layer's forward reads.
 
