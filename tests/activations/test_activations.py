@@ -126,7 +126,7 @@ def test_memory_of_the_compiled_step():
     """What XLA holds grows with the layers as what the plan keeps, which is a third of everything.
 
     Beside it XLA holds what one layer takes, forward and backward, which differs between versions.
-    For CPUs it drops the barriers that this takes outside of loops: see `test_aot`.
+    Outside of loops that is tested in `test_repeated` and `test_aot`.
     """
     loss, zero = MODELS["scanned"], zero_of(0)
     ids = np.zeros((64 * ROWS, TOKENS), np.int32)
