@@ -62,7 +62,7 @@ def stacked_once(block: Block) -> tuple[Block, dict[Atom, Atom]]:
     A value that a scan returns is often a residual as well, for which JAX makes a second stack.
 
     Returns:
-        The block, and for each stack that is no longer there the one that is read in its place.
+        The block, and for each stack that is dropped the one that is read in its place.
     """
     instead: dict[Atom, Atom] = {}
     operations = []

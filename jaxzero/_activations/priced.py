@@ -84,14 +84,14 @@ class Chosen:
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """What is kept, and what was and is recomputed, in program order."""
+        """All values that are kept, in host memory or recomputed, in program order."""
         return tuple(
             x for part, choice in self.choices for x in residuals_of(part, choice, self.in_host)
         )
 
     @property
     def point(self) -> Point:
-        """Its bytes and seconds, which compare it with other choices."""
+        """The figures of this choice."""
         working = max((part.working_bytes for part, _ in self.choices), default=0)
         return Point(self.num_bytes, self.seconds, working)
 
@@ -312,7 +312,7 @@ def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
 
 
 def _repeated_alone(part: Part, choice: Choice) -> tuple[Part, Choice]:
-    """A choice for a loop inside without what it keeps: for that the loop around it has choices."""
+    """The choice for a loop inside without what it keeps, which the loop around it counts."""
     repeated = {x for operation in choice.repeated for x in operation.outputs}
     wanted = [x for x in part.wanted if x in repeated]
     return dataclasses.replace(part, wanted=wanted), Choice([], choice.repeated)

@@ -1,4 +1,4 @@
-"""Residuals outside of loops: what forward keeps for backward in a program without loops.
+"""Residuals outside of loops, such as those of a network whose layers are unrolled.
 
 If backward began by repeating all of forward, everything would be held at once all the same. So
 forward is cut into segments where little is alive; what crosses a cut is kept, and backward repeats
