@@ -75,7 +75,8 @@ def load_decoder(
             several, give the file or index to read.
         dtype: dtype of the parameters; None keeps that of the file. Train in "float32": updates of
             parameters in 16 bits may be rounded away.
-        family: how to read it; by default the family of its `model_type`.
+        family: how to read `config.json` and name the tensors; by default the family of the
+            `model_type`.
         **changes: fields of `DecoderConfig` to override, such as `compute_dtype`, `scan_layers`
             and `remat`.
 
@@ -175,7 +176,7 @@ def export_encoder(
 
 
 class _Opened(NamedTuple):
-    """A checkpoint and the model that it belongs to, before any tensor is read."""
+    """An opened checkpoint, and the family, config, rules and model graph that belong to it."""
 
     family: Family
     config: Any
@@ -205,7 +206,7 @@ def _opened(family: Family, directory: Path | str, changes: dict[str, Any]) -> _
 
 
 def _loaded(opened: _Opened, dtype: np.typing.DTypeLike | None) -> Any:
-    """The tree of the parameters with lazy tensors as leaves."""
+    """Return the tree of the parameters, with lazy tensors of the checkpoint as leaves."""
     named = named_leaves(opened.abstract)
     loaded = to_ours(
         opened.rules,
@@ -249,9 +250,15 @@ def _decoder_family(family: DecoderFamily | None, directory: Path | str) -> Deco
 
 
 def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
-    """Raise if a stored head differs from the embeddings it is tied to.
+    """Raise `ValueError` if a stored head differs from the embeddings that it is tied to.
 
-    transformers 5 would use such a head untied, so ignoring it would change the model.
+    transformers 5 would use such a head untied, so ignoring it would change the model. Nothing is
+    raised if the checkpoint has no head.
+
+    Args:
+        checkpoint: the checkpoint.
+        params: the parameters of the model, which hold the embeddings.
+        name: name of the head in the checkpoint.
     """
     head = checkpoint.get(name)
     if head is None:
@@ -274,10 +281,11 @@ def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
 def _check_counts(
     rules: Iterable[Rule], checkpoint: Checkpoint, config: Any, directory: Path | str
 ) -> None:
-    """Raise if a checkpoint has tensors of fewer layers or experts than its `config.json` says.
+    """Raise if `config.json` says more layers or experts than the checkpoint has tensors of.
 
     Building a model takes time and memory for each layer, and naming its tensors for each expert.
-    So a wrong count is refused before: the names are in the headers of the files.
+    So a wrong count is refused before the model is built: the names of tensors are in the headers
+    of the files.
     """
     experts = getattr(config, "experts", None)
     counts = {"layer": config.num_layers, "expert": experts.num_experts if experts else 0}
@@ -304,7 +312,10 @@ def _check_counts(
 
 
 def _kinds(rules: Iterable[Rule]) -> dict[str, list[str]]:
-    """Map each tensor name, with `{}` for its numbers, to what each number counts, in order."""
+    """Map the pattern of each tensor name, with `{}` for numbers, to what its numbers count.
+
+    For example, `h.{}.experts.{}.weight` is mapped to `["layer", "expert"]`.
+    """
     return {
         _VARIABLE.sub("{}", theirs): [_COUNTED.get(name, "") for name in _VARIABLE.findall(theirs)]
         for rule in rules
