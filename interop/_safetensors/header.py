@@ -119,7 +119,7 @@ def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
 
 
 def file_order(tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Sort tensor names into the order in which the library writes them."""
+    """Sort tensor names into the order in which the library writes the tensors to a file."""
     return sorted(tensors, key=lambda name: (-_RANK[_NAMES[tensors[name].dtype]], name))
 
 
@@ -163,10 +163,11 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _check_whole(file: Path, metadata: Mapping[str, str]) -> None:
-    """Raise if the tensors are shards of one process, as `HuggingFaceStorageWriter` can save them.
+    """Raise `ValueError` if a file holds shards of one process instead of whole tensors.
 
-    Files into which it consolidated the shards of all processes have the same metadata, but offsets
-    of 0 and no `shard-` in their names.
+    `HuggingFaceStorageWriter` of PyTorch can save such files. Files into which it has consolidated
+    the shards of all processes have the same metadata, but only offsets of 0, and no `shard-` in
+    their names.
     """
     info = metadata.get(_SHARDS)
     if info is None:
