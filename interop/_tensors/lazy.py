@@ -55,7 +55,7 @@ class LazyTensor(abc.ABC):
 
     @property
     def collective(self) -> bool:
-        """True if reading is a collective: all processes must read equal boxes in the same order."""
+        """True if reading is a collective: all processes must read equal boxes in equal order."""
         return False
 
     @property

@@ -182,7 +182,10 @@ class PickleMachine:
                 self.key(element)
 
     def _size_of(self, value: Any) -> tuple[int, int]:
-        """Return a value's number of nodes and depth; only tuples and frozensets have inner nodes."""
+        """Return the number of nodes and the depth of a value, as far as it is nested tuples.
+
+        Only tuples and frozensets have inner nodes.
+        """
         if type(value) not in (tuple, frozenset):
             return 1, 0
         return self._nested.get(id(value)) or (1 + len(value), 1)
