@@ -146,7 +146,7 @@ def _moved(
 
 
 def _is_counting(state: Any) -> bool:
-    """Whether a state has a field `count` or another known counter.
+    """Return whether a state has a field `count` or another known counter.
 
     The counter may count the updates of the run, or something else; see `_counts_updates`.
     """

@@ -172,7 +172,7 @@ def adapter_in(path: Path) -> str | None:
 
 
 def _is_whole_model(path: Path) -> bool:
-    """Whether a directory has the safetensors files of a full model.
+    """Return whether a directory has the safetensors files of a full model.
 
     Safetensors files of other names may belong to an adapter.
     """

@@ -367,12 +367,12 @@ _BOTH_META = (
 
 
 def is_meta(names: Iterable[str]) -> bool:
-    """Whether names have the form of Meta's Llama, whose rotary pairs are interleaved."""
+    """Return whether names have the form of Meta's Llama, whose rotary pairs are interleaved."""
     return any(map(_META.search, names))
 
 
 def _is_rotated(paired: Pair) -> bool:
-    """Whether a pair of modules is a query or a key, or the norm of one."""
+    """Return whether a pair of modules is a query or a key, or the norm of one."""
     names = (paired.theirs.name, paired.ours.name)
     words = (words_of(name) & {"query", "key"} for name in names)
     return paired.theirs.part is None and any(len(parts) == 1 for parts in words)

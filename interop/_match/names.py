@@ -110,7 +110,7 @@ def _shared(our_words: frozenset[str], their_words: frozenset[str]) -> float:
 
 
 def say_the_same(one: str, other: str) -> bool:
-    """Whether two names differ only in words with little information.
+    """Return whether two names differ only in words with little information.
 
     Any other additional word may change the meaning: `attention_norm` is the norm before attention
     in one model, and `post_attention_layernorm` the norm after it in another.
@@ -119,7 +119,7 @@ def say_the_same(one: str, other: str) -> bool:
 
 
 def fuses_attention(name: str) -> bool:
-    """Whether a name says that its tensor holds query, key and value together."""
+    """Return whether a name says that its tensor holds query, key and value together."""
     return _FUSED.search(name) is not None
 
 

@@ -42,7 +42,7 @@ _BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"  # a pickl
 
 
 def covers_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether boxes, none of them empty, cover a shape without gap or overlap.
+    """Return whether boxes, none of them empty, cover a shape without gap or overlap.
 
     A box is described by its corners, with alternating signs. The boxes cover the shape if all
     corners, added up by position, cancel except those of the whole shape. Dimensions that no box

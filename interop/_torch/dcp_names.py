@@ -151,12 +151,12 @@ def _of_optimizers(
 
 
 def _is_kept(state: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a state has, for any parameter, an entry of the kind that optimizers keep."""
+    """Return whether a state has, for any parameter, an entry of the kind that optimizers keep."""
     return any(_KEPT & held.keys() for held in state.values())
 
 
 def _holds_only_state(above: Path, ordered: Sequence[str]) -> bool:
-    """Whether all names below the path `above` begin with `state.` or `param_groups`.
+    """Return whether all names below the path `above` begin with `state.` or `param_groups`.
 
     `ordered` has all names, sorted.
     """
@@ -218,7 +218,7 @@ def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _fits(trained: set[str], above: Path, below: Mapping[Path, Mapping[str, str]]) -> bool:
-    """Whether the dict at path `above` may hold all `trained` parameters.
+    """Return whether the dict at path `above` may hold all `trained` parameters.
 
     `DistributedDataParallel` puts `module.` before names, but functions of PyTorch that save an
     optimizer's state leave it out; so the names may differ in this prefix.

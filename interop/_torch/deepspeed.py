@@ -35,7 +35,7 @@ _OTHER_PARALLELISM = ("layer_", "expert_")  # prefixes of files of pipeline and 
 
 
 def is_deepspeed(directory: Path) -> bool:
-    """Whether a directory is, or contains, a checkpoint of DeepSpeed."""
+    """Return whether a directory is, or contains, a checkpoint of DeepSpeed."""
     return any((directory / name).is_file() for name in LATEST) or any(
         _MODEL.fullmatch(path.name) for path in directory.iterdir()
     )

@@ -29,7 +29,7 @@ _COUNT = struct.Struct("<q")
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file that begins with `head` is of the form before PyTorch 1.6."""
+    """Return whether a file that begins with `head` is of the form before PyTorch 1.6."""
     return head.startswith(b"\x80") and _MAGIC.to_bytes(10, "little") in head[:HEAD_BYTES]
 
 

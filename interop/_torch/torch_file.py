@@ -31,7 +31,7 @@ _MAX_REPEATED_BYTES = 2**28
 
 
 def are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
-    """Whether a value is a tuple of at most `MAX_DIMS` integers from 0 to 2**63 - 1."""
+    """Return whether a value is a tuple of at most `MAX_DIMS` integers from 0 to 2**63 - 1."""
     return (
         type(value) is tuple
         and len(value) <= MAX_DIMS

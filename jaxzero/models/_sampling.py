@@ -72,7 +72,7 @@ _KINDS: dict[str, Kind] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen, and after which ones a row ends.
+    """The settings by which tokens are chosen, and the tokens that end a row.
 
     Args:
         temperature: divides the logits; 0 for the most probable token.
@@ -142,7 +142,7 @@ class Sampling:
 
 
 def is_a(kind: type, value: Any) -> bool:
-    """Whether a value is a number of the class `kind`, and not a bool."""
+    """Return whether a value is a number of the class `kind`, and not a bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -170,9 +170,10 @@ def choose(
 
 
 def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
-    """Return logits divided by the temperature, plus a constant; -inf for tokens left out.
+    """Return the logits of the tokens to choose from, divided by the temperature; -inf for others.
 
-    Tokens as probable as the last one of the top k or top p are kept with it.
+    A constant is added to each row. Tokens as probable as the last one of the top k or top p are
+    kept with it.
     """
     # The largest logit becomes 0, so that dividing by a small temperature overflows to -inf only;
     # and the divisor is not subnormal, which devices may take for 0.
@@ -193,7 +194,7 @@ def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
 
 
 def sampling_fields(directory: Path) -> tuple[dict[str, Any], Path]:
-    """Return the fields of `Sampling` that a directory describes, and the file they are from.
+    """Return the fields of `Sampling` that a directory describes, and the file that has them.
 
     Raises:
         ValueError: see `Sampling.from_json`.
