@@ -1,4 +1,4 @@
-"""Pair our submodules with PyTorch's, by a mapping of names or by the rules of parameters.
+"""Pair submodules of a JAX model with PyTorch's, by a mapping of names or by rules of parameters.
 
 A rule `Rule("layers.{i}.up.kernel", "h.{i}.fc.weight", ...)` says that `layers.3.up` is `h.3.fc`.
 Its steps say how the outputs correspond: rows of a weight are features of the output, so steps that

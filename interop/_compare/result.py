@@ -44,13 +44,13 @@ class ComparedOutput:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; it prints as a table.
+    """The result of `compare`; it prints as a table.
 
     Attributes:
-        outputs: what was compared: submodules in the order in which PyTorch computed them, then
-            the outputs of the model.
+        outputs: the pairs of outputs that were compared: of submodules in the order in which
+            PyTorch computed them, then of the models.
         only_in_torch: submodules and outputs of PyTorch that were compared with nothing.
-        only_in_jax: our submodules and outputs that were compared with nothing.
+        only_in_jax: submodules and outputs of the JAX model that were compared with nothing.
     """
 
     outputs: tuple[ComparedOutput, ...]

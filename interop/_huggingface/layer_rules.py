@@ -18,7 +18,7 @@ def embedding(ours: str, theirs: str) -> tuple[Rule, ...]:
 
 
 def linear(ours: str, theirs: str) -> tuple[Rule, ...]:
-    """Return the rules of a linear layer: its kernel `[in, out]` is `[out, in]` in torch."""
+    """Return the rules of a linear layer, whose weight `[out, in]` in torch is transposed."""
     return (
         Rule(f"{ours}.kernel", f"{theirs}.weight", Transpose()),
         Rule(f"{ours}.bias", f"{theirs}.bias"),
@@ -57,7 +57,10 @@ def norm(ours: str, theirs: str) -> tuple[Rule, ...]:
 
 
 def stacked(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Convert rules for a list of layers to rules for stacked layers, by dropping our `{i}`."""
+    """Convert rules for a list of layers to rules for stacked layers.
+
+    The paths of parameters lose their `{i}`; the names of tensors keep it.
+    """
     return tuple(
         Rule(tuple(path.replace(LAYER, "layers") for path in rule.ours), rule.theirs, *rule.steps)
         for rule in rules

@@ -77,8 +77,8 @@ def load_adam(
         rules: rules that map the checkpoint's names to the tree's; if left out, `match` proposes
             them, for which `source` must be a `Checkpoint`.
         ignore: names of parameters of the checkpoint that the tree does not have.
-        accept: as in `load_into`: what you have checked of the proposed rules.
-        steps: the count of an Adam whose parameters have taken different numbers of steps.
+        accept: proposed rules that you have checked, as in `load_into`.
+        steps: the count for an Adam whose parameters have taken different numbers of steps.
 
     Returns:
         A state with the structure and shardings of `opt_state`.

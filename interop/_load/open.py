@@ -51,7 +51,7 @@ class CheckpointForm(abc.ABC):
 
     @abc.abstractmethod
     def recognizes(self, path: Path) -> bool:
-        """Whether `path`, a file or a directory that exists, is a checkpoint of this form."""
+        """Return whether an existing file or directory is a checkpoint of this form."""
 
     @abc.abstractmethod
     def open(
@@ -70,7 +70,7 @@ class CheckpointForm(abc.ABC):
 
 
 class DistributedCheckpoint(CheckpointForm):
-    """A directory of `torch.distributed.checkpoint`: FSDP, FSDP2."""
+    """The form of `torch.distributed.checkpoint`: a directory, as FSDP and FSDP2 write it."""
 
     name = "torch.distributed.checkpoint"
 
@@ -89,7 +89,7 @@ class DistributedCheckpoint(CheckpointForm):
 
 
 class DeepSpeed(CheckpointForm):
-    """A directory of DeepSpeed, ZeRO stages 1 to 3, or a universal one."""
+    """The form of DeepSpeed: a directory of ZeRO stages 1 to 3, or a universal checkpoint."""
 
     name = "DeepSpeed"
 
@@ -103,7 +103,7 @@ class DeepSpeed(CheckpointForm):
 
 
 class TorchSave(CheckpointForm):
-    """A file of `torch.save`, or a directory with parts of one."""
+    """The form of `torch.save`: a file, or a directory with one or with parts and their index."""
 
     name = "torch.save"
 
@@ -126,7 +126,7 @@ class TorchSave(CheckpointForm):
 
 
 class Safetensors(CheckpointForm):
-    """A file of safetensors, or a directory with one or with parts and their index."""
+    """The form of safetensors: a file, or a directory with one or with parts and their index."""
 
     name = "safetensors"
 
@@ -227,11 +227,11 @@ def open_checkpoint(
     Args:
         path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step. An
             index of Hugging Face stands for the parts that it names.
-        key: dotted path of the model's state dict, where a file of `torch.save`, or a distributed
-            checkpoint, holds several. Of a distributed checkpoint that was saved without flattening
-            its dict: what the names of the model begin with, such as "model" of `model.up.weight`.
+        key: dotted path of the model's state dict, if a file of `torch.save` or a distributed
+            checkpoint holds several. If a distributed checkpoint was saved without flattening its
+            dict: what the names of the model begin with, such as "model" of `model.up.weight`.
         records: classes that a pickle may name, such as "my_package.Config", or patterns, such as
-            "my_package.*". They are not imported: what is kept of such an object is never used.
+            "my_package.*". They are not imported, and objects of these classes are never used.
         forms: forms of your own, tried before those above. `register_checkpoint_form` adds one for
             every call.
         optimizer: a file of `torch.save` with `optimizer.state_dict()`, if the checkpoint has none.

@@ -190,9 +190,10 @@ def ways_of(ours: Tensor, theirs: Tensor, stack: tuple[int, ...]) -> list[Steps]
 
 
 def _mutual_leaders(candidates: Candidates) -> list[tuple[float, int, int]]:
-    """List (similarity, ours, theirs) of modules that are each other's best candidate.
+    """List the modules that are each other's best candidate, the most similar first.
 
-    The most similar come first.
+    Returns:
+        (similarity, index of the model's module, index of the checkpoint's module) of each.
     """
     rivals: Candidates = collections.defaultdict(dict)
     for mine, scores in candidates.items():

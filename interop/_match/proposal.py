@@ -70,15 +70,16 @@ class Proposal:
 
     Attributes:
         rules: rules for the parameters that were decided.
-        assumed: those of `rules` that may be wrong, because names are similar and not the same, or
-            shapes allow another choice; and why. Confirm each of them.
-        fused: pattern of names of tensors that fuse query, key and value -> two rules as text, one
-            for each layout. Shapes do not tell which is right.
+        assumed: each of `rules` that may be wrong -> why: names are similar but not the same, or
+            shapes allow another choice. Confirm these rules.
+        fused: pattern of names of tensors that fuse query, key and value -> rules as text, one for
+            each possible layout. Shapes do not tell which is right.
         rotary: pattern of names of queries and keys whose rotary pairs are in one of two layouts ->
             two rules as text, where `H` stands for a number of heads that shapes do not tell.
         undecided: path of each other parameter -> names of the tensors it may come from.
-        misfits: path of an undecided parameter -> why nothing fits it, where that is known. The
-            others of its module, such as the bias beside a kernel of another shape, are not here.
+        misfits: path of an undecided parameter -> why no tensor fits it, if that is known. Other
+            parameters of its module, such as the bias beside a kernel of another shape, are left
+            out.
         unused: tensors of the checkpoint that no rule uses.
         left_out: tensors that were ignored, such as torch's `num_batches_tracked`.
     """

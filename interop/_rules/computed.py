@@ -196,7 +196,7 @@ class WeightNorm(_Computing):
         return self.dim is None or self.dim < len(shape)
 
     def norms_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the norms of a weight."""
+        """Return the shape of the norms of a weight of this shape."""
         if self.dim is None:
             return ()
         return tuple(size if dim == self.dim else 1 for dim, size in enumerate(shape))

@@ -294,14 +294,14 @@ class Flatten(_Sized):
 
 
 def run(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
-    """Convert tensors of the checkpoint to parameters."""
+    """Convert tensors of the checkpoint to parameters by steps, in their order."""
     for step in steps:
         tensors = step(tensors)
     return tensors
 
 
 def run_back(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
-    """Convert parameters to tensors of the checkpoint."""
+    """Convert parameters to tensors of the checkpoint, by the steps' inverses in reverse order."""
     return run(tuple(step.inverse for step in reversed(steps)), tensors)
 
 

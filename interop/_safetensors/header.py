@@ -45,7 +45,7 @@ _ZIP = b"PK\x03\x04"  # the first bytes of an archive
 
 
 class Entry(NamedTuple):
-    """Header entry of one tensor."""
+    """The header entry of one tensor: its name, dtype, shape and place in the file."""
 
     name: str
     dtype: np.dtype
@@ -103,7 +103,7 @@ def read_header(file: Path) -> tuple[list[Entry], dict[str, str]]:
 
 
 def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
-    """Encode the header of a file that holds tensors in this order: all bytes before the data."""
+    """Return the header of a file that holds `tensors` in this order: all bytes before the data."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}  # as transformers writes it
     end = 0
     for name, tensor in tensors.items():
@@ -185,7 +185,7 @@ def _check_whole(file: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
-    """Validate the header entry of one tensor."""
+    """Validate the entry of one tensor in a header, and convert it to an `Entry`."""
     fields = content if isinstance(content, dict) else {}
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
     if not (

@@ -1,4 +1,4 @@
-"""Arithmetic of boxes: one range of indices per dimension of a tensor."""
+"""Arithmetic of boxes. A box is one range of indices per dimension of a tensor."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ def replaced(entries: tuple, position: int, entry: object) -> tuple:
 
 
 def with_places(parts: list[Box]) -> list[tuple[Box, slice]]:
-    """Pair each box with the slice of its elements in the flat concatenation of all boxes."""
+    """Pair each box with the slice that its elements take up in one flat array of all boxes."""
     ends = list(itertools.accumulate(math.prod(box_shape(part)) for part in parts))
     starts = [0, *ends[:-1]]
     return [(part, slice(start, end)) for part, start, end in zip(parts, starts, ends, strict=True)]

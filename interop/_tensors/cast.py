@@ -48,7 +48,7 @@ def _surely_fits(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _covers(dtype: np.dtype, source: np.dtype) -> bool:
-    """Whether casting any value of dtype `source` to `dtype` only rounds it, so needs no check."""
+    """Return whether a cast from `source` to `dtype` only rounds values, so needs no check."""
     ours, theirs = _range(dtype), _range(source)
     if ours is None or theirs is None:
         return True  # booleans and complex numbers are cast as numpy does

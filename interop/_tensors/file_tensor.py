@@ -1,4 +1,4 @@
-"""Tensors in files: byte ranges of which slices are read or mapped when they are asked for.
+"""Tensors in files: a slice is read or mapped from the file when it is asked for.
 
 A slice is a map of its own byte range, which lives as long as its array: mapped pages count as
 memory of the process.
@@ -46,7 +46,7 @@ class FileTensor(LazyTensor):
 
     @property
     def is_in_file(self) -> bool:
-        """True: a slice is mapped, or is so small that reading it takes no longer."""
+        """True: its bytes are mapped, or are so few that reading them takes no longer."""
         return True
 
     def _read_box(self, box: Box) -> np.ndarray:

@@ -89,7 +89,7 @@ class Archive:
         return self._prefix + entry in self._begins
 
     def read(self, entry: str) -> bytes:
-        """Read a small entry as a whole."""
+        """Return all bytes of an entry, which is small."""
         self.place(entry)  # raises if it is not there
         return self._archive.read(self._prefix + entry)
 
@@ -176,7 +176,7 @@ class Archive:
                 )
 
     def _check_entries(self, infos: list[zipfile.ZipInfo]) -> dict[str, int]:
-        """Check local headers, and return the offset of the bytes of each entry."""
+        """Check the local header of each entry, and return the offset of each entry's data."""
         begins: dict[str, int] = {}
         ends = [0]  # where the next entry may begin
         for info in infos:

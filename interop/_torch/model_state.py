@@ -94,7 +94,10 @@ class ModelState:
 
 
 def param_shapes(states: Sequence[ModelState]) -> list[dict[str, Shape]]:
-    """Return name -> shape for the parameters of each group, in storage order."""
+    """Return name -> shape for the parameters of each group, in storage order.
+
+    All processes must state the same shapes in the same order.
+    """
     groups = [_groups_of(state) for state in states]
     items = [[list(group.items()) for group in each] for each in groups]
     for state, each in zip(states, items, strict=True):

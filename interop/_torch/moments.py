@@ -45,7 +45,7 @@ class ModelOrder(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What is known of the program that wrote an optimizer.
+    """What is known of the program that wrote an optimizer's state.
 
     Attributes:
         order: returns the order of the model's parameters, or raises a `ValueError` with the reason

@@ -131,13 +131,13 @@ class PickleMachine:
             )
 
     def tuple_of(self, items: Iterable[Any]) -> tuple[Any, ...]:
-        """Make a tuple, and check its size when it is written out without sharing."""
+        """Make a tuple, and check how large it is when shared values are written out."""
         made = tuple(items)
         self._measure(made)
         return made
 
     def frozenset_of(self, items: Iterable[Any]) -> frozenset[Any]:
-        """Make a frozenset of keys, and check its size when it is written out without sharing."""
+        """Make a frozenset of keys, and check how large it is when shared values are written out."""
         made = frozenset(self.key(item) for item in items)
         self._measure(made)
         return made

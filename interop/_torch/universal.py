@@ -39,7 +39,13 @@ _OPTIMIZER = "optimizer_state.pt"
 def open_universal(
     directory: Path, states: Sequence[ModelState], records: Collection[str]
 ) -> Checkpoint:
-    """Open the directory of a step, which has the model states and a folder `zero` beside them."""
+    """Open a universal checkpoint of one step.
+
+    Args:
+        directory: holds the model states, and a folder `zero`.
+        states: the model states.
+        records: full names of classes that a pickle may name; they are not imported.
+    """
     folders = _folders(directory / "zero")
     trained = [name for name, folder in folders.items() if _is_trained(folder)]
     of_stage_3 = states[0].file.name.startswith("zero_")

@@ -104,7 +104,7 @@ def paddings_of(group: Mapping[str, Shape], index: int, ranks: Sequence[Rank]) -
 
 
 def check_partitions(total: int, index: int, ranks: Sequence[Rank]) -> None:
-    """Raise unless the flat tensors of a group have the sizes that stages 1 and 2 give them.
+    """Raise `ValueError` unless the flat tensors of a group have the sizes of stages 1 and 2.
 
     Args:
         total: elements of the group, with the paddings after its parameters.
@@ -125,7 +125,10 @@ def check_partitions(total: int, index: int, ranks: Sequence[Rank]) -> None:
 
 
 def check_pieces(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> None:
-    """Raise unless the flat tensors of all processes have the sizes that stage 3 gives them."""
+    """Raise `ValueError` unless each process's flat tensors have the sizes that stage 3 gives them.
+
+    The sizes follow from the shapes in `groups` and from the number of processes.
+    """
     sizes = [
         sum(-(-math.prod(shape) // len(ranks)) for shape in group.values()) for group in groups
     ]

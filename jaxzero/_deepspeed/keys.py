@@ -180,7 +180,10 @@ class DeepSpeedKeys(JsonKeys):
         return [key for key in self._content if key.startswith(f"{name}.")]
 
     def unhonoured(self) -> tuple[str, ...]:
-        """List the keys that have a value and were never used, in the order of the file."""
+        """List the keys that were never used, in the order of the file.
+
+        Known keys whose value is null are left out.
+        """
         unused = (key for key in self._content if key not in self._honoured)
         return tuple(key for key in unused if not (key in KINDS and self._content[key] is None))
 

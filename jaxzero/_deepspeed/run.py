@@ -100,7 +100,7 @@ def from_deepspeed(
 
     Supported are batch sizes, stage and quantization of ZeRO, precision, loss scaling, clipping,
     the optimizer and the scheduler; `docs/howto/pytorch_checkpoints.md` lists the keys. Other keys
-    are listed in a warning. A file without `gradient_clipping` also gives a warning: it meant no
+    are listed in a warning. A file without `gradient_clipping` also gives a warning: this meant no
     clipping before DeepSpeed 0.19.3 and a norm of 1.0 since, which is used here.
 
     Args:

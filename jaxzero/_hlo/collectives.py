@@ -91,7 +91,7 @@ class Collective:
         return self.from_parts(len(self.groups[0]))
 
     def node_bytes(self, num_local: int) -> int:
-        """Return the part of `entering_bytes` from other nodes, given `num_local` devices a node."""
+        """Return the part of `entering_bytes` from other nodes, which have `num_local` devices."""
         return self.from_parts(len({device // num_local for device in self.groups[0]}))
 
     def crosses(self, num_local: int) -> bool:

@@ -42,7 +42,7 @@ _NAMES = {
 
 
 def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
-    """Return the content of the file, and its path. Values are not checked.
+    """Read a `config.json`; return its content, with unchecked values, and its path.
 
     Args:
         path: the file, its directory, or a file of weights (or their index) in that directory.

@@ -2,11 +2,9 @@
 
 The tables of families name these functions. Those for heads take a map `sizes` from our names of
 sizes to keys of the file, and return fields of `DecoderConfig`. Those for windows return indices of
-the layers that have one.
-
-Files of transformers 4 and 5 differ, and both are read. 4 has `rope_theta` beside `rope_scaling`. 5
-has both in `rope_parameters`, once for each kind of layer if kinds rotate differently. 4 writes
-`num_experts`, and 5 `num_local_experts`.
+the layers that have one. Files of transformers 4 and 5 differ, and both are read. 4 has
+`rope_theta` beside `rope_scaling`. 5 has both in `rope_parameters`, once for each kind of layer if
+kinds rotate differently. 4 writes `num_experts`, and 5 `num_local_experts`.
 """
 
 import dataclasses
@@ -82,39 +80,39 @@ def latent_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def no_window(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Return no layers: none has a sliding window."""
+    """Give no layer a sliding window: return no indices."""
     return ()
 
 
 def window_everywhere(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Return all layers, if the file gives the size of a sliding window."""
+    """Give all layers a sliding window, if the file has its size."""
     return tuple(range(num_layers)) if content.get("sliding_window") else ()
 
 
 def window_if_used(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Return all layers, if `use_sliding_window` is set and a size is given."""
+    """Give all layers a sliding window, if the file has its size and sets `use_sliding_window`."""
     return window_everywhere(content, num_layers) if content.get("use_sliding_window") else ()
 
 
 def window_late(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Return the layers from `max_window_layers` on, if `use_sliding_window` is set."""
+    """Give layers from `max_window_layers` on a window, if `use_sliding_window` is set."""
     late = range(content.get("max_window_layers", 28), num_layers)
     return _window_by_type(content, num_layers, late) if content.get("use_sliding_window") else ()
 
 
 def window_alternating(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Return every second layer, beginning with the first."""
+    """Give every second layer a sliding window, beginning with the first layer."""
     return _window_by_type(content, num_layers, range(0, num_layers, 2))
 
 
 def window_but_every_nth(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Return all layers but every nth, where n is `sliding_window_pattern`."""
+    """Give all layers but every nth a sliding window; n is `sliding_window_pattern`."""
     n = content.get("sliding_window_pattern", content.get("_sliding_window_pattern", 6))
     return _window_by_type(content, num_layers, [i for i in range(num_layers) if (i + 1) % n])
 
 
 def window_unrotated(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Return the layers without rotation, if `use_sliding_window` is set."""
+    """Give layers without rotation a window, if `use_sliding_window` is set."""
     if content.get("use_sliding_window"):
         return _window_by_type(content, num_layers, unrotated_layers(content, num_layers))
     if "sliding_attention" in (content.get("layer_types") or ()):
@@ -123,7 +121,7 @@ def window_unrotated(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Return the layers without rotation: those with 0 in `no_rope_layers`, or every nth."""
+    """Return the indices of layers without rotation: 0 in `no_rope_layers`, or every nth."""
     marks = content.get("no_rope_layers")
     if marks is None:
         every = content.get("no_rope_layer_interval", 4)
@@ -134,7 +132,7 @@ def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def _window_by_type(content: Content, num_layers: int, default: Iterable[int]) -> tuple[int, ...]:
-    """Return the layers with a window by `layer_types`, or `default` without this key.
+    """Return the indices of layers with a window by `layer_types`, or else `default`.
 
     No layer has one if the file gives no size.
     """
@@ -310,7 +308,7 @@ def _magnitude(given: Content, content: Content, trained: int) -> float:
 
 
 def mixtral_experts(content: Content, num_layers: int) -> ExpertsConfig:
-    """Return experts of width `intermediate_size` in every layer."""
+    """Return the config of experts of width `intermediate_size` in every layer."""
     content.require("num_local_experts", "num_experts_per_tok")
     _check_chosen(content, "num_local_experts")
     return ExpertsConfig(
@@ -322,7 +320,10 @@ def mixtral_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def qwen3_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Return experts in every nth layer (`decoder_sparse_step`), but not in `mlp_only_layers`."""
+    """Return the config of experts in every `decoder_sparse_step`-th layer, or None.
+
+    Layers in `mlp_only_layers` have no experts.
+    """
     count = "num_local_experts" if "num_local_experts" in content else "num_experts"
     content.require(count, "num_experts_per_tok", "moe_intermediate_size")
     every = content.get("decoder_sparse_step", 1)
@@ -341,7 +342,7 @@ def qwen3_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
 
 
 def gpt_oss_experts(content: Content, num_layers: int) -> ExpertsConfig:
-    """Return experts with biases and a clamped gate in every layer."""
+    """Return the config of experts with biases and a clamped gate in every layer."""
     content.require("num_local_experts", "num_experts_per_tok")
     _check_chosen(content, "num_local_experts")
     return ExpertsConfig(
@@ -356,7 +357,7 @@ def gpt_oss_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def deepseek_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Return experts in groups, and a shared one, after `first_k_dense_replace` layers."""
+    """Return the config of experts in groups, after `first_k_dense_replace` layers without any."""
     count, num_dense = "n_routed_experts", content["first_k_dense_replace"]
     content.require(count, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
     if num_dense >= num_layers:

@@ -71,7 +71,7 @@ class Mlp(nnx.Module):
 
 
 def route_by_softmax(logits_ne: Float[Array, "n e"], experts: ExpertsConfig) -> Routed:
-    """Choose the experts with the largest probabilities, largest first."""
+    """Choose the experts of each token with the largest probabilities, largest first."""
     shares_ne = jax.nn.softmax(logits_ne.astype(widened(logits_ne.dtype)), axis=-1)
     shares_nk, chosen_nk = jax.lax.top_k(shares_ne, experts.num_experts_per_token)
     if experts.normalize:

@@ -67,7 +67,7 @@ def generate(
         cache: from `make_cache`, empty, with room for t + n - 1 columns.
         ids: prompts.
         mask: False for padding, on either side of a prompt, or 0 in an array of integers, as
-            tokenizers give it. A row without a token has no new one.
+            tokenizers give it. A row without a token gets no new tokens.
         max_new_tokens: n.
         sampling: how tokens are chosen, and what ends a row.
         key: one of `jax.random.key` for all rows, or one for each (so that rows may be on different

@@ -6,7 +6,10 @@ from typing import Any
 
 
 def check_positive(config: Any, *, or_zero: tuple[str, ...] = ()) -> None:
-    """Raise if a field annotated `int` or `int | None` holds a number that is not positive."""
+    """Raise `ValueError` if a field annotated `int` or `int | None` is not positive.
+
+    Fields named in `or_zero` may also be 0.
+    """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         is_count = field.type is int or (field.type == (int | None) and value is not None)
@@ -17,7 +20,7 @@ def check_positive(config: Any, *, or_zero: tuple[str, ...] = ()) -> None:
 
 
 def check_choices(config: Any) -> None:
-    """Raise if a field annotated `Literal[...]` has another value."""
+    """Raise `ValueError` if a field annotated `Literal[...]` has a value not listed there."""
     for field in dataclasses.fields(config):
         if typing.get_origin(field.type) is not typing.Literal:
             continue
@@ -29,7 +32,7 @@ def check_choices(config: Any) -> None:
 
 
 def check_dropout(config: Any) -> None:
-    """Raise if a field named `..._dropout` is not in [0, 1)."""
+    """Raise `ValueError` if a field named `..._dropout` is not in [0, 1)."""
     for field in dataclasses.fields(config):
         if field.name.endswith("_dropout") and not 0 <= getattr(config, field.name) < 1:
             raise ValueError(

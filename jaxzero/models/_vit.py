@@ -115,7 +115,7 @@ class ViTConfig(EncoderBase):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
+        """Number of rows and of columns of patches."""
         (height, width), (patch_height, patch_width) = self.image_size, self.patch_size
         return height // patch_height, width // patch_width
 
