@@ -188,7 +188,7 @@ def _submodules(
             f"No name of `submodules` fits: ours were called {_shown(calls)}; those of PyTorch "
             f"{_shown(theirs)}. Leave it out to compare outputs only. {'' if calls else _RECORD}"
         )
-    lengths: dict[str, list[tuple[int, ...]]] = {}  # of the stack that an index is in, at least
+    lengths: dict[str, list[tuple[int, ...]]] = {}  # our name -> least sizes of its stack
     for pair in pairs:
         lengths.setdefault(pair.ours, []).append(tuple(n + 1 for n in pair.index))
     rows, paired = [], (set(), set())

@@ -24,7 +24,7 @@ EMBEDDINGS = "embedding.embedding"  # path of the parameter in our models
 
 
 class Names(NamedTuple):
-    """The names of tensors in the checkpoints of a family; see `DecoderFamily`."""
+    """How a family names its tensors: its rules, buffers and head, as in a `DecoderFamily`."""
 
     rules: Callable[[DecoderConfig], tuple[Rule, ...]]  # for layers in a list
     buffers: tuple[str, ...] = BUFFERS

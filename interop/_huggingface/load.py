@@ -299,7 +299,7 @@ def _check_counts(
     for what, count in counts.items():
         if not any(what in each for each in kinds.values()):
             continue  # all experts of a layer are one tensor, whose shape is compared later
-        # If no name fits a rule, a later message says so; there are still not more than tensors.
+        # If no name fits a rule, a later message says so; but each layer has at least one tensor.
         held = len(numbers_of.get(what, ())) or len(checkpoint)
         if count > held:
             key = next((key for key, n in content.items() if what in key and n == count), what)

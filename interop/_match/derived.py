@@ -42,7 +42,7 @@ def stacks_of(modules: Sequence[Module]) -> list[Module]:
     for form in forms.values():
         if len(form) > 1:
             stacks += _stacks(modules, form)
-    # Stacks with one variable before those with two; of these, in the order of their first modules.
+    # Stacks with one variable come first, and otherwise those with earlier first modules.
     return [stack for _, stack in sorted(stacks, key=lambda each: each[0])]
 
 

@@ -80,7 +80,7 @@ def flattened(
         shapes: name -> shape of all tensors, in the order of the checkpoint.
 
     Returns:
-        Path of a parameter -> the question.
+        Path of a parameter -> a question that the user has to answer.
     """
     layers = {layer.name: layer for layer in given}
     for pair, steps in decided:
@@ -298,7 +298,7 @@ def _questions(
 
 
 def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
-    """Ask about norms over a flattened image, whose scales are in the order of the image too.
+    """Return path -> question for norms over a flattened image: scales have its order too.
 
     Only tensors in `names` are considered; None for all.
     """

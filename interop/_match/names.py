@@ -95,7 +95,10 @@ def shapes_of(module: Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def similarity(ours: Module, theirs: Module) -> float:
-    """Rate how similar two names are, from 0 to 2: up to 1 for shared words, 1 for equal ranks."""
+    """Rate how similar two names are, from 0 to 2.
+
+    Shared words count up to 1, and so do numbers with equal ranks (`Module.ranks`).
+    """
     words = _shared(words_of(ours.name), words_of(theirs.name))
     pairs = list(zip(ours.ranks, theirs.ranks, strict=False))
     numbers = sum(a == b for a, b in pairs) / len(pairs) if pairs else 0.0

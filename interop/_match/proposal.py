@@ -16,8 +16,8 @@ _SHOWN = 8  # the most rules that an error lists
 def generalize(rules: Sequence[Rule], paths: Iterable[str]) -> tuple[Rule, ...]:
     """Merge rules that differ only in numbers, by replacing the numbers by variables.
 
-    A number is replaced if it occurs on both sides of a rule. A merged rule matches exactly those
-    of all `paths` that the rules it was merged from match.
+    A number is replaced if it occurs on both sides of a rule. Rules are merged only if the merged
+    rule matches the same of all `paths` as these rules together.
     """
     paths = list(paths)
     rules = list(rules)

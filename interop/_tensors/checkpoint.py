@@ -14,7 +14,7 @@ from jaxzero._text import escaped, first_names, shown
 
 from .lazy import LazyTensor
 
-_WHOLE = ("model.safetensors", "pytorch_model.bin")  # before their indexes, for transformers
+_WHOLE = ("model.safetensors", "pytorch_model.bin")  # transformers reads these before an index
 _MAX_INDEX_BYTES = 2**26  # 100 bytes for each tensor: far more than models have
 Moments = Callable[[Sequence[str] | None], "AdamMoments"]
 

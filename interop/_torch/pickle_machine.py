@@ -137,7 +137,7 @@ class PickleMachine:
         return made
 
     def frozenset_of(self, items: Iterable[Any]) -> frozenset[Any]:
-        """Make a frozenset of keys, and check how large it is when shared values are written out."""
+        """Make a frozenset of keys; check how large it is when shared values are written out."""
         made = frozenset(self.key(item) for item in items)
         self._measure(made)
         return made

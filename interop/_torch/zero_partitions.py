@@ -65,7 +65,7 @@ class Rank(NamedTuple):
     file: Path
     flat: dict[str, list[LazyTensor]]  # "fp32" or a moment -> one flat tensor per group
     steps: set[int]
-    entries: frozenset  # names of what the optimizer keeps, of any parameter: exp_avg and others
+    entries: frozenset  # names of what the optimizer keeps for parameters, such as exp_avg
     paddings: Any  # number of padding elements after each parameter, per group; as in the file
     group_paddings: Any  # number of padding elements at the end of each group; as in the file
 

@@ -82,9 +82,9 @@ def compute_seconds(
 
 
 def exchanged_bytes(instruction: Instruction, within: Computation, program: Program) -> int:
-    """Return the bytes that a device receives in an exchange kernel (`pallas_kernels._remote`).
+    """Return the bytes that a device receives in a kernel that is a whole exchange inside a node.
 
-    0 for any other instruction.
+    Such kernels are those of `pallas_kernels._remote`. The result is 0 for any other instruction.
     """
     if instruction.op == "call-start":
         inner = program.computations[instruction.called["to_apply"][0]]

@@ -109,9 +109,9 @@ def _parts(shapes: Iterable[Shape]) -> _Parts:
 
 
 def _read(instruction: Instruction, within: Computation) -> _Parts:
-    """Return the parts of memory that an instruction reads, which is no fusion.
+    """Return the parts of memory that an instruction reads; the instruction is no fusion.
 
-    Each part is its bytes and whether it is in host memory.
+    Each part is a number of bytes, and whether they are in the host's memory.
     """
     operands = [within.by_name[x].results for x in instruction.operands if x in within.by_name]
     if instruction.op == "broadcast":
@@ -126,7 +126,7 @@ def _read(instruction: Instruction, within: Computation) -> _Parts:
 
 
 def _written(instruction: Instruction, within: Computation) -> _Parts:
-    """Return the parts of memory that an instruction writes, which is no fusion."""
+    """Return the parts of memory that an instruction writes; the instruction is no fusion."""
     if instruction.op == "dynamic-update-slice":
         update = within.by_name[instruction.operands[1]]
         return [(update.num_bytes, instruction.results[0].on_host)]

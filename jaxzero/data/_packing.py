@@ -136,7 +136,7 @@ def _best_fit(sizes: Int[np.ndarray, " pieces"], length: int) -> Int[np.ndarray,
     least room that is enough without a search over rows.
     """
     rows = np.empty(len(sizes), np.int64)
-    with_room: list[list[int]] = [[] for _ in range(length)]  # the rows that have so much room
+    with_room: list[list[int]] = [[] for _ in range(length)]  # room -> rows with it
     rooms = 0  # bit n: there is a row with room for n
     num_rows = 0
     for piece in np.argsort(-sizes, kind="stable").tolist():  # stable: equal on all processes

@@ -158,7 +158,7 @@ def attend(
         NotImplementedError: `implementation` lacks a feature that is asked for.
     """
     has_dropout = dropout_key is not None and dropout_rate > 0
-    # One query has few logits: where keys are split, each device computes those of its own.
+    # One query has few logits: where keys are split, each device computes the logits of its keys.
     is_one = start is not None and query_bthk.shape[1] == 1
     method = None if is_one else method_for(query_bthk, key_bsgk, value_bsgv)
     # A ring needs queries at the positions of the keys; with a cache, the first is at `start`.

@@ -64,7 +64,9 @@ class ConfigTable:
 
     usual: ClassVar[dict[str, Any]] = {}  # defaults of all families
 
-    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
+    fixed: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # our field: its value in the family
     names: dict[str, str] = dataclasses.field(default_factory=dict)  # our field: key of the file
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # key: value if left out
     sizes: dict[str, str] = dataclasses.field(default_factory=lambda: SIZES)  # field: required key
@@ -108,10 +110,10 @@ class Family(ConfigTable):
 
     usual = DEFAULTS
 
-    windows: Callable[[Content, int], tuple[int, ...]] = no_window  # indices of layers with one
+    windows: Callable[[Content, int], tuple[int, ...]] = no_window  # indices of their layers
     experts: Callable[[Content, int], ExpertsConfig | None] | None = None
     heads: Callable[[Content, Mapping[str, str]], dict[str, Any]] = ordinary_heads
     has_rope: bool = True
     base_key: str = "rope_theta"  # key of the base of rotary frequencies
-    sliding_base_key: str | None = None  # key of that of layers with a window, if they differ
+    sliding_base_key: str | None = None  # key of the base for layers with a window
     part_key: str | None = None  # key of the fraction of a head that is rotated, if not all is

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .._sums import widened
 
-_MOST_ROWS = 2048  # of a block; in larger ones more rows would be those of other experts, masked
+_MOST_ROWS = 2048  # of a block: larger blocks would have more masked rows, of other experts
 _FEWEST_ROWS = 16  # of a block
 
 Function = Callable[[Any, Array], Array]
@@ -129,9 +129,9 @@ class _Blocks(NamedTuple):
     num_rows: int
     rows: int  # of a block
     most: int  # blocks that any sizes need
-    starts_g: Int[Array, " g"]  # the first row of a group, and that after its last
+    starts_g: Int[Array, " g"]  # the first row of each group, and the row after its last
     ends_g: Int[Array, " g"]
-    firsts_g: Int[Array, " g"]  # the first block of a group, and that after its last
+    firsts_g: Int[Array, " g"]  # the first block of each group, and the block after its last
     lasts_g: Int[Array, " g"]
 
     @classmethod
