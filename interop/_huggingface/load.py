@@ -133,11 +133,11 @@ def export_decoder(
             may be a list or stacked.
         directory: where to write.
         source: the directory that was loaded. Its `config.json`, tokenizer files and buffers
-            (masks, rotary frequencies) are copied. Like transformers, it does not write a head
-            that is tied to the embeddings.
-        dtype: dtype of floating-point parameters: "source" for that of each tensor in `source`, as
-            of a bfloat16 checkpoint that was trained in float32. None keeps that of `params`.
-            Buffers that are copied keep theirs.
+            (masks, rotary frequencies) are copied. A head that is tied to the embeddings is not
+            written, as in transformers.
+        dtype: dtype in which floating-point parameters are written. None keeps the dtype in
+            `params`. "source" gives each tensor its dtype in `source`, for example bfloat16 for a
+            bfloat16 checkpoint that was trained in float32. Copied buffers keep their dtype.
         family: the family of `source`; by default the one registered for its `model_type`.
 
     Returns:
@@ -162,9 +162,9 @@ def export_encoder(
         directory: where to write.
         source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
             that the model does not use (such as a pooler) are copied.
-        dtype: dtype of floating-point parameters: "source" for that of each tensor in `source`, as
-            of a bfloat16 checkpoint that was trained in float32. None keeps that of `params`.
-            Buffers that are copied keep theirs.
+        dtype: dtype in which floating-point parameters are written. None keeps the dtype in
+            `params`. "source" gives each tensor its dtype in `source`, for example bfloat16 for a
+            bfloat16 checkpoint that was trained in float32. Copied tensors keep their dtype.
 
     Returns:
         `directory`.

@@ -237,9 +237,9 @@ def _before(
 ) -> tuple[Layer, bool] | None:
     """Find the convolution whose flattened image a linear layer may read.
 
-    It is the last one in `earlier` whose number of channels divides the inputs of `linear`. There
-    is none if a layer in between has as many outputs as `linear` has inputs, or if the convolution
-    itself has as many channels: then no image is flattened.
+    It is the nearest one in `earlier` whose number of channels divides the inputs of `linear`.
+    There is none if a layer in between has as many outputs as `linear` has inputs, or if the
+    convolution itself has as many channels: then no image is flattened.
 
     Args:
         linear: the linear layer.

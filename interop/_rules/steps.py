@@ -137,7 +137,7 @@ class _Dividing(_Parts):
 
 
 class _Joining(_Parts):
-    """Base class of steps that concatenate several tensors, each the inverse of a `_Dividing`."""
+    """Base class of steps that concatenate several tensors; each undoes a step of `_Dividing`."""
 
     def __call__(self, tensors: Tensors) -> Tensors:
         num_heads, wanted = self.num_heads, self.sizes

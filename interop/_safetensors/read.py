@@ -20,7 +20,7 @@ _NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 def index_in(path: Path) -> Path | None:
     """Return the index file of a directory: `INDEX`, or else the only index of another name.
 
-    None if there is no index or several, or the file `SINGLE` and no `INDEX`.
+    None if the directory has no index or several; or if it has the file `SINGLE`, and no `INDEX`.
     """
     if (path / INDEX).is_file():
         return path / INDEX

@@ -117,7 +117,7 @@ class Archive:
     def _check_end(self, count: int) -> None:
         """Check the records that follow the directory of `count` entries.
 
-        PyTorch may write them in the 64-bit form of zip too.
+        PyTorch may also write these records in the 64-bit form of zip.
         """
         begin, total = self._archive.start_dir, self._opened.seek(0, io.SEEK_END)
         tail = total - _END_64.size - _LOCATOR.size - _END.size

@@ -121,7 +121,11 @@ def window_unrotated(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Return the indices of layers without rotation: 0 in `no_rope_layers`, or every nth."""
+    """Return the indices of the layers that do not rotate queries and keys.
+
+    `no_rope_layers` marks them by 0; without this key it is every `no_rope_layer_interval`-th
+    layer.
+    """
     marks = content.get("no_rope_layers")
     if marks is None:
         every = content.get("no_rope_layer_interval", 4)

@@ -78,7 +78,7 @@ def generate(
 
     Raises:
         ValueError: prompts are empty, the cache is too small, or the key is missing.
-        TypeError: an array is none, or has another dtype; the message names it.
+        TypeError: an argument is no array, or has another dtype; the message names it.
 
     Example:
         ```python
