@@ -115,7 +115,7 @@ class PickleMachine:
         return self.stack.pop()
 
     def push(self, value: Any) -> None:
-        """Push a value on the current stack; marks and `since_mark` exchange the stack."""
+        """Push a value on the current stack: the values since the last mark."""
         self.stack.append(value)
 
     def spend(self, work: int) -> None:

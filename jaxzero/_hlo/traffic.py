@@ -138,8 +138,8 @@ def _written(instruction: Instruction, within: Computation) -> _Parts:
 def _read_by_fusion(inner: Computation) -> _Parts:
     """Return the parts of memory that a fusion reads.
 
-    Of a parameter that it only slices, it reads the slices, and of one that it only updates in
-    place, nothing; any other parameter is read in full.
+    A parameter is read in full, unless the fusion only slices it or updates it in place: then only
+    the slices are read.
     """
     parts = []
     for parameter in inner.instructions:

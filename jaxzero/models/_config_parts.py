@@ -121,10 +121,9 @@ def window_unrotated(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers that do not rotate queries and keys.
+    """Return the indices of layers without rotation: those with 0 in `no_rope_layers`.
 
-    `no_rope_layers` marks them by 0; without this key it is every `no_rope_layer_interval`-th
-    layer.
+    Without this key it is every `no_rope_layer_interval`-th layer.
     """
     marks = content.get("no_rope_layers")
     if marks is None:
@@ -136,10 +135,7 @@ def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def _window_by_type(content: Content, num_layers: int, default: Iterable[int]) -> tuple[int, ...]:
-    """Return the indices of layers with a window by `layer_types`, or else `default`.
-
-    No layer has one if the file gives no size.
-    """
+    """Return the indices of layers with a window by `layer_types`, or else `default`."""
     if not content.get("sliding_window"):
         return ()
     layers = windowed_layers(content, num_layers, "the decoder")
