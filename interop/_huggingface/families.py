@@ -108,7 +108,7 @@ class DecoderFamily(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class _KnownDecoders(DecoderFamily):
-    """A built-in family of decoders, which has a row in the tables of `jaxzero.models` and here."""
+    """A built-in family of decoders, with a row in `jaxzero.models` and in `decoder_rules`."""
 
     model_type: str
     buffers: tuple[str, ...]

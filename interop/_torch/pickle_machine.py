@@ -131,19 +131,19 @@ class PickleMachine:
             )
 
     def tuple_of(self, items: Iterable[Any]) -> tuple[Any, ...]:
-        """Make a tuple, and check how large it is when shared values are written out."""
+        """Make a tuple; raise if it is too large when written out with shared values repeated."""
         made = tuple(items)
         self._measure(made)
         return made
 
     def frozenset_of(self, items: Iterable[Any]) -> frozenset[Any]:
-        """Make a frozenset of keys; check how large it is when shared values are written out."""
+        """Make a frozenset of keys; raise if it is too large when written out, as in `tuple_of`."""
         made = frozenset(self.key(item) for item in items)
         self._measure(made)
         return made
 
     def key(self, value: Any) -> Any:
-        """Return a value that is to be hashed, after checking that hashing it is bounded."""
+        """Return a value to be used as a key, after checking that hashing it takes bounded time."""
         kind = type(value)
         if kind in (str, bytes, bool, float, type(None), Record):
             return value

@@ -91,7 +91,10 @@ class Collective:
         return self.from_parts(len(self.groups[0]))
 
     def node_bytes(self, num_local: int) -> int:
-        """Return the part of `entering_bytes` from other nodes, which have `num_local` devices."""
+        """Return the bytes that a device receives from other nodes, of `num_local` devices each.
+
+        They are a part of `entering_bytes`.
+        """
         return self.from_parts(len({device // num_local for device in self.groups[0]}))
 
     def crosses(self, num_local: int) -> bool:
@@ -99,7 +102,7 @@ class Collective:
         return any(len({device // num_local for device in group}) > 1 for group in self.groups)
 
     def from_parts(self, parts: int) -> int:
-        """Return the bytes that a device needs from other parts, if a group is cut into `parts`.
+        """Return the bytes that a device receives from other parts of a group cut into `parts`.
 
         The parts are equal. If each device is a part, these are all bytes that it receives; if each
         node is a part, they are the bytes that come from other nodes.

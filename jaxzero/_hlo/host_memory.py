@@ -51,7 +51,7 @@ def on_abstract_mesh(tree: Any, memory_kinds: Any = None) -> Any:
 
 
 def host_bytes(tree: Any) -> int:
-    """Return the bytes that one device holds in host memory of the structs whose shardings say so.
+    """Return how many bytes of the structs one device keeps in host memory, by their shardings.
 
     Raises:
         ValueError: a sharding in host memory is not on an abstract mesh.

@@ -48,9 +48,9 @@ class Timeline:
             compute.
         local_bytes: received by a device inside its node.
         node_bytes: entering a node.
-        asynchronous_bytes: received by a device in collectives with compute between their start and
-            their end.
-        received_bytes: received by a device in all collectives.
+        asynchronous_bytes: received by a device in collectives and exchanges with compute between
+            their start and their end.
+        received_bytes: received by a device in all collectives and exchanges.
         host_bytes_in: read by a device from the host's memory.
         host_bytes_out: written by a device to the host's memory.
         host_seconds: time of copies from and to the host, hidden or not.
@@ -236,8 +236,8 @@ class Walk:
     def inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
         """Return the timeline of one run of an instruction, and how often it runs.
 
-        For a loop that is the timeline of its body, and for a conditional that of its slowest
-        branch.
+        For a loop that is the timeline of its body, for a conditional that of its slowest branch,
+        and for a call that of the computation it calls.
         """
         called, computations = instruction.called, self.program.computations
         if instruction.op == "while":

@@ -47,9 +47,9 @@ class DecoderConfig:
             the input of the layer, each through a norm of its own, or "parallel_shared_norm"
             through the same norm.
         residual_scale: multiplies what attention and the perceptron add.
-        query_key_norm: normalise queries and keys "head" by head, with a scale that all heads
-            share or, "each_head", by a LayerNorm with a scale for each head; or normalise each full
-            "projection".
+        query_key_norm: how queries and keys are normalised: "head" by head, with a scale that all
+            heads share; "each_head" by a LayerNorm with a scale of its own; or each full
+            "projection" at once.
         activation: activation function of the perceptron, or of its gate.
         gated_mlp: True if the perceptron has a gate.
         query_key_value_bias, attention_output_bias, mlp_bias: True if these projections have a
@@ -74,10 +74,10 @@ class DecoderConfig:
         scan_layers: hold the layers as one stack and scan it; False for a list of them.
         remat: what layers keep for the backward pass: everything ("none"), only what enters them
             ("full"), or what the policy of that name in `jax.checkpoint_policies` keeps.
-        expert_loop: "ragged" sorts tokens by expert and computes each where it was chosen, with all
-            experts of a layer in memory; "scan" computes one expert after another for every token,
-            so that ZeRO gathers one at a time, for num_experts / num_experts_per_token times the
-            arithmetic.
+        expert_loop: "ragged" sorts tokens by expert and computes each expert for its own tokens,
+            with all experts of a layer in memory; "scan" computes one expert after another for
+            every token, so that ZeRO gathers one expert at a time, for
+            num_experts / num_experts_per_token times the arithmetic.
         attention_implementation: `implementation` of `jax.nn.dot_product_attention`; or a function
             with the other arguments of that, to call instead.
     """

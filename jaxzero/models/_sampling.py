@@ -170,7 +170,7 @@ def choose(
 
 
 def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
-    """Return the logits of the tokens to choose from, divided by the temperature; -inf for others.
+    """Return logits divided by the temperature; tokens not to be chosen from have -inf.
 
     A constant is added to each row. Tokens as probable as the last one of the top k or top p are
     kept with it.
