@@ -54,13 +54,13 @@ def load_adam(
     """Load the moments of a PyTorch run into an optax state, to continue that run.
 
     The state of every Adam in the chain is replaced, also inside masks, partitions and other
-    wrappers, and the counters of schedules are set, so that they continue: those of
+    wrappers. Counters of updates are set, so that schedules continue: the counters of
     `optax.MultiSteps` and `optax.inject_hyperparams`, `step` of conditional transformations, and
-    `count` of a state without arrays of floats, such as `scale_by_schedule`. Whatever else a chain
-    accumulates begins anew, with its counter, since the checkpoint has nothing for it: an
-    `optax.ema`, other optimizers of a partition, and what was gathered since the last update by
-    `optax.MultiSteps`, `optax.apply_every` or `jz.simigrad`. Each process reads only the shards of
-    its devices.
+    `count` of a state without arrays of floats, such as `scale_by_schedule`. All other state of the
+    chain begins anew, with its counters, since the checkpoint has nothing for it: an `optax.ema`,
+    other optimizers of a partition, and gradients that `optax.MultiSteps`, `optax.apply_every` or
+    `jz.simigrad` have gathered since the last update. Each process reads only the shards of its
+    devices.
 
     A parameter may have taken fewer steps than others, such as one of a layer that was added late.
     Each Adam gets the count of its parameters: to keep different counts, give those parameters an
