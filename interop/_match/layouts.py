@@ -208,7 +208,7 @@ class _Line:
         return next((x for x in following if x.inputs > 1 and size % x.inputs == 0), None)
 
     def _last_reader(self, reads: Collection[str]) -> dict[int, int]:
-        """Map each input size to the place of the last linear layer, not in `reads`, that has it."""
+        """Map each input size to the place of the last linear layer with it, if not in `reads`."""
         if not hasattr(self, "_readers"):
             linear = (x for x in self._layers if not x.is_convolution and x.name not in reads)
             self._readers = {x.inputs: self._place[x.name] for x in linear}
