@@ -40,9 +40,9 @@ def load_into(
             cannot decide is an error, and so is a proposed rule that may be wrong and is not in
             `accept`; the message has the rules.
         ignore: patterns (with `*`) for names of tensors that are not parameters of the model.
-        accept: what you have checked of the proposal: rules, which are used as they are, or
-            patterns (with `*`) for paths of parameters whose proposed rules are right. "*" accepts
-            all of them. Only without `rules`.
+        accept: the part of the proposal that you have checked: rules, which are used as they are,
+            or patterns (with `*`) for paths of parameters whose proposed rules are right. "*"
+            accepts all proposed rules. Only without `rules`.
         dtype: dtype of floating-point parameters; None keeps that of the checkpoint. Other
             parameters have the dtype of `tree`. Reading a slice with a number that the dtype cannot
             hold, not even rounded, raises `ValueError`.

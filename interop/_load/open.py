@@ -225,8 +225,8 @@ def open_checkpoint(
     needed, and nothing that a file pickles is run.
 
     Args:
-        path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step. An
-            index of Hugging Face stands for the parts that it names.
+        path: a file or a directory; for DeepSpeed the directory of a run, which holds `latest`, or
+            of one step. An index of Hugging Face stands for the parts that it names.
         key: dotted path of the model's state dict, if a file of `torch.save` or a distributed
             checkpoint holds several. If a distributed checkpoint was saved without flattening its
             dict: what the names of the model begin with, such as "model" of `model.up.weight`.
@@ -239,8 +239,8 @@ def open_checkpoint(
 
     Returns:
         The tensors by name, without the components that `torch.compile`, FSDP and activation
-        checkpointing add (`_orig_mod` and others). DeepSpeed's are the float32 ones that the
-        optimizer updates. `checkpoint.adam()` gives the state of Adam, where there is one.
+        checkpointing add (`_orig_mod` and others). Of DeepSpeed these are the float32 parameters
+        that the optimizer updates. `checkpoint.adam()` gives the state of Adam, if there is one.
 
     Raises:
         TypeError: `path` is not a path.

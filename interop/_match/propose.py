@@ -54,11 +54,11 @@ def match(
 
     It supports linear layers, convolutions and attention of Flax, Equinox and PyTorch, also fused
     as in `torch.nn.MultiheadAttention`; norms with and without running statistics; embeddings;
-    layers that are numbered differently, or stacked for a scan; torch's weight norm. What names and
-    shapes leave open is asked: in which order an image was flattened beside a linear layer, which
-    elements rotary embeddings pair, the layout of fused attention. A transposed convolution, which
-    torch lays out differently, is recognized by its name only. Review the proposed rules and keep
-    them in your code.
+    layers that are numbered differently, or stacked for a scan; torch's weight norm. The proposal
+    asks what names and shapes leave open: in which order an image was flattened beside a linear
+    layer, which elements rotary embeddings pair, and the layout of fused attention. A transposed
+    convolution, which torch lays out differently, is recognized by its name only. Review the
+    proposed rules and keep them in your code.
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.
@@ -216,9 +216,9 @@ def _settle(
 ) -> tuple[list[tuple[Pair, dict[str, Steps]]], dict[str, str], dict[str, tuple[str, ...]]]:
     """Choose the steps of each pair of modules.
 
-    Where several sequences of steps are possible, those are chosen that the other tensors of the
-    kind take. Tensors are of one kind if the last component of our path and their number of
-    dimensions are the same. Only whether the steps transpose is compared.
+    If several sequences of steps are possible for a tensor, it takes the steps that the other
+    tensors of its kind take. Tensors are of one kind if the last component of our path and their
+    number of dimensions are the same. Only whether the steps transpose is compared.
 
     Returns:
         Pairs with steps for each role; path -> why its pair or its steps may be wrong; and path ->

@@ -105,7 +105,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def other_names(source: Mapping[str, Any], used: Collection[str]) -> list[str]:
-    """Return the names in `source` of tied weights of which another name is in `used`."""
+    """Return the names of tied weights that are not used themselves, but under another name.
+
+    Args:
+        source: the tensors by name; a `Checkpoint` knows which names are tied.
+        used: the names that are used.
+    """
     aliases: Mapping[str, str] = getattr(source, "aliases", {})
     if not aliases:
         return []

@@ -107,9 +107,9 @@ def _names_of_numbers(
 
 
 def _doubtful(candidates_of: Mapping[int, Sequence[str]]) -> int | None:
-    """Return a number without a name, or whose name is not the only one or not its own.
+    """Return a number whose name is not certain; None if there is none.
 
-    None if there is no such number.
+    That is a number with no name or several, or with a name that another number has too.
     """
     counts = collections.Counter(name for names in candidates_of.values() for name in names)
     return next(

@@ -146,8 +146,8 @@ def attend(
         start: the column of the first query among the keys of a cache; None if there is no cache,
             and as many queries as keys.
         is_causal: True if a query sees no later keys.
-        window: how many positions a query sees, its own included; if not `is_causal`, as many on
-            each side.
+        window: how many positions a query sees, its own included; if not `is_causal`, it sees the
+            positions fewer than `window` away, on both sides.
         scale: multiplies the products of queries and keys; None for `k ** -0.5`.
         softcap: c of `cap`; None for no cap.
         sinks_h: the logit of each head's sink; None for no sinks.

@@ -71,7 +71,7 @@ class EncoderConfig(EncoderBase):
 
     @property
     def num_positions(self) -> int:
-        """Rows of the table of positions. In RoBERTa no token has the first `padding_id + 1`."""
+        """Rows of the table of positions. RoBERTa's begins with `padding_id + 1` unused rows."""
         return self.max_length + (0 if self.padding_id is None else self.padding_id + 1)
 
     def _may_be_zero(self) -> tuple[str, ...]:
@@ -97,9 +97,9 @@ class EncoderConfig(EncoderBase):
 
 
 def _positions_after_padding(keys: JsonKeys, fields: Fields) -> dict[str, Any]:
-    """Return `padding_id` and `max_length` of RoBERTa, whose table has rows that no token has.
+    """Return `padding_id` and `max_length` of RoBERTa, whose table begins with unused rows.
 
-    These are the first rows, up to that of the padding token.
+    These are the rows up to that of the padding token.
     """
     keys.require("pad_token_id")
     padding_id = keys["pad_token_id"]

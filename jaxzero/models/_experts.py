@@ -87,7 +87,7 @@ def route_by_groups(
 ) -> Routed:
     """Choose the experts of each token by score, from the best groups of experts only.
 
-    `GroupRouting` states the rule, and the module docstring the scores. Softmax is not used.
+    `GroupRouting` states the rule, and the module docstring the scores.
     """
     shares_ne = jax.nn.sigmoid(logits_ne.astype(widened(logits_ne.dtype)))
     scores_ne = jax.lax.stop_gradient(shares_ne + correction_e.astype(shares_ne.dtype)[None])

@@ -3,7 +3,8 @@
     p = softmax(logits / temperature), restricted to the top k, then to the top p of what is left
 
 The top p are the most probable tokens until their probabilities sum to p (nucleus sampling,
-https://arxiv.org/abs/1904.09751). The order of the three is that of transformers.
+https://arxiv.org/abs/1904.09751). Temperature, top k and top p are applied in the order of
+transformers.
 
 Dimensions: b batch, v vocabulary.
 """

@@ -46,8 +46,8 @@ def tensor_parallel_specs(
         axis: the mesh axis that splits the model.
         experts: "width" splits each expert like a perceptron: every device computes a part of each.
             "expert" gives each device some of the experts, which are then sent to all devices: with
-            `expert_loop="scan"` one at a time, with "ragged" those of a layer together. Where
-            tokens are to be sent instead, take `jz.Ungathered`.
+            `expert_loop="scan"` one expert at a time, with "ragged" all experts of a layer
+            together. To send tokens to experts instead, use `jz.Ungathered`.
 
     Returns:
         A tree like `params` of `PartitionSpec`s.
