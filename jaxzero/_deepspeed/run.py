@@ -255,7 +255,7 @@ def _read_zero(keys: DeepSpeedKeys, mesh: AnyMesh, compute_dtype: np.dtype | Non
 
 
 def _is_node(keys: DeepSpeedKeys, name: str, mesh: AnyMesh) -> bool:
-    """Return whether `zero_optimization.<name>` asks for groups of the devices of a node.
+    """Return whether `zero_optimization.<name>` asks for groups that are the devices of one node.
 
     Raises:
         ValueError: the group size is above 1 and not the number of devices in a node of `mesh`.

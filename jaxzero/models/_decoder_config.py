@@ -199,10 +199,9 @@ class DecoderConfig:
             **changes: fields to set differently, e.g. `compute_dtype="bfloat16"`.
 
         Raises:
-            ValueError: the file is missing or lacks a size, a value has another type or range than
-                its key may hold, its `model_type` is not one of those
-                that the decoder supports, or it has an option that is not supported. A family of
-                your own is read by `interop.load_decoder(..., family=...)`.
+            ValueError: the file is missing or lacks a size; a value has another type or range than
+                its key may hold; or the decoder does not support its `model_type` or one of its
+                options. `interop.load_decoder(..., family=...)` reads a family of your own.
         """
         content, path = read_config(path)
         return make_config(cls, decoder_fields(content, path) | changes, path)
