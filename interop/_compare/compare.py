@@ -1,4 +1,4 @@
-"""Run both models on the same inputs, and compare outputs by name."""
+"""Run a JAX and a PyTorch model on the same inputs, and compare their outputs by name."""
 
 import contextlib
 import math
@@ -53,29 +53,35 @@ def compare(
 
     It shows whether a checkpoint was converted rightly, also where shapes and names cannot: the
     order of flattened dimensions, of rotary pairs and of fused heads, and settings such as epsilon.
-    The module runs in evaluation mode and without gradients, and is in its own mode afterwards; the
-    function runs with `jax.default_matmul_precision("highest")`. Turn off dropout in it.
+    The module runs in evaluation mode and without gradients; afterwards its mode is restored. The
+    function runs with `jax.default_matmul_precision("highest")`. Turn off dropout in the function.
 
     Args:
-        function: computes with arrays in full (`zero.unshard`), or a model that can be called.
+        function: a JAX function, or a model that can be called. Its parameters must be full arrays
+            (`zero.unshard`).
         module: a `torch.nn.Module`.
-        inputs: of both: a tuple or list of positional arguments, a dict of named ones, or a single
-            argument; of arrays, tensors, and anything else. Integers have 64 bits in PyTorch.
-        torch_inputs: those of `module`, where they are others, such as images in NCHW.
+        inputs: what `function` and `module` are called with: a tuple or list of positional
+            arguments, a dict of named arguments, or a single argument. Arrays and tensors in it are
+            converted for each library; integers become int64 tensors.
+        torch_inputs: inputs of `module`, if it needs other inputs than `function`, such as images
+            in NCHW.
         output: name of the output of `module` to compare, such as "logits", where it has several
             and `function` has one.
-        submodules: compares their outputs too. True: their names are equal. Otherwise names of ours
-            to those of PyTorch, such as `{"layers.{i}.up": "h.{i}.mlp.fc"}`, or the rules of
-            `load_into`, which also say which rows of weights, and so which features, changed
-            places. Outputs may be laid out as in PyTorch, with channels last, with heads after
-            tokens, or as rules say: the layout that fits best is compared, and noted. Outputs of
-            the models that have one shape must have one layout.
+        submodules: how submodules of the two models correspond; their outputs are compared too.
+            True: by equal names. A dict: from names in the JAX model to names in PyTorch, such as
+            `{"layers.{i}.up": "h.{i}.mlp.fc"}`. Rules as for `load_into`: by the names of their
+            parameters, and with the reordering of features that the steps of a rule describe.
+            The output of a submodule in JAX may be laid out as in PyTorch, with channels last, with
+            heads after tokens, or as its rule says: the layout that fits best is compared, and
+            noted. If the outputs of the two models as a whole have the same shape, they are
+            compared as they are.
         jax_module: the model of Flax NNX, Equinox or plain classes whose submodules `function`
-            calls; by default `function` itself, or that of a bound method. If there is none,
-            `function` must return `(outputs, intermediates)`: arrays in nested dicts by name, as
-            `capture_intermediates` of Linen, `nnx.capture` or a function of yours makes them.
-        dtype: that in which the models compute, if it is coarser than the dtypes of the outputs and
-            of the module's parameters.
+            calls; by default `function` itself, or the object that the method `function` is bound
+            to. If there is no such model, `function` must return `(outputs, intermediates)`;
+            `intermediates` holds arrays in nested dicts by name, as `capture_intermediates` of
+            Linen, `nnx.capture` or a function of yours makes them.
+        dtype: dtype in which the models compute, if it is coarser than the dtypes of the outputs
+            and of the module's parameters.
 
     Returns:
         A `Comparison`: `print` it, or `assert result.agrees, result`. A difference is the largest
@@ -83,15 +89,16 @@ def compare(
 
             2 sqrt(n) (eps + sqrt(k) eps_sum)
 
-        `n`: parameters, and submodules without parameters, that were used until there. Each rounds
-        once, by up to `eps` / 2 and independently, so the sum grows with the root of their number.
-        `k`: the longest sum until there, over the inputs of a linear layer or the features of a
-        norm, of which the same holds. `eps` is that of the coarsest floating-point dtype among both
-        outputs, the parameters of `module` and `dtype`; sums have it too, but float32 where it has
-        16 bits. The factor covers both models, the largest of many elements, and what is computed
-        between submodules. Integers must be equal. Differences of settings may be smaller: in
-        float32 an epsilon of 1e-6 or 1e-5 is the same where variances are about 1; in float64 it is
-        not (`jax.enable_x64()`, `module.double()`).
+        `n` counts the parameters, and the submodules without parameters, that were used up to this
+        output. Each rounds once, by up to `eps` / 2 and independently of the others, so the error
+        grows with the root of `n`. `k` is the number of terms in the longest sum up to this output,
+        such as over the inputs of a linear layer or the features of a norm; its error grows with
+        the root of `k`. `eps` is the machine epsilon of the coarsest floating-point dtype among
+        both outputs, the parameters of `module` and `dtype`. `eps_sum` is the same, or float32's if
+        that dtype has 16 bits. The factor 2 covers both models, the largest of many elements, and
+        what is computed between submodules. Integers must be equal. A wrong setting may stay within
+        the bound: in float32 an epsilon of 1e-6 or of 1e-5 gives the same where variances are about
+        1; in float64 it does not (`jax.enable_x64()`, `module.double()`).
 
     Raises:
         ImportError: PyTorch is not installed.
@@ -158,10 +165,18 @@ def _submodules(
     dtypes: list[Any],
     alone: tuple[list[str], list[str]],
 ) -> list[ComparedOutput]:
-    """Return a row for each call of a submodule, in PyTorch's order.
+    """Compare the outputs of submodules; return a row for each call, in PyTorch's order.
 
-    Names that were not compared are added to `alone`: those of PyTorch to its first list, ours to
-    its second. `dims` has the number of dimensions of PyTorch's parameters.
+    Names of submodules that were not compared are added to `alone`: PyTorch's to its first list,
+    the JAX model's to its second.
+
+    Args:
+        names: the argument `submodules` of `compare`.
+        calls: outputs of the JAX model's submodules.
+        torch_calls: calls of PyTorch's submodules.
+        dims: name of a parameter of PyTorch -> its number of dimensions.
+        dtypes: dtypes that the bounds depend on, besides those of the outputs.
+        alone: two lists, for names that were not compared.
     """
     theirs: dict[str, list[tuple[int, TorchCall]]] = {}
     for place, their_call in enumerate(torch_calls):
@@ -173,7 +188,7 @@ def _submodules(
             f"No name of `submodules` fits: ours were called {_shown(calls)}; those of PyTorch "
             f"{_shown(theirs)}. Leave it out to compare outputs only. {'' if calls else _RECORD}"
         )
-    lengths: dict[str, list[tuple[int, ...]]] = {}  # of the stack that an index is in, at least
+    lengths: dict[str, list[tuple[int, ...]]] = {}  # our name -> least sizes of its stack
     for pair in pairs:
         lengths.setdefault(pair.ours, []).append(tuple(n + 1 for n in pair.index))
     rows, paired = [], (set(), set())
@@ -208,7 +223,10 @@ def _outputs(
     dtypes: list[Any],
     alone: tuple[list[str], list[str]],
 ) -> list[ComparedOutput]:
-    """Return a row for each output of the models; add names that were not compared to `alone`."""
+    """Compare the outputs of the two models; return a row for each.
+
+    Names of outputs that were not compared are added to `alone`, as in `_submodules`.
+    """
     held = theirs.arrays
     if output is not None:
         chosen = {name: x for name, x in held.items() if f"{name}.".startswith(f"{output}.")}
@@ -283,9 +301,10 @@ def _row(
 
 
 def _in_shape_of(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray | None:
-    """Return PyTorch's output in the shape of ours, or as it is if ours broadcasts to it; or None.
+    """Reshape PyTorch's output to the shape of ours; return None if the two cannot be compared.
 
-    Ours may have size 1 where, for example, embeddings of positions are computed once for all rows.
+    PyTorch's output is returned unchanged if ours broadcasts to it. Ours may have size 1 where, for
+    example, embeddings of positions are computed once for all rows.
     """
     if ours.size == theirs.size:
         return theirs.reshape(ours.shape)
@@ -296,7 +315,7 @@ def _in_shape_of(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray | None:
 
 
 def _scale(ours: np.ndarray, theirs: np.ndarray, bound: float) -> float | None:
-    """Return the factor that takes our output to PyTorch's within the bound; None if none does."""
+    """Return a factor that makes our output equal PyTorch's within the bound; None if none does."""
     if ours.shape != theirs.shape or not ours.size:
         return None
     place = np.unravel_index(np.abs(ours).argmax(), ours.shape)
@@ -310,8 +329,8 @@ def bound_of(dtypes: Iterable[Any], end: TorchCall) -> tuple[str, float]:
     """Return the coarsest dtype, and the bound of the difference; the formula is in `compare`.
 
     Args:
-        dtypes: of our output first, then all others that took part.
-        end: the call that made PyTorch's output: it counts the roundings until there.
+        dtypes: the dtype of our output, then the other dtypes that the bound depends on.
+        end: the call that made PyTorch's output; it has the number of roundings up to its end.
     """
     dtypes = list(dtypes)
     if not jnp.issubdtype(dtypes[0], jnp.inexact):

@@ -1,4 +1,4 @@
-"""Pair our submodules with PyTorch's, by a mapping of names or by the rules of parameters.
+"""Pair submodules of a JAX model with PyTorch's, by a mapping of names or by rules of parameters.
 
 A rule `Rule("layers.{i}.up.kernel", "h.{i}.fc.weight", ...)` says that `layers.3.up` is `h.3.fc`.
 Its steps say how the outputs correspond: rows of a weight are features of the output, so steps that
@@ -25,14 +25,15 @@ _VARIABLE = re.compile(r"\{(\w+)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One of our submodules, and the submodules of PyTorch that compute the same.
+    """A submodule of the JAX model, and the submodules of PyTorch that compute the same.
 
     Attributes:
-        ours: name of our submodule.
-        index: where layers are stacked, the index of the layer in our output; else `()`.
-        theirs: names of submodules of PyTorch; several if ours fuses them.
-        steps: the steps of the rule, which turn rows of their weights into rows of ours.
-        part: which result of the steps is that of `ours`, where PyTorch's is fused.
+        ours: name of the submodule of the JAX model.
+        index: index of the layer in our output, if that is a stack of layers; else `()`.
+        theirs: names of the submodules of PyTorch; several if one of ours fuses them.
+        steps: the steps of the rule, which turn rows of PyTorch's weights into rows of ours.
+        part: which result of the steps belongs to `ours`, if PyTorch fuses several of our
+            submodules.
     """
 
     ours: str
@@ -42,9 +43,14 @@ class Pair:
     part: int
 
     def readings(self, outputs: list[np.ndarray]) -> dict[str, np.ndarray]:
-        """Return PyTorch's outputs in the layouts that ours may have.
+        """Return PyTorch's outputs in each layout that our output may have.
 
-        The keys name the layouts, for notes; "" is that of PyTorch.
+        Args:
+            outputs: outputs of the submodules `theirs`.
+
+        Returns:
+            Name of a layout -> the output in this layout. "" is PyTorch's own layout; the other
+            names are for the notes of the comparison.
         """
         layouts = {}
         if len(outputs) == 1:
@@ -72,13 +78,13 @@ class Pair:
 def pairs_of(
     names: Any, ours: Iterable[str], theirs: Iterable[str], dims: Mapping[str, int]
 ) -> list[Pair]:
-    """Pair the submodules that were recorded.
+    """Pair the submodules of the JAX model with those of PyTorch.
 
     Args:
         names: True for equal names; or a mapping from ours to theirs, with variables as in rules;
             or rules of parameters.
-        ours: names of our submodules.
-        theirs: names of PyTorch's submodules.
+        ours: names of the JAX submodules that were recorded.
+        theirs: names of PyTorch's submodules that were recorded.
         dims: name of a parameter of PyTorch -> its number of dimensions.
     """
     ours, theirs = list(ours), list(theirs)
@@ -97,9 +103,10 @@ def pairs_of(
 
 
 def _of_parameters(rules: Iterable[Rule], dims: Mapping[str, int]) -> list[Rule]:
-    """Turn rules of parameters into rules of their modules.
+    """Turn rules of parameters into rules of the modules that hold the parameters.
 
-    Those of biases come first and win: their steps concern features only, as outputs need them.
+    Rules of biases come first, so that they win over the rules of weights. The steps of a bias
+    concern features only, and so they also fit outputs.
     """
     rules_of_modules: list[tuple[bool, Rule]] = []
     for rule in rules:
@@ -122,7 +129,7 @@ def _module(name: str) -> str:
 
 
 def _filled(rule: Rule, ours: list[str], theirs: list[str]) -> Iterator[Pair]:
-    """The pairs of a rule: for each of our names that fits, and each layer of its stack."""
+    """Yield the pairs that a rule makes: one for each of our names, and for each stacked layer."""
     for name in ours:
         match = pattern_of(rule.ours[0]).fullmatch(name)
         if match is None:

@@ -12,18 +12,18 @@ _WIDTH = 100  # columns of the table
 
 @dataclasses.dataclass(frozen=True)
 class ComparedOutput:
-    """One output of the two models.
+    """One output of the two models, with the difference between them and its bound.
 
     Attributes:
-        torch_name: name of the submodule of PyTorch, or of the output: `output.logits`.
-        jax_name: name of ours.
-        shape: shape of ours.
+        torch_name: name of the submodule of PyTorch, or of the model's output: `output.logits`.
+        jax_name: name of the submodule or output of the JAX model.
+        shape: shape of the JAX output.
         dtype: the coarsest dtype that took part, from which the bound follows.
         difference: largest absolute difference, divided by the largest absolute value of
-            PyTorch's; NaN if one of the two holds a NaN; infinite if only one holds an infinity, if
-            integers are not equal, or if the numbers of elements differ.
+            PyTorch's output; NaN if one of the two outputs holds a NaN; infinite if only one holds
+            an infinity, if integers are not equal, or if the numbers of elements differ.
         bound: the largest difference that rounding explains; see `compare`.
-        note: a remark, such as the shape in PyTorch if it differs; mostly empty.
+        note: a remark, such as PyTorch's shape if it differs; mostly empty.
         of_model: whether it is an output of the model, not of a submodule.
     """
 
@@ -38,19 +38,19 @@ class ComparedOutput:
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is within the bound. NaN is not."""
+        """Whether the difference is within the bound; False if the difference is NaN."""
         return self.difference <= self.bound
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; it prints as a table.
+    """The result of `compare`; it prints as a table.
 
     Attributes:
-        outputs: what was compared: submodules in the order in which PyTorch computed them, then
-            the outputs of the model.
+        outputs: the pairs of outputs that were compared: of submodules in the order in which
+            PyTorch computed them, then of the models.
         only_in_torch: submodules and outputs of PyTorch that were compared with nothing.
-        only_in_jax: our submodules and outputs that were compared with nothing.
+        only_in_jax: submodules and outputs of the JAX model that were compared with nothing.
     """
 
     outputs: tuple[ComparedOutput, ...]
@@ -59,10 +59,11 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the outputs of the model agree.
+        """Whether the outputs of the two models agree.
 
-        A submodule may differ all the same, where something is computed inside of the one and
-        outside of the other, such as the factor on Gemma's embeddings.
+        Outputs of submodules may differ all the same, where something is computed inside a
+        submodule of one model and outside it in the other, such as the factor on Gemma's
+        embeddings.
         """
         return all(each.agrees for each in self.outputs if each.of_model)
 
@@ -117,7 +118,7 @@ class Comparison:
 
 
 def _grouped(names: Iterable[str]) -> str:
-    """Join names; those that differ only in numbers are written once, with their count."""
+    """Join names into a text; names that differ only in numbers are written once, with a count."""
     counts: dict[str, int] = {}
     for name in names:
         pattern = _NUMBER.sub("*", name)

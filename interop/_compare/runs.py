@@ -1,9 +1,10 @@
 """Run a function of JAX and a module of PyTorch, and record the outputs of their submodules.
 
-Flax NNX, Equinox and plain classes have no common way to record, so `__call__` of their classes is
-replaced while the function runs. A submodule is recognised by the arrays that it holds, since
-`nnx.merge` and `eqx.combine` make new objects with the same arrays. In a `scan` or with `nnx.vmap`
-the arrays are tracers too, so submodules in there are not recorded. PyTorch has hooks.
+PyTorch has hooks for this. Flax NNX, Equinox and plain classes have no common way to record, so the
+`__call__` of their classes is replaced while the function runs. A submodule is recognised by the
+arrays that it holds, since `nnx.merge` and `eqx.combine` make new objects with the same arrays.
+Inside a `scan` or `nnx.vmap` over layers these arrays are tracers, so submodules called there are
+not recorded.
 """
 
 import contextlib
@@ -26,14 +27,17 @@ Calls = dict[str, list[np.ndarray]]  # by name: the first array of the output of
 
 
 class Named(NamedTuple):
-    """A model's outputs."""
+    """The outputs of a model by name."""
 
     arrays: dict[str, np.ndarray]  # by dotted name; "" if there is one array and nothing else
     others: tuple[str, ...]  # names and types of outputs that are no arrays
 
 
 def named_arrays(tree: Any) -> Named:
-    """Name the arrays in outputs: mappings, dataclasses and tuples, nested. `None` is left out."""
+    """Name the arrays in a model's outputs, which may be nested mappings, dataclasses and tuples.
+
+    `None` is left out.
+    """
     arrays, others = {}, []
     for name, leaf in _leaves(tree, ""):
         array = as_numpy(leaf)
@@ -45,7 +49,7 @@ def named_arrays(tree: Any) -> Named:
 
 
 def first_array(tree: Any) -> Any:
-    """The first array of outputs, as it is; None if there is none."""
+    """Return the first array in a model's outputs, without converting it; None if there is none."""
     return next((leaf for _, leaf in _leaves(tree, "") if _is_array(leaf)), None)
 
 
@@ -59,7 +63,7 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(tree: Any) -> list[tuple[Any, Any]] | None:
-    """The parts of a container; None if it is a leaf."""
+    """Return (key, value) for each entry of a container; None if `tree` is not a container."""
     if tree is None:
         return []
     if isinstance(tree, Mapping):  # also the outputs of transformers
@@ -87,7 +91,7 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
 
 
 def map_arrays(convert: Callable[[Any], Any], inputs: Any) -> Any:
-    """Convert the arrays among inputs, in dicts, lists and tuples; the rest stays."""
+    """Apply `convert` to the arrays in nested dicts, lists and tuples; keep all other values."""
     if isinstance(inputs, Mapping):
         return {key: map_arrays(convert, each) for key, each in inputs.items()}
     if isinstance(inputs, tuple | list):
@@ -96,10 +100,10 @@ def map_arrays(convert: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 def jax_array(given: Any) -> jax.Array:
-    """Convert an input to a JAX array, in JAX's dtype for it: float32 and int32 without x64.
+    """Convert an input to a JAX array with JAX's default dtype: without x64, 64 bits become 32.
 
     Raises:
-        ValueError: it holds an integer that this dtype lacks.
+        ValueError: it holds an integer that this dtype cannot represent.
     """
     array: Any = as_numpy(given) if hasattr(given, "detach") else given
     converted = jnp.asarray(array)
@@ -111,7 +115,7 @@ def jax_array(given: Any) -> jax.Array:
 
 
 def torch_tensor(given: Any, device: Any) -> Any:
-    """Convert an input to a tensor on `device`; a tensor keeps its dtype.
+    """Convert an array to a PyTorch tensor on `device`; a tensor is only moved there.
 
     An array gets the dtype that `jax_array` gives it, so that both models see the same numbers,
     except that integers become int64, PyTorch's own default.
@@ -129,7 +133,10 @@ def torch_tensor(given: Any, device: Any) -> Any:
 
 
 def call(function: Callable[..., Any], inputs: Any) -> Any:
-    """Call with a tuple or list as positional arguments, a dict as named ones, else with one."""
+    """Call a function with inputs: a tuple or list as positional arguments, a dict as named ones.
+
+    Anything else is the single argument.
+    """
     if isinstance(inputs, Mapping):
         return function(**inputs)
     return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
@@ -137,7 +144,10 @@ def call(function: Callable[..., Any], inputs: Any) -> Any:
 
 @contextlib.contextmanager
 def recorded(model: Any) -> Iterator[Calls]:
-    """Record the outputs of submodules of `model`, under the names that `named_leaves` gives."""
+    """Record the outputs of submodules of `model` while the context is active.
+
+    It yields a dict that fills as submodules are called: dotted name -> output of each call.
+    """
     calls: Calls = {}
     names: dict[Any, str] = {}
     for name, part in submodules_of(model).items():
@@ -185,7 +195,7 @@ def _add(calls: Calls, name: str, output: Any) -> None:
 
 
 def submodules_of(model: Any) -> dict[str, Any]:
-    """The parts of a model that can be called, by dotted path."""
+    """Return the parts of a model that can be called, by dotted path."""
     submodules: dict[str, Any] = {}
     seen: set[int] = set()
 
@@ -219,7 +229,7 @@ def _identity(part: Any) -> Any:
 
 
 def _owner(kind: type) -> type:
-    """The class, `kind` or one of its bases, that defines the `__call__` of `kind`."""
+    """Return the class that defines the `__call__` of `kind`: `kind` itself or one of its bases."""
     return next(each for each in kind.__mro__ if "__call__" in vars(each))
 
 
@@ -252,13 +262,15 @@ def calls_in(intermediates: Any) -> Calls:
 
 @dataclasses.dataclass(frozen=True)
 class TorchCall:
-    """One call of a submodule.
+    """One call of a submodule of PyTorch.
 
     Attributes:
-        name: of the submodule.
+        name: name of the submodule.
         array: the first array of its output; None if it has none, or is not recorded.
-        num_roundings: number of parameters used, and of calls without parameters, until its end.
-        longest_sum: the most elements that are summed for one output, over these parameters.
+        num_roundings: number of parameters, and of calls without parameters, that the model has
+            used up to the end of this call.
+        longest_sum: number of terms of the longest sum over the inputs or features of one of these
+            parameters.
     """
 
     name: str
@@ -268,7 +280,7 @@ class TorchCall:
 
 
 def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[TorchCall]]:
-    """Run a module in evaluation mode, without gradients.
+    """Run a module of PyTorch in evaluation mode, without gradients.
 
     Args:
         module: the `torch.nn.Module`.
@@ -309,7 +321,7 @@ def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[Torc
 
 
 def _summed(parameter: Any) -> int:
-    """Number of elements that are summed for one output: inputs of a linear layer or of a norm."""
+    """Return how many terms one output sums: inputs of a linear layer, or features of a norm."""
     return math.prod(parameter.shape[1:]) if parameter.ndim > 1 else parameter.numel()
 
 

@@ -24,7 +24,7 @@ EMBEDDINGS = "embedding.embedding"  # path of the parameter in our models
 
 
 class Names(NamedTuple):
-    """The names of tensors in the checkpoints of a family; see `DecoderFamily`."""
+    """How a family names its tensors: its rules, buffers and head, as in a `DecoderFamily`."""
 
     rules: Callable[[DecoderConfig], tuple[Rule, ...]]  # for layers in a list
     buffers: tuple[str, ...] = BUFFERS
@@ -32,10 +32,14 @@ class Names(NamedTuple):
 
 
 def without_prefix(rules: tuple[Rule, ...], names: Iterable[str]) -> tuple[Rule, ...]:
-    """Return the rules for `names` of a checkpoint: without `model.` if no name has such a prefix.
+    """Adapt rules to a checkpoint whose tensor names may lack a prefix such as `model.`.
 
-    A model that was saved without its language-model head has names without the prefix. It is
-    complete if the head is tied to the embeddings.
+    A model that was saved without its language-model head has names without the prefix. Such a
+    checkpoint is complete if the head is tied to the embeddings.
+
+    Args:
+        rules: rules of a family, whose tensor names have the prefix.
+        names: names of the tensors in a checkpoint.
     """
     if any(name.startswith(PREFIXES) for name in names):
         return rules
@@ -216,7 +220,7 @@ _NORMS_OF_HEADS = tuple(
 
 
 def _fixed(*rules: Rule) -> Names:
-    """Names whose rules are the same for every config of the family."""
+    """Return the `Names` of a family whose rules are the same for every config."""
     return Names(lambda config: rules)
 
 

@@ -60,11 +60,12 @@ _MODERN_LAYERS = (
 
 
 def modern_bert_rules(config: ModernBertConfig) -> tuple[Rule, ...]:
-    """Rules of a `ModernBert`.
+    """Return the rules that map a checkpoint to a `ModernBert` with this config.
 
-    Its first layer has no norm before attention, so with scanned layers it is apart, and the stack
-    begins with layer 1 of the file. A variable such as `{i}` counts from 0; so the rules of the
-    stack list all names, and merge the tensors along a new dimension.
+    The first layer has no norm before attention. So with scanned layers it is a module of its own,
+    `first`, and the stack `layers` begins with layer 1 of the checkpoint. A variable such as `{i}`
+    would count from 0; so each rule of the stack lists the names of its tensors, from layer 1 on,
+    and merges them along a new dimension.
     """
     if not config.scan_layers:
         return (*_MODERN_ENDS, *_MODERN_LAYERS)
@@ -92,7 +93,7 @@ def _renamed(paths: tuple[str, ...], layer: str) -> tuple[str, ...]:
 
 
 def _of_stack(step: Step) -> Step:
-    """The step that applies `step` to each element of a stack `[layers, ...]`."""
+    """Convert a step for one layer to the step for a stack `[layers, ...]`."""
     if isinstance(step, Split):
         return Split(step.dim + 1, step.sizes)
     assert step == Transpose(), f"{step} is in no rule of these layers"
@@ -112,7 +113,7 @@ _VIT_LAYERS = (
 
 
 def vit_rules(config: ViTConfig) -> tuple[Rule, ...]:
-    """Rules of a `ViT`, or of a `ViTClassifier` if the config has labels."""
+    """Return the rules of a `ViT`, or of a `ViTClassifier` if the config has labels."""
     kernel = (config.num_channels, *config.patch_size)
     rules = (
         Rule("class_token", "embeddings.cls_token", Flatten(0, (1, 1, config.hidden_size))),

@@ -84,7 +84,7 @@ class DecoderFamily(abc.ABC):
         """
 
     def read_config(self, directory: Path | str, changes: dict[str, Any]) -> DecoderConfig:
-        """Read `config.json` in `directory` by `fields`; `changes` replace fields of the result."""
+        """Read the `config.json` in `directory` into a config; `changes` override its fields."""
         content, path = read_config(directory)
         return make_config(DecoderConfig, self.fields(content, path) | changes, path)
 
@@ -93,18 +93,22 @@ class DecoderFamily(abc.ABC):
         return Decoder(config, rngs=rngs)
 
     def rules_for(self, config: DecoderConfig, names: Iterable[str]) -> tuple[Rule, ...]:
-        """Adapt `rules` to a config, whose layers may be scanned, and to a checkpoint's `names`."""
+        """Return `rules` as they apply to a config and to one checkpoint.
+
+        If the config scans its layers, the rules are for stacked layers. If the `names` in the
+        checkpoint lack a prefix such as `model.`, the rules lack it too.
+        """
         rules = tuple(self.rules(config))
         return without_prefix(stacked(rules) if config.scan_layers else rules, names)
 
     def ignored(self, config: DecoderConfig) -> tuple[str, ...]:
-        """Patterns of tensors that are no parameters: buffers, and a head tied to embeddings."""
+        """Return patterns of tensors that are not read: buffers, and a head that is tied."""
         return (*self.buffers, self.head) if config.tied_head else self.buffers
 
 
 @dataclasses.dataclass(frozen=True)
 class _KnownDecoders(DecoderFamily):
-    """A family that `jaxzero.models` and `decoder_rules` have tables for."""
+    """A built-in family of decoders, with a row in `jaxzero.models` and in `decoder_rules`."""
 
     model_type: str
     buffers: tuple[str, ...]
@@ -120,13 +124,13 @@ class _KnownDecoders(DecoderFamily):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderFamily:
-    """A family of encoders as a row of a table, with the methods of a `DecoderFamily`.
+    """A built-in family of encoders. It has the methods of a `DecoderFamily` that loading uses.
 
     Attributes:
         config: the class of its config, whose `from_json` reads `config.json`.
         model: builds the model from a config and `rngs=`.
         rules: returns the rules for a config, with layers in a list or scanned.
-        buffers, remedy: as of a `DecoderFamily`.
+        buffers, remedy: as in a `DecoderFamily`.
     """
 
     config: Any
@@ -219,13 +223,13 @@ def decoder_family(model_type: str) -> DecoderFamily:
 
 
 def decoder_family_of(directory: Path | str) -> DecoderFamily:
-    """The family of decoders that the `config.json` of a directory names."""
+    """Return the family of decoders that the `model_type` in a directory's `config.json` names."""
     content, path = read_config(directory)
     return _decoder_family(content.get("model_type"), f"`model_type` in {str(path)!r}")
 
 
 def encoder_family_of(directory: Path | str) -> EncoderFamily:
-    """The family of encoders that the `config.json` of a directory names."""
+    """Return the family of encoders that the `model_type` in a directory's `config.json` names."""
     return row_of(*read_config(directory), ENCODERS, "encoders")
 
 

@@ -13,12 +13,12 @@ GATE_UP = (f"{LAYER}.mlp.gate", f"{LAYER}.mlp.up")
 
 
 def embedding(ours: str, theirs: str) -> tuple[Rule, ...]:
-    """Rule of an embedding table."""
+    """Return the rule that maps an embedding table `theirs` to the module `ours`."""
     return (Rule(f"{ours}.embedding", f"{theirs}.weight"),)
 
 
 def linear(ours: str, theirs: str) -> tuple[Rule, ...]:
-    """Rules of a linear layer: `torch.nn.Linear` stores `[out, in]`, our kernel is `[in, out]`."""
+    """Return the rules of a linear layer, whose weight `[out, in]` in torch is transposed."""
     return (
         Rule(f"{ours}.kernel", f"{theirs}.weight", Transpose()),
         Rule(f"{ours}.bias", f"{theirs}.bias"),
@@ -26,7 +26,10 @@ def linear(ours: str, theirs: str) -> tuple[Rule, ...]:
 
 
 def fused(ours: Iterable[str], theirs: str, split: Step) -> tuple[Rule, ...]:
-    """Rules of linear layers that are fused in the checkpoint; `split` divides their outputs."""
+    """Return the rules of linear layers that are one layer `theirs` in the checkpoint.
+
+    `split` divides the outputs of that layer among the modules `ours`.
+    """
     ours = tuple(ours)
     return (
         Rule(tuple(f"{each}.kernel" for each in ours), f"{theirs}.weight", split, Transpose()),
@@ -35,7 +38,11 @@ def fused(ours: Iterable[str], theirs: str, split: Step) -> tuple[Rule, ...]:
 
 
 def attention(theirs: str, query: str, key: str, value: str, output: str) -> tuple[Rule, ...]:
-    """Rules of the four projections of attention, whose names follow `theirs`."""
+    """Return the rules of attention's four projections.
+
+    `theirs` is the module of attention in the checkpoint; the other arguments are the names of its
+    projections.
+    """
     names = {"query": query, "key": key, "value": value, "output": output}
     return tuple(
         rule
@@ -45,12 +52,15 @@ def attention(theirs: str, query: str, key: str, value: str, output: str) -> tup
 
 
 def norm(ours: str, theirs: str) -> tuple[Rule, ...]:
-    """Rules of a LayerNorm, or of an RMSNorm, which has no bias."""
+    """Return the rules of a LayerNorm; they also fit an RMSNorm, which has no bias."""
     return (Rule(f"{ours}.scale", f"{theirs}.weight"), Rule(f"{ours}.bias", f"{theirs}.bias"))
 
 
 def stacked(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Convert rules for a list of layers to rules for stacked layers, by dropping our `{i}`."""
+    """Convert rules for a list of layers to rules for stacked layers.
+
+    The paths of parameters lose their `{i}`; the names of tensors keep it.
+    """
     return tuple(
         Rule(tuple(path.replace(LAYER, "layers") for path in rule.ours), rule.theirs, *rule.steps)
         for rule in rules

@@ -75,7 +75,8 @@ def load_decoder(
             several, give the file or index to read.
         dtype: dtype of the parameters; None keeps that of the file. Train in "float32": updates of
             parameters in 16 bits may be rounded away.
-        family: how to read it; by default the family of its `model_type`.
+        family: how to read `config.json` and name the tensors; by default the family of the
+            `model_type`.
         **changes: fields of `DecoderConfig` to override, such as `compute_dtype`, `scan_layers`
             and `remat`.
 
@@ -132,11 +133,11 @@ def export_decoder(
             may be a list or stacked.
         directory: where to write.
         source: the directory that was loaded. Its `config.json`, tokenizer files and buffers
-            (masks, rotary frequencies) are copied. Like transformers, it does not write a head
-            that is tied to the embeddings.
-        dtype: dtype of floating-point parameters: "source" for that of each tensor in `source`, as
-            of a bfloat16 checkpoint that was trained in float32. None keeps that of `params`.
-            Buffers that are copied keep theirs.
+            (masks, rotary frequencies) are copied. A head that is tied to the embeddings is not
+            written, as in transformers.
+        dtype: dtype in which floating-point parameters are written. None keeps the dtype in
+            `params`. "source" gives each tensor its dtype in `source`, for example bfloat16 for a
+            bfloat16 checkpoint that was trained in float32. Copied buffers keep their dtype.
         family: the family of `source`; by default the one registered for its `model_type`.
 
     Returns:
@@ -161,9 +162,9 @@ def export_encoder(
         directory: where to write.
         source: the directory that was loaded. Its `config.json`, tokenizer files and the tensors
             that the model does not use (such as a pooler) are copied.
-        dtype: dtype of floating-point parameters: "source" for that of each tensor in `source`, as
-            of a bfloat16 checkpoint that was trained in float32. None keeps that of `params`.
-            Buffers that are copied keep theirs.
+        dtype: dtype in which floating-point parameters are written. None keeps the dtype in
+            `params`. "source" gives each tensor its dtype in `source`, for example bfloat16 for a
+            bfloat16 checkpoint that was trained in float32. Copied tensors keep their dtype.
 
     Returns:
         `directory`.
@@ -175,7 +176,7 @@ def export_encoder(
 
 
 class _Opened(NamedTuple):
-    """A checkpoint and the model that it belongs to, before any tensor is read."""
+    """An opened checkpoint, and the family, config, rules and model graph that belong to it."""
 
     family: Family
     config: Any
@@ -205,7 +206,7 @@ def _opened(family: Family, directory: Path | str, changes: dict[str, Any]) -> _
 
 
 def _loaded(opened: _Opened, dtype: np.typing.DTypeLike | None) -> Any:
-    """The tree of the parameters with lazy tensors as leaves."""
+    """Return the tree of the parameters, with lazy tensors of the checkpoint as leaves."""
     named = named_leaves(opened.abstract)
     loaded = to_ours(
         opened.rules,
@@ -249,9 +250,15 @@ def _decoder_family(family: DecoderFamily | None, directory: Path | str) -> Deco
 
 
 def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
-    """Raise if a stored head differs from the embeddings it is tied to.
+    """Raise `ValueError` if a stored head differs from the embeddings that it is tied to.
 
-    transformers 5 would use such a head untied, so ignoring it would change the model.
+    transformers 5 would use such a head untied, so ignoring it would change the model. Nothing is
+    raised if the checkpoint has no head.
+
+    Args:
+        checkpoint: the checkpoint.
+        params: the parameters of the model, which hold the embeddings.
+        name: name of the head in the checkpoint.
     """
     head = checkpoint.get(name)
     if head is None:
@@ -274,10 +281,11 @@ def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
 def _check_counts(
     rules: Iterable[Rule], checkpoint: Checkpoint, config: Any, directory: Path | str
 ) -> None:
-    """Raise if a checkpoint has tensors of fewer layers or experts than its `config.json` says.
+    """Raise if `config.json` says more layers or experts than the checkpoint has tensors of.
 
     Building a model takes time and memory for each layer, and naming its tensors for each expert.
-    So a wrong count is refused before: the names are in the headers of the files.
+    So a wrong count is refused before the model is built: the names of tensors are in the headers
+    of the files.
     """
     experts = getattr(config, "experts", None)
     counts = {"layer": config.num_layers, "expert": experts.num_experts if experts else 0}
@@ -291,7 +299,7 @@ def _check_counts(
     for what, count in counts.items():
         if not any(what in each for each in kinds.values()):
             continue  # all experts of a layer are one tensor, whose shape is compared later
-        # If no name fits a rule, a later message says so; there are still not more than tensors.
+        # If no name fits a rule, a later message says so; but each layer has at least one tensor.
         held = len(numbers_of.get(what, ())) or len(checkpoint)
         if count > held:
             key = next((key for key, n in content.items() if what in key and n == count), what)
@@ -304,7 +312,10 @@ def _check_counts(
 
 
 def _kinds(rules: Iterable[Rule]) -> dict[str, list[str]]:
-    """Map each tensor name, with `{}` for its numbers, to what each number counts, in order."""
+    """Map the pattern of each tensor name, with `{}` for numbers, to what its numbers count.
+
+    For example, `h.{}.experts.{}.weight` is mapped to `["layer", "expert"]`.
+    """
     return {
         _VARIABLE.sub("{}", theirs): [_COUNTED.get(name, "") for name in _VARIABLE.findall(theirs)]
         for rule in rules

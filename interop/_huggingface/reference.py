@@ -1,6 +1,7 @@
-"""Run models in Hugging Face transformers on PyTorch, as references for `jaxzero.models`.
+"""Run checkpoints in transformers on PyTorch, to compare models of `jaxzero.models` with them.
 
-Both are optional (`pip install "jaxzero[torch]"`) and are imported only when these are called.
+torch and transformers are optional (`pip install "jaxzero[torch]"`), and are imported only when a
+function of this module is called.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ def embed_with_transformers(
 ) -> np.ndarray:
     """Compute mean-pooled, normalized embeddings with `transformers.AutoModel`, float32 on the CPU.
 
-    It shares no code with `jaxzero.models`, so it can verify an exported checkpoint.
+    This shares no code with `jaxzero.models`, so it can verify an exported checkpoint.
 
     Args:
         directory: a Hugging Face directory of a text encoder, e.g. one that `export_encoder` wrote.
@@ -128,7 +129,11 @@ def compare_with_transformers(directory: Path | str, *, submodules: bool = False
 
 
 def _load(directory: Path | str) -> tuple[LoadedDecoder | LoadedEncoder, Any]:
-    """Load a checkpoint in float32 with its layers in a list; return it and its rules."""
+    """Load a checkpoint in float32, with its layers in a list.
+
+    Returns:
+        The loaded model, and the rules between its parameters and transformers' names.
+    """
     options: dict[str, Any] = {
         "dtype": "float32",
         "compute_dtype": "float32",

@@ -54,13 +54,13 @@ def load_adam(
     """Load the moments of a PyTorch run into an optax state, to continue that run.
 
     The state of every Adam in the chain is replaced, also inside masks, partitions and other
-    wrappers, and the counters of schedules are set, so that they continue: those of
+    wrappers. Counters of updates are set, so that schedules continue: the counters of
     `optax.MultiSteps` and `optax.inject_hyperparams`, `step` of conditional transformations, and
-    `count` of a state without arrays of floats, such as `scale_by_schedule`. Whatever else a chain
-    accumulates begins anew, with its counter, since the checkpoint has nothing for it: an
-    `optax.ema`, other optimizers of a partition, and what was gathered since the last update by
-    `optax.MultiSteps`, `optax.apply_every` or `jz.simigrad`. Each process reads only the shards of
-    its devices.
+    `count` of a state without arrays of floats, such as `scale_by_schedule`. All other state of the
+    chain begins anew, with its counters, since the checkpoint has nothing for it: an `optax.ema`,
+    other optimizers of a partition, and gradients that `optax.MultiSteps`, `optax.apply_every` or
+    `jz.simigrad` have gathered since the last update. Each process reads only the shards of its
+    devices.
 
     A parameter may have taken fewer steps than others, such as one of a layer that was added late.
     Each Adam gets the count of its parameters: to keep different counts, give those parameters an
@@ -77,8 +77,8 @@ def load_adam(
         rules: rules that map the checkpoint's names to the tree's; if left out, `match` proposes
             them, for which `source` must be a `Checkpoint`.
         ignore: names of parameters of the checkpoint that the tree does not have.
-        accept: as in `load_into`: what you have checked of the proposed rules.
-        steps: the count of an Adam whose parameters have taken different numbers of steps.
+        accept: proposed rules that you have checked, as in `load_into`.
+        steps: the count for an Adam whose parameters have taken different numbers of steps.
 
     Returns:
         A state with the structure and shardings of `opt_state`.
@@ -118,7 +118,14 @@ def load_adam(
 def _moved(
     state: Any, step: int, counts: Mapping[int, int], kinds: Mapping[str, Mapping[str, LazyTensor]]
 ) -> Any:
-    """Replace every Adam state inside `state`, and set the fields that count updates."""
+    """Return `state` with the moments of every Adam replaced, and with its counters of updates set.
+
+    Args:
+        state: an optax state, or a part of one.
+        step: the number of updates that counters get.
+        counts: `id` of each Adam state -> its number of steps.
+        kinds: "mu" and "nu" -> path of a parameter -> its moment in the checkpoint.
+    """
     if _is_adam(state):
         moved = {kind: _filled(state, kind, tensors) for kind, tensors in kinds.items()}
         return state._replace(count=_counter(counts[id(state)], state.count), **moved)
@@ -139,7 +146,10 @@ def _moved(
 
 
 def _is_counting(state: Any) -> bool:
-    """Whether a state has a field that counts something: updates of the run, or others."""
+    """Return whether a state has a field `count` or another known counter.
+
+    The counter may count the updates of the run, or something else; see `_counts_updates`.
+    """
     fields = getattr(type(state), "_fields", None)
     if fields is None and dataclasses.is_dataclass(type(state)):
         fields = [field.name for field in dataclasses.fields(state)]
@@ -150,7 +160,11 @@ def _counts_updates(state: Any, stops: Callable[[Any], bool]) -> str | None:
     """Return the field of a state that counts the updates of the run; None if there is none.
 
     A state that accumulates arrays, such as a mean with its own correction of bias, counts what it
-    has accumulated. That is not in the checkpoint and begins anew, so its counter must too.
+    has accumulated. Those arrays are not in the checkpoint and begin anew, so the counter must too.
+
+    Args:
+        state: a state for which `_is_counting` is true.
+        stops: whether an object inside `state` is a state of its own, which is not looked into.
     """
     if type(state) in _COUNTER_OF:
         return _COUNTER_OF[type(state)]
@@ -279,7 +293,12 @@ def _read_like(tensor: LazyTensor, like: Any) -> Any:
 def _steps_of_names(
     rules: Iterable[Rule], shapes: Shapes, steps_of: Mapping[str, int]
 ) -> Iterator[tuple[str, int]]:
-    """Yield the name of each tensor of the checkpoint and the steps that its parameters took.
+    """Yield (name, steps) for each tensor of the checkpoint, given the steps of each parameter.
+
+    Args:
+        rules: the rules between parameters and tensors.
+        shapes: path -> shape of each parameter.
+        steps_of: path -> number of steps that the parameter has taken.
 
     Raises:
         ValueError: a rule makes one tensor from parameters with different numbers of steps.
@@ -297,7 +316,7 @@ def _steps_of_names(
 def _steps_of_paths(
     rules: Iterable[Rule], shapes: Shapes, moments: AdamMoments
 ) -> dict[str, set[int]]:
-    """Map the path of each parameter to the steps that its tensors have taken."""
+    """Map the path of each parameter to the numbers of steps that its tensors have taken."""
     return {
         path: {moments.steps.get(name, moments.step) for name in chain(*use.theirs.values())}
         for use in uses_of(rules, shapes)
@@ -311,14 +330,17 @@ def _counts_of(
     moments: AdamMoments,
     given: int | None,
 ) -> dict[int, int]:
-    """Map the `id` of each Adam state to its count.
+    """Choose the number of steps of each Adam state.
 
     Args:
-        states: states of Adam.
+        states: the Adam states inside an optax state.
         steps_of: path of a parameter -> the numbers of steps that its tensors have taken.
         moments: the moments of the checkpoint.
-        given: the count of an Adam whose parameters have taken different numbers of steps; it is
+        given: the number for an Adam whose parameters have taken different numbers of steps; it is
             required if there is such an Adam, and an error if there is none.
+
+    Returns:
+        `id` of each Adam state -> its number of steps.
     """
     if given is not None and (type(given) is not int or not 0 < given < 2**31):
         raise ValueError(f"`steps` must be a positive number of steps; got {given!r}.")
@@ -338,7 +360,14 @@ def _counts_of(
 
 
 def _different_steps(path_of: Mapping[int, str], betas: tuple[float, float]) -> str:
-    """The message that says what one count would change; `path_of` has a path for each count."""
+    """Return the message of the error that parameters of one Adam have taken different steps.
+
+    It says by which factor each choice of one count would multiply the next update.
+
+    Args:
+        path_of: number of steps -> path of a parameter that has taken them.
+        betas: the betas of Adam.
+    """
     least, most = min(path_of), max(path_of)
 
     def factor(count: int, steps: int) -> float:  # by which the next update would be multiplied

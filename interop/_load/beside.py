@@ -1,9 +1,10 @@
-"""Find and read an optimizer's state in a file of its own, beside the model that it trained.
+"""Read the state of an optimizer from a file of its own, beside the model's checkpoint.
 
 The Trainer of transformers writes `optimizer.pt` into `checkpoint-N`, and Accelerate's `save_state`
-writes `optimizer.bin`. Both hold `optimizer.state_dict()`, with numbers for parameters. Files of
-safetensors are sorted, so the order of the model is not in them; transformers knows it where
-`config.json` names one of its classes.
+writes `optimizer.bin`. Both hold `optimizer.state_dict()`, which identifies parameters by number.
+The numbers follow the order of the model's parameters. A safetensors file sorts its tensors by
+name, so it does not have that order; transformers knows it, if `config.json` names one of its
+classes.
 """
 
 import dataclasses
@@ -68,8 +69,10 @@ def with_optimizer(
 def _order(checkpoint: Checkpoint, directory: Path) -> ModelOrder:
     """Return the order of the model's parameters.
 
+    It comes from the checkpoint, or else from a model that transformers builds from `config.json`.
+
     Raises:
-        ValueError: it is not known; the message is the reason.
+        ValueError: the order cannot be found out; the message is the reason.
     """
     if checkpoint.in_order:
         return ModelOrder(parameters_in(checkpoint.tensors))
@@ -108,7 +111,7 @@ def _order(checkpoint: Checkpoint, directory: Path) -> ModelOrder:
 
 
 def _model_of_transformers(directory: Path, kind: str, num_tensors: int) -> Any:
-    """Build the model that a config.json describes on the meta device: shapes without data."""
+    """Build the model that a `config.json` describes on PyTorch's meta device, without data."""
     import torch
     import transformers
 

@@ -81,10 +81,11 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def _errors_of_files() -> Iterator[None]:
-    """Raise the error of the file system in place of what torch makes of it.
+    """Replace an error of PyTorch by the error of the file system that caused it.
 
     When a disk is full, `torch.save` fails once more while it closes its archive, and reports only
-    that ("unexpected pos"). `torch.distributed.checkpoint` wraps errors in a `BaseException`.
+    the second failure ("unexpected pos"). `torch.distributed.checkpoint` wraps errors in a
+    `BaseException`.
     """
     try:
         yield

@@ -34,15 +34,15 @@ def load_into(
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s, in any tree (Flax NNX or
             Linen, Equinox, plain). Only their paths, shapes and dtypes are used.
         source: path of a checkpoint, as for `open_checkpoint`; or tensors by name: a `Checkpoint`,
-            a `state_dict` of PyTorch, or arrays of numpy. Those in the memory of the CPU are not
-            copied: what changes them later changes what is read.
-        rules: map tensors to parameters. If None, `match` proposes rules. What it cannot decide is
-            an error, and so is a rule that may be wrong and is not accepted; the message has the
-            rules.
+            a `state_dict` of PyTorch, or arrays of numpy. Tensors in the memory of the CPU are not
+            copied: if you change them later, the changed values are read.
+        rules: map tensors to parameters. If None, `match` proposes rules. A parameter that it
+            cannot decide is an error, and so is a proposed rule that may be wrong and is not in
+            `accept`; the message has the rules.
         ignore: patterns (with `*`) for names of tensors that are not parameters of the model.
-        accept: what you have checked of the proposal: rules, which are used as they are, or
-            patterns (with `*`) for paths of parameters whose proposed rules are right. "*" accepts
-            all of them. Only without `rules`.
+        accept: the part of the proposal that you have checked: rules, which are used as they are,
+            or patterns (with `*`) for paths of parameters whose proposed rules are right. "*"
+            accepts all proposed rules. Only without `rules`.
         dtype: dtype of floating-point parameters; None keeps that of the checkpoint. Other
             parameters have the dtype of `tree`. Reading a slice with a number that the dtype cannot
             hold, not even rounded, raises `ValueError`.
@@ -95,9 +95,9 @@ def tensors_from(
         tree: parameters: full arrays, or shards from `zero.shard`.
         rules: the rules given to `load_into`.
         like: a tree with the expected paths and shapes, such as the result of `load_into`.
-        dtype: dtype of floating-point tensors; or tensors by name, such as the checkpoint that was
-            loaded, each of which gives its dtype to that of the same name. None keeps that of the
-            parameters. Reading a number that the dtype cannot hold raises `ValueError`.
+        dtype: dtype of floating-point tensors. None keeps the dtype of the parameters. Tensors by
+            name, such as the checkpoint that was loaded, give each tensor the dtype of the one with
+            the same name. Reading a number that the dtype cannot hold raises `ValueError`.
 
     Raises:
         ValueError: the rules do not fit the tree, `tree` and `like` differ, or a parameter is
@@ -141,7 +141,10 @@ def _held(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
 
 
 def lazy_leaf(leaf: Any, shape: tuple[int, ...], path: str) -> LazyTensor:
-    """View a leaf of a tree as a lazy tensor of `shape`, without padding."""
+    """Return a leaf of a tree as a lazy tensor, without the padding beyond `shape`.
+
+    A leaf that is a lazy tensor is returned unchanged. `path` names the leaf in messages.
+    """
     if isinstance(leaf, LazyTensor):
         return leaf
     leaf = data_of(leaf)

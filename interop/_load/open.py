@@ -1,7 +1,8 @@
-"""One way to open a checkpoint, whatever wrote it: the forms are tried one after the other.
+"""Open a checkpoint of any known form: the forms are tried one after the other.
 
-A form recognizes the paths of its checkpoints, and opens one as tensors by name. The names of
-files decide: a form reads nothing before it is chosen. Forms of the user come before those here.
+A `CheckpointForm` says whether a path is a checkpoint of its form, and opens it as tensors by name.
+It decides by the names of files; their content is read only when the form has been chosen. Forms
+that a user has added are tried before those of this module.
 """
 
 import abc
@@ -37,7 +38,7 @@ _NO_WEIGHTS = (".json", ".jsonl", ".txt", ".md", ".py", ".html", ".xml")
 
 
 class CheckpointForm(abc.ABC):
-    """One way in which checkpoints are written.
+    """A file format of checkpoints: recognizes its files, and opens them as named tensors.
 
     Subclass it, and pass an instance to `open_checkpoint(path, forms=[...])`, or register it with
     `register_checkpoint_form`, so that every `open_checkpoint` tries it.
@@ -50,7 +51,7 @@ class CheckpointForm(abc.ABC):
 
     @abc.abstractmethod
     def recognizes(self, path: Path) -> bool:
-        """Whether `path`, a file or a directory that exists, is a checkpoint of this form."""
+        """Return whether an existing file or directory is a checkpoint of this form."""
 
     @abc.abstractmethod
     def open(
@@ -69,7 +70,7 @@ class CheckpointForm(abc.ABC):
 
 
 class DistributedCheckpoint(CheckpointForm):
-    """A directory of `torch.distributed.checkpoint`: FSDP, FSDP2."""
+    """The form of `torch.distributed.checkpoint`: a directory, as FSDP and FSDP2 write it."""
 
     name = "torch.distributed.checkpoint"
 
@@ -88,7 +89,7 @@ class DistributedCheckpoint(CheckpointForm):
 
 
 class DeepSpeed(CheckpointForm):
-    """A directory of DeepSpeed, ZeRO stages 1 to 3, or a universal one."""
+    """The form of DeepSpeed: a directory of ZeRO stages 1 to 3, or a universal checkpoint."""
 
     name = "DeepSpeed"
 
@@ -102,7 +103,7 @@ class DeepSpeed(CheckpointForm):
 
 
 class TorchSave(CheckpointForm):
-    """A file of `torch.save`, or a directory with parts of one."""
+    """The form of `torch.save`: a file, or a directory with one or with parts and their index."""
 
     name = "torch.save"
 
@@ -125,7 +126,7 @@ class TorchSave(CheckpointForm):
 
 
 class Safetensors(CheckpointForm):
-    """A file of safetensors, or a directory with one or with parts and their index."""
+    """The form of safetensors: a file, or a directory with one or with parts and their index."""
 
     name = "safetensors"
 
@@ -155,7 +156,7 @@ def _refuse_key(form: str, path: Path, key: str | None) -> None:
 
 
 def adapter_in(path: Path) -> str | None:
-    """Say what to do with a directory of PEFT; None if `path` is no such directory.
+    """Return advice for a directory that holds an adapter of PEFT; None if it holds none.
 
     The text completes a sentence that begins with the path.
     """
@@ -171,7 +172,10 @@ def adapter_in(path: Path) -> str | None:
 
 
 def _is_whole_model(path: Path) -> bool:
-    """Whether a directory has the safetensors of a full model; others may be those of adapters."""
+    """Return whether a directory has the safetensors files of a full model.
+
+    Safetensors files of other names may belong to an adapter.
+    """
     return any((path / name).is_file() for name in (SINGLE, SAFETENSORS_INDEX))
 
 
@@ -182,7 +186,7 @@ _registered: list[CheckpointForm] = []
 def register_checkpoint_form(form: CheckpointForm) -> None:
     """Register a form for `open_checkpoint` and everything that uses it, such as `jaxzero inspect`.
 
-    It is tried before the others; of several that were registered, the last comes first.
+    It is tried before the built-in forms, and before the forms that were registered earlier.
 
     Raises:
         ValueError: it is not an instance of a `CheckpointForm`.
@@ -192,7 +196,7 @@ def register_checkpoint_form(form: CheckpointForm) -> None:
 
 
 def known_forms() -> tuple[CheckpointForm, ...]:
-    """Registered forms, then the forms of this module."""
+    """Return all forms in the order in which they are tried: the registered, then the built-in."""
     return (*_registered, *_FORMS)
 
 
@@ -221,13 +225,13 @@ def open_checkpoint(
     needed, and nothing that a file pickles is run.
 
     Args:
-        path: a file or a directory: for DeepSpeed the one with `latest`, or that of a step. An
-            index of Hugging Face stands for the parts that it names.
-        key: dotted path of the model's state dict, where a file of `torch.save`, or a distributed
-            checkpoint, holds several. Of a distributed checkpoint that was saved without flattening
-            its dict: what the names of the model begin with, such as "model" of `model.up.weight`.
+        path: a file or a directory; for DeepSpeed the directory of a run, which holds `latest`, or
+            of one step. An index of Hugging Face stands for the parts that it names.
+        key: dotted path of the model's state dict, if a file of `torch.save` or a distributed
+            checkpoint holds several. If a distributed checkpoint was saved without flattening its
+            dict: what the names of the model begin with, such as "model" of `model.up.weight`.
         records: classes that a pickle may name, such as "my_package.Config", or patterns, such as
-            "my_package.*". They are not imported: what is kept of such an object is never used.
+            "my_package.*". They are not imported, and objects of these classes are never used.
         forms: forms of your own, tried before those above. `register_checkpoint_form` adds one for
             every call.
         optimizer: a file of `torch.save` with `optimizer.state_dict()`, if the checkpoint has none.
@@ -235,8 +239,8 @@ def open_checkpoint(
 
     Returns:
         The tensors by name, without the components that `torch.compile`, FSDP and activation
-        checkpointing add (`_orig_mod` and others). DeepSpeed's are the float32 ones that the
-        optimizer updates. `checkpoint.adam()` gives the state of Adam, where there is one.
+        checkpointing add (`_orig_mod` and others). Of DeepSpeed these are the float32 parameters
+        that the optimizer updates. `checkpoint.adam()` gives the state of Adam, if there is one.
 
     Raises:
         TypeError: `path` is not a path.
@@ -275,7 +279,10 @@ def open_checkpoint(
 
 
 def _others_in(path: Path) -> str:
-    """Describe the first file of a directory that its first bytes reveal; "" if there is none."""
+    """Describe the first file in a directory whose first bytes show a known kind; else return "".
+
+    The text, such as "'x.gguf' in it is a GGUF file ...", is part of an error message.
+    """
     files = (x for x in sorted(path.iterdir()) if x.is_file() and x.suffix not in _NO_WEIGHTS)
     told = ((file, kind_of_file(file)) for file in files)
     return next((f"{shown(file.name)} in it {kind} " for file, kind in told if kind), "")

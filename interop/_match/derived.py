@@ -1,10 +1,11 @@
-"""Modules derived from those of a checkpoint, as further candidates for the model's modules.
+"""Derive modules from those of a checkpoint, as further candidates for the model's modules.
 
-*Stacks*: a checkpoint may have a tensor for each layer, where the model has one parameter for all.
-The numbers in a stack's names must fill a range 0, 1, 2, ... There may be a hundred thousand names,
-each with several numbers, so groups that cannot fill one are sorted out in numpy first.
-*Weights*: torch stores some as norm and direction (`weight_norm`). *Parts*: query, key and value of
-a tensor that fuses them in a known layout.
+*Stacks*: a checkpoint may have a tensor for each layer, where the model has one parameter for all
+layers. The numbers in a stack's names must fill a range 0, 1, 2, ... There may be a hundred
+thousand names, each with several numbers, so groups of names that cannot fill a range are sorted
+out in numpy first.
+*Weights*: torch may store a weight as norm and direction (`weight_norm`). *Parts*: a tensor may
+fuse query, key and value in a known layout.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ _PARAMETRIZED = re.compile(r"((?:.*\.)?)parametrizations\.(\w+)\.original0")
 
 
 def stacks_of(modules: Sequence[Module]) -> list[Module]:
-    """Stack modules whose names differ only in one or two numbers (0, 1, 2, ...).
+    """Combine modules whose names differ only in one or two numbers (0, 1, 2, ...) into stacks.
 
     Modules with more than `_MAX_NUMBERS` numbers in their names are not stacked.
     """
@@ -41,16 +42,19 @@ def stacks_of(modules: Sequence[Module]) -> list[Module]:
     for form in forms.values():
         if len(form) > 1:
             stacks += _stacks(modules, form)
-    # Stacks with one variable before those with two; of these, in the order of their first modules.
+    # Stacks with one variable come first, and otherwise those with earlier first modules.
     return [stack for _, stack in sorted(stacks, key=lambda each: each[0])]
 
 
 def _stacks(
     modules: Sequence[Module], form: Sequence[tuple[int, list[str]]]
 ) -> Iterator[tuple[tuple, Module]]:
-    """Yield (key to sort by, stack) for modules with the same text around their numbers.
+    """Yield (key to sort by, stack) for the stacks among modules of one form.
 
-    `form` has (index in `modules`, pieces of the name) of these modules.
+    Args:
+        modules: all modules.
+        form: (index in `modules`, pieces of the name) of those modules whose names have the same
+            text around their numbers, and which have the same shapes.
     """
     ids: dict[str, int] = {}
     texts = [pieces[1::2] for _, pieces in form]
@@ -78,9 +82,16 @@ def _stacks(
 def _possible_groups(
     kept: Int64[np.ndarray, "n k"], varied: Int64[np.ndarray, "n v"]
 ) -> Iterator[list[int]]:
-    """Group n names by their k kept texts, and yield the indices of each group that may be a stack.
+    """Group names that agree in some of their numbers, and yield the groups that may be a stack.
 
-    A group is left out if it has fewer names than a stack with the largest of its v varied numbers.
+    A group is left out if it has fewer names than a stack with the largest of its numbers would.
+
+    Args:
+        kept: k numbers of each of n names, in which the names of a group agree.
+        varied: v other numbers of each name, which would be the indices of the stack.
+
+    Yields:
+        The indices of the names of a group, from 0 to n - 1.
     """
     group = np.zeros(len(kept), np.int64)
     for column in kept.T:
@@ -96,7 +107,7 @@ def _possible_groups(
 
 
 def _full_range(members: Mapping[Indices, Module]) -> Indices | None:
-    """The lengths of a stack whose indices are all there, from 0 on; None if some are missing."""
+    """Return the lengths of a stack, if each index from 0 on has a module; else None."""
     counts = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
     return counts if math.prod(counts) == len(members) > 1 else None
 
@@ -123,11 +134,11 @@ def _pattern(pieces: list[str], positions: tuple[int, ...]) -> str:
 
 
 class Normed(NamedTuple):
-    """How two tensors of the checkpoint, norm and direction, make a weight.
+    """How a weight is computed from two tensors of the checkpoint, its norm and its direction.
 
     Attributes:
-        old: True for `torch.nn.utils.weight_norm`, which names them with `_g` and `_v`; False for
-            that of `torch.nn.utils.parametrizations`.
+        old: True for `torch.nn.utils.weight_norm`, which names the tensors with `_g` and `_v`;
+            False for `torch.nn.utils.parametrizations.weight_norm`.
         step: computes the weight.
     """
 
@@ -136,10 +147,10 @@ class Normed(NamedTuple):
 
 
 def with_weights(shapes: Shapes) -> tuple[dict[str, tuple[int, ...]], dict[str, Normed]]:
-    """Replace each norm and direction by the weight that they make.
+    """Replace each pair of norm and direction by the weight that is computed from them.
 
     Returns:
-        Name -> shape, in the same order; and name of a weight -> how its tensors make it.
+        Name -> shape, in the same order; and name of such a weight -> how it is computed.
     """
     merged, normed, taken = {}, {}, set()
     for name, shape in shapes.items():
@@ -157,7 +168,7 @@ def with_weights(shapes: Shapes) -> tuple[dict[str, tuple[int, ...]], dict[str, 
 
 
 def tensors_of(weight: str, *, old: bool) -> tuple[str, str]:
-    """The names of the norm and the direction of a weight."""
+    """Return the names of the norm and the direction of a weight."""
     if old:
         return f"{weight}_g", f"{weight}_v"
     module, dot, last = weight.rpartition(".")
@@ -166,7 +177,7 @@ def tensors_of(weight: str, *, old: bool) -> tuple[str, str]:
 
 
 def from_tensors(rules: Iterable[Rule], normed: Mapping[str, Normed]) -> list[Rule]:
-    """Rewrite rules of weights that `with_weights` introduced as rules of norm and direction."""
+    """Rewrite rules so that weights that `with_weights` introduced come from norm and direction."""
     derived = []
     for rule in rules:
         pattern = pattern_of(rule.theirs[0])  # of a stack, or a name
@@ -178,19 +189,19 @@ def from_tensors(rules: Iterable[Rule], normed: Mapping[str, Normed]) -> list[Ru
 
 
 def _dims(norms: tuple[int, ...], directions: tuple[int, ...]) -> list[int | None]:
-    """The `dim`s of `WeightNorm` that give norms of this shape.
+    """List each `dim` for which `WeightNorm(dim)` has norms of shape `norms`.
 
-    Several, if a dimension has size 1: all of them give the same weight.
+    There are several if a dimension has size 1; all of them give the same weight.
     """
     dims: list[int | None] = [None, *range(len(directions))]
     return [dim for dim in dims if WeightNorm(dim).norms_of(directions) == norms]
 
 
 def parts_of(modules: Iterable[Module]) -> list[Module]:
-    """Return query, key and value parts of each `in_proj` of `torch.nn.MultiheadAttention`.
+    """Return the query, key and value of each fused `torch.nn.MultiheadAttention`, as modules.
 
-    Only of its `in_proj_weight` and `in_proj_bias`, whose layout is known. A linear layer that is
-    called `in_proj`, with an `in_proj.weight`, may have any layout.
+    Only tensors called `in_proj_weight` and `in_proj_bias` are divided, since their layout is
+    known. A linear layer that is called `in_proj`, with an `in_proj.weight`, may have any layout.
     """
     parts = []
     for module in modules:

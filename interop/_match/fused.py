@@ -23,11 +23,12 @@ _UNKNOWN = (0, 0, 0)  # numbers of heads, until `_with_heads` writes them into t
 
 
 class Found(NamedTuple):
-    """Fused tensors and the parameters that come from them.
+    """The tensors found that fuse query, key and value, and the parameters that come from them.
 
     Attributes:
-        layouts: pattern of the tensors' names -> the two rules as text: whole, and head by head;
-            then, if rotary pairs may have to be reordered, the same with `RotaryPairs`.
+        layouts: pattern of the tensors' names -> rules as text, of which one is right: for whole
+            parts, and for parts fused head by head; then, if rotary pairs may have to be reordered,
+            the same two with `RotaryPairs`.
         undecided: path of a parameter -> the tensor that it is a part of.
         members: names of all fused tensors.
     """
@@ -40,11 +41,11 @@ class Found(NamedTuple):
 def find_fused(
     ours: Sequence[Module], theirs: Sequence[Module], paths: Sequence[str], *, interleaved: bool
 ) -> Found:
-    """Match query, key and value modules of the model with fused tensors.
+    """Match query, key and value modules of the model with fused tensors of the checkpoint.
 
     Args:
         ours: modules of the model that have no counterpart.
-        theirs: modules of the checkpoint that have none, also stacked ones.
+        theirs: modules of the checkpoint that have no counterpart, also stacked ones.
         paths: paths of all parameters.
         interleaved: True if names say that rotary pairs may have to be reordered (`is_meta`).
     """
@@ -74,7 +75,7 @@ def find_fused(
 
 
 def _triples(modules: Sequence[Module]) -> list[tuple[Module, ...]]:
-    """Group modules whose names differ only in query, key and value."""
+    """List (query, key, value) for modules whose names differ only in these three words."""
     groups: dict[tuple, dict[str, Module]] = collections.defaultdict(dict)
     for module in modules:
         words = words_of(module.name)
@@ -87,7 +88,14 @@ def _triples(modules: Sequence[Module]) -> list[tuple[Module, ...]]:
 
 
 def _rules(parts: tuple[Module, ...], fused: Module) -> Mapping[Rule, int | None]:
-    """Rules, one for each role, that split `fused` into whole parts; empty if it does not fit."""
+    """Return rules that split a fused module into whole query, key and value; {} if none fits.
+
+    Each rule is mapped to the number of heads of the key, or None where shapes do not tell it.
+
+    Args:
+        parts: the modules of the model for query, key and value.
+        fused: the module of the checkpoint. There is one rule for each role, such as `weight`.
+    """
     if fused.tensors.keys() != parts[0].tensors.keys():
         return {}
     rules = {}
@@ -123,7 +131,16 @@ def _rule(parts: list[Tensor], fused: Tensor, stack: tuple[int, ...]) -> Rule | 
 def _common_steps(
     parts: list[Tensor], shapes: list[tuple[int, ...]], pieces: list[tuple[int, ...]], dim: int
 ) -> Steps | None:
-    """The steps that turn each piece into its parameter; None if there are none for all three."""
+    """Return the steps that turn each piece of a fused tensor into its parameter.
+
+    None if no steps fit all three.
+
+    Args:
+        parts: the parameters of query, key and value.
+        shapes: their shapes, without stacked dimensions.
+        pieces: the shapes of the pieces.
+        dim: the dimension along which the tensor was split.
+    """
     role = parts[0].name.rpartition(".")[2]
     ways = [possible_steps(role, ours, piece) for ours, piece in zip(shapes, pieces, strict=True)]
     common = [way for way in ways[0] if all(way in others for others in ways[1:])]
@@ -135,7 +152,10 @@ def _common_steps(
 
 
 def _head_by_head(rule: Rule, num_heads: int | None) -> str:
-    """The rule for the other layout; `H` stands for an unknown number of heads."""
+    """Return, as text, the rule for parts fused head by head, given the rule for whole parts.
+
+    `H` stands for an unknown number of heads.
+    """
     split = rule.steps[0]
     assert isinstance(split, Split)
     heads = "H" if num_heads is None else str(num_heads)
@@ -155,7 +175,10 @@ def _turned(rule: Rule) -> Rule:
 
 
 def _with_heads(text: str, rule: Rule, num_heads: int | None) -> str:
-    """Write the numbers of heads of query and key; `H` and `G` stand for unknown ones."""
+    """Fill the numbers of heads of query and key into the text of a rule with `RotaryPairs`.
+
+    `H` and `G` stand for unknown numbers.
+    """
     split = rule.steps[0]
     assert isinstance(split, Split)
     equal = isinstance(split.sizes, int)

@@ -1,9 +1,9 @@
-"""Ask for layouts that no shape tells: the order of flattened images, and that of rotary pairs.
+"""Ask about layouts that no shape tells: the order of flattened images, and of rotary pairs.
 
 torch flattens an image channels first, `[c, h, w]`, and Flax channels last, `[h, w, c]`. A linear
-layer that reads one, or whose outputs are reshaped to one, needs its rows reordered. Which layer
-that is follows from the numbers of channels and from the order of the layers in the checkpoint.
-Whether a model rotates halves or interleaved pairs is known of Meta's names only (`RotaryPairs`).
+layer that reads such an image, or makes one, needs its inputs or its outputs reordered. Which
+layers these are is guessed from numbers of channels and from the order of layers in the checkpoint.
+Whether a model rotates halves or interleaved pairs is known only from the names of Meta's Llama.
 """
 
 import collections
@@ -25,7 +25,7 @@ _DECODES = re.compile("decod|generat|unflatten", re.IGNORECASE)
 
 
 class Question(NamedTuple):
-    """Two rules for one parameter, both of which its shape allows.
+    """A parameter for which two rules are possible, and what decides between them.
 
     Attributes:
         name: name of the tensor.
@@ -51,12 +51,12 @@ class Layer(NamedTuple):
 
 
 def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer | None:
-    """Return the layer of a weight, or None if the tensor is not that of a layer.
+    """Return the layer that a tensor is the weight of; None if it is no weight of a layer.
 
     Args:
         name: name of the tensor.
         shape: its shape.
-        steps: the steps that turn it into a kernel, which tell convolutions from other tensors.
+        steps: the steps that turn it into a parameter; they tell convolutions from other tensors.
     """
     turns = [each for each in steps if isinstance(each, Transpose)]
     if len(shape) == 2:
@@ -72,7 +72,7 @@ def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer 
 def flattened(
     decided: Decided, given: Iterable[Layer], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Question]:
-    """Ask about linear layers that read or make images, and norms beside them.
+    """Ask about the linear layers that may read or make a flattened image, and norms beside them.
 
     Args:
         decided: pairs of modules, with the steps of each role.
@@ -80,7 +80,7 @@ def flattened(
         shapes: name -> shape of all tensors, in the order of the checkpoint.
 
     Returns:
-        Path of a parameter -> the question.
+        Path of a parameter -> a question that the user has to answer.
     """
     layers = {layer.name: layer for layer in given}
     for pair, steps in decided:
@@ -113,14 +113,17 @@ def flattened(
 
 
 class _Image(NamedTuple):
-    """A flattened image that a linear layer reads or makes."""
+    """A flattened image that a linear layer reads, or that its outputs make up."""
 
     name: str  # of the convolution that makes or reads the image
     channels: int
     size: int  # channels, height and width multiplied; or with other numbers beside the image
 
     def channels_last(self, dim: int, num_dims: int) -> Steps:
-        """The steps that reorder a dimension from channels first to channels last."""
+        """Return steps that reorder dimension `dim` of `num_dims` from channels first to last.
+
+        There are none if the dimension holds other numbers besides the image.
+        """
         if self.size % self.channels:
             return ()
         dims = list(range(num_dims + 1))
@@ -130,7 +133,7 @@ class _Image(NamedTuple):
         return (Unflatten(dim, first), Transpose(*dims), Flatten(dim, last))
 
     def why(self, what: str) -> str:
-        """The question as text; `what` is such as "its inputs may be"."""
+        """Return the question as text, which begins with `what`, such as "its inputs may be"."""
         if self.size % self.channels:
             return (
                 f"{what} a flattened image of {self.channels} channels ({self.name!r}) beside "
@@ -149,9 +152,9 @@ def _first(each: Pair, tensor: Tensor) -> str:
 
 
 class _Line:
-    """The layers of a checkpoint in the order of definition, as far as the file has it.
+    """The layers of a checkpoint in the order of definition, as far as the file shows it.
 
-    safetensors sorts names as text, with 10 before 2; then numbers at least are put in order.
+    If names are sorted as text (10 before 2), as in safetensors, numbers at least are put in order.
     """
 
     def __init__(self, layers: Mapping[str, Layer], shapes: Mapping[str, tuple[int, ...]]):
@@ -164,10 +167,11 @@ class _Line:
         self._convolutions = [x for x in self._layers if x.is_convolution]
 
     def images_read(self) -> dict[str, tuple[Layer, bool]]:
-        """Return name of a linear layer -> (convolution, whether it is sure).
+        """Find the linear layers that may read the flattened image of a convolution.
 
-        The layer may read the flattened image of the convolution. Where that is sure, the rule that
-        reorders is proposed; else the plain rule is, because the inputs may be something else.
+        Returns:
+            Name of a linear layer -> (convolution, whether it is sure). If it is sure, the rule
+            that reorders is proposed; if not, the plain rule, as the inputs may be something else.
         """
         first = self._place[self._convolutions[0].name]
         channels = {x.outputs for x in self._convolutions}
@@ -186,7 +190,7 @@ class _Line:
         return images
 
     def image_made(self, layer: Layer, reads: Collection[str]) -> Layer | None:
-        """The convolution for whose input the outputs of a linear layer may be reshaped."""
+        """Return the convolution that may read the outputs of a linear layer as an image."""
         size, place = layer.outputs, self._place[layer.name]
         if self._last_reader(reads).get(size, -1) > place:
             return None  # a later linear layer reads as many numbers, which need not be an image
@@ -204,19 +208,17 @@ class _Line:
         return next((x for x in following if x.inputs > 1 and size % x.inputs == 0), None)
 
     def _last_reader(self, reads: Collection[str]) -> dict[int, int]:
-        """Map a number of inputs to the place of the last linear layer that has it.
-
-        Layers that read images (`reads`) do not count.
-        """
+        """Map each input size to the place of the last linear layer with it, if not in `reads`."""
         if not hasattr(self, "_readers"):
             linear = (x for x in self._layers if not x.is_convolution and x.name not in reads)
             self._readers = {x.inputs: self._place[x.name] for x in linear}
         return self._readers
 
     def names_beside(self, layer: Layer, image: "_Image") -> set[str] | None:
-        """Names of tensors between a layer and a convolution, where norms of the image are.
+        """Return the names of tensors that may be norms of an image: those between its two layers.
 
-        None for all names, if no other layer has as many outputs as the image has numbers.
+        These are `layer`, which is linear, and the convolution of `image`. None stands for all
+        names: no other layer has as many outputs as the image has numbers.
         """
         own = layer.outputs == image.size
         if self._outputs[image.size] == own:
@@ -233,15 +235,19 @@ def _with_numbers(name: str) -> list[tuple[str, int]]:
 def _before(
     linear: Layer, earlier: Iterable[Layer], images: Mapping[str, tuple[Layer, bool]]
 ) -> tuple[Layer, bool] | None:
-    """Return the last convolution whose channels divide the inputs of a linear layer.
+    """Find the convolution whose flattened image a linear layer may read.
 
-    None if a layer in between has as many outputs as `linear` has inputs, or the convolution has as
-    many channels: then no image is flattened.
+    It is the nearest one in `earlier` whose number of channels divides the inputs of `linear`.
+    There is none if a layer in between has as many outputs as `linear` has inputs, or if the
+    convolution itself has as many channels: then no image is flattened.
 
     Args:
-        linear: the layer.
+        linear: the linear layer.
         earlier: the layers before it, the nearest first.
-        images: the result for those linear layers; see `images_read`, also for what is returned.
+        images: what `images_read` has found for linear layers before `linear`.
+
+    Returns:
+        The convolution, and whether it is sure; or None.
     """
     size, is_sure, beside = linear.inputs, True, None
     for layer in earlier:
@@ -268,7 +274,8 @@ def _questions(
 ) -> dict[str, Question]:
     """Ask about a linear layer that may read the image `before`, or make the image `after`.
 
-    If `is_sure`, the rule that reorders is proposed, and else the plain one.
+    `steps` has the steps of the plain rule for each role. If `is_sure`, the rule that reorders is
+    the proposed one; otherwise the plain rule is. Return path of a parameter -> question.
     """
     questions = {}
     for role, plain in steps.items():
@@ -291,7 +298,7 @@ def _questions(
 
 
 def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
-    """Ask about norms over a flattened image, whose scales have the image's order too.
+    """Return path -> question for norms over a flattened image: scales have its order too.
 
     Only tensors in `names` are considered; None for all.
     """
@@ -313,11 +320,7 @@ def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str,
 def rotary(
     decided: Decided, shapes: Mapping[str, tuple[int, ...]], paths: Iterable[str]
 ) -> dict[str, Question]:
-    """Ask about queries and keys, if names of the checkpoint or of the model are Meta's.
-
-    Returns:
-        Path of a parameter -> the question.
-    """
+    """Return path -> question for queries and keys, if names in checkpoint or model are Meta's."""
     from_meta, to_meta = is_meta(shapes), is_meta(paths)
     if not from_meta and not to_meta:
         return {}
@@ -364,21 +367,23 @@ _BOTH_META = (
 
 
 def is_meta(names: Iterable[str]) -> bool:
-    """Whether names have the form of Meta's Llama, whose rotary pairs are interleaved."""
+    """Return whether names have the form of Meta's Llama, whose rotary pairs are interleaved."""
     return any(map(_META.search, names))
 
 
 def _is_rotated(paired: Pair) -> bool:
-    """Whether a module is a query or a key, or a norm of one."""
+    """Return whether a pair of modules is a query or a key, or the norm of one."""
     names = (paired.theirs.name, paired.ours.name)
     words = (words_of(name) & {"query", "key"} for name in names)
     return paired.theirs.part is None and any(len(parts) == 1 for parts in words)
 
 
 def _head_dim(paired: Pair, steps: Mapping[str, Steps], most: int) -> int | None:
-    """The size of a head, if the model has a dimension for heads, or a norm over single heads.
+    """Return the size of a head, if a query, key or norm shows it; else None.
 
-    `most` is the most rows of a query or key: a norm of fewer elements is over single heads.
+    It shows if the model has a dimension for heads, or if a norm has fewer elements than `most`,
+    the most rows of a query or key: such a norm is over single heads. `steps` are those of each
+    role.
     """
     for role, plain in steps.items():
         split = [step for step in plain if isinstance(step, Unflatten)]
@@ -391,5 +396,5 @@ def _head_dim(paired: Pair, steps: Mapping[str, Steps], most: int) -> int | None
 
 
 def text_of(rule: Rule) -> str:
-    """A rule as text, with `H` for an unknown number of heads."""
+    """Return a rule as text, with `H` for an unknown number of heads."""
     return str(rule).replace("RotaryPairs(0", "RotaryPairs(H")

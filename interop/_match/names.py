@@ -57,9 +57,10 @@ class Module:
     Attributes:
         name: common prefix of the tensors' names.
         tensors: role (`weight`, `bias`, `mean`, `var`) -> tensor.
-        ranks: for each number in the name, its rank among the numbers at that position in names
-            of the same form.
-        stack: number of stacked modules, for each variable in the name (`derived`).
+        ranks: for each number in the name, its rank among all numbers at that position. Only names
+            that differ from this one in nothing but numbers count.
+        stack: lengths of the stack that the module is, one for each variable in the name
+            (`derived`); empty if it is a single module.
         part: index of the part along the first dimension; None if the tensors are not divided.
         members: names of all checkpoint tensors that the module contains.
     """
@@ -89,12 +90,15 @@ def modules_of(shapes: Mapping[str, tuple[int, ...]]) -> list[Module]:
 
 
 def shapes_of(module: Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The shape of each role."""
+    """Return (role, shape) for each tensor of a module."""
     return tuple(sorted((role, each.shape) for role, each in module.tensors.items()))
 
 
 def similarity(ours: Module, theirs: Module) -> float:
-    """Similarity of two names, from 0 to 2: up to 1 for shared words, up to 1 for equal ranks."""
+    """Rate how similar two names are, from 0 to 2.
+
+    Shared words count up to 1, and so do numbers with equal ranks (`Module.ranks`).
+    """
     words = _shared(words_of(ours.name), words_of(theirs.name))
     pairs = list(zip(ours.ranks, theirs.ranks, strict=False))
     numbers = sum(a == b for a, b in pairs) / len(pairs) if pairs else 0.0
@@ -103,13 +107,13 @@ def similarity(ours: Module, theirs: Module) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _shared(our_words: frozenset[str], their_words: frozenset[str]) -> float:
-    """The weight of the shared words, as a fraction of the weight of all words of both names."""
+    """Return the weight of the words that two names share, as a fraction of that of all words."""
     every, both = _weight(our_words | their_words), _weight(our_words & their_words)
     return both / every if every else 0.0
 
 
 def say_the_same(one: str, other: str) -> bool:
-    """Return True if two names differ only in words with little information.
+    """Return whether two names differ only in words with little information.
 
     Any other additional word may change the meaning: `attention_norm` is the norm before attention
     in one model, and `post_attention_layernorm` the norm after it in another.
@@ -118,7 +122,7 @@ def say_the_same(one: str, other: str) -> bool:
 
 
 def fuses_attention(name: str) -> bool:
-    """Return True if the name says that a tensor holds query, key and value together."""
+    """Return whether a name says that its tensor holds query, key and value together."""
     return _FUSED.search(name) is not None
 
 

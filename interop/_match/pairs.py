@@ -1,15 +1,15 @@
 """Pair modules of a model with modules of a checkpoint by mutual best similarity.
 
-Candidates have the same roles, and shapes that known steps convert into each other. Flax stores
-kernels as `[in, out]` and `[*window, in, out]` and names them `kernel`; PyTorch and Equinox store
-them as `[out, in]` and `[out, in, *window]` and name them `weight`. Attention in Flax splits a
-dimension into heads. If a shape is ambiguous (a square matrix may or may not be transposed), all
-possibilities are listed.
+A module of the checkpoint is a candidate for one of the model if both have the same roles, and
+known steps convert its shapes into the model's. Flax stores kernels as `[in, out]` and `[*window,
+in, out]` and names them `kernel`; PyTorch and Equinox store them as `[out, in]` and `[out, in,
+*window]` and name them `weight`. Attention in Flax splits a dimension into heads. If a shape is
+ambiguous (a square matrix may or may not be transposed), all possibilities are listed.
 
 Two modules are paired when each is the other's best candidate by a margin; this repeats with the
 remaining modules until nothing changes. A tie is resolved only when one of its candidates has been
-paired with another module. A module fits or not as a whole: where its kernel has another shape, its
-bias is undecided too, so `misfits_of` finds the leaf that is to blame.
+paired with another module. A module fits only as a whole: if its kernel has another shape, its
+bias is undecided too, so `misfits_of` finds the parameter that is to blame.
 """
 
 import collections
@@ -34,7 +34,16 @@ _MOST = 8  # modules whose misfit is explained, since each is compared with all 
 
 
 def possible_steps(name: str, ours: Shape, theirs: Shape) -> list[Steps]:
-    """List sequences of steps from shape `theirs` to `ours` that suit a parameter named `name`."""
+    """List the sequences of steps that convert a tensor of shape `theirs` into a parameter.
+
+    Args:
+        name: last component of the parameter's path, such as "kernel".
+        ours: shape of the parameter.
+        theirs: shape of the tensor.
+
+    Returns:
+        The possible sequences, the usual one for this name first.
+    """
     as_is: list[Steps] = [()] if ours == theirs else []
     turned: list[Steps] = []
     if len(theirs) >= 2 and name not in ("embedding", "scale", "bias"):
@@ -49,7 +58,13 @@ def possible_steps(name: str, ours: Shape, theirs: Shape) -> list[Steps]:
 
 
 def _with_heads(steps: Steps, ours: Shape, theirs: Shape) -> list[Steps]:
-    """Extend `steps` by an `Unflatten` of one dimension, such as into `[heads, size]`."""
+    """Return `steps`, each extended by an `Unflatten` of one dimension that gives shape `ours`.
+
+    Args:
+        steps: steps of which the result has shape `theirs`.
+        ours: the shape wanted, such as one with `[heads, size]` for a dimension.
+        theirs: the shape to convert.
+    """
     extended = []
     more = len(ours) - len(theirs)
     for dim in range(len(theirs)) if more > 0 else ():
@@ -92,7 +107,7 @@ class Pair:
 def pair(
     ours: Sequence[Module], theirs: Sequence[Module]
 ) -> tuple[list[Pair], dict[str, tuple[str, ...]]]:
-    """Pair modules one to one.
+    """Pair modules of the model with modules of the checkpoint, one to one.
 
     Returns:
         The pairs; and path -> names of candidate tensors, for each parameter without a pair.
@@ -150,7 +165,7 @@ def _sizes(module: Module) -> tuple[tuple[str, int], ...]:
 
 
 def _ways(ours: Module, theirs: Module) -> dict[str, list[Steps]]:
-    """For each role (`weight`, `bias`, ...), list the sequences of steps from `theirs` to `ours`.
+    """List, for each role (`weight`, `bias`, ...), the sequences of steps from `theirs` to `ours`.
 
     The list of a role is empty if no sequence of steps gives the shape of our tensor.
     """
@@ -161,7 +176,13 @@ def _ways(ours: Module, theirs: Module) -> dict[str, list[Steps]]:
 
 
 def ways_of(ours: Tensor, theirs: Tensor, stack: tuple[int, ...]) -> list[Steps]:
-    """List the steps that turn `theirs`, one tensor for each layer of `stack`, into `ours`."""
+    """List the sequences of steps that turn a tensor of the checkpoint into a parameter.
+
+    Args:
+        ours: the parameter.
+        theirs: the tensor; one of each layer, if the module is a stack.
+        stack: the lengths of the stack; empty without one.
+    """
     lead = len(stack)
     if ours.shape[:lead] != stack:
         return []
@@ -169,7 +190,11 @@ def ways_of(ours: Tensor, theirs: Tensor, stack: tuple[int, ...]) -> list[Steps]
 
 
 def _mutual_leaders(candidates: Candidates) -> list[tuple[float, int, int]]:
-    """List (similarity, ours, theirs) of mutual best candidates, most similar first."""
+    """List the modules that are each other's best candidate, the most similar first.
+
+    Returns:
+        (similarity, index of the model's module, index of the checkpoint's module) of each.
+    """
     rivals: Candidates = collections.defaultdict(dict)
     for mine, scores in candidates.items():
         for other, score in scores.items():
@@ -184,7 +209,7 @@ def _mutual_leaders(candidates: Candidates) -> list[tuple[float, int, int]]:
 
 
 def _leader(scores: Mapping[int, float]) -> int | None:
-    """The best candidate; None if there is none, or it does not lead by `_MARGIN`."""
+    """Return the best candidate; None if there is none, or it does not lead by `_MARGIN`."""
     ranked = heapq.nlargest(2, scores.items(), key=lambda item: item[1])
     if not ranked or (len(ranked) > 1 and ranked[0][1] - ranked[1][1] < _MARGIN):
         return None
@@ -196,17 +221,24 @@ def _is_free(module: Module, taken: set[tuple[str, int]]) -> bool:
 
 
 def _claims(module: Module) -> set[tuple[str, int]]:
-    """Return (tensor, part) of the checkpoint for each third that a module uses: one, or all."""
+    """Return what a module uses of the checkpoint, as (name of a tensor, third of it).
+
+    A part of a fused tensor uses one third, any other module all three.
+    """
     parts = range(3) if module.part is None else (module.part,)
     return {(name, part) for name in module.members for part in parts}
 
 
 def misfits_of(ours: Iterable[Module], theirs: Sequence[Module]) -> dict[str, str]:
-    """Map path -> why nothing fits, for the leaves that keep their module from fitting.
+    """Explain why modules of the model fit nothing in the checkpoint, by the tensors to blame.
 
     Args:
         ours: modules of the model that nothing fits.
-        theirs: modules of the checkpoint that are left, also stacked ones.
+        theirs: modules of the checkpoint that are not paired, also stacked ones.
+
+    Returns:
+        Path of a parameter -> why no tensor fits it. Other parameters of the same module are left
+        out.
     """
     misfits: dict[str, str] = {}
     for module in list(ours)[:_MOST]:

@@ -14,9 +14,10 @@ _SHOWN = 8  # the most rules that an error lists
 
 
 def generalize(rules: Sequence[Rule], paths: Iterable[str]) -> tuple[Rule, ...]:
-    """Replace numbers that occur on both sides of a rule by variables.
+    """Merge rules that differ only in numbers, by replacing the numbers by variables.
 
-    A merged rule matches exactly those of all `paths` that its members match.
+    A number is replaced if it occurs on both sides of a rule. Rules are merged only if the merged
+    rule matches the same of all `paths` as these rules together.
     """
     paths = list(paths)
     rules = list(rules)
@@ -42,7 +43,7 @@ def _one_variable(rules: list[Rule], letter: str, paths: list[str]) -> list[Rule
 
 
 def _with_letter(rule: Rule, letter: str) -> Rule:
-    """Replace the first number that all names of the rule share by a variable."""
+    """Replace the first number that all names of a rule share by the variable `letter`."""
     numbers = [_NUMBER.findall(name) for name in (*rule.ours, *rule.theirs)]
     shared = set(numbers[0]).intersection(*numbers)
     number = next((each for each in numbers[0] if each in shared), None)
@@ -58,7 +59,7 @@ def _with_letter(rule: Rule, letter: str) -> Rule:
 
 
 def _speaks_of(rule: Rule, paths: list[str]) -> list[str]:
-    """The paths that a rule matches, sorted."""
+    """Return the paths that a rule matches, sorted."""
     pattern = pattern_of(rule.ours[0])
     return sorted(path for path in paths if pattern.fullmatch(path))
 
@@ -69,15 +70,16 @@ class Proposal:
 
     Attributes:
         rules: rules for the parameters that were decided.
-        assumed: those of `rules` that may be wrong, because names are similar and not the same, or
-            shapes allow another choice; and why. Confirm each of them.
-        fused: pattern of names of tensors that fuse query, key and value -> two rules as text, one
-            for each layout. Shapes do not tell which is right.
+        assumed: each of `rules` that may be wrong -> why: names are similar but not the same, or
+            shapes allow another choice. Confirm these rules.
+        fused: pattern of names of tensors that fuse query, key and value -> rules as text, one for
+            each possible layout. Shapes do not tell which is right.
         rotary: pattern of names of queries and keys whose rotary pairs are in one of two layouts ->
             two rules as text, where `H` stands for a number of heads that shapes do not tell.
         undecided: path of each other parameter -> names of the tensors it may come from.
-        misfits: path of an undecided parameter -> why nothing fits it, where that is known. The
-            others of its module, such as the bias beside a kernel of another shape, are not here.
+        misfits: path of an undecided parameter -> why no tensor fits it, if that is known. Other
+            parameters of its module, such as the bias beside a kernel of another shape, are left
+            out.
         unused: tensors of the checkpoint that no rule uses.
         left_out: tensors that were ignored, such as torch's `num_batches_tracked`.
     """
@@ -139,7 +141,11 @@ class Proposal:
         self._raise_if_assumed(accept)
 
     def _choices(self, most: int) -> list[str]:
-        """Tensors of which one of several rules is right, each with the rules."""
+        """Describe the tensors for which the user must choose one of several rules.
+
+        Returns:
+            Lines of text, for at most `most` tensors.
+        """
         choices = [
             (f"{kind}: {name!r}: {what}", texts)
             for kind, what, layouts in (

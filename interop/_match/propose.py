@@ -54,11 +54,11 @@ def match(
 
     It supports linear layers, convolutions and attention of Flax, Equinox and PyTorch, also fused
     as in `torch.nn.MultiheadAttention`; norms with and without running statistics; embeddings;
-    layers that are numbered differently, or stacked for a scan; torch's weight norm. What names and
-    shapes leave open is asked: in which order an image was flattened beside a linear layer, which
-    elements rotary embeddings pair, the layout of fused attention. A transposed convolution, which
-    torch lays out differently, is recognized by its name only. Review the proposed rules and keep
-    them in your code.
+    layers that are numbered differently, or stacked for a scan; torch's weight norm. The proposal
+    asks what names and shapes leave open: in which order an image was flattened beside a linear
+    layer, which elements rotary embeddings pair, and the layout of fused attention. A transposed
+    convolution, which torch lays out differently, is recognized by its name only. Review the
+    proposed rules and keep them in your code.
 
     Args:
         tree: parameters of the model: arrays or `jax.ShapeDtypeStruct`s.
@@ -130,7 +130,17 @@ def _unused(modules: Iterable[Module], used: set[str]) -> list[Module]:
 def _covered(
     rules: tuple[Rule, ...], shapes: Shapes, held: Shapes
 ) -> tuple[set[str], set[str], list[Layer]]:
-    """Paths of the parameters that rules match, and names and layers of their tensors."""
+    """Return what the caller's rules already cover.
+
+    Args:
+        rules: the rules of the caller.
+        shapes: path -> shape of the parameters.
+        held: name -> shape of the tensors in the checkpoint.
+
+    Returns:
+        Paths of the parameters that the rules match; names of the tensors that they use; and the
+        linear layers and convolutions among these.
+    """
     paths: set[str] = set()
     for rule in rules:
         patterns = [pattern_of(each) for each in rule.ours]
@@ -155,7 +165,12 @@ def _open_pairs(asked: Mapping[str, Question]) -> dict[str, tuple[str, ...]]:
 
 
 def _layouts(asked: Mapping[str, Question], paths: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The two rules of tensors with an unknown number of heads, by the pattern of their names."""
+    """Return the two possible rules for tensors with an unknown number of heads.
+
+    Returns:
+        Pattern of the tensors' names -> rule with rotary pairs reordered, and rule without, as
+        text.
+    """
     rules = [Rule(path, x.name, *x.other) for path, x in asked.items() if x.steps is None]
     return {
         rule.theirs[0]: (text_of(rule), str(_without_pairs(rule)))
@@ -171,7 +186,13 @@ def _without_pairs(rule: Rule) -> Rule:
 def _by_rule(
     reasons: Mapping[str, str], asked: Mapping[str, Question], rules: Iterable[Rule]
 ) -> dict[Rule, str]:
-    """Map rules to the reasons why they are assumed, from those of single parameters."""
+    """Map rules to the reasons why they are assumed, given the reasons for single parameters.
+
+    Args:
+        reasons: path of a parameter -> why its pair or its steps may be wrong.
+        asked: path of a parameter -> the question about its layout.
+        rules: the proposed rules.
+    """
     assumed = {}
     for rule in rules:
         patterns = [pattern_of(each) for each in rule.ours]
@@ -193,10 +214,11 @@ def _by_rule(
 def _settle(
     pairs: list[Pair],
 ) -> tuple[list[tuple[Pair, dict[str, Steps]]], dict[str, str], dict[str, tuple[str, ...]]]:
-    """Where several steps are possible, choose those that other tensors of the kind take.
+    """Choose the steps of each pair of modules.
 
-    Tensors are of one kind if the last component of our path, and their number of dimensions, are
-    the same. Only whether steps transpose is compared.
+    If several sequences of steps are possible for a tensor, it takes the steps that the other
+    tensors of its kind take. Tensors are of one kind if the last component of our path and their
+    number of dimensions are the same. Only whether the steps transpose is compared.
 
     Returns:
         Pairs with steps for each role; path -> why its pair or its steps may be wrong; and path ->
@@ -275,7 +297,7 @@ def settled(
     accept: str | Rule | Iterable[str | Rule],
     ignore: Iterable[str],
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Return the rules that a caller has given, or else those that `match` proposes.
+    """Return the rules that a caller has given, or else the rules that `match` proposes.
 
     Args:
         tree: parameters of the model.

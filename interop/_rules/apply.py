@@ -27,7 +27,7 @@ _DDP = "module."  # what `DistributedDataParallel` puts before all names
 
 
 def to_theirs(rules: Iterable[Rule], ours: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Turn parameters, by dotted path, into tensors of a checkpoint, by name."""
+    """Turn parameters, given by dotted path, into tensors of a checkpoint, by name."""
     tensors: dict[str, LazyTensor] = {}
     for use in uses_of(rules, {path: tensor.shape for path, tensor in ours.items()}):
         for name, tensor in _theirs_of(use, ours):
@@ -113,7 +113,12 @@ def check_names(
 
 
 def _prefix(missing: list[str], unknown: list[str]) -> str:
-    """Return the prefix with which all missing names are unknown names; "" if there is none."""
+    """Return a prefix that, put before every missing name, gives unknown names; else "".
+
+    Args:
+        missing: names that the rules need and the checkpoint lacks.
+        unknown: names that the checkpoint has and the rules do not need.
+    """
     ends = [name for name in unknown if name.endswith(f".{missing[0]}")]
     prefixes = (name.removesuffix(missing[0]) for name in ends)
     unknown_names = set(unknown)
@@ -126,7 +131,7 @@ def _prefix(missing: list[str], unknown: list[str]) -> str:
 
 
 def _ends(name: str) -> list[str]:
-    """Return a name without its first 0, 1 and 2 components."""
+    """Return a name, and what is left of it without its first 1 and 2 components."""
     parts = name.split(".", 2)
     return [".".join(parts[number:]) for number in range(len(parts))]
 
@@ -175,7 +180,7 @@ def _ours_of(use: Use, source: Mapping[str, LazyTensor]) -> dict[str, LazyTensor
 
 
 def _element(tensor: LazyTensor, index: Index) -> LazyTensor:
-    """Select one element of a stack and drop the stacked dimensions."""
+    """Select the element `index` of a stack, as a tensor without the stacked dimensions."""
     for dim, number in enumerate(index):
         tensor = tensor.narrow(dim, number, number + 1)
     return tensor.reshape(tensor.shape[len(index) :])
@@ -184,7 +189,7 @@ def _element(tensor: LazyTensor, index: Index) -> LazyTensor:
 def _stacked(elements: dict[Index, LazyTensor]) -> LazyTensor:
     """Stack tensors along new leading dimensions, one for each component of their indices.
 
-    `elements` must be sorted by index. The single index `()` means that there is nothing to stack.
+    `elements` must be sorted by index. If the only index is `()`, its tensor is returned as it is.
     """
     if () in elements:
         return elements[()]

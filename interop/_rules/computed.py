@@ -1,7 +1,8 @@
-"""Steps that compute: the sum of two biases, and a weight from its direction and norm.
+"""Steps that compute values: the sum of two biases, and a weight from its direction and norm.
 
-The other steps only move elements, and so they also map Adam's moments. Those of a sum or of a
-product are not the sum or the product of the moments: `check_moves` refuses such rules for them.
+The other steps only move elements, and so they also map Adam's moments. A step that computes
+cannot: the moments of a sum or a product are not the sum or the product of the moments.
+`check_moves` refuses rules with such steps for moments.
 """
 
 import abc
@@ -22,18 +23,18 @@ Back = Literal["first", "halves"]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _BySlice(View):
-    """A tensor whose slice along `dim` is a function of the same slices of the viewed tensors.
+    """A tensor whose slices along `dim` are computed from the same slices of other tensors.
 
-    Reading a part of the result reads whole slices of the viewed tensors, and all of a scalar. If
-    `dim` is None, every element of the result may depend on all elements of the viewed tensors, and
-    these are read whole.
+    Reading a part of it reads whole slices of the viewed tensors, and all of a viewed scalar. If
+    `dim` is None, every element may depend on all elements of the viewed tensors, so these are read
+    whole.
     """
 
     dim: int | None
     function: Callable[..., np.ndarray]
 
     def own_boxes(self) -> list[Box]:
-        """The slices along `dim` that this process can compute, since it holds all of their inputs.
+        """Return the slices along `dim` that this process can compute from what it holds.
 
         Raises:
             NotImplementedError: this process holds only a part of a slice of the viewed tensor, or
@@ -72,7 +73,7 @@ def _by_slice(
 
 
 class _Computing(Step):
-    """A step that computes values."""
+    """Base class of steps that compute values; `undo` is the other direction."""
 
     computes = True
 
@@ -143,7 +144,7 @@ class AddBiases(_Computing):
         return (concatenate((total, *apart), 0),)
 
     def undo(self, tensors: Tensors) -> Tensors:
-        """Divide the sum into two biases, as `back` says."""
+        """Divide the sum into two biases, in the way that `back` says."""
         parts = 4 if self.cell == "gru" else 1
         if len(tensors) != 1 or tensors[0].ndim != 1 or tensors[0].shape[0] % parts:
             raise ValueError(
@@ -195,7 +196,7 @@ class WeightNorm(_Computing):
         return self.dim is None or self.dim < len(shape)
 
     def norms_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the norms of a weight."""
+        """Return the shape of the norms of a weight of this shape."""
         if self.dim is None:
             return ()
         return tuple(size if dim == self.dim else 1 for dim, size in enumerate(shape))

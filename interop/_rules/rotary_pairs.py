@@ -94,7 +94,7 @@ class RotaryPairs(Step):
 
     @property
     def inverse(self) -> "RotaryPairs":
-        """The other direction."""
+        """The step that reorders in the other direction."""
         other: Layout = "interleaved" if self.to == "halves" else "halves"
         return dataclasses.replace(self, to=other)
 

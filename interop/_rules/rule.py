@@ -96,7 +96,7 @@ def rules_in(rules: Any) -> tuple[Rule, ...]:
 
 
 def patterns_in(ignore: Any) -> tuple[str, ...]:
-    """Return `ignore`, one pattern or several, as a tuple; `ValueError` if one is no string."""
+    """Return `ignore`, a pattern or several, as a tuple; raise `ValueError` if one is no string."""
     given = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     if not all(isinstance(each, str) for each in given):
         raise ValueError(f"`ignore` must hold names of tensors, or patterns; got {ignore!r}.")
@@ -104,7 +104,7 @@ def patterns_in(ignore: Any) -> tuple[str, ...]:
 
 
 def check_moves(rules: Iterable[Rule]) -> None:
-    """Raise `ValueError` if a rule computes values: Adam's moments cannot be mapped by it."""
+    """Raise `ValueError` if a rule computes values, since Adam's moments cannot be mapped by it."""
     for rule in rules:
         if any(step.computes for step in rule.steps):
             raise ValueError(
@@ -115,14 +115,14 @@ def check_moves(rules: Iterable[Rule]) -> None:
 
 
 class Use(NamedTuple):
-    """A rule with values for its shared variables.
+    """A rule with numbers in place of the variables that both its sides share.
 
     Attributes:
         rule: the rule.
-        ours: index -> paths of parameters. Several indices if the tensor of the checkpoint is a
-            stack of these parameters; the single key `()` if it is not.
-        theirs: index -> names of tensors. Several indices if the parameter is a stack of these
-            tensors; the single key `()` if it is not.
+        ours: index -> paths of parameters. There are several indices if the tensor of the
+            checkpoint is a stack of these parameters; otherwise the single key is `()`.
+        theirs: index -> names of tensors. There are several indices if the parameter is a stack of
+            these tensors; otherwise the single key is `()`.
     """
 
     rule: Rule

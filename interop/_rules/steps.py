@@ -99,7 +99,7 @@ class _Sized(Step):
 class _Parts(_Sized):
     """Base class of steps that split a dimension into several tensors, or concatenate it from them.
 
-    They do so within each of `num_heads` equal blocks of the dimension.
+    A step does so within each of `num_heads` equal blocks of the dimension.
     """
 
     may_count = True
@@ -113,7 +113,7 @@ class _Parts(_Sized):
 
 
 class _Dividing(_Parts):
-    """Base class of steps that split one tensor."""
+    """Base class of steps that split one tensor into several."""
 
     def __call__(self, tensors: Tensors) -> Tensors:
         num_heads = self.num_heads
@@ -137,7 +137,7 @@ class _Dividing(_Parts):
 
 
 class _Joining(_Parts):
-    """Base class of steps that undo those of `_Dividing`."""
+    """Base class of steps that concatenate several tensors; each undoes a step of `_Dividing`."""
 
     def __call__(self, tensors: Tensors) -> Tensors:
         num_heads, wanted = self.num_heads, self.sizes
@@ -158,7 +158,7 @@ class _Joining(_Parts):
 
 
 class _HeadParts(_Parts):
-    """Base class of steps with `num_heads` blocks."""
+    """Base class of steps that split or concatenate head by head; checks `num_heads`."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -294,19 +294,19 @@ class Flatten(_Sized):
 
 
 def run(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
-    """Convert tensors of the checkpoint to parameters."""
+    """Convert tensors of the checkpoint to parameters by steps, in their order."""
     for step in steps:
         tensors = step(tensors)
     return tensors
 
 
 def run_back(steps: tuple[Step, ...], tensors: Tensors) -> Tensors:
-    """Convert parameters to tensors of the checkpoint."""
+    """Convert parameters to tensors of the checkpoint, by the steps' inverses in reverse order."""
     return run(tuple(step.inverse for step in reversed(steps)), tensors)
 
 
 def _in_heads(tensor: LazyTensor, dim: int, num_heads: int) -> LazyTensor:
-    """Reshape a dimension to `[num_heads, size]`; return the tensor unchanged for one head."""
+    """Reshape dimension `dim` to `[num_heads, size]`; return the tensor unchanged for one head."""
     if num_heads == 1:
         return tensor
     before, after = tensor.shape[:dim], tensor.shape[dim + 1 :]

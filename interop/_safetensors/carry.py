@@ -56,7 +56,10 @@ class Carried:
     config: dict[str, Any] | None
 
     def write(self, folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
-        """Copy the files; `dtype` in the config becomes that of most floating-point elements."""
+        """Copy the files into `folder`, and write the config.
+
+        `dtype` in the config becomes the dtype that most floating-point elements of `tensors` have.
+        """
         for name, file in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / name)
@@ -96,7 +99,11 @@ def _files_under(path: Path) -> Iterator[Path]:
 
 
 def _regular(path: Path, roots: Sequence[Path]) -> Path:
-    """Return the file that `path` is, or leads to by links inside of the folders `roots`."""
+    """Return the regular file that `path` is or links to; it must be inside one of `roots`.
+
+    Raises:
+        ValueError: it is a broken link, outside of the folders `roots`, or no regular file.
+    """
     try:
         file = path.resolve(strict=True)
     except (FileNotFoundError, RuntimeError) as error:  # RuntimeError: links in a circle

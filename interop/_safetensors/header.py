@@ -45,7 +45,7 @@ _ZIP = b"PK\x03\x04"  # the first bytes of an archive
 
 
 class Entry(NamedTuple):
-    """Header entry of one tensor."""
+    """The header entry of one tensor: its name, dtype, shape and place in the file."""
 
     name: str
     dtype: np.dtype
@@ -103,7 +103,7 @@ def read_header(file: Path) -> tuple[list[Entry], dict[str, str]]:
 
 
 def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
-    """Encode the header of a file that holds tensors in this order: all bytes before the data."""
+    """Return the header of a file that holds `tensors` in this order: all bytes before the data."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}  # as transformers writes it
     end = 0
     for name, tensor in tensors.items():
@@ -119,7 +119,7 @@ def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
 
 
 def file_order(tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Sort tensor names into the order in which the library writes them."""
+    """Sort tensor names into the order in which the library writes the tensors to a file."""
     return sorted(tensors, key=lambda name: (-_RANK[_NAMES[tensors[name].dtype]], name))
 
 
@@ -163,10 +163,11 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _check_whole(file: Path, metadata: Mapping[str, str]) -> None:
-    """Raise if the tensors are shards of one process, as `HuggingFaceStorageWriter` can save them.
+    """Raise `ValueError` if a file holds shards of one process instead of whole tensors.
 
-    Files into which it consolidated the shards of all processes have the same metadata, but offsets
-    of 0 and no `shard-` in their names.
+    `HuggingFaceStorageWriter` of PyTorch can save such files. Files into which it has consolidated
+    the shards of all processes have the same metadata, but only offsets of 0, and no `shard-` in
+    their names.
     """
     info = metadata.get(_SHARDS)
     if info is None:
@@ -184,7 +185,7 @@ def _check_whole(file: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _entry(file: Path, name: str, content: Any, begin: int) -> Entry:
-    """Validate the header entry of one tensor."""
+    """Validate the entry of one tensor in a header, and convert it to an `Entry`."""
     fields = content if isinstance(content, dict) else {}
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
     if not (

@@ -1,4 +1,7 @@
-"""Which safetensors files make up a checkpoint (https://github.com/huggingface/safetensors)."""
+"""Find the safetensors files that make up a checkpoint, and list their tensors.
+
+The format is that of https://github.com/huggingface/safetensors.
+"""
 
 import re
 from pathlib import Path
@@ -15,9 +18,9 @@ _NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 
 
 def index_in(path: Path) -> Path | None:
-    """Return the index file of a directory: `INDEX`, or else the only one of another name.
+    """Return the index file of a directory: `INDEX`, or else the only index of another name.
 
-    None if the directory has the single file `SINGLE`, or no index, or several.
+    None if the directory has no index or several; or if it has the file `SINGLE`, and no `INDEX`.
     """
     if (path / INDEX).is_file():
         return path / INDEX
@@ -28,10 +31,10 @@ def index_in(path: Path) -> Path | None:
 
 
 def files_in(path: Path) -> list[Path]:
-    """Return the files of a directory that has no index.
+    """Return the safetensors files of a directory that has no index.
 
-    That is `model.safetensors`; or, if it is not there, the only file of another name, or files
-    that are numbered as the parts of one checkpoint.
+    These are `model.safetensors`; or, if it is not there, the only file of another name, or the
+    files whose names number them as the parts of one checkpoint.
     """
     others = sorted(path.glob("*.safetensors"))
     if (path / SINGLE).is_file() or not others:
@@ -57,7 +60,9 @@ def files_in(path: Path) -> list[Path]:
 
 
 def tensors_in(path: Path | str) -> dict[str, FileTensor]:
-    """List the tensors of a safetensors checkpoint (others: `open_checkpoint`). Reads headers only.
+    """List the tensors of a safetensors checkpoint, reading headers only.
+
+    For other formats see `open_checkpoint`.
 
     Args:
         path: a safetensors file, an index of several, or a directory with `model.safetensors` or
@@ -73,9 +78,12 @@ def tensors_in(path: Path | str) -> dict[str, FileTensor]:
 
 
 def tensors_and_aliases(path: Path | str) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Return the tensors as `tensors_in`, and `{name that has no tensor: name of the equal one}`.
+    """List the tensors of a safetensors checkpoint, and the other names of tied weights.
 
-    `safetensors.torch.save_model` writes tied weights once, and their other names as metadata.
+    `safetensors.torch.save_model` writes a tied weight once, and its other names as metadata.
+
+    Returns:
+        Name -> tensor, as from `tensors_in`; and other name of a tied weight -> name of its tensor.
     """
     path = Path(path)
     given = path if path.name.endswith(INDEX_SUFFIX) and path.is_file() else None

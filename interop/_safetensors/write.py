@@ -95,7 +95,7 @@ def write_box(
 
 
 def _chunks(box: Box, array: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
-    """Divide a box along its first dimension."""
+    """Divide a box and its elements along the first dimension into pieces of bounded size."""
     values = raw(array)
     if not box:
         yield box, values
@@ -176,7 +176,11 @@ def save_tensors(
 
 
 def _divide(tensors: Mapping[str, LazyTensor], max_bytes: int) -> dict[str, dict[str, LazyTensor]]:
-    """Distribute tensors over files in the order of names, filling each file up to the limit."""
+    """Distribute tensors over files in the order of names, filling each file up to the limit.
+
+    Returns:
+        Name of a file -> its tensors by name.
+    """
     parts: list[dict[str, LazyTensor]] = [{}]
     filled = 0
     for name in sorted(tensors):
@@ -194,7 +198,7 @@ def _divide(tensors: Mapping[str, LazyTensor], max_bytes: int) -> dict[str, dict
 
 
 def _write_files(folder: Path, files: dict[str, dict[str, LazyTensor]]) -> int:
-    """Write the boxes of all tensors that this process holds, and return their size in bytes."""
+    """Write the parts of all tensors that this process holds; return their size in bytes."""
     num_bytes = 0
     turn = itertools.cycle(range(jax.process_count()))
     for file, tensors in files.items():
@@ -218,7 +222,11 @@ def _check_whole(num_bytes: int, tensors: Mapping[str, LazyTensor]) -> None:
 
 
 def _boxes_to_write(tensor: LazyTensor, turn: int) -> list[Box]:
-    """List the boxes that this process writes; process `turn` writes an unsharded tensor."""
+    """List the parts of a tensor that this process writes.
+
+    These are its own shards. A tensor that is not split over processes is written by process
+    `turn`.
+    """
     if tensor.collective:
         return tensor.own_boxes()
     is_mine = jax.process_index() == turn and tensor.size

@@ -1,4 +1,4 @@
-"""Arrays in memory as lazy tensors: those of numpy, and the tensors of a PyTorch `state_dict`."""
+"""Lazy tensors for arrays in memory: numpy's, and the tensors of a PyTorch `state_dict`."""
 
 import dataclasses
 from typing import Any
@@ -33,7 +33,9 @@ class ArrayTensor(LazyTensor):
 
 
 def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
-    """Return a lazy tensor, a numpy array or a tensor of PyTorch as a lazy tensor, without a copy.
+    """Wrap a numpy array or a PyTorch tensor as a lazy tensor, without a copy.
+
+    A lazy tensor is returned as it is.
 
     Args:
         value: the tensor.
@@ -69,7 +71,7 @@ def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
 
 
 def array_of_torch(tensor: Any) -> np.ndarray:
-    """Return a tensor of PyTorch as a numpy array; of one on the CPU, the array shares its memory.
+    """Return a PyTorch tensor as a numpy array, which shares the memory of a tensor on the CPU.
 
     Raises:
         TypeError: numpy and ml_dtypes lack its dtype, or it is sparse.

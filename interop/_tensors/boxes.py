@@ -1,4 +1,4 @@
-"""Arithmetic of boxes: one range of indices per dimension of a tensor."""
+"""Arithmetic of boxes. A box is one range of indices per dimension of a tensor."""
 
 import itertools
 import math
@@ -12,23 +12,23 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension; not empty, wit
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of an array of a box's elements."""
+    """Return the shape of an array that holds the elements of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """The box of all elements."""
+    """Return the box of all elements of a tensor."""
     return tuple((0, size) for size in shape)
 
 
 def common_box(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes; None if it is empty."""
+    """Return the intersection of two boxes; None if it is empty."""
     both = tuple((max(x, z), min(y, w)) for (x, y), (z, w) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def slices_within(part: Box, box: Box) -> tuple[slice, ...]:
-    """The slices of an array of the elements of `box` that select `part` of it."""
+    """Return the slices that select the box `part` from an array of the elements of `box`."""
     return tuple(
         slice(start - first, stop - first)
         for (start, stop), (first, _) in zip(part, box, strict=True)
@@ -51,19 +51,26 @@ def joined(boxes: list[Box]) -> list[Box]:
 
 
 def replaced(entries: tuple, position: int, entry: object) -> tuple:
-    """Return a tuple with another entry at one position."""
+    """Return a tuple with `entry` in place of the entry at `position`."""
     return (*entries[:position], entry, *entries[position + 1 :])
 
 
 def with_places(parts: list[Box]) -> list[tuple[Box, slice]]:
-    """Pair each box with the slice of its elements in the flat concatenation of all boxes."""
+    """Pair each box with the slice that its elements take up in one flat array of all boxes."""
     ends = list(itertools.accumulate(math.prod(box_shape(part)) for part in parts))
     starts = [0, *ends[:-1]]
     return [(part, slice(start, end)) for part, start, end in zip(parts, starts, ends, strict=True)]
 
 
 def groups_of(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Divide both shapes into as many groups of adjacent dims with equal products as possible."""
+    """Divide the dimensions of two shapes into groups whose products of sizes are equal.
+
+    A reshape from `old` to `new` mixes only dimensions of one group. There are as many groups as
+    possible.
+
+    Returns:
+        For each group, its dimensions of `old` and its dimensions of `new`, adjacent in each.
+    """
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -104,7 +111,12 @@ def runs(shape: tuple[int, ...], box: Box) -> tuple[np.ndarray, int]:
 
 
 def boxes_of_run(sizes: list[int], run: tuple[int, int]) -> Iterator[Box]:
-    """Divide a run in row-major order of `sizes` into boxes, in that order."""
+    """Divide a run of elements of a tensor into boxes, in the order of the elements.
+
+    Args:
+        sizes: shape of the tensor.
+        run: numbers of the run's first element and of the one after its last, in row-major order.
+    """
     start, stop = run
     if not sizes:
         yield ()
@@ -130,8 +142,9 @@ def boxes_by_group(box: Box, shape: tuple[int, ...], other: tuple[int, ...]) -> 
     """Divide a box of a tensor of `shape` into boxes of the tensor reshaped to `other`.
 
     Returns:
-        For each group of dimensions (`groups_of`) the boxes of its dimensions of `other`, in the
-        order of the elements of `box`. A box of `other` takes one of them from each group.
+        For each group of dimensions (`groups_of`) a list of boxes over its dimensions of `other`,
+        in the order of the elements of `box`. A box of the reshaped tensor combines one box of each
+        group.
     """
     per_group = []
     for dims, other_dims in groups_of(shape, other):

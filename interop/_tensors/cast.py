@@ -5,7 +5,7 @@ import numpy as np
 
 
 def checked_cast(array: np.ndarray, dtype: np.dtype, label: str) -> np.ndarray:
-    """Cast an array; values are rounded to the dtype, and those too small for it become 0.
+    """Cast an array to `dtype`; values are rounded, and those too small for it become 0.
 
     Raises:
         ValueError: a finite number would become infinite or NaN, or lies outside of the range of an
@@ -48,7 +48,7 @@ def _surely_fits(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _covers(dtype: np.dtype, source: np.dtype) -> bool:
-    """Whether a cast of any value of `source` to `dtype` only rounds, so needs no check."""
+    """Return whether a cast from `source` to `dtype` only rounds values, so needs no check."""
     ours, theirs = _range(dtype), _range(source)
     if ours is None or theirs is None:
         return True  # booleans and complex numbers are cast as numpy does
@@ -58,7 +58,7 @@ def _covers(dtype: np.dtype, source: np.dtype) -> bool:
 
 
 def _range(dtype: np.dtype) -> tuple[float, float] | None:
-    """The smallest and the largest finite value of a dtype; None if it is neither int nor float."""
+    """Return the least and the greatest finite value of a dtype; None if it is no int or float."""
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     if jnp.issubdtype(dtype, jnp.floating):

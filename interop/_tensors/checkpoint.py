@@ -14,16 +14,16 @@ from jaxzero._text import escaped, first_names, shown
 
 from .lazy import LazyTensor
 
-_WHOLE = ("model.safetensors", "pytorch_model.bin")  # before their indexes, for transformers
+_WHOLE = ("model.safetensors", "pytorch_model.bin")  # transformers reads these before an index
 _MAX_INDEX_BYTES = 2**26  # 100 bytes for each tensor: far more than models have
 Moments = Callable[[Sequence[str] | None], "AdamMoments"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AdamMoments:
-    """Adam's moments, by the names of the parameters.
+    """The moments and step counts of Adam, by the names of the parameters.
 
-    Both PyTorch and optax store the means without bias correction (division by `1 - beta**step`),
+    Both PyTorch and optax store the moments without bias correction (division by `1 - beta**step`),
     so they are copied unchanged.
     """
 
@@ -40,7 +40,7 @@ class AdamMoments:
 
     @property
     def steps_text(self) -> str:
-        """The number of steps, for people: `3 steps (fewer of 2 parameters)`."""
+        """The number of steps as text for people: `3 steps (fewer of 2 parameters)`."""
         return f"{self.step} steps" + (
             f" (fewer of {len(self.steps)} parameters)" if self.steps else ""
         )
@@ -48,7 +48,7 @@ class AdamMoments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Checkpoint(Mapping[str, LazyTensor]):
-    """Lazy tensors by name.
+    """An opened checkpoint: a mapping from names to lazy tensors.
 
     Attributes:
         path: file or directory of the checkpoint.
@@ -105,7 +105,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def other_names(source: Mapping[str, Any], used: Collection[str]) -> list[str]:
-    """Return the unused names of tied weights that are used under another of their names."""
+    """Return the names of tied weights that are not used themselves, but under another name.
+
+    Args:
+        source: the tensors by name; a `Checkpoint` knows which names are tied.
+        used: the names that are used.
+    """
     aliases: Mapping[str, str] = getattr(source, "aliases", {})
     if not aliases:
         return []
@@ -114,7 +119,7 @@ def other_names(source: Mapping[str, Any], used: Collection[str]) -> list[str]:
 
 
 def _summary(tensors: Sequence[LazyTensor]) -> str:
-    """Number, bytes and dtypes of tensors: `3 tensors of 1.2 MiB, float32 (2), int64 (1)`."""
+    """Describe the number, bytes and dtypes of tensors: `3 tensors of 1.2 MiB, float32 (3)`."""
     counts = collections.Counter(str(tensor.dtype) for tensor in tensors)
     num_bytes = readable_bytes(sum(tensor.nbytes for tensor in tensors))
     kinds = "".join(f", {dtype} ({count})" for dtype, count in counts.most_common())
@@ -122,11 +127,16 @@ def _summary(tensors: Sequence[LazyTensor]) -> str:
 
 
 def read_index(index: Path, kind: str, *, was_named: bool) -> dict[str, str]:
-    """Read an index of Hugging Face: name of each tensor -> file in the same directory.
+    """Read an index of Hugging Face: name of each tensor -> name of a file beside the index.
+
+    Args:
+        index: path of the index.
+        kind: format of the files, for messages.
+        was_named: whether the user gave the path of the index itself.
 
     Raises:
-        ValueError: the index is broken, or names a file elsewhere; or there is a whole file beside
-            it, which may be the one to read, unless the user named the index itself.
+        ValueError: the index is broken, or names a file in another directory; or, unless the user
+            named the index, a model in one file lies beside it, which may be the one to read.
     """
     file_of: dict[str, str] = {}
     try:
@@ -150,10 +160,14 @@ def read_index(index: Path, kind: str, *, was_named: bool) -> dict[str, str]:
 
 
 def _check_no_other(index: Path, files: Iterable[str]) -> None:
-    """Raise `ValueError` if an index names other files than the whole one beside it.
+    """Raise `ValueError` if a model in one file lies beside an index that names other files.
 
-    Saving a model in one file over a model in parts, or in parts over one file, leaves the other
-    behind. transformers reads the whole file, whichever is newer.
+    When a model in one file is saved over a model in parts, or the reverse, the older files are
+    left behind. transformers reads the model in one file, whichever is newer.
+
+    Args:
+        index: the index.
+        files: names of the files that it lists.
     """
     whole = index.parent / index.name.partition(".index.")[0]
     files = sorted(set(files))
@@ -172,7 +186,7 @@ def _check_no_other(index: Path, files: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def laid_out_as(form: str, path: Path) -> Iterator[None]:
-    """Turn lookup errors in the body into a `ValueError` that names the checkpoint and format."""
+    """Turn lookup errors in the body into a `ValueError` that names the checkpoint and form."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Tensors in files: byte ranges of which slices are read or mapped when they are asked for.
+"""Tensors in files: a slice is read or mapped from the file when it is asked for.
 
 A slice is a map of its own byte range, which lives as long as its array: mapped pages count as
 memory of the process.
@@ -36,17 +36,17 @@ class FileTensor(LazyTensor):
 
     @property
     def label(self) -> str:
-        """Name and file."""
+        """Name of the tensor and its file, for messages."""
         return f"{shown(self.name)} in {str(self.file)!r}"
 
     @property
     def place(self) -> tuple:
-        """Where its data lies in which file: equal for two names of one tensor (tied weights)."""
+        """The file, and where in it the data lie; equal for two names of one (tied) tensor."""
         return self.file, self.offset, self.shape, self.strides, self.dtype
 
     @property
     def is_in_file(self) -> bool:
-        """True: it is mapped, or so small that reading it takes as long."""
+        """True: its bytes are mapped, or are so few that reading them takes no longer."""
         return True
 
     def _read_box(self, box: Box) -> np.ndarray:
@@ -84,12 +84,12 @@ class FileTensor(LazyTensor):
 
 
 def called(name: str, tensor: Any) -> Any:
-    """Return a tensor in a file with the name that messages should use; others as they are."""
+    """Rename a tensor in a file, for messages; return any other tensor unchanged."""
     return dataclasses.replace(tensor, name=name) if isinstance(tensor, FileTensor) else tensor
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Number of elements in memory from the first of a tensor to its last, with the gaps between.
+    """Return how many elements of memory a tensor spans, including the gaps between its elements.
 
     Args:
         shape: shape of the tensor.

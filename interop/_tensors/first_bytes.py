@@ -102,7 +102,7 @@ def _kind_of(head: bytes) -> tuple[str, str] | None:
 
 
 def _begins_msgpack(head: bytes) -> bool:
-    """Whether the bytes begin a msgpack map whose first key is a string of at most 255 bytes."""
+    """Return whether bytes begin a msgpack map whose first key is text of at most 255 bytes."""
     # The types fixmap (not empty), map 16 and map 32; below, fixstr and str 8.
     skipped = 1 if 0x81 <= head[0] <= 0x8F else {0xDE: 3, 0xDF: 5}.get(head[0], 0)
     key = head[skipped : skipped + 1]
@@ -110,7 +110,10 @@ def _begins_msgpack(head: bytes) -> bool:
 
 
 def kind_of_archive(names: Iterable[str]) -> str | None:
-    """Return the kind of a zip archive from the names in it, as `kind_of_file` does of a file."""
+    """Return the kind of a zip archive, given the names in it, and what to do with it.
+
+    The text is like that of `kind_of_file`; None if the kind is unknown.
+    """
     names = list(names)
     if names and all(name.endswith(".npy") for name in names):
         return f"is an archive of numpy (.npz). Read it with `np.load` and {_ARRAYS}."

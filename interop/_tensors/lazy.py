@@ -45,7 +45,7 @@ class LazyTensor(abc.ABC):
 
     @abc.abstractmethod
     def _read_box(self, box: Box) -> np.ndarray:
-        """Read one box into an array of its shape and of `dtype`, in any memory order.
+        """Read one box into an array of `dtype` with the shape of the box, in any memory order.
 
         The array may share memory with its source, such as the map of a file (`borrow`).
         """
@@ -55,26 +55,26 @@ class LazyTensor(abc.ABC):
 
     @property
     def collective(self) -> bool:
-        """True if reading is a collective: all processes must read the same boxes in one order."""
+        """True if reading is a collective: all processes must read equal boxes in equal order."""
         return False
 
     @property
     def is_in_file(self) -> bool:
         """True if `borrow` of the whole tensor maps a file, and so copies nothing.
 
-        Any thread may then call `borrow`.
+        If so, any thread may call `borrow`.
         """
         return False
 
     def own(self) -> "LazyTensor":
-        """Return a view of which only `own_boxes` can be read, which takes no collective."""
+        """Return a view in which only `own_boxes` can be read; reading them is no collective."""
         return self
 
     def own_boxes(self) -> list[Box]:
-        """The parts of the tensor that this process holds, each a `(start, stop)` per dimension.
+        """Return the parts that this process holds, each a `(start, stop)` per dimension.
 
-        The parts of all processes together are the tensor. An array that is not sharded is one
-        part, which every process that has the array holds.
+        The parts of all processes together make up the tensor. A tensor that is not sharded is one
+        part, held by every process that has the array.
         """
         return [whole_box(self.shape)] if self.size else []
 
@@ -98,7 +98,9 @@ class LazyTensor(abc.ABC):
         return self[(slice(None),) * self.ndim]
 
     def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
-        """Read one slice per dimension, each with step 1. The array shares no memory with a file.
+        """Read a part of the tensor, given one slice per dimension, each with step 1.
+
+        The array shares no memory with a file.
 
         Raises:
             ValueError: there are too many or too few slices, or a step other than 1.
@@ -107,9 +109,9 @@ class LazyTensor(abc.ABC):
         return _copied(array) if _is_mapped(array) else array
 
     def borrow(self, slices: tuple[slice, ...]) -> np.ndarray:
-        """Read as by indexing, but perhaps without a copy: the array may be the map of a file.
+        """Read a part of the tensor as indexing does, but without a copy if the file can be mapped.
 
-        Its values change if the file is overwritten in place, so copy it at once.
+        The values of the array change if the file is overwritten in place, so copy it at once.
         """
         slices = slices if isinstance(slices, tuple) else (slices,)
         plain = all(isinstance(each, slice) and each.step in (None, 1) for each in slices)
@@ -137,16 +139,16 @@ class LazyTensor(abc.ABC):
         return _Transposed(shape, self.dtype, self.label, (self,), dims)
 
     def astype(self, dtype: np.typing.DTypeLike) -> "LazyTensor":
-        """View the tensor as another dtype; slices are cast after they are read.
+        """View the tensor with another dtype; slices are cast after they are read.
 
-        Values are rounded. Reading a slice raises `ValueError` if it has a finite number that would
-        be infinite, or an integer that the dtype lacks.
+        Values are rounded. Reading a slice raises `ValueError` if a finite number in it would
+        become infinite, or if the dtype lacks an integer in it.
         """
         dtype = np.dtype(dtype)
         return self if dtype == self.dtype else _Cast(self.shape, dtype, self.label, (self,))
 
     def narrow(self, dim: int, start: int, stop: int) -> "LazyTensor":
-        """View indices `start` to `stop` of one dimension."""
+        """View the indices from `start` to `stop` of dimension `dim`."""
         if not 0 <= start <= stop <= self.shape[dim]:
             raise ValueError(
                 f"`start` and `stop` must lie in dimension {dim} of {self.shape}, the shape of "
@@ -168,7 +170,7 @@ class LazyTensor(abc.ABC):
 
 
 def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """Concatenate tensors of one dtype, whose other dimensions are equal, along a dimension."""
+    """Concatenate tensors along a dimension; their dtypes and other dimensions must be equal."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -188,7 +190,7 @@ def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
 
 
 def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """Lay equal tensors after each other along a new first dimension."""
+    """Stack tensors of equal shape and dtype along a new first dimension."""
     return concatenate([each.reshape((1, *each.shape)) for each in tensors], 0)
 
 
@@ -207,7 +209,7 @@ class View(LazyTensor):
         return any(each.collective for each in self.viewed)
 
     def own(self) -> LazyTensor:
-        """The same view of what this process holds."""
+        """Return the same view of the parts that this process holds."""
         return dataclasses.replace(self, viewed=tuple(each.own() for each in self.viewed))
 
 
@@ -226,11 +228,11 @@ class _ViewOfOne(View):
         return self.copies_nothing and self.source.is_in_file
 
     def own_boxes(self) -> list[Box]:
-        """The boxes of the viewed tensor, translated into boxes of this view."""
+        """Return the boxes of the viewed tensor, translated into boxes of this view."""
         return [mine for box in self.source.own_boxes() for mine in self._boxes_of(box)]
 
     def _boxes_of(self, box: Box) -> list[Box]:
-        """Divide a box of the viewed tensor into boxes of this one."""
+        """Translate a box of the viewed tensor into boxes of this view."""
         return [box]
 
 
@@ -275,7 +277,7 @@ class _Concatenated(View):
     dim: int
 
     def own_boxes(self) -> list[Box]:
-        """The boxes of all tensors, at their places in this one."""
+        """Return the boxes of all concatenated tensors, shifted to their places in the result."""
         boxes, end = [], 0
         for part in self.viewed:
             for box in part.own_boxes():
@@ -309,7 +311,7 @@ class _Concatenated(View):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Reshaped(_ViewOfOne):
-    """A reshaped tensor.
+    """A view of a tensor in another shape.
 
     The dimensions of both shapes are divided into groups with equal products. A box of a group's
     new dimensions is a set of runs in the group's row-major order; each run is divided into boxes

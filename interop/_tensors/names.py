@@ -1,4 +1,4 @@
-"""Names of leaves (dotted paths), and of tensors without the wrappers that PyTorch adds.
+"""Name the leaves of trees by dotted paths, and tensors without the wrappers that PyTorch adds.
 
 `torch.compile`, FSDP and activation checkpointing wrap a module in another, which adds a component
 to the names of its parameters: `layers.0._orig_mod.weight`. Some functions of PyTorch remove it and
@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 class NamedLeaves(NamedTuple):
-    """The leaves of a tree by dotted path."""
+    """The leaves of a tree by dotted path, and a function that rebuilds the tree."""
 
     leaves: dict[str, Any]  # in the order of the tree
     rebuild: Callable[[Mapping[str, Any]], Any]  # {path: new leaf} -> a tree of this structure
@@ -60,14 +60,17 @@ def named_leaves(tree: Any) -> NamedLeaves:
 
 
 def plain_name(name: Any) -> Any:
-    """Drop the components of a name that wrappers add; return a key that is no string unchanged."""
+    """Drop the components of a name that PyTorch's wrappers add; return a non-string unchanged."""
     if type(name) is not str:
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS) or name
 
 
 def by_plain_name(held: Mapping[Any, Value], where: str) -> dict[Any, Value]:
-    """Return `held` by plain name, in its order; `ValueError` if two names have one plain name."""
+    """Rename the keys of `held` to plain names; `ValueError` if two become equal.
+
+    The order is kept. `where` names the checkpoint in the message.
+    """
     full: dict[Any, Any] = {}
     for name in held:
         other = full.setdefault(plain_name(name), name)

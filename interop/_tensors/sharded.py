@@ -17,7 +17,7 @@ from .lazy import LazyTensor
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShardedTensor(LazyTensor):
-    """An array on devices, without the padding that `jz.Zero` may have added.
+    """A `jax.Array` as a lazy tensor, without the padding that `jz.Zero` may have added.
 
     Attributes:
         array: the stored array; elements beyond `shape` are padding.
@@ -40,11 +40,14 @@ class ShardedTensor(LazyTensor):
         return not self.array.is_fully_addressable
 
     def own(self) -> LazyTensor:
-        """View the shards of this process, which are read without a collective."""
+        """Return a view of the shards of this process, which are read without a collective."""
         return _OwnShards(self.array, self.shape, self.label)
 
     def own_boxes(self) -> list[Box]:
-        """The shards of this process, each on one process only, joined where they are adjacent."""
+        """Return the boxes of this process's shards, joined where they are adjacent.
+
+        Of a shard with replicas, only the process with the first replica has the box.
+        """
         held = (
             common_box(_bounds(shard, self.array.shape), whole_box(self.shape))
             for shard in self.array.addressable_shards
@@ -62,11 +65,11 @@ class ShardedTensor(LazyTensor):
 
 
 class _OwnShards(ShardedTensor):
-    """The shards of this process, of which boxes are read without a collective."""
+    """The shards of this process, as a tensor of which boxes are read without a collective."""
 
     @property
     def collective(self) -> bool:
-        """False: only boxes are read that this process holds."""
+        """False, since only boxes that this process holds are read."""
         return False
 
     def _read_box(self, box: Box) -> np.ndarray:
@@ -80,10 +83,13 @@ def _is_in_host_memory(array: jax.Array) -> bool:
 def _cut_unsplit(
     array: jax.Array, inside: tuple[slice, ...]
 ) -> tuple[jax.Array, tuple[slice, ...]]:
-    """Slice the array on the devices, along the dimensions that are not sharded.
+    """Slice an array on the devices, along the dimensions that are not sharded.
 
-    This drops, for example, the other layers of a stack before any transfer. Sliced dimensions are
-    complete on every device, so slicing needs no communication.
+    This drops, for example, the other layers of a stack before any transfer to the host. The sliced
+    dimensions are complete on every device, so slicing needs no communication.
+
+    Returns:
+        The sliced array, and the slices of it that are left to be read.
     """
     own = array.sharding.shard_shape(array.shape)
     starts, sizes, left = [], [], []
@@ -107,11 +113,12 @@ def _cut(sharding: jax.sharding.Sharding):
 
 
 def _in_each_process(array: jax.Array) -> jax.Array:
-    """Reshard the array so that the devices of each process together hold all of it. Collective.
+    """Reshard an array so that the devices of each process together hold all of it. Collective.
 
-    It is sharded over the mesh axes within a process, along a dimension that they divide; if
-    possible, along the dimension that is sharded already, since for any other XLA would replicate
-    the array on each device first. If they divide no dimension, the array is replicated.
+    The result is sharded over the mesh axes whose devices are of one process, along a dimension
+    that they divide. If possible that is a dimension that is already sharded: for any other XLA
+    would first replicate the array on each device. If the axes divide no dimension, the array is
+    replicated.
     """
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):

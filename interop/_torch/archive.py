@@ -33,7 +33,7 @@ _VERSIONS = range(1, 11)  # those of PyTorch's own reader
 
 
 class ByteRange(io.RawIOBase):
-    """A byte range of a file, readable as a file of its own (as `zipfile` needs)."""
+    """A byte range of a file, which can be read like a file of its own (as `zipfile` needs)."""
 
     def __init__(self, file: Path, start: int, length: int):
         self._file = open_regular(file)  # closed with the range
@@ -59,7 +59,7 @@ class ByteRange(io.RawIOBase):
 
 
 class Archive:
-    """The entries of one archive, checked.
+    """The checked entries of a zip archive that `torch.save` wrote.
 
     Args:
         file: the file that holds the archive.
@@ -89,12 +89,12 @@ class Archive:
         return self._prefix + entry in self._begins
 
     def read(self, entry: str) -> bytes:
-        """Read a small entry as a whole."""
+        """Return all bytes of an entry, which is small."""
         self.place(entry)  # raises if it is not there
         return self._archive.read(self._prefix + entry)
 
     def place(self, entry: str) -> tuple[int, int]:
-        """Return an entry's offset in the file and its size as `read` returns it, both in bytes."""
+        """Return the offset of an entry's data in the file, and its size, both in bytes."""
         if entry not in self:
             raise ValueError(
                 f"{self.where} lacks `{escaped(entry)}`, which its `data.pkl` refers to."
@@ -115,7 +115,10 @@ class Archive:
         return prefix
 
     def _check_end(self, count: int) -> None:
-        """Check the records after the directory; PyTorch may also write the 64-bit ones."""
+        """Check the records that follow the directory of `count` entries.
+
+        PyTorch may also write these records in the 64-bit form of zip.
+        """
         begin, total = self._archive.start_dir, self._opened.seek(0, io.SEEK_END)
         tail = total - _END_64.size - _LOCATOR.size - _END.size
         self._opened.seek(max(tail, 0))
@@ -173,7 +176,7 @@ class Archive:
                 )
 
     def _check_entries(self, infos: list[zipfile.ZipInfo]) -> dict[str, int]:
-        """Check local headers, and return the offset of the bytes of each entry."""
+        """Check the local header of each entry, and return the offset of each entry's data."""
         begins: dict[str, int] = {}
         ends = [0]  # where the next entry may begin
         for info in infos:
@@ -247,7 +250,7 @@ NOT_ZIP = (
 
 
 def not_an_archive(file: Path, start: int, where: str, error: Exception) -> str:
-    """Describe a file that could not be opened as an archive."""
+    """Return the message for a file that could not be opened as an archive because of `error`."""
     with open_regular(file) as opened:
         opened.seek(start)
         begin = opened.read(9)

@@ -42,7 +42,7 @@ _BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"  # a pickl
 
 
 def covers_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Return True if boxes, none of them empty, cover a shape without gap or overlap.
+    """Return whether boxes, none of them empty, cover a shape without gap or overlap.
 
     A box is described by its corners, with alternating signs. The boxes cover the shape if all
     corners, added up by position, cancel except those of the whole shape. Dimensions that no box
@@ -76,7 +76,7 @@ class _Chunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DcpTensor(LazyTensor):
-    """A tensor that is stored in chunks of a distributed checkpoint."""
+    """A tensor of a distributed checkpoint, which stores it in chunks."""
 
     directory: Path
     name: str
@@ -163,7 +163,10 @@ def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
 
 
 def _object(name: str, places: Mapping) -> Any:
-    """Read a pickled object, such as a number or a list."""
+    """Read a pickled object of a distributed checkpoint, such as a number or a list.
+
+    `places` has its file and byte range under the key None.
+    """
     file, start, length = places[None]
     return read_torch_file(file, within=(start, length), name=name)
 
@@ -179,7 +182,12 @@ def _mapping(metadata: Any, name: str, path: Path) -> Mapping:
 
 
 def _chunks_of(places: Mapping, directory: Path) -> dict[str, dict[tuple | None, tuple]]:
-    """Map name -> offset of a chunk (None if not a tensor) -> (file, start, length in bytes)."""
+    """Collect, from `storage_data` of the metadata, where the chunks of each name lie.
+
+    Returns:
+        Name -> offset of a chunk in its tensor (None if the name is no tensor) -> (file, first
+        byte, length in bytes).
+    """
     chunks: dict[str, dict[tuple | None, tuple]] = {}
     sizes: dict[str, int] = {}
     for index, place in places.items():

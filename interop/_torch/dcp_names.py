@@ -6,8 +6,9 @@ flattened to names such as `optim.state.NAME.exp_avg`. `NAME` has dots of its ow
 `sum`. So where `state` is not a key of its own in a path, tensors are an optimizer's only if
 `param_groups` name their parameter, or if their dict holds nothing but Adam's state.
 
-The keys above a model's state dict, such as `model`, are dropped from its names. They are those of
-the dict that holds every parameter with optimizer state, or else the only key at the top.
+The keys above a model's state dict, such as `model`, are dropped from the names of its tensors.
+These keys lead to the dict that holds every parameter with optimizer state; or, if no dict does, to
+the only dict at the top.
 
 Numbers and lists, such as a step that is no tensor or the parameters of a group, are pickled
 objects in the files.
@@ -31,7 +32,7 @@ States = Mapping[Path, Mapping[str, Mapping[str, Any]]]
 
 
 class StateEntry(NamedTuple):
-    """The parts of the path of a tensor or number in an optimizer's state."""
+    """The path of an entry of an optimizer's state, divided into its parts."""
 
     above: Path  # path of the optimizer's state dict
     name: str  # of the parameter
@@ -40,12 +41,14 @@ class StateEntry(NamedTuple):
 
 
 def path_text(path: Path) -> str:
-    """Return the name of a path: its keys, joined by dots."""
+    """Join the keys of a path by dots, as in the name of a tensor."""
     return ".".join(map(str, path))
 
 
 def paths_of(names: Iterable[str], planned: Mapping[Any, Any]) -> dict[str, Path]:
-    """Map each name to its path, which is the whole name as one key if the dict was not flattened.
+    """Map each name to its path: the keys that lead to the tensor in the saved dict.
+
+    If the dict was not flattened, the path is the whole name as one key.
 
     Args:
         names: flat names.
@@ -64,14 +67,14 @@ def paths_of(names: Iterable[str], planned: Mapping[Any, Any]) -> dict[str, Path
 
 
 def state_entry(path: Path) -> StateEntry | None:
-    """Divide the path of an entry of an optimizer's state; None if it cannot be such a path."""
+    """Divide the path of an entry of an optimizer's state; None if it cannot be such an entry."""
     if len(path) >= 3 and path[-3] == "state":
         return StateEntry(path[:-3], str(path[-2]), str(path[-1]), flat=False)
     return _flat_entry(path, "state")
 
 
 def _flat_entry(path: Path, part: str) -> StateEntry | None:
-    """Divide a path whose last key is `PART.NAME.KEY`; None if it is not.
+    """Divide a path whose last key is `PART.NAME.KEY`; None for any other path.
 
     If the saved dict was not flattened, the path is one key, the name `ABOVE.PART.NAME.KEY`.
     """
@@ -89,11 +92,11 @@ def _flat_entry(path: Path, part: str) -> StateEntry | None:
 def sort_tensors(
     tensors: Mapping[str, LazyTensor], paths: Mapping[str, Path]
 ) -> tuple[dict[str, LazyTensor], dict[Path, dict[str, dict[str, Any]]]]:
-    """Separate the tensors of optimizers from all others.
+    """Separate the tensors of optimizers from all other tensors.
 
     Returns:
-        `{name: tensor}` of the others; and `{path of an optimizer: {name of a parameter: state}}`,
-        where a state is `{"exp_avg": tensor, ...}`.
+        `{name: tensor}` of the other tensors; and `{path of an optimizer: {name of a parameter:
+        state}}`, where a state is `{"exp_avg": tensor, ...}`.
     """
     nested: dict[Path, dict[str, dict[str, Any]]] = {}
     flat: dict[Path, dict[str, dict[str, Any]]] = {}
@@ -124,7 +127,12 @@ def sort_tensors(
 def _of_optimizers(
     flat: Mapping[Path, dict[str, dict[str, Any]]], paths: Mapping[str, Path]
 ) -> dict[Path, dict[str, dict[str, Any]]]:
-    """Keep those states `above -> name -> entries` of flat keys that are surely an optimizer's."""
+    """Keep the states that surely belong to an optimizer, of those found by a key `state.NAME.KEY`.
+
+    Args:
+        flat: path of the dict above -> name of a parameter -> its entries.
+        paths: the paths of all names.
+    """
     groups: dict[Path, set[str]] = {}
     for path in paths.values():
         group = _flat_entry(path, "param_groups")
@@ -143,12 +151,15 @@ def _of_optimizers(
 
 
 def _is_kept(state: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a state has, for any parameter, an entry that optimizers keep."""
+    """Return whether a state has, for any parameter, an entry of the kind that optimizers keep."""
     return any(_KEPT & held.keys() for held in state.values())
 
 
 def _holds_only_state(above: Path, ordered: Sequence[str]) -> bool:
-    """Whether all names below `above` begin with `state.` or are of `param_groups`."""
+    """Return whether all names below the path `above` begin with `state.` or `param_groups`.
+
+    `ordered` has all names, sorted.
+    """
     top = "".join(f"{key}." for key in above)
 
     def count(prefix: str) -> int:  # names that begin with it, which are adjacent in order
@@ -165,10 +176,10 @@ def model_names(
     """Map the full name of each tensor to its name in the model.
 
     Args:
-        paths: paths of the tensors that are no optimizer's.
+        paths: full name -> path, of the tensors that are no optimizer's.
         trained: names of the parameters that an optimizer has trained.
-        key: dotted path of the model's state dict, or the beginning of its names if no dict of
-            tensors was saved inside another; None to find it.
+        key: dotted path of the model's state dict; or, if no dict of tensors was saved inside
+            another, what the names of the model begin with. None to find the state dict.
         where: the checkpoint, for messages.
     """
     below: dict[Path, dict[str, str]] = {}  # dict that may be the model's -> full name -> name
@@ -196,7 +207,7 @@ def model_names(
 
 
 def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Map each beginning of a name, such as `model` -> full name -> the rest of the name."""
+    """Map each beginning of a name, such as `model`, to {full name: the rest of the name}."""
     models: dict[str, dict[str, str]] = {}
     for full in names:
         keys = full.split(".", _MAX_KEYS_ABOVE)
@@ -207,10 +218,15 @@ def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _fits(trained: set[str], above: Path, below: Mapping[Path, Mapping[str, str]]) -> bool:
-    """Whether the dict at `above` may hold all `trained` parameters.
+    """Return whether the dict at path `above` may hold all `trained` parameters.
 
-    `DistributedDataParallel` puts `module.` before names, and functions of PyTorch that save an
-    optimizer's state leave it out.
+    `DistributedDataParallel` puts `module.` before names, but functions of PyTorch that save an
+    optimizer's state leave it out; so the names may differ in this prefix.
+
+    Args:
+        trained: plain names of the trained parameters.
+        above: path of the dict.
+        below: path of each dict -> full name -> name inside the dict.
     """
     plain = {plain_name(name) for name in below[above].values()}
     if trained <= plain:
@@ -228,11 +244,11 @@ def read_moments(
     *,
     in_order: bool,
 ) -> AdamMoments:
-    """Combine the states of all optimizers in a checkpoint.
+    """Combine the states of all optimizers in a checkpoint into Adam's moments.
 
     Args:
         states: path of each optimizer -> parameter -> its state.
-        objects: path -> reads the object there.
+        objects: path -> reads the pickled object there.
         tensors: tensors of the model by name.
         where: the directory, for messages.
         names: names of the parameters in the optimizer's order, if it identifies them by number.
@@ -289,7 +305,10 @@ def _two_states(where: str, first: tuple[Path, str], second: tuple[Path, str]) -
 
 
 def _groups(above: Path, objects: Mapping[Path, Callable[[], Any]]) -> list[dict] | None:
-    """Return the groups of an optimizer that numbers its parameters; None if they are not saved."""
+    """Return the parameter groups of the optimizer at `above`; None if they are not saved.
+
+    Each group has the numbers of its parameters (`params`), and their names if they are saved.
+    """
     path = (*above, "param_groups")
     for whole in (path, (path_text(path),)):  # the second: not flattened
         if whole in objects:

@@ -35,14 +35,14 @@ _OTHER_PARALLELISM = ("layer_", "expert_")  # prefixes of files of pipeline and 
 
 
 def is_deepspeed(directory: Path) -> bool:
-    """Return True if a directory is, or contains, a checkpoint of DeepSpeed."""
+    """Return whether a directory is, or contains, a checkpoint of DeepSpeed."""
     return any((directory / name).is_file() for name in LATEST) or any(
         _MODEL.fullmatch(path.name) for path in directory.iterdir()
     )
 
 
 def is_part_of_deepspeed(file: Path) -> bool:
-    """Return True for a file of one process of ZeRO, in which no tensor is whole."""
+    """Return whether one process of ZeRO wrote a file, so that it holds no whole tensor."""
     model = _MODEL.fullmatch(file.name)
     return _OPTIMIZER.fullmatch(file.name) is not None or (model is not None and bool(model[1]))
 
@@ -51,7 +51,8 @@ def open_deepspeed(directory: Path, records: Collection[str]) -> Checkpoint:
     """Open a checkpoint that `engine.save_checkpoint` or `ds_to_universal` wrote.
 
     Args:
-        directory: that of a run, whose `latest` file names the newest checkpoint, or of one step.
+        directory: the directory of a run, whose `latest` file names the newest checkpoint, or of
+            one step.
         records: full names of classes that a pickle may name; they are not imported.
     """
     directory = _tagged(directory)
@@ -93,10 +94,15 @@ def _tagged(directory: Path) -> Path:
 
 
 def _ranked(directory: Path, pattern: re.Pattern[str], *, merged: bool = False) -> list[Path]:
-    """List the files of all processes in the order of ranks.
+    """List the files of all processes whose names match `pattern`, in the order of ranks.
 
-    With tensor, pipeline or expert parallelism it raises, unless `merged`: in universal checkpoints
-    trained parameters have been merged, and only the files of model-parallel rank 0 are listed.
+    In a universal checkpoint (`merged`) trained parameters have been merged over model parallelism,
+    so only the files of model-parallel rank 0 are listed.
+
+    Raises:
+        NotImplementedError: tensor, pipeline or expert parallelism wrote the files, and the
+            checkpoint is not universal.
+        ValueError: a rank is missing, or has two files.
     """
     files: dict[int, Path] = {}
     for path in directory.iterdir():

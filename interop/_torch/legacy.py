@@ -1,11 +1,11 @@
-"""Locate the parts of a file that PyTorch wrote before 1.6, and check that it is whole.
+"""Locate the parts of a file that PyTorch wrote before 1.6, and check that it is complete.
 
-It begins with five pickles: a magic number, a version, a description of the machine, the object,
-and the keys of its storages. The storages follow in the order of the keys, each as the number of
-its elements, in 8 bytes, and the elements, little-endian on every machine.
+Such a file begins with five pickles: a magic number, a version, a description of the machine, the
+object, and the keys of its storages. The storages follow in the order of the keys. Each is the
+number of its elements, in 8 bytes, and then the elements, little-endian on every machine.
 
-The bytes of an element are known from the object alone, and the place of a storage from all before
-it. So the object is read twice: first for the dtypes of its storages, then for its tensors.
+The file does not say how many bytes an element has: only the object does. So the object is read
+twice: first for the dtypes of its storages, which give their places, then for its tensors.
 """
 
 import mmap
@@ -29,12 +29,12 @@ _COUNT = struct.Struct("<q")
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file that begins with `head` is of this form."""
+    """Return whether a file that begins with `head` is of the form before PyTorch 1.6."""
     return head.startswith(b"\x80") and _MAGIC.to_bytes(10, "little") in head[:HEAD_BYTES]
 
 
 class LegacyFile:
-    """An object in the form before PyTorch 1.6, located in a file and checked.
+    """A file in the form before PyTorch 1.6, checked, and the places of its storages.
 
     It has the methods of an `Archive`.
 
@@ -109,7 +109,7 @@ class LegacyFile:
             )
 
     def _note(self, pid: tuple) -> Any:
-        """Record the elements and the dtype of a storage, in the first reading of the object."""
+        """Record the number of elements and dtype of a storage, when the object is first read."""
         if pid[0] == "module":
             return pid[1]
         _, of, key, _, count, _ = pid  # `_Reader` checks them
@@ -117,7 +117,13 @@ class LegacyFile:
         return None
 
     def _place(self, key: str, head: bytes, begin: int) -> int:
-        """Note where a storage begins, and return where it ends."""
+        """Record where the storage `key` begins, and return where it ends.
+
+        Args:
+            key: key of the storage.
+            head: the bytes before its elements, which hold their number.
+            begin: offset of its first element in the file.
+        """
         count, itemsize = self._storages.get(key, (None, 0))
         (stored,) = _COUNT.unpack(head) if len(head) == _COUNT.size else (None,)
         if key in self._places or type(count) is not int or stored != count or count < 0:

@@ -1,10 +1,11 @@
-"""What the model states of DeepSpeed hold: shapes, buffers, frozen parameters and tied names.
+"""Read the model states of DeepSpeed: shapes, buffers, frozen parameters and tied names.
 
-`param_shapes` lists the parameters of each group in the order of the flat tensors. If it lists them
-in another order, every size may still add up. Stages 1 and 2 also store the model itself, so a few
-elements of every fragment of a parameter are compared with it. Stage 3 stores only the names of the
-model's parameters, and each group must be in their order. If the shapes of two parameters were
-exchanged in `param_shapes`, nothing else in the files of stage 3 would show it.
+`param_shapes` lists the parameters of each group in the order of the flat tensors. If it listed
+them in another order, every size might still add up. Stages 1 and 2 also store the model itself, so
+a few elements of every fragment of a parameter are compared with it. Stage 3 stores only the names
+of the model's parameters, so each group is required to be in the order of these names. If the
+shapes of two parameters were exchanged in `param_shapes`, nothing else in the files of stage 3
+would show it.
 """
 
 import collections
@@ -45,9 +46,9 @@ class ModelState:
 
     Attributes:
         module: the model's state dict; stage 3 stores empty tensors for parameters.
-        frozen: name of a parameter that is not trained -> its shape.
-        fragments: name of such a parameter -> this process's part of it.
-        shared: other name of a tied parameter -> the name under which its elements are stored.
+        frozen: name of a frozen parameter -> its shape.
+        fragments: name of a frozen parameter -> this process's part of it.
+        shared: second name of a tied parameter -> the name under which its elements are stored.
         buffers: names of buffers.
     """
 
@@ -72,11 +73,14 @@ class ModelState:
         return by_plain_name(held or {}, f"`{key}` of {str(self.file)!r}")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return another entry of the file."""
+        """Return the entry `key` of the file, or `default`."""
         return self._content.get(key, default)
 
     def tensors(self, *, leaving_out: Collection[str]) -> dict[str, LazyTensor]:
-        """Unpartitioned tensors: buffers, and parameters without optimizer state."""
+        """Return the tensors in `module` whose names are not in `leaving_out`.
+
+        With the trained parameters left out, these are buffers and untrained parameters.
+        """
         return {
             name: called(name, value)
             for name, value in self.module.items()
@@ -84,13 +88,16 @@ class ModelState:
         }
 
     def not_there(self, name: str) -> ValueError:
-        """The error for a parameter that has a shape here but no tensor in `module`."""
+        """Return the error that a parameter has a shape in this file, but no tensor in `module`."""
         what = f"gives {shown(name)} a shape, but the model there (`module`) has no such tensor, so"
         return wrong(self.file, f"{what} it cannot be checked", AGAIN)
 
 
 def param_shapes(states: Sequence[ModelState]) -> list[dict[str, Shape]]:
-    """Return name -> shape for the parameters of each group, in storage order."""
+    """Return name -> shape for the parameters of each group, in storage order.
+
+    All processes must state the same shapes in the same order.
+    """
     groups = [_groups_of(state) for state in states]
     items = [[list(group.items()) for group in each] for each in groups]
     for state, each in zip(states, items, strict=True):
@@ -131,7 +138,7 @@ def _shape(name: Any, shape: Any, where: Path) -> Shape:
 
 
 def check_order(state: ModelState, groups: Sequence[Mapping[str, Shape]]) -> None:
-    """Raise `ValueError` unless groups of stage 3 list parameters in the order of the model."""
+    """Raise `ValueError` unless each group of stage 3 has its parameters in the model's order."""
     position = {name: number for number, name in enumerate(state.module)}
     for group in groups:
         for name in group:
@@ -151,9 +158,14 @@ def check_order(state: ModelState, groups: Sequence[Mapping[str, Shape]]) -> Non
 def check_values(
     state: ModelState, trained: Mapping[str, LazyTensor], fragments: Fragments
 ) -> None:
-    """Raise `ValueError` unless some elements of each fragment are those of the stored model.
+    """Raise `ValueError` unless trained parameters equal the model that stages 1 and 2 also store.
 
-    For stages 1 and 2, whose checkpoints hold the full model too.
+    Some elements of each fragment are compared.
+
+    Args:
+        state: the model state that holds the stored model.
+        trained: parameters joined from the flat tensors, by name.
+        fragments: where each parameter lies in the flat tensors.
     """
     file = state.file
     for name in state.frozen:
@@ -184,7 +196,10 @@ def check_values(
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """First elements of the windows of a parameter: three for each of its fragments."""
+    """Return the first elements of the windows of a parameter that are compared.
+
+    There are three windows in each fragment; `sizes` are the fragments' numbers of elements.
+    """
     starts, begin = {0}, 0
     for size in sizes:
         middle, last = (max(0, each - _WINDOW) for each in (size // 2, size))
@@ -194,7 +209,7 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 
 
 def check_global_steps(states: Sequence[ModelState]) -> None:
-    """Raise `ValueError` unless the model states of all processes are of one step."""
+    """Raise `ValueError` unless the model states of all processes are of the same step."""
     first = states[0].get("global_steps")
     for state in states:
         step = state.get("global_steps")
@@ -204,11 +219,11 @@ def check_global_steps(states: Sequence[ModelState]) -> None:
 
 
 def check_optimizer_step(stage: int, state: ModelState, rank: Rank) -> None:
-    """Raise `ValueError` if the optimizer states are of a later step than the model states.
+    """Raise `ValueError` if the optimizer state is of a later step than the model state.
 
     The optimizer may have taken fewer steps than the run, if the run once loaded a checkpoint
-    without its optimizer. In stage 3 that may also mean that the files are of two checkpoints, so
-    there it is a warning. In stages 1 and 2, `check_values` would find this.
+    without its optimizer. In stage 3, fewer steps may also mean that the files are of two
+    checkpoints, so there they give a warning. In stages 1 and 2, `check_values` would find that.
     """
     run, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
     if type(run) is not int or type(skipped) is not int or not rank.steps:
@@ -229,10 +244,10 @@ def check_optimizer_step(stage: int, state: ModelState, rank: Rank) -> None:
 def with_aliases(
     checkpoint: Checkpoint, state: ModelState, trained: Collection[str], *, cut: bool = False
 ) -> Checkpoint:
-    """Add the other names of tied parameters to a checkpoint.
+    """Add the second names of tied parameters to a checkpoint.
 
     Args:
-        checkpoint: the checkpoint, with the first names only.
+        checkpoint: the checkpoint, without the second names.
         state: the model state that lists tied parameters.
         trained: names of the parameters that have optimizer state.
         cut: True if tensor parallelism cut the tensors of the model state, so that their shapes
@@ -254,7 +269,7 @@ def with_aliases(
 
 
 def untrained_of_stage_3(states: Sequence[ModelState]) -> dict[str, LazyTensor]:
-    """Return buffers, and frozen parameters, joined from the parts that the processes hold."""
+    """Return buffers, and frozen parameters joined from the parts that the processes hold."""
     first = states[0]
     tensors = first.tensors(leaving_out=first.module.keys() - first.buffers)
     for name, given in first.frozen.items():

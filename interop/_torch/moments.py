@@ -1,11 +1,11 @@
-"""Adam's moments by the names of parameters, from an optimizer's state dict.
+"""Find Adam's moments by the names of parameters, in an optimizer's state dict.
 
-`optimizer.state_dict()` numbers the parameters in the order in which the optimizer got them, group
-after group, and the shape of a moment is that of its parameter. A shape that only one tensor of the
-model has names its parameter. Otherwise each group must be in the order of `model.parameters()`:
-then all ways are followed in which the groups, in their order, take names from the model's list,
-some of which they may leave out (frozen parameters, buffers). A number is known if in all these
-ways it gets the same name.
+`optimizer.state_dict()` identifies parameters by number, in the order in which the optimizer got
+them, group after group. A moment has the shape of its parameter. If only one tensor of the model
+has that shape, the name is known. Otherwise each group must be in the order of
+`model.parameters()`. The groups may leave out names of the model (frozen parameters, buffers), so
+there can be several ways in which they take names from the model's list in order. All ways are
+followed. A number is known if it gets the same name in all of them.
 """
 
 import collections
@@ -32,12 +32,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ModelOrder(NamedTuple):
-    """The parameters of a model, and how the Trainer of transformers divides them.
+    """The order of a model's parameters, and how the Trainer of transformers groups them.
 
     Attributes:
         names: in the order of `model.parameters()`.
-        decayed: names in the first of the Trainer's two groups, which has weight decay; None if it
-            is only known that no name with "bias" in it is one of them.
+        decayed: names in the first of the Trainer's two groups, which has weight decay. None if
+            these names are not known, except that none of them contains "bias".
     """
 
     names: Sequence[str]
@@ -45,7 +45,7 @@ class ModelOrder(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What is known of the program that wrote an optimizer.
+    """What is known of the program that wrote an optimizer's state.
 
     Attributes:
         order: returns the order of the model's parameters, or raises a `ValueError` with the reason
@@ -58,10 +58,10 @@ class Origin(NamedTuple):
 
 
 def parameters_in(tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Return the names in a model's state dict that `model.named_parameters()` may have.
+    """Return the names in a model's state dict that may be names of parameters.
 
     Left out are integers, statistics of batch normalization, and all but the first name of a tied
-    weight, whose names have one place in the file. Other buffers cannot be told from parameters.
+    weight: its names share one place in the file. Other buffers cannot be told from parameters.
     """
     seen, names = set(), []
     for name, tensor in tensors.items():
@@ -82,7 +82,7 @@ def _names_of_numbers(
     shapes: Mapping[str, Shape],
     origin: Origin,
 ) -> dict[int, str]:
-    """Return the name of the parameter of every number that has moments.
+    """Map each number that has moments to the name of its parameter.
 
     Args:
         groups: the numbers in each group of the optimizer.
@@ -91,7 +91,7 @@ def _names_of_numbers(
         origin: what is known of the order of names and of the groups.
 
     Raises:
-        ValueError: a number cannot be told; the message is the reason.
+        ValueError: the name of a number cannot be told; the message is the reason.
     """
     alike = collections.defaultdict(list)
     for name, shape in shapes.items():
@@ -107,7 +107,10 @@ def _names_of_numbers(
 
 
 def _doubtful(candidates_of: Mapping[int, Sequence[str]]) -> int | None:
-    """Return a number that does not have exactly one name of its own; None if all have."""
+    """Return a number whose name is not certain; None if there is none.
+
+    That is a number with no name or several, or with a name that another number has too.
+    """
     counts = collections.Counter(name for names in candidates_of.values() for name in names)
     return next(
         (key for key, names in candidates_of.items() if len(names) != 1 or counts[names[0]] > 1),
@@ -117,7 +120,7 @@ def _doubtful(candidates_of: Mapping[int, Sequence[str]]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Ways:
-    """The ways in which groups can take their parameters, in order, from a list of names.
+    """The ways in which the groups can take parameters, in order, from the model's list of names.
 
     Attributes: see `_names_of_numbers`; `order` has the list of names.
     """
@@ -129,7 +132,7 @@ class _Ways:
     of_trainer: bool
 
     def candidates(self) -> dict[int, list[str]]:
-        """Return the names that each number can have."""
+        """Map each number to the names that it gets in any of the ways."""
         end = tuple(map(len, self.groups))
         spare = len(self.order.names) - sum(end)  # names that no group takes
         # Forward: which counts `_Taken` can be reached after each name. Backward, below: which of
@@ -168,7 +171,11 @@ class _Ways:
         return names
 
     def _moves(self, before: _Taken, name: str) -> Iterator[tuple[_Taken, int | None]]:
-        """Yield (counts after, number that takes the name), or (before, None) if none takes it."""
+        """Yield the moves from a state, given the next name in the model's list.
+
+        A move is (state after it, number that takes the name); or (`before`, None) if no group
+        takes the name. A state has, for each group, how many of its numbers have got names.
+        """
         yield before, None
         for index, group in enumerate(self.groups):
             taken = before[index]
@@ -200,8 +207,9 @@ def moments_of(
         tensors: tensors of the model by name.
         where: file name, for messages.
         names: names of the parameters in the optimizer's order. If None, the names that the
-            optimizer recorded; or those that follow from shapes and the order of the model.
-        origin: what gives that order; if None, `tensors` are in the order of a state dict.
+            optimizer recorded are used; without these, the names that follow from shapes and the
+            order of the model.
+        origin: gives the order of the model; if None, `tensors` are in the order of a state dict.
     """
     state = dict(optimizer["state"])
     if not state:
@@ -293,10 +301,10 @@ def gather_moments(
     """Convert an optimizer state that is grouped by the names of parameters to `AdamMoments`.
 
     Args:
-        state: name of a parameter -> entry, such as "exp_avg" -> tensor or number.
-        shapes: name -> shape of the model's tensors; a moment must have that of its parameter.
+        state: name of a parameter -> its entries, such as "exp_avg" -> tensor or number.
+        shapes: name -> shape of the model's tensors; a moment must have the shape of its parameter.
         where: the file, for messages.
-        betas: those in the file; None if it has none.
+        betas: the betas in the file; None if it has none.
     """
     means, squares, steps = {}, {}, {}
     for name, held in state.items():
@@ -326,7 +334,7 @@ def _are_betas(value: Any) -> TypeGuard[tuple[float, float]]:
 def check_no_others(entries: Iterable[Any], what: str) -> None:
     """Raise `ValueError` if an optimizer state has entries that Adam's does not have.
 
-    It may lack some of Adam's. `what` begins the message, as in `check_is_adam`.
+    Adam's own entries may be missing. `what` begins the message, as in `check_is_adam`.
     """
     check_is_adam(dict.fromkeys((*(*MOMENTS, "step"), *entries)), what)
 
@@ -334,7 +342,7 @@ def check_no_others(entries: Iterable[Any], what: str) -> None:
 def check_is_adam(held: Mapping, what: str) -> None:
     """Raise `ValueError` unless the optimizer state of a parameter has exactly Adam's entries.
 
-    `what` names the state in the message, which begins with it.
+    `what` names the state, and is the beginning of the message.
     """
     if held.keys() == set((*MOMENTS, "step")):
         return

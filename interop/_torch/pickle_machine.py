@@ -25,7 +25,7 @@ _BINARY = 2  # first protocol that is announced by its opcode, and uses no opcod
 
 
 class Record:
-    """Description of a pickled object; it runs nothing and compares by identity."""
+    """An object that a pickle describes, whose class is not imported; it compares by identity."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -40,7 +40,7 @@ class Record:
 
 
 class RecordKind:
-    """A class that is not imported; calling it makes a `Record`."""
+    """Stands for a class that is not imported; calling it makes a `Record`."""
 
     __slots__ = ("name",)
 
@@ -48,12 +48,12 @@ class RecordKind:
         self.name = name
 
     def __call__(self, *arguments: Any) -> Record:
-        """Keep the positional arguments."""
+        """Return a `Record` of this class with the positional arguments."""
         return Record(self.name, arguments)
 
 
 class Maker:
-    """A function that a pickle may call; it gets the machine and the pickle's arguments."""
+    """A function that a pickle may call, with the `PickleMachine` and the pickle's arguments."""
 
     __slots__ = ("make",)
 
@@ -62,7 +62,7 @@ class Maker:
 
 
 class PickleMachine:
-    """The stack and the memo of one pickle.
+    """Executes one pickle, with a stack and a memo of its own.
 
     Args:
         data: the pickle.
@@ -115,11 +115,14 @@ class PickleMachine:
         return self.stack.pop()
 
     def push(self, value: Any) -> None:
-        """Push a value on the present stack, which `since_mark` may have replaced meanwhile."""
+        """Push a value on the current stack: the values since the last mark."""
         self.stack.append(value)
 
     def spend(self, work: int) -> None:
-        """Count the items that an operation reads beyond those that the pickle writes out."""
+        """Charge `work` to the budget of the pickle; raise `UnpicklingError` when it is spent.
+
+        Work is counted in items that an operation reads, beyond those that the pickle writes out.
+        """
         self._work -= work
         if self._work < 0:
             raise pickle.UnpicklingError(
@@ -128,19 +131,19 @@ class PickleMachine:
             )
 
     def tuple_of(self, items: Iterable[Any]) -> tuple[Any, ...]:
-        """Make a tuple, and check its size when it is written out without sharing."""
+        """Make a tuple; raise if it is too large when written out with shared values repeated."""
         made = tuple(items)
         self._measure(made)
         return made
 
     def frozenset_of(self, items: Iterable[Any]) -> frozenset[Any]:
-        """Make a frozenset of keys, and check its size when it is written out without sharing."""
+        """Make a frozenset of keys; raise if it is too large when written out, as in `tuple_of`."""
         made = frozenset(self.key(item) for item in items)
         self._measure(made)
         return made
 
     def key(self, value: Any) -> Any:
-        """Return a value that is to be hashed, after checking that hashing it is bounded."""
+        """Return a value to be used as a key, after checking that hashing it takes bounded time."""
         kind = type(value)
         if kind in (str, bytes, bool, float, type(None), Record):
             return value
@@ -166,7 +169,7 @@ class PickleMachine:
             target[self.key(key)] = value
 
     def since_mark(self) -> list[Any]:
-        """Pop the items above the last mark."""
+        """Pop the items above the last mark of the stack, and remove the mark."""
         items, self.stack = self.stack, self.marked.pop()
         return items
 
@@ -179,7 +182,10 @@ class PickleMachine:
                 self.key(element)
 
     def _size_of(self, value: Any) -> tuple[int, int]:
-        """Number of nodes and depth of a value, of which only tuples and frozensets count."""
+        """Return the number of nodes and the depth of a value, as far as it is nested tuples.
+
+        Only tuples and frozensets have inner nodes.
+        """
         if type(value) not in (tuple, frozenset):
             return 1, 0
         return self._nested.get(id(value)) or (1 + len(value), 1)

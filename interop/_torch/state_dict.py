@@ -43,7 +43,10 @@ def open_torch_file(file: Path, key: str | None, records: Collection[str]) -> Ch
 
 
 def open_torch_parts(directory: Path, records: Collection[str]) -> Checkpoint:
-    """Open an index of parts, or a directory that holds `pytorch_model.bin` or such an index."""
+    """Open a checkpoint of `torch.save` in parts.
+
+    `directory` is an index of the parts, or a directory that holds an index or `pytorch_model.bin`.
+    """
     is_directory = directory.is_dir()
     index = directory / INDEX if is_directory else directory
     directory = index.parent
@@ -110,7 +113,7 @@ def _only_moments(
 
 
 def _state_dict(content: Any, file: Path, key: str | None = None) -> Mapping[str, Any]:
-    """Find the dict of tensors at a dotted path in a file, or the only one."""
+    """Return the dict of tensors at the dotted path `key` in a file, or the only one in it."""
     dicts = _dicts_of_tensors(content, file)
     if key is not None and key not in dicts:
         raise ValueError(
@@ -137,10 +140,10 @@ def _state_dict(content: Any, file: Path, key: str | None = None) -> Mapping[str
 
 
 def _dicts_of_tensors(content: Any, file: Path) -> dict[str, Mapping[str, Any]]:
-    """Map dotted path -> dict of tensors, for all in a file except those of optimizers.
+    """Map dotted path -> dict of tensors, for all dicts of tensors in a file but optimizers'.
 
-    A dict of dicts that is at several paths is searched at the first: nested dicts that contain
-    each other twice have exponentially many paths.
+    A dict of dicts that is at several paths is searched only at the first: nested dicts that
+    contain each other twice have exponentially many paths.
     """
     dicts: dict[str, Mapping[str, Any]] = {}
     searched: set[int] = set()
@@ -203,7 +206,7 @@ def _is_optimizer(content: Mapping) -> bool:
 
 
 def _optimizers_in(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
-    """List optimizer state dicts, at the top level or one level down, each with its path."""
+    """List the optimizer state dicts at the top level or one level down, each with its path."""
     if not isinstance(content, Mapping):
         return []
     if _is_optimizer(content):

@@ -31,7 +31,7 @@ _MAX_REPEATED_BYTES = 2**28
 
 
 def are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
-    """Return True for a tuple of at most `MAX_DIMS` integers from 0 to 2**63 - 1."""
+    """Return whether a value is a tuple of at most `MAX_DIMS` integers from 0 to 2**63 - 1."""
     return (
         type(value) is tuple
         and len(value) <= MAX_DIMS
@@ -92,7 +92,7 @@ class _Reader:
         self._repeated_bytes = 0
 
     def read(self, records: Collection[str]) -> Any:
-        """Read the object."""
+        """Read the object; of a program of `torch.jit.save`, its state dict."""
         content = unpickle(
             self._archive.read("data.pkl"),
             self._archive.where,

@@ -1,4 +1,4 @@
-"""The state dict of a program that `torch.jit.save` wrote.
+"""Read the state dict of a program that `torch.jit.save` wrote.
 
 Its archive has the form of `torch.save`'s: `data.pkl` holds the module, an object whose attributes
 are tensors, other modules and values of Python. The source of its class in `code/` declares which
@@ -35,7 +35,7 @@ class _Class:
 
 
 class _Classes:
-    """The classes of modules that an archive declares."""
+    """The declarations of classes in an archive, read when they are needed."""
 
     def __init__(self, archive: Archive):
         self._archive = archive
@@ -43,7 +43,7 @@ class _Classes:
         self._code_bytes = 0
 
     def of(self, value: Any) -> _Class | None:
-        """Return the class of a module; None if the value is something else."""
+        """Return the declaration of a module's class; None if `value` is no module."""
         if not isinstance(value, Record) or not value.name.startswith("__torch__."):
             return None
         if value.name.startswith(_OPAQUE):

@@ -5,9 +5,9 @@
 except where tensor parallelism was merged, and the step is in `zero/optimizer_state.pt` only.
 
 Shapes of stage 3, buffers and untrained parameters are in the model states, which are copied. From
-stages 1 and 2 the converter also writes `fp32.pt` of what has no optimizer state, from the first
-model state that has it: cast to float32, and not merged over tensor parallelism. The model state is
-exact, so it is used instead.
+stages 1 and 2 the converter also writes `fp32.pt` for tensors without optimizer state. It copies
+them from the first model state that has them, casts them to float32, and does not merge them over
+tensor parallelism. The model state is exact, so it is used instead.
 
 https://www.deepspeed.ai/tutorials/universal-checkpointing/
 """
@@ -39,7 +39,13 @@ _OPTIMIZER = "optimizer_state.pt"
 def open_universal(
     directory: Path, states: Sequence[ModelState], records: Collection[str]
 ) -> Checkpoint:
-    """Open the directory of a step that has a folder `zero`, beside the model states."""
+    """Open a universal checkpoint of one step.
+
+    Args:
+        directory: holds the model states, and a folder `zero`.
+        states: the model states.
+        records: full names of classes that a pickle may name; they are not imported.
+    """
     folders = _folders(directory / "zero")
     trained = [name for name, folder in folders.items() if _is_trained(folder)]
     of_stage_3 = states[0].file.name.startswith("zero_")
@@ -88,10 +94,11 @@ def open_universal(
 
 
 def _folders(directory: Path) -> dict[str, Path]:
-    """Map name of a parameter -> its folder.
+    """Map the name of each parameter to its folder in `directory`.
 
-    Activation checkpointing gives a parameter two names. One folder has its moments and is kept;
-    for the other name, `ds_to_universal.py` only copies the tensor of the model state.
+    Activation checkpointing gives a parameter two names, each with a folder. Only one folder has
+    the moments, and it is kept; into the other, `ds_to_universal.py` copies the tensor of the model
+    state.
     """
     folders = [path for path in sorted(directory.iterdir()) if path.is_dir()]
     trained = {plain_name(path.name) for path in folders if _is_trained(path)}
@@ -102,7 +109,7 @@ def _folders(directory: Path) -> dict[str, Path]:
 
 
 def _entries(folder: Path) -> set[str]:
-    """Names of the entries that the optimizer keeps for a parameter, such as `exp_avg`."""
+    """Return the names of the optimizer's entries for a parameter, such as `exp_avg`."""
     return {path.stem for path in folder.glob("*.pt")} - {"fp32"}
 
 
@@ -111,10 +118,10 @@ def _is_trained(folder: Path) -> bool:
 
 
 def _check_optimizer(optimizer: Any, file: Path) -> None:
-    """Raise `ValueError` if `optimizer_state.pt` is of another optimizer than Adam.
+    """Raise `ValueError` if `optimizer_state.pt` belongs to another optimizer than Adam.
 
-    Older converters write only Adam's entries into the folders, so that only this file shows that
-    the optimizer has others.
+    Older converters write only Adam's entries into the folders, so only this file shows whether the
+    optimizer has other entries.
     """
     what, groups = f"The optimizer in {str(file)!r}", optimizer.get("param_groups") or ()
     for state in _states_in(optimizer):
@@ -132,11 +139,18 @@ def _check_optimizer(optimizer: Any, file: Path) -> None:
 def _shaped(
     tensor: LazyTensor, folder: Path, kind: str, shapes: Mapping[str, Shape], cut: Sequence[Path]
 ) -> LazyTensor:
-    """Give a tensor of stage 3 the shape of its parameter.
+    """Give a tensor that was converted from stage 3 the shape of its parameter.
 
-    It is stored flat; or, if it was merged over tensor parallelism (`cut` is not empty), in its
-    full shape. The model states then give the shape of one process's part, which may differ from
-    the full shape in one dimension.
+    Without tensor parallelism the tensor is stored flat. If it was merged over tensor parallelism,
+    it is stored in its full shape; `shapes` then has the shape of one process's part, which may
+    differ from the full shape in one dimension.
+
+    Args:
+        tensor: the stored tensor.
+        folder: the folder of its parameter.
+        kind: which tensor of the parameter it is, such as "fp32".
+        shapes: name -> shape, from the model states.
+        cut: model states of the other processes of tensor parallelism; empty without it.
     """
     shape = shapes.get(plain_name(folder.name))
     if shape is None:
@@ -160,7 +174,13 @@ def _shaped(
 def _check_copies(
     folders: Mapping[str, Path], kept: Mapping[str, LazyTensor], others: Mapping[str, LazyTensor]
 ) -> None:
-    """Check the shapes of the tensors that the converter copied from the first model state."""
+    """Raise unless tensors without optimizer state have the same shape in both places.
+
+    Args:
+        folders: name -> folder with the converter's copy.
+        kept: name -> tensor in the folder.
+        others: name -> tensor in the first model state.
+    """
     for name in kept.keys() & others.keys():
         if kept[name].shape != others[name].shape:
             raise ValueError(
@@ -173,7 +193,7 @@ def _check_copies(
 def _of_tensor_parallelism(directory: Path, prefix: str) -> list[Path]:
     """List the model states of all processes of tensor or pipeline parallelism but the first.
 
-    `prefix` is the glob pattern of what stands before `mp_rank_` in their names.
+    `prefix` is the glob pattern of what stands before `mp_rank_` in the names of the files.
     """
     files = sorted(directory.glob(f"{prefix}mp_rank_*_model_states.pt"))
     return [path for path in files if "mp_rank_00_" not in path.name]
@@ -182,7 +202,7 @@ def _of_tensor_parallelism(directory: Path, prefix: str) -> list[Path]:
 def _check_whole(
     state: ModelState, names: Collection[str], trained: Collection[str], cut: Sequence[Path]
 ) -> None:
-    """Check that no parameter is read from a model state that may hold only a part of it.
+    """Raise if a parameter would be read from a model state that may hold only a part of it.
 
     Args:
         state: the first model state.
@@ -215,7 +235,7 @@ def _step(folder: Path, records: Collection[str], read_optimizer: Callable[[], A
 
 
 def _states_in(optimizer: Any) -> Collection[Any]:
-    """The states of all groups in `zero/optimizer_state.pt`."""
+    """Return the states of all groups in the content of `zero/optimizer_state.pt`."""
     held = optimizer.get("optimizer_state_dict") if isinstance(optimizer, Mapping) else None
     states = held.get("state") if isinstance(held, Mapping) else None
     return states.values() if isinstance(states, Mapping) else ()

@@ -104,7 +104,7 @@ class _Marker(NamedTuple):
 
 
 class Refused(Exception):
-    """A name that could be code."""
+    """Raised for a name in a pickle that could be code."""
 
 
 # (storage, dtype or None for the storage's, offset, shape, strides), in elements -> tensor.
@@ -224,7 +224,7 @@ class Names:
 
 
 def _check_gradient(requires_grad: Any, dtype: Any) -> None:
-    """Raise if a tensor of integers requires a gradient, which PyTorch rejects when it loads."""
+    """Raise if a tensor of integers requires a gradient, since PyTorch refuses to load one."""
     real = not isinstance(dtype, np.dtype) or dtype.kind in "fcV"  # V: bfloat16, float8
     if type(requires_grad) is not bool or (requires_grad and not real):
         raise pickle.UnpicklingError(f"requires_grad={shown(requires_grad)} of {shown(dtype)}")

@@ -43,7 +43,7 @@ _SAMPLE = 16  # elements that are compared at each place
 
 
 def wrong(file: Path, what: str, remedy: str) -> ValueError:
-    """The error "'file' {what}. {remedy}"."""
+    """Return the error "'file' {what}. {remedy}"."""
     return ValueError(f"{str(file)!r} {what}. {remedy}")
 
 
@@ -60,12 +60,12 @@ Fragments = Mapping[str, list[Fragment]]
 
 
 class Rank(NamedTuple):
-    """The optimizer state that one process wrote."""
+    """The optimizer state that one process (rank) wrote."""
 
     file: Path
     flat: dict[str, list[LazyTensor]]  # "fp32" or a moment -> one flat tensor per group
     steps: set[int]
-    entries: frozenset  # names of what the optimizer keeps, of any parameter: exp_avg and others
+    entries: frozenset  # names of what the optimizer keeps for parameters, such as exp_avg
     paddings: Any  # number of padding elements after each parameter, per group; as in the file
     group_paddings: Any  # number of padding elements at the end of each group; as in the file
 
@@ -73,7 +73,13 @@ class Rank(NamedTuple):
 def paddings_of(group: Mapping[str, Shape], index: int, ranks: Sequence[Rank]) -> list[int]:
     """Return the number of padding elements after each parameter of a group of stage 1 or 2.
 
-    They must be what aligning the parameters gives, and the same in all processes.
+    Args:
+        group: name -> shape of the group's parameters.
+        index: number of the group.
+        ranks: the optimizer states of all processes.
+
+    Raises:
+        ValueError: the processes state different paddings, or no alignment gives these paddings.
     """
     file, stated = ranks[0].file, ranks[0].paddings
     if any(rank.paddings != stated for rank in ranks):
@@ -98,12 +104,12 @@ def paddings_of(group: Mapping[str, Shape], index: int, ranks: Sequence[Rank]) -
 
 
 def check_partitions(total: int, index: int, ranks: Sequence[Rank]) -> None:
-    """Check the sizes of the flat tensors of a group of stage 1 or 2 in all processes.
+    """Raise `ValueError` unless the flat tensors of a group have the sizes of stages 1 and 2.
 
     Args:
         total: elements of the group, with the paddings after its parameters.
         index: number of the group.
-        ranks: the processes.
+        ranks: the optimizer states of all processes.
     """
     size = -(-total // (len(ranks) * _PARTITION_MULTIPLE)) * _PARTITION_MULTIPLE
     for number, rank in enumerate(ranks):
@@ -119,7 +125,10 @@ def check_partitions(total: int, index: int, ranks: Sequence[Rank]) -> None:
 
 
 def check_pieces(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> None:
-    """Check the sizes of the flat tensors of stage 3 in all processes."""
+    """Raise `ValueError` unless each process's flat tensors have the sizes that stage 3 gives them.
+
+    The sizes follow from the shapes in `groups` and from the number of processes.
+    """
     sizes = [
         sum(-(-math.prod(shape) // len(ranks)) for shape in group.values()) for group in groups
     ]
@@ -178,9 +187,10 @@ def read_ranks(files: list[Path], records: Collection[str]) -> tuple[int, list[R
 
 
 def check_ranks(ranks: Sequence[Rank]) -> None:
-    """Raise `ValueError` unless the files are of one step, and each of a process of its own.
+    """Raise `ValueError` unless the files are of one step, and no two hold the same elements.
 
-    In stages 1 and 2 elements are also compared with the model (`check_values`), moments are not.
+    In stages 1 and 2 parameters are also compared with the model (`check_values`); moments are
+    not.
     """
     first = ranks[0]
     for rank in ranks:
@@ -201,8 +211,8 @@ def check_ranks(ranks: Sequence[Rank]) -> None:
 def _sample(rank: Rank) -> bytes | None:
     """Return the bytes of some elements of a process's parameters and of their first moments.
 
-    None if all sampled elements of either are equal, as the zeros of moments before the first step:
-    the partitions of two processes may then rightly be the same.
+    None if all sampled elements of either are equal, like the zeros of moments before the first
+    step: then the partitions of two processes may rightly be the same.
     """
     sampled = []
     for kind in ("fp32", MOMENTS[0]):
@@ -247,14 +257,20 @@ def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
 def fragments_of(
     stage: int, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]
 ) -> Fragments:
-    """Locate each parameter of the groups, which are in storage order, in the flat tensors."""
+    """Locate each parameter in the flat tensors of all processes.
+
+    Args:
+        stage: the ZeRO stage.
+        groups: name -> shape of each group's parameters, in storage order.
+        ranks: the optimizer states of all processes.
+    """
     return _of_stage_3(groups, ranks) if stage == 3 else _of_stage_2(groups, ranks)
 
 
 def join(
     name: str, kind: str, shape: Shape, fragments: Fragments, ranks: Sequence[Rank]
 ) -> LazyTensor:
-    """Assemble a parameter (kind "fp32") or one of its moments from its fragments."""
+    """Assemble a parameter (`kind` "fp32") or one of its moments from its fragments."""
     parts = []
     for part in fragments[name]:
         flat = called(name, ranks[part.rank].flat[kind][part.group])
@@ -299,9 +315,12 @@ def _of_stage_3(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) ->
 
 
 def _cut(offset: int, size: int, pieces: Sequence[tuple[tuple[int, int], int]]) -> list[Fragment]:
-    """Locate the `size` elements from `offset` on in consecutive flat tensors.
+    """Locate a range of elements in consecutive flat tensors.
 
-    `pieces` has ((rank, group), number of elements) for each flat tensor.
+    Args:
+        offset: number of its first element, counted over all the flat tensors.
+        size: number of its elements.
+        pieces: ((rank, group), number of elements) of each flat tensor.
     """
     fragments, begin = [], 0
     for (rank, group), length in pieces:

@@ -1,4 +1,4 @@
-"""Read a DeepSpeed configuration: the `ZeroConfig`, optimizer and loss scale that it describes.
+"""Translate a DeepSpeed configuration to a `ZeroConfig`, an optimizer and a loss scale.
 
 In: `ds_config.json`. Out: a `DeepSpeedRun`. Unsupported keys raise an error or are listed in a
 warning.

@@ -1,4 +1,4 @@
-"""Keys of a DeepSpeed configuration by dotted path: what each may hold, and which were used.
+"""Read the keys of a DeepSpeed configuration, check their values, and record which were used.
 
 Ranges exclude values with which updates are infinite or NaN in float32: an `eps` or a clipping norm
 that rounds to 0, by which a gradient of 0 would be divided; a `beta` that rounds to 1, with which
@@ -120,7 +120,7 @@ _REMEDY = "Correct it in the file, or give it in `values`."
 
 
 class DeepSpeedKeys(JsonKeys):
-    """The keys of a configuration by dotted path; records which were used ("honoured").
+    """The keys of a configuration by dotted path, with a record of which were used ("honoured").
 
     Args:
         content: the configuration.
@@ -142,7 +142,7 @@ class DeepSpeedKeys(JsonKeys):
         flat |= self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, and mark it as honoured; `default` if it is absent or null.
+        """Return the value of a key and mark it as honoured; `default` if it is absent or null.
 
         Raises:
             ValueError: the value is "auto", which DeepSpeed expects its caller to replace, or it is
@@ -165,12 +165,12 @@ class DeepSpeedKeys(JsonKeys):
             self._honoured.add(key)
 
     def holds(self, name: str) -> bool:
-        """Return True if the file or `values` has this section, also an empty one, but not null."""
+        """Return whether the file or `values` has the section `name`; a null does not count."""
         given = any(self._values.get(key) is not None for key in self._keys_of(name))
         return given or self._sections.get(name) is not None
 
     def is_enabled(self, name: str) -> bool:
-        """Return True if a section is enabled; if not, mark all its keys as honoured."""
+        """Return whether a section is enabled; if it is not, mark all its keys as honoured."""
         enabled = self.get(f"{name}.enabled", False)
         if not enabled:
             self._honoured.update(self._keys_of(name))
@@ -180,18 +180,25 @@ class DeepSpeedKeys(JsonKeys):
         return [key for key in self._content if key.startswith(f"{name}.")]
 
     def unhonoured(self) -> tuple[str, ...]:
-        """List the keys that were never used, in the order of the file."""
+        """List the keys that were never used, in the order of the file.
+
+        Known keys whose value is null are left out.
+        """
         unused = (key for key in self._content if key not in self._honoured)
         return tuple(key for key in unused if not (key in KINDS and self._content[key] is None))
 
     def error(self, key: str, what: str, *, remedy: str | None = None) -> ValueError:
-        """The error "`key` in 'path' {what}. {remedy}"."""
+        """Return the error "`key` in 'path' {what}. {remedy}"."""
         where = "`values`" if key in self._values else self._where
         return ValueError(f"`{key}` in {where} {what}. {remedy or self._remedy}")
 
 
 def read_keys(config: Path | str | Mapping[str, Any], values: Mapping[str, Any]) -> DeepSpeedKeys:
-    """Read a configuration; `ValueError` if it is no JSON object, or nests too deeply."""
+    """Read a configuration from a file or a dict.
+
+    Raises:
+        ValueError: it is no JSON object, or nests too deeply.
+    """
     if isinstance(config, Mapping):
         return DeepSpeedKeys(config, values, "the DeepSpeed configuration")
     if not isinstance(config, Path | str) or not Path(config).exists():

@@ -47,7 +47,7 @@ class DynamicScale:
 
 
 class LossScaleState(NamedTuple):
-    """State of `scale_loss`."""
+    """The state of `scale_loss`: the scale, its counters, and the state of the inner optimizer."""
 
     loss_scale: Float32[Array, ""]  # factor of the loss
     good_steps: Int32[Array, ""]  # steps since the last overflow
@@ -126,7 +126,10 @@ def _states(opt_state: Any) -> list[LossScaleState]:
 
 
 def _next(scale: DynamicScale, state: LossScaleState, finite: Array) -> LossScaleState:
-    """The state after a step whose gradients were finite or not; `inner` is left as it was."""
+    """Return the state after a step, given whether its gradients were finite.
+
+    The state of the inner optimizer is not changed.
+    """
     full = jnp.int32(scale.hysteresis)
     # As DeepSpeed does it: whether the scale grows is decided by the good steps before this one.
     good, patience = state.good_steps, state.patience

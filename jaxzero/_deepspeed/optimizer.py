@@ -1,8 +1,8 @@
 """Translate optimizers and learning rate schedules of DeepSpeed to optax, with equal updates.
 
 A schedule gives the learning rate of update t = 0, 1, 2, ... DeepSpeed steps its schedulers after
-an update, so at update t their iteration is t - 1. The warm-up schedules use it, and for update 0
-the lowest rate; `OneCycle` and `LRRangeTest` add 1 to their iteration, which gives t.
+an update, so at update t their iteration is t - 1. The warm-up schedules use this iteration, and
+the lowest rate for update 0; `OneCycle` and `LRRangeTest` add 1 to the iteration, which gives t.
 
 References:
     https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/lr_schedules.py
@@ -143,7 +143,11 @@ def _number(count: Any) -> Array:
 
 
 def _warmup(keys: DeepSpeedKeys) -> tuple[float, optax.Schedule]:
-    """Return the number of warm-up steps, and the fraction of the rise at iteration `i`."""
+    """Read how the learning rate rises.
+
+    Returns:
+        The number of warm-up steps; and the share of the rise at iteration `i`, from 0 to 1.
+    """
     # At least 2, as in DeepSpeed: the logarithm of 1 is 0, by which the fraction would be divided.
     steps = max(2, _param(keys, "warmup_num_steps", 1000))
     if _param(keys, "warmup_type", "log") == "linear":
@@ -164,9 +168,12 @@ def _warmup_decay_lr(keys: DeepSpeedKeys, rate: Any) -> optax.Schedule:
 
 
 def _warmup_then(keys: DeepSpeedKeys, rate: Any, after: Callable[..., Any]) -> optax.Schedule:
-    """A rise to the maximum, and then the maximum times `after(iteration, warm-up steps)`.
+    """Return a schedule that rises from the minimum to the maximum, and then follows `after`.
 
-    `rate` is the maximum if the file has none.
+    Args:
+        keys: the configuration.
+        rate: the maximum, if the file has none.
+        after: maps (iteration, warm-up steps) to the share of the way from minimum to maximum.
     """
     low = _param(keys, "warmup_min_lr", 0.0)
     high = _param(keys, "warmup_max_lr", rate)

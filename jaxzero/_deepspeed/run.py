@@ -100,7 +100,7 @@ def from_deepspeed(
 
     Supported are batch sizes, stage and quantization of ZeRO, precision, loss scaling, clipping,
     the optimizer and the scheduler; `docs/howto/pytorch_checkpoints.md` lists the keys. Other keys
-    are listed in a warning. A file without `gradient_clipping` also gives a warning: it meant no
+    are listed in a warning. A file without `gradient_clipping` also gives a warning: this meant no
     clipping before DeepSpeed 0.19.3 and a norm of 1.0 since, which is used here.
 
     Args:
@@ -151,7 +151,11 @@ def from_deepspeed(
 
 
 def _read_batch(keys: DeepSpeedKeys, mesh: AnyMesh) -> tuple[int, int]:
-    """Return rows per step and micro-batches; two of DeepSpeed's three numbers give the third."""
+    """Return the rows per step and the number of micro-batches.
+
+    DeepSpeed has three numbers: rows per step, rows per micro-batch, micro-batches. Two of them
+    give the third.
+    """
     devices = int(np.prod([mesh.shape[axis] for axis in AXES]))
     total, rows, steps = given = [keys.get(name) for name in _BATCH]
     if total is None and rows is None:
@@ -251,7 +255,7 @@ def _read_zero(keys: DeepSpeedKeys, mesh: AnyMesh, compute_dtype: np.dtype | Non
 
 
 def _is_node(keys: DeepSpeedKeys, name: str, mesh: AnyMesh) -> bool:
-    """Return True if `zero_optimization.<name>` asks for groups of the devices of a node.
+    """Return whether `zero_optimization.<name>` asks for groups that are the devices of one node.
 
     Raises:
         ValueError: the group size is above 1 and not the number of devices in a node of `mesh`.
@@ -282,7 +286,7 @@ def _read_gradients(keys: DeepSpeedKeys) -> PerAxis:
 
 
 def _times(loss: Any, scale: Any) -> Any:
-    """Multiply the loss by the scale in float32 or wider: the largest float16 is 65504."""
+    """Multiply the loss by the scale, in float32 or wider, since float16 ends at 65504."""
     dtype = jnp.promote_types(loss.dtype, jnp.float32)
     return loss.astype(dtype) * scale.astype(dtype)
 

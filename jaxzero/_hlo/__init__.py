@@ -1,4 +1,4 @@
-"""Analyse programs that are compiled and not run, for devices that need not be there.
+"""Analyse programs that are compiled but not run, also for devices that are not present.
 
 In: a jitted function and structs, or the text of a scheduled module. Out: collectives, memory
 traffic, and a timeline predicted from stated rates. Nothing here runs on a device.

@@ -35,13 +35,13 @@ _NAMED = re.compile(  # a mesh of devices, perhaps in another order, and the axe
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's element type and dims, as HLO writes them, and what its layout says.
+    """An array's element type, dims and memory, as written in HLO.
 
     Attributes:
         dtype: the element type, such as "bf16".
         dims: the size of each dim.
         on_host: whether the array is in host memory.
-        is_packed: whether elements of 4 bits share a byte; otherwise each takes one.
+        is_packed: whether two elements of 4 bits share a byte; otherwise each takes a byte.
     """
 
     dtype: str
@@ -69,13 +69,13 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program.
+    """One collective instruction of a program.
 
     Attributes:
         op: its name in HLO.
         results: shapes of its results on one device.
-        groups: the devices of each group; of a permutation, pairs of sender and receiver.
-        trips: how often one execution of the program runs it.
+        groups: the devices of each group; for a permutation, pairs of sender and receiver.
+        trips: how often it runs in one execution of the program.
         line: the line of the HLO.
     """
 
@@ -91,18 +91,21 @@ class Collective:
         return self.from_parts(len(self.groups[0]))
 
     def node_bytes(self, num_local: int) -> int:
-        """The part of `entering_bytes` that comes from other nodes, of `num_local` devices each."""
+        """Return the bytes that a device receives from other nodes, of `num_local` devices each.
+
+        They are a part of `entering_bytes`.
+        """
         return self.from_parts(len({device // num_local for device in self.groups[0]}))
 
     def crosses(self, num_local: int) -> bool:
-        """Whether its groups span several nodes of `num_local` devices each."""
+        """Return whether any of its groups spans several nodes of `num_local` devices each."""
         return any(len({device // num_local for device in group}) > 1 for group in self.groups)
 
     def from_parts(self, parts: int) -> int:
-        """Bytes that a device receives from outside its own part of a group of `parts` equal ones.
+        """Return the bytes that a device receives from other parts of a group cut into `parts`.
 
-        With one part for each device that is all it receives; with one for each node, what comes
-        from other nodes.
+        The parts are equal. If each device is a part, these are all bytes that it receives; if each
+        node is a part, they are the bytes that come from other nodes.
         """
         held = sum(shape.num_bytes for shape in self.results)
         if self.op == "collective-permute":
@@ -117,7 +120,7 @@ class Collective:
 
 
 def shapes(text: str) -> list[Shape]:
-    """Every array shape that occurs in a piece of HLO, in order."""
+    """Return every array shape that occurs in a piece of HLO, in order."""
     return [
         Shape(
             dtype,
@@ -130,9 +133,10 @@ def shapes(text: str) -> list[Shape]:
 
 
 def floats_of_at_least(text: str, size: int) -> list[str]:
-    """The lines that hold a floating-point array of `size` elements or more.
+    """Return the lines of HLO that hold a floating-point array of `size` elements or more.
 
-    Those of computations that nothing calls are left out: XLA for CPUs leaves some in the text.
+    Lines of computations that nothing calls are left out: XLA for CPUs leaves such computations in
+    the text.
     """
     mentions = Counter(re.findall(r"%[\w.-]+", text))
     lines, is_called = [], True
@@ -146,7 +150,10 @@ def floats_of_at_least(text: str, size: int) -> list[str]:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Every collective of a compiled program. In a part of its text each counts as run once."""
+    """Return every collective of a compiled program.
+
+    `text` may also be a part of a program's text; then each collective counts as run once.
+    """
     text = re.sub(r"/\*.*?\*/", "", text)  # long tuples are numbered by comments
     trips = _trips(text)
     collected, computation = [], ""
@@ -195,7 +202,7 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _trips(text: str) -> Counter[str]:
-    """How often each computation runs, by following loops and calls from the entry."""
+    """Count how often each computation runs, by following loops and calls from the entry."""
     callees: dict[str, list[tuple[str, int]]] = {}
     entry = computation = ""
     for line in text.splitlines():

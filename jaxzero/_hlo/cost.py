@@ -1,9 +1,10 @@
 """Predict the time of an instruction of a compiled program by a cost model, not by measurement.
 
-Compute takes the maximum of its operations at the rate `flops` and its memory traffic at the rate
-`memory`. A collective takes 10 us plus the maximum of the time for the bytes that a device receives
-inside its node and of the time for the bytes that enter the node, each of them counted once. What
-crosses the link between host and device is counted there (rate `host`), not as memory traffic.
+Compute takes the time of its operations at the rate `flops`, or that of its memory traffic at the
+rate `memory`, whichever is longer. A collective takes 10 us, plus the longer of two times: for the
+bytes that a device receives inside its node, and for the bytes that enter the node. Each byte is
+counted once. Bytes over the link between host and device take time at the rate `host`, and are no
+memory traffic.
 A kernel that is a whole exchange inside a node takes as long as a collective, and no less than its
 own arithmetic and memory traffic.
 """
@@ -33,7 +34,7 @@ _WINDOW = re.compile(r'"sliding_window_length": ?"?(\d+)')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Rates per second of one device, of its links, and of a node's link to other nodes.
+    """The rates per second of one device, of its links, and of a node's link to other nodes.
 
     Attributes:
         flops: floating-point operations that matrix products in 16 bits reach.
@@ -42,7 +43,8 @@ class Rates:
         node: bytes that enter a node of `num_local` devices.
         num_local: devices of a node, a number and no rate.
         launch: seconds to start a collective.
-        host: bytes between its memory and the host's, each way (PCIe 5.0 x16 reaches about 50e9).
+        host: bytes between the memories of device and host, each way (PCIe 5.0 x16 reaches about
+            50e9).
     """
 
     # The data sheet of an H200 has 989e12, 4.8e12 and 450e9; 50e9 into a node are 400 Gbit/s.
@@ -58,9 +60,16 @@ class Rates:
 def compute_seconds(
     instruction: Instruction, within: Computation, program: Program, rates: Rates
 ) -> float:
-    """Seconds of compute and memory traffic of an instruction that is no collective and no loop.
+    """Return the time of an instruction's compute and memory traffic, and of an exchange kernel.
 
-    Copies from and to the host's memory are not counted.
+    The instruction is no collective and no loop. Copies from and to the host's memory are not
+    counted.
+
+    Args:
+        instruction: the instruction.
+        within: the computation that holds it.
+        program: the program.
+        rates: the rates of the machine.
     """
     if instruction.op == "async-start":
         inner = program.computations[instruction.called["calls"][0]]
@@ -73,7 +82,10 @@ def compute_seconds(
 
 
 def exchanged_bytes(instruction: Instruction, within: Computation, program: Program) -> int:
-    """Bytes that a device receives in an exchange by one kernel (`pallas_kernels._remote`)."""
+    """Return the bytes that a device receives in a kernel that is a whole exchange inside a node.
+
+    Such kernels are those of `pallas_kernels._remote`. The result is 0 for any other instruction.
+    """
     if instruction.op == "call-start":
         inner = program.computations[instruction.called["to_apply"][0]]
         return sum(exchanged_bytes(x, inner, program) for x in inner.instructions)
@@ -89,7 +101,7 @@ def exchanged_bytes(instruction: Instruction, within: Computation, program: Prog
 
 
 def collective_of(instruction: Instruction, program: Program) -> Collective | None:
-    """The collective that an instruction runs or starts."""
+    """Return the collective that an instruction runs or starts; None if it is no collective."""
     if instruction.op.endswith("-done"):
         return None
     if instruction.op == "async-start":
@@ -101,7 +113,12 @@ def collective_of(instruction: Instruction, program: Program) -> Collective | No
 
 
 def link_bytes(collective: Collective, rates: Rates) -> tuple[float, float]:
-    """Bytes that a device receives from its node, and that enter a node, in one run."""
+    """Return the bytes that one run of a collective moves over two kinds of links.
+
+    Returns:
+        The bytes that a device receives inside its node; and the bytes that enter a node, for all
+        its devices.
+    """
     if collective.op == "collective-permute":
         held = collective.entering_bytes
         apart = [a // rates.num_local != b // rates.num_local for a, b in collective.groups]
@@ -115,15 +132,15 @@ def link_bytes(collective: Collective, rates: Rates) -> tuple[float, float]:
 
 
 def collective_seconds(collective: Collective, rates: Rates) -> float:
-    """Seconds for which a collective occupies its links."""
+    """Return the time for which a collective occupies its links, in seconds."""
     local, node = link_bytes(collective, rates)
     return rates.launch + max(local / rates.local, node / rates.node)
 
 
 def flops(instruction: Instruction, within: Computation, program: Program) -> float:
-    """Floating-point operations of products, convolutions and fused attention in an instruction.
+    """Count the operations of products, convolutions and fused attention in an instruction.
 
-    Not of a computation that it calls.
+    For a fusion they are counted inside it; computations that it calls otherwise are not counted.
     """
     if instruction.op in NO_WORK or instruction.op.endswith("-done"):
         return 0.0
@@ -134,7 +151,10 @@ def flops(instruction: Instruction, within: Computation, program: Program) -> fl
 
 
 def _flops(instruction: Instruction, within: Computation) -> float:
-    """FLOPs of a matrix product: for each element of the result, two per contracted index."""
+    """Count the FLOPs of one product, convolution or fused attention; 0 for any other instruction.
+
+    A matrix product has two for each element of the result and each contracted index.
+    """
     if labels := _KERNEL.search(instruction.text):
         return _convolution_flops(instruction, within, labels[1])
     if fused := _FUSED_ATTENTION.search(instruction.text):
@@ -149,7 +169,7 @@ def _flops(instruction: Instruction, within: Computation) -> float:
 
 
 def _convolution_flops(instruction: Instruction, within: Computation, labels: str) -> float:
-    """Two operations for each element of the output and of one output channel's kernel."""
+    """Count 2 FLOPs for each pair of an output element and a kernel element of its channel."""
     called = (
         places for name, places in _CONVOLUTIONS.items() if f"$conv{name}" in instruction.text
     )
@@ -161,12 +181,12 @@ def _convolution_flops(instruction: Instruction, within: Computation, labels: st
 
 
 def _attention_flops(instruction: Instruction, within: Computation, *, is_backward: bool) -> float:
-    """Operations of cuDNN's attention: queries times keys, and probabilities times values.
+    """Count the FLOPs of cuDNN's attention: queries times keys, and probabilities times values.
 
     A product takes 2 FLOPs for each feature, and for each pair of a query and a key that it sees.
     Backward has five products: it computes the logits again, and the gradients of probabilities,
-    values, queries and keys. The kernel passes over whole tiles that a causal mask or a window
-    hides; masked pairs in the other tiles are not counted.
+    values, queries and keys. The kernel skips tiles that a causal mask or a window hides as a
+    whole. In other tiles it computes hidden pairs too, but these are not counted.
     """
     match = _LOGITS.search(instruction.text)
     if match is None:

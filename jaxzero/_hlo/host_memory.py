@@ -1,12 +1,11 @@
 """Compile programs with arguments and results in host memory ahead of time, without GPUs.
 
-The devices of a topology list no memories, and for such devices JAX drops the memory kind of a
-`NamedSharding` as soon as it is made, without a word: an argument in `pinned_host` is compiled as
-one in device memory. A sharding on the mesh's abstract mesh, which has no devices, keeps the kind;
-under `jax.set_mesh` with the mesh of devices, lowering finds the devices there (JAX 0.10.2 and
-0.12.0.1).
+The devices of a topology list no memories. For such devices JAX silently drops the memory kind of a
+`NamedSharding` when it is made, so an argument in `pinned_host` would be compiled as one in device
+memory. A sharding on the mesh's abstract mesh, which has no devices, keeps the kind. Lowering then
+finds the devices by `jax.set_mesh` with the mesh of devices (JAX 0.10.2 and 0.12.0.1).
 
-A result is in host memory where the program puts it there
+A result is in host memory if the program puts it there
 (`jax.device_put(x, jax.memory.Space.Host)`). `in_shardings` and `out_shardings` of `jax.jit` cannot
 say so: they are on devices.
 """
@@ -24,7 +23,7 @@ HOST = "pinned_host"
 
 
 def on_abstract_mesh(tree: Any, memory_kinds: Any = None) -> Any:
-    """The same structs with shardings on the abstract mesh, and with the given memory kinds.
+    """Return the structs with their shardings moved to the abstract mesh, and with memory kinds.
 
     Args:
         tree: a tree of `jax.ShapeDtypeStruct`s with `NamedSharding`s.
@@ -52,7 +51,7 @@ def on_abstract_mesh(tree: Any, memory_kinds: Any = None) -> Any:
 
 
 def host_bytes(tree: Any) -> int:
-    """The bytes in host memory that structs ask for, for one device.
+    """Return how many bytes of the structs one device keeps in host memory, by their shardings.
 
     Raises:
         ValueError: a sharding in host memory is not on an abstract mesh.
@@ -79,11 +78,11 @@ def compile_with_host_memory(
     options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> jax.stages.Compiled:
-    """Compile for the devices of `mesh`, and check what the program keeps in host memory.
+    """Compile for the devices of `mesh`, and check which bytes are in host memory.
 
     Args:
         function: the result of `jax.jit`, without `in_shardings` and `out_shardings`.
-        arguments: trees of structs, those in host memory from `on_abstract_mesh`.
+        arguments: trees of structs. Structs in host memory are from `on_abstract_mesh`.
         mesh: the mesh of a topology's devices.
         options: the options of the compiler.
         keywords: arguments that are given by name, likewise.
@@ -104,7 +103,7 @@ def compile_with_host_memory(
 
 
 def _results_on_host(traced: Any, compiled: Any) -> Iterator[tuple[Any, Any]]:
-    """The types and shardings of the results that the program puts into host memory."""
+    """Yield the type and the sharding of each result that the program puts into host memory."""
     shardings = jax.tree.leaves(compiled.output_shardings)
     for x, sharding in zip(traced.jaxpr.out_avals, shardings, strict=True):
         if x.memory_space == jax.memory.Space.Host:

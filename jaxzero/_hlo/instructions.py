@@ -21,7 +21,7 @@ _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: `name = results op(operands), attributes`."""
+    """One instruction of compiled HLO: a line `name = results op(operands), attributes`."""
 
     name: str
     op: str
@@ -36,7 +36,7 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> dict[str, list[str]]:
-        """The computations that it calls, by attribute: `body`, `to_apply` and others."""
+        """The names of the computations that it calls, by attribute, such as `body`."""
         computations: dict[str, list[str]] = {}
         for kind, names in _CALLED.findall(self.text):
             kind = "branch_computations" if kind in _BRANCHES else kind
@@ -53,7 +53,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A list of instructions in the order in which they are run."""
+    """A computation of compiled HLO: a name, and instructions in the order in which they run."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -64,7 +64,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that read each instruction's result."""
+        """Name of an instruction -> the instructions that read its result."""
         users: dict[str, list[Instruction]] = {}
         for x in self.instructions:
             for operand in x.operands:
@@ -78,14 +78,14 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled module."""
+    """A compiled module: its computations by name, and the one at which it begins."""
 
     entry: Computation
     computations: dict[str, Computation]
 
 
 def parse(text: str) -> Program:
-    """Read the text of a compiled, scheduled module."""
+    """Parse the text of a compiled, scheduled module."""
     text = re.sub(r"/\*.*?\*/", "", text)  # long tuples are numbered by comments
     computations: dict[str, Computation] = {}
     entry, name, lines = "", "", []
@@ -115,7 +115,7 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """The place after the parenthesis that closes the one at `start`."""
+    """Return the position after the parenthesis that closes the one at `start`."""
     depth = 0
     for i in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[i], 0)

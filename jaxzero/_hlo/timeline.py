@@ -2,13 +2,17 @@
 
 It is a model with assumed rates, for comparing programs: nothing is run, the time of a kernel
 depends on its arithmetic and memory traffic only, and links have no other traffic. Instructions
-are simulated in the order of the compiler's schedule. One stream computes, and another runs the
-collectives one after the other: an asynchronous one begins at its `-start`, once the stream is
-free, and is waited for at its `-done`. A kernel beside compute that is a whole exchange
-(`call-start`) is on that stream too: it takes the same links. Copies from the host's memory run in
-the same way on a third stream, and copies to it on a fourth; an instruction that is not
-asynchronous and reads or writes host memory is waited for at once. The body of a loop is simulated
-once, with nothing in flight at its start, and multiplied by the trip count.
+are simulated in the order of the compiler's schedule, on four streams.
+
+- One stream computes.
+- One runs the collectives, one after the other. An asynchronous collective begins at its `-start`,
+  once the stream is free, and is waited for at its `-done`. A kernel beside compute that is a whole
+  exchange (`call-start`) is on this stream too, since it takes the same links.
+- One copies from the host's memory and one to it, in the same way. An instruction that is not
+  asynchronous and reads or writes host memory is waited for at once.
+
+The body of a loop is simulated once, with nothing in flight at its start, and multiplied by the
+trip count.
 """
 
 from __future__ import annotations
@@ -33,22 +37,23 @@ _Free = dict[str, float]  # for each stream but that of compute, the second at w
 
 @dataclasses.dataclass
 class Timeline:
-    """Seconds and bytes of one run on one device.
+    """The predicted seconds and bytes of one run on one device.
 
     Attributes:
         seconds: from beginning to end.
         compute_seconds: spent computing.
-        communication_seconds: that collectives and exchanges take, hidden or not.
+        communication_seconds: time of collectives and exchanges, hidden or not.
         exposed_seconds: spent waiting for collectives and exchanges.
-        launches: collectives that are run, by name; "exchange": by a kernel beside compute.
-        local_bytes: that a device receives inside its node.
-        node_bytes: that enter a node.
-        asynchronous_bytes: that a device receives, in collectives with compute between
+        launches: number of runs of each collective by name, and of "exchange": a kernel beside
+            compute.
+        local_bytes: received by a device inside its node.
+        node_bytes: entering a node.
+        asynchronous_bytes: received by a device in collectives and exchanges with compute between
             their start and their end.
-        received_bytes: that a device receives, in all collectives.
-        host_bytes_in: that a device reads from the host's memory.
-        host_bytes_out: that a device writes to the host's memory.
-        host_seconds: that copies from and to the host take, hidden or not.
+        received_bytes: received by a device in all collectives and exchanges.
+        host_bytes_in: read by a device from the host's memory.
+        host_bytes_out: written by a device to the host's memory.
+        host_seconds: time of copies from and to the host, hidden or not.
         host_exposed_seconds: spent waiting for copies from and to the host.
     """
 
@@ -68,12 +73,12 @@ class Timeline:
 
     @property
     def asynchronous_share(self) -> float:
-        """The share of bytes received in collectives with compute between start and end."""
+        """The share of received bytes in collectives that have compute between start and end."""
         return self.asynchronous_bytes / self.received_bytes if self.received_bytes else 1.0
 
     @property
     def hidden_share(self) -> float:
-        """The share of the collectives' time during which the device computes."""
+        """The share of the time of collectives and exchanges in which the device computes."""
         total = self.communication_seconds
         return 1 - self.exposed_seconds / total if total else 1.0
 
@@ -83,7 +88,7 @@ class Timeline:
         return 1 - self.host_exposed_seconds / self.host_seconds if self.host_seconds else 1.0
 
     def add(self, other: Timeline, times: int) -> None:
-        """Append `times` runs of another timeline."""
+        """Append another timeline, run `times` times, to this one."""
         for field in dataclasses.fields(self):
             value = getattr(other, field.name)
             if field.name == "launches":
@@ -94,7 +99,7 @@ class Timeline:
 
 @dataclasses.dataclass
 class _Flight:
-    """A collective, an exchange or a copy from or to the host that has been started."""
+    """A collective, an exchange or a copy from or to the host, started and not yet awaited."""
 
     received: int | None  # bytes from other devices; None: a copy
     end: float
@@ -105,23 +110,24 @@ def timeline(module: str | Program, rates: Rates) -> Timeline:
     """Predict the timeline of a compiled module.
 
     Args:
-        module: its scheduled HLO, or what `parse` has read of it.
+        module: its scheduled HLO, or the `Program` that `parse` returns for it.
         rates: the rates of the machine.
 
     Raises:
-        ValueError: the text cannot be read, or a loop's trip count is not known.
+        ValueError: the text cannot be read, or the trip count of a loop with collectives or host
+            copies is not known. Other loops of unknown count are taken to run once.
     """
     program = parse(module) if isinstance(module, str) else module
     return Walk(program, rates).computation(program.entry)
 
 
 class Walk:
-    """Simulates computations of a program, each of them once.
+    """Simulates the computations of a program, each of them once.
 
     Attributes:
         program: the parsed module.
         rates: the rates of the machine.
-        timelines: those of the computations simulated so far, by name.
+        timelines: name -> timeline of each computation that has been simulated.
     """
 
     def __init__(self, program: Program, rates: Rates):
@@ -130,10 +136,10 @@ class Walk:
         self.timelines: dict[str, Timeline] = {}
 
     def computation(self, within: Computation) -> Timeline:
-        """The timeline of one run of a computation.
+        """Return the timeline of one run of a computation.
 
         Raises:
-            ValueError: a loop's trip count is not known.
+            ValueError: the trip count of a loop with collectives or host copies is not known.
         """
         if within.name not in self.timelines:
             self.timelines[within.name] = self._walk(within)
@@ -175,7 +181,7 @@ class Walk:
         return line
 
     def _send(self, line: Timeline, free: _Free, collective: Collective) -> float:
-        """Run a collective on its stream; return the time of its end."""
+        """Put a collective on its stream, and count it in `line`; return the time of its end."""
         cost = collective_seconds(collective, self.rates)
         local, node = link_bytes(collective, self.rates)
         line.communication_seconds += cost
@@ -187,14 +193,14 @@ class Walk:
         return free["collectives"]
 
     def _exchanged(self, instruction: Instruction, within: Computation) -> int:
-        """The bytes that a kernel on a stream of its own receives."""
+        """Return the bytes that a kernel beside compute receives; 0 for any other instruction."""
         starts = instruction.op == "call-start"
         return exchanged_bytes(instruction, within, self.program) if starts else 0
 
     def _exchange(
         self, line: Timeline, free: _Free, instruction: Instruction, received: int
     ) -> float:
-        """Run an exchange kernel on the stream of collectives; return the time of its end."""
+        """Put an exchange kernel on the stream of collectives; return the time of its end."""
         called = self.program.computations[instruction.called["to_apply"][0]]
         cost = self.computation(called).seconds
         line.communication_seconds += cost
@@ -205,7 +211,7 @@ class Walk:
         return free["collectives"]
 
     def _copy(self, line: Timeline, free: _Free, moved: Traffic) -> float:
-        """Run a copy on the streams from and to the host; return the time of its end."""
+        """Put a copy on the streams from and to the host; return the time of its end."""
         line.host_bytes_in += moved.from_host
         line.host_bytes_out += moved.to_host
         line.host_seconds += max(moved.from_host, moved.to_host) / self.rates.host
@@ -217,7 +223,7 @@ class Walk:
         return end
 
     def _land(self, line: Timeline, flight: _Flight) -> None:
-        """Let the device wait until a transfer that was started has ended."""
+        """Let compute wait until a transfer that was started has ended."""
         waited = max(0.0, flight.end - line.seconds)
         line.seconds += waited
         if flight.received is None:
@@ -228,7 +234,11 @@ class Walk:
             line.asynchronous_bytes += flight.received
 
     def inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
-        """The timeline of an instruction, or of the computation it calls, and how often it runs."""
+        """Return the timeline of one run of an instruction, and how often it runs.
+
+        For a loop that is the timeline of its body, for a conditional that of its slowest branch,
+        and for a call that of the computation it calls.
+        """
         called, computations = instruction.called, self.program.computations
         if instruction.op == "while":
             body = self.computation(computations[called["body"][0]])
@@ -249,16 +259,17 @@ class Walk:
 
 
 def durations(module: str | Program, rates: Rates) -> str:
-    """The predicted duration of each instruction in microseconds, as a profile in text form.
+    """Return the predicted duration of each instruction in microseconds, as a profile in text form.
 
-    The duration of an asynchronous collective or copy is that of its start; its end has 0.
+    The `-start` of an asynchronous collective or copy has all of its duration; its `-done` has 0.
 
     Args:
-        module: its scheduled HLO, or what `parse` has read of it.
+        module: its scheduled HLO, or the `Program` that `parse` returns for it.
         rates: the rates of the machine.
 
     Raises:
-        ValueError: the text cannot be read, or a loop's trip count is not known.
+        ValueError: the text cannot be read, or the trip count of a loop with collectives or host
+            copies is not known. Other loops of unknown count are taken to run once.
     """
     program = parse(module) if isinstance(module, str) else module
     walk = Walk(program, rates)

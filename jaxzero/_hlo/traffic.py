@@ -1,9 +1,9 @@
-"""Bytes that an instruction of a compiled program moves, by the memory that it moves them in.
+"""Count the bytes that an instruction of a compiled program moves, separately for each memory.
 
-XLA writes an array's memory into its layout: `S(5)` is the host's, and what has none is the
-device's. A copy between the two, or a part of one that is read or written, crosses the link to the
-host, which is slower than the device's memory by two orders of magnitude, and other hardware moves
-it; so it is counted apart.
+XLA writes an array's memory into its layout: `S(5)` is the host's memory, and a layout without it
+is the device's. A copy between the two memories crosses the link to the host, and so does a part of
+a host array that is read or written. The link is slower than the device's memory by two orders of
+magnitude, and other hardware moves the bytes; so they are counted apart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PLACEMENTS = {  # custom calls that say where an array is, and copy nothing
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that one run of an instruction moves.
+    """The bytes that one run of an instruction moves.
 
     Attributes:
         device: read from and written to the device's memory; not the device's side of a copy
@@ -57,7 +57,7 @@ class Traffic:
 
     @property
     def crossing(self) -> int:
-        """Bytes over the link to the host, in both directions."""
+        """Bytes over the link to the host, in both directions together."""
         return self.from_host + self.to_host
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -69,7 +69,10 @@ class Traffic:
 
 
 def traffic(instruction: Instruction, within: Computation, program: Program) -> Traffic:
-    """Bytes that an instruction, no collective, moves itself, without computations it calls."""
+    """Return the bytes that an instruction itself moves, without the computations it calls.
+
+    The instruction is no collective. `within` is the computation that holds it.
+    """
     op = instruction.op
     if op in NO_WORK or op in _CALLERS or op.endswith("-done"):
         return Traffic()
@@ -106,7 +109,10 @@ def _parts(shapes: Iterable[Shape]) -> _Parts:
 
 
 def _read(instruction: Instruction, within: Computation) -> _Parts:
-    """What an instruction that is no fusion reads."""
+    """Return the parts of memory that an instruction reads; the instruction is no fusion.
+
+    Each part is a number of bytes, and whether they are in the host's memory.
+    """
     operands = [within.by_name[x].results for x in instruction.operands if x in within.by_name]
     if instruction.op == "broadcast":
         return []
@@ -120,7 +126,7 @@ def _read(instruction: Instruction, within: Computation) -> _Parts:
 
 
 def _written(instruction: Instruction, within: Computation) -> _Parts:
-    """What an instruction that is no fusion writes."""
+    """Return the parts of memory that an instruction writes; the instruction is no fusion."""
     if instruction.op == "dynamic-update-slice":
         update = within.by_name[instruction.operands[1]]
         return [(update.num_bytes, instruction.results[0].on_host)]
@@ -130,7 +136,11 @@ def _written(instruction: Instruction, within: Computation) -> _Parts:
 
 
 def _read_by_fusion(inner: Computation) -> _Parts:
-    """What a fusion reads: all of a parameter, or the slices if it only slices or updates it."""
+    """Return the parts of memory that a fusion reads.
+
+    A parameter is read in full, unless the fusion only slices it or updates it in place: then only
+    the slices are read.
+    """
     parts = []
     for parameter in inner.instructions:
         if parameter.op != "parameter":
@@ -148,7 +158,11 @@ def _read_by_fusion(inner: Computation) -> _Parts:
 
 
 def _users(parameter: Instruction, inner: Computation) -> tuple[set[str], list[Instruction]]:
-    """The names of a fusion's parameter, in any shape, and what uses it."""
+    """Find the instructions of a fusion that use one of its parameters.
+
+    Returns:
+        The names of the parameter and of its bitcasts; and the instructions that use any of these.
+    """
     names = {parameter.name}
     users = inner.users.get(parameter.name, [])
     while any(x.op == "bitcast" for x in users):
@@ -162,7 +176,10 @@ def _users(parameter: Instruction, inner: Computation) -> tuple[set[str], list[I
 
 
 def _written_by_fusion(inner: Computation) -> _Parts:
-    """What a fusion writes: its results, or the updated slice of one that it updates in place."""
+    """Return the parts of memory that a fusion writes.
+
+    These are its results; of a result that it updates in place, only the updated slice.
+    """
     root, parts = inner.root, []
     for result in [inner.by_name[x] for x in root.operands] if root.op == "tuple" else [root]:
         source = result
@@ -175,6 +192,6 @@ def _written_by_fusion(inner: Computation) -> _Parts:
 
 
 def _only_moves(instruction: Instruction) -> bool:
-    """Whether an instruction only copies arrays, or computes scalars such as an index."""
+    """Return whether an instruction only copies arrays, or computes scalars such as an index."""
     scalars = all(shape.size == 1 for shape in instruction.results)
     return instruction.op in _MOVES or instruction.op in NO_WORK or scalars

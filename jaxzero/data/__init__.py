@@ -1,8 +1,8 @@
 """Global batches for several hosts, each of which reads its own rows. Needs `pip install grain`.
 
 In: a Grain dataset and a `Zero`. Out: sharded global batches, and a position to resume from
-(`Batches`). `PackedRows` packs documents of different lengths into rows of one length, as a source
-for Grain. Jobs and scripts use it.
+(`Batches`). `PackedRows` is a source for Grain that packs documents of different lengths into rows
+of one length. Jobs and scripts use it.
 
     import grain
     from jaxzero.data import Batches

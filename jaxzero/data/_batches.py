@@ -84,7 +84,7 @@ class Batches(Iterator[Any]):
         return self._read(1, lambda rows: self._spread(rows[0]))
 
     def rounds(self, steps: int) -> Iterator[Any]:
-        """Yield the next batches in stacks of `steps`, as `Zero.local_steps` takes them.
+        """Yield the next batches in stacks of `steps`, for `Zero.local_steps`.
 
         Each stack moves the position by `steps` batches, so single batches and stacks may be mixed.
         An incomplete stack at the very end is not read.
@@ -114,7 +114,7 @@ class Batches(Iterator[Any]):
         self._elements = None
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position, and a description of the dataset; equal on all processes.
+        """Return the position and a description of the dataset, which are equal on all processes.
 
         All values can be represented in JSON.
         """
@@ -146,7 +146,12 @@ class Batches(Iterator[Any]):
     def _read(self, steps: int, spread: Callable[[np.ndarray], jax.Array]) -> Any:
         """Read this process's rows of the next `steps` batches, and move the position.
 
-        `spread` makes a global array from the rows `[steps, rows, ...]` of each leaf.
+        Args:
+            steps: number of batches.
+            spread: makes a global array from this process's rows of a leaf, `[steps, rows, ...]`.
+
+        Returns:
+            A tree of global arrays.
         """
         if self._elements is None:
             self._elements = self._read_on()
@@ -161,7 +166,7 @@ class Batches(Iterator[Any]):
         return arrays
 
     def _read_on(self) -> grain.DatasetIterator:
-        """Iterate over the elements of this process from the position on, with prefetching."""
+        """Return an iterator that prefetches this process's elements from the position on."""
         first, after = (n * len(self._rows) for n in (self._position, self._num_batches))
         turns = grain.MapDataset.range(first, after).map(self._element)
         return iter(turns.to_iter_dataset(self._read_options))
@@ -177,7 +182,7 @@ class Batches(Iterator[Any]):
         return element
 
     def _spread(self, rows: np.ndarray) -> jax.Array:
-        """Make a global array `[batch, ...]` from the rows of this process, `[rows, ...]`."""
+        """Make a global array `[batch, ...]` from the rows of this process, `[own rows, ...]`."""
         shape = (self._rows.batch_size, *rows.shape[1:])
 
         def held(index: Any) -> np.ndarray:
@@ -186,7 +191,7 @@ class Batches(Iterator[Any]):
         return jax.make_array_from_callback(shape, self._sharding, held)
 
     def _spread_steps(self, rows: np.ndarray) -> jax.Array:
-        """Make a global array `[steps, batch, ...]` from own rows, `[steps, rows, ...]`."""
+        """Make a global array `[steps, batch, ...]` from own rows, `[steps, own rows, ...]`."""
         shape = (rows.shape[0], self._rows.batch_size, *rows.shape[2:])
 
         def held(index: Any) -> np.ndarray:
@@ -222,7 +227,7 @@ def _check(dataset: Any, zero: Zero, batch_size: int) -> None:
 
 
 def _stacked(rows: Sequence[Any]) -> Any:
-    """Stack trees of single elements along a new leading dim."""
+    """Stack elements, which are trees of equal structure, along a new leading dim of each leaf."""
     leaves, treedef = jax.tree.flatten(rows[0])
     columns = [[np.asarray(leaf)] for leaf in leaves]
     for row in rows[1:]:
@@ -252,7 +257,7 @@ def _check_column(path: str, column: Sequence[np.ndarray]) -> None:
 
 
 def _described(dataset: grain.MapDataset) -> dict[str, Any]:
-    """Return what a dataset shows of its order, to compare on resuming: epoch length and seeds."""
+    """Describe the order of a dataset, to compare it on resuming: epoch length and seeds."""
     nodes, visited = [dataset], []
     while nodes:
         node = nodes.pop()
@@ -284,13 +289,13 @@ class HostRows:
 
     @classmethod
     def of_sharding(cls, sharding: Sharding, batch_size: int) -> HostRows:
-        """The rows of this process, for global batches whose dim 0 has this sharding."""
+        """Return the rows of this process, for global batches whose dim 0 has this sharding."""
         held = sharding.addressable_devices_indices_map((batch_size,))
         return cls.of_pieces([index[0] for index in held.values() if index], batch_size)
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[slice], batch_size: int) -> HostRows:
-        """The rows that a process reads if its devices hold these slices, which may overlap."""
+        """Return the rows of a process whose devices hold these slices, which may overlap."""
         ranges = [np.arange(batch_size)[piece] for piece in pieces]
         return cls(batch_size, np.unique(np.concatenate([np.arange(0), *ranges])))
 
@@ -298,7 +303,10 @@ class HostRows:
         return len(self.numbers)
 
     def element(self, turn: int) -> int:
-        """Index in the dataset of the element number `turn`, from 0, that this process reads."""
+        """Return the dataset's index of the element that this process reads as number `turn`.
+
+        The number counts from 0, over the rows of all batches.
+        """
         batch, place = divmod(turn, len(self.numbers))
         return batch * self.batch_size + int(self.numbers[place])
 

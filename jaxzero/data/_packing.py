@@ -1,12 +1,13 @@
-"""Rows of equal length, packed with documents of different lengths.
+"""Pack documents of different lengths into rows of equal length.
 
 A document of n tokens is n - 1 pairs of a token and the one that follows it. A row holds the pairs
-of several documents one after the other, each document as a segment: tokens attend to those of
-their own segment, and positions start again in each. So each document has the loss that it has in a
-row of its own.
+of several documents one after the other, each document as a segment: tokens attend only to tokens
+of their own segment, and positions start again in each segment. So each document has the same loss
+as in a row of its own.
 
-The largest documents are placed first, each into the row with the least room that it fits in
-("best fit decreasing"). The result depends on the lengths alone: it is the same on every process.
+The largest documents are placed first, each into that row with enough room for it that has the
+least room ("best fit decreasing"). The result depends on the lengths alone: it is the same on every
+process.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from jaxtyping import Int
 class PackedRows:
     """Documents as rows of `length` tokens, a source for `grain.MapDataset.source`.
 
-    Rows are in the order of the first document of each, so shuffle them. What documents share a
-    row is the same in every epoch. A row is made when it is read; it reads its documents only.
+    Rows are in the order of the first document of each, so shuffle them. The same documents share
+    a row in every epoch. A row is made when it is read, and only its own documents are read then.
 
     Args:
         documents: token ids of each document: a sequence of arrays or lists of integers, of
             different lengths. Documents of less than two tokens are left out, since there is
             nothing to predict in them. One of more than `length + 1` tokens is split into pieces,
             each a segment of its own whose positions start at 0: no token is lost or predicted
-            twice, but tokens do not see those of earlier pieces.
+            twice, but tokens do not see the tokens of earlier pieces.
         length: tokens of a row.
-        lengths: number of tokens of each document. If left out, all documents are read for it.
+        lengths: number of tokens of each document. If left out, all documents are read to count.
 
     Yields:
         Dictionaries of arrays `[length]`, with zeros where a row has no more tokens:
 
-        - `ids` (int32): the tokens; not the last one of a document, which is a label only.
+        - `ids` (int32): the tokens, without the last one of each document, which is only a label.
         - `labels` (int32): the token of the same document that follows.
         - `weights` (float32): 1 for labels, 0 for padding.
         - `segments` (int32): 1 for the tokens of the first document of the row, 2, ...; padding is
@@ -129,13 +130,13 @@ def _pack(
 
 
 def _best_fit(sizes: Int[np.ndarray, " pieces"], length: int) -> Int[np.ndarray, " pieces"]:
-    """The row of each piece: largest pieces first, into the row with the least room that fits.
+    """Return the row of each piece: the largest pieces first, each into the tightest row that fits.
 
     Rooms are integers up to `length`, so the rows are kept by their room, and a bit mask finds the
     least room that is enough without a search over rows.
     """
     rows = np.empty(len(sizes), np.int64)
-    with_room: list[list[int]] = [[] for _ in range(length)]  # the rows that have so much room
+    with_room: list[list[int]] = [[] for _ in range(length)]  # room -> rows with it
     rooms = 0  # bit n: there is a row with room for n
     num_rows = 0
     for piece in np.argsort(-sizes, kind="stable").tolist():  # stable: equal on all processes

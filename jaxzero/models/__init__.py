@@ -1,4 +1,4 @@
-"""Flax NNX models that converted checkpoints run in. `jaxzero.interop` fills their parameters.
+"""Flax NNX models into which `jaxzero.interop` loads converted checkpoints.
 
 In: a `config.json` or a config. Out: NNX modules for one device, without any sharding. `interop`,
 jobs and scripts use it.

@@ -2,15 +2,15 @@
 
     attention(q, k, v) = softmax(cap(scale q k^T) + mask) v,   cap(x) = c tanh(x / c)
 
-A query sees keys that are not padding: in a decoder those of its own and of earlier positions, with
-a window w the last w of them. Each of the g key-value heads serves h / g query heads (GQA,
-https://arxiv.org/abs/2305.13245).
+A query sees no keys of padding. In a decoder it sees the keys of its own and of earlier positions,
+and with a window w only the last w of these. Each of the g key-value heads serves h / g query heads
+(GQA, https://arxiv.org/abs/2305.13245).
 A sink is a learned logit of each head without a key: it takes a part of the probabilities.
 
-`jax.nn.dot_product_attention` does the work where it can. It has neither a cap nor sinks nor
-dropout of probabilities, wants keys and values of one size, and its window is a constant, while a
-scan over layers with and without a window needs it as data. These cases are computed here, with the
-operations in the same order, and with logits and softmax in float32 too.
+`jax.nn.dot_product_attention` does the work where it can. It has no cap, no sinks and no dropout of
+probabilities, and needs keys and values of one size. Its window is a constant, while a scan over
+layers with and without a window needs the window as an array. What it lacks is computed here, with
+the operations in the same order, and with logits and softmax in float32 too.
 
 Dimensions: b batch, t queries, s keys, d hidden, h heads, g key-value heads, n heads per group,
 k size of queries and keys, v size of values.
@@ -49,7 +49,7 @@ Mask = Bool[Array, "b s"] | Int[Array, "b s"] | None
 
 
 class Attention(nnx.Module):
-    """Multi-head attention of each token to itself and to those before it."""
+    """Multi-head attention of each token to itself and to the tokens before it."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -77,7 +77,7 @@ class Attention(nnx.Module):
         dropout_key: Key[Array, ""] | None = None,
         slots: Slots | None = None,
     ) -> Float[Array, "b t d"]:
-        """Attend, and project back.
+        """Mix the tokens by attention, and project the result back to the hidden size.
 
         Args:
             x_btd: input of the layer.
@@ -86,8 +86,8 @@ class Attention(nnx.Module):
             window: how many positions a token sees, itself included; None for all.
             turns: rotation of queries and keys; None for none.
             dropout_key: for dropout of the probabilities.
-            slots: where keys and values are stored in a cache. Then the queries also see those that
-                the cache holds, and `mask` is that of all its columns.
+            slots: where keys and values are stored in a cache. Then the queries also see the keys
+                that the cache holds, and `mask` has all columns of the cache.
         """
         config = self.config
         query, key, value = self.query(x_btd), self.key(x_btd), self.value(x_btd)
@@ -136,9 +136,9 @@ def attend(
     dropout_key: Key[Array, ""] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "b t h v"]:
-    """Call `jax.nn.dot_product_attention`, or compute attention here if it lacks a feature.
+    """Compute attention: by `jax.nn.dot_product_attention`, or here if that lacks a feature.
 
-    Where tokens are split over devices, and in long rows, `attend_split` computes it.
+    If tokens are split over devices, or rows are long, `attend_split` computes it.
 
     Args:
         query_bthk, key_bsgk, value_bsgv: queries, keys and values.
@@ -146,7 +146,8 @@ def attend(
         start: the column of the first query among the keys of a cache; None if there is no cache,
             and as many queries as keys.
         is_causal: True if a query sees no later keys.
-        window: how many positions a query sees, itself included; if not `is_causal`, to each side.
+        window: how many positions a query sees, its own included; if not `is_causal`, it sees the
+            positions fewer than `window` away, on both sides.
         scale: multiplies the products of queries and keys; None for `k ** -0.5`.
         softcap: c of `cap`; None for no cap.
         sinks_h: the logit of each head's sink; None for no sinks.
@@ -157,7 +158,7 @@ def attend(
         NotImplementedError: `implementation` lacks a feature that is asked for.
     """
     has_dropout = dropout_key is not None and dropout_rate > 0
-    # One query has few logits: where keys are split, each device computes those of its own.
+    # One query has few logits: where keys are split, each device computes the logits of its keys.
     is_one = start is not None and query_bthk.shape[1] == 1
     method = None if is_one else method_for(query_bthk, key_bsgk, value_bsgv)
     # A ring needs queries at the positions of the keys; with a cache, the first is at `start`.
@@ -225,7 +226,7 @@ def _with_all_logits(
 
 
 def _window_size(window: int | None, is_causal: bool) -> tuple[int, int] | None:
-    """Return how many positions before and after it a query sees; None if it sees all.
+    """Return how many positions before and after its own a query sees; None if it sees all.
 
     In an encoder, which is not causal, the window is on both sides.
     """
@@ -237,7 +238,7 @@ def _with_sinks(
     logarithms_bth: Float[Array, "b t h"],
     sinks_h: Float[Array, "h"] | None,
 ) -> Float[Array, "b t h v"]:
-    """Scale attention's result, computed without sinks, by what sinks leave to the keys.
+    """Scale attention's result, computed without sinks, by the share that sinks leave to the keys.
 
     The probabilities of all keys sum to exp(l) / (exp(l) + exp(sink)) = sigmoid(l - sink), where l
     is the logarithm of the softmax's denominator without sinks, `logarithms_bth`.
@@ -256,7 +257,10 @@ def _form(
     softcap: float | None,
     mask_bs: Mask,
 ) -> Form:
-    """Describe what queries see and how logits are made; a window that is an array is not in it."""
+    """Describe for `attend_split` which keys queries see, and how logits are computed.
+
+    A window that is an array is not part of the description.
+    """
     before = window - 1 if isinstance(window, int) else None
     marks = None if mask_bs is None else "keys" if mask_bs.dtype == jnp.bool_ else "segments"
     scale = default_scale(size) if scale is None else scale
@@ -266,7 +270,7 @@ def _form(
 def _softmax(
     logits: Float[Array, "b g n t s"], sinks_h: Float[Array, "h"] | None
 ) -> Float[Array, "b g n t s"]:
-    """Probabilities of the keys; with sinks they sum to less than 1."""
+    """Return the probabilities of the keys; with sinks they sum to less than 1."""
     if sinks_h is None:
         return jax.nn.softmax(logits)
     sinks = sinks_h.astype(logits.dtype).reshape(1, *logits.shape[1:3], 1, 1)
@@ -282,7 +286,7 @@ def _seen(
     window: Window,
     mask_bs: Mask,
 ) -> Bool[Array, "_ t s"]:
-    """Return the mask [queries, keys] of the keys that each query attends to."""
+    """Return a mask `[batch or 1, queries, keys]`, True where a query attends to a key."""
     distance = jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)[None]
     distance = distance if start is None else distance + start
     seen = distance >= (0 if is_causal else -num_keys)
@@ -294,7 +298,7 @@ def _seen(
 def _keys_of_queries(mask_bs: Array, *, of_heads: bool = False) -> Bool[Array, "..."]:
     """Return the mask of the keys that each query may see, `[batch, queries, keys]`.
 
-    Queries have size 1 if `mask_bs` has booleans, which are the same for all of them. With
+    If `mask_bs` has booleans, they are the same for all queries, so that dim has size 1. With
     `of_heads` there is a dim of size 1 for heads after the batch.
     """
     dims = (slice(None), *[None] * of_heads)
@@ -319,7 +323,10 @@ def make_linear(
     rngs: nnx.Rngs,
     dtype: jnp.dtype | None = None,
 ) -> nnx.Linear:
-    """A linear layer with the initializer of `config`, computed in its compute dtype or `dtype`."""
+    """Make a linear layer with the initializer of `config`.
+
+    It computes in `dtype`, or else in the compute dtype of `config`.
+    """
     return nnx.Linear(
         num_in,
         num_out,
@@ -331,9 +338,9 @@ def make_linear(
 
 
 def is_among(numbers: tuple[int, ...], i: int | Array, num_layers: int) -> bool | Array:
-    """Return whether layer i is one of the layers `numbers`.
+    """Return whether the number i of a layer is among `numbers`.
 
-    The result is a Python bool where it is known when tracing. If the layers are scanned (`i` is an
+    The result is a Python bool if it is known when tracing. If the layers are scanned (`i` is an
     array) and only some are among `numbers`, it is a boolean array.
     """
     are_among = [number in numbers for number in range(num_layers)]
@@ -344,10 +351,10 @@ def is_among(numbers: tuple[int, ...], i: int | Array, num_layers: int) -> bool 
 
 
 def window_if(has_window: bool | Array, window: int | None, num_tokens: int) -> Window:
-    """Return `window`, in tokens, if the layer has one.
+    """Return the window of a layer, in tokens: `window` if `has_window` is true.
 
-    A layer without a window gets None where that is known when tracing, and otherwise `num_tokens`,
-    which hides no token.
+    A layer without a window gets None if that is known when tracing, and otherwise `num_tokens`, a
+    window that hides no token.
     """
     if window is None or isinstance(has_window, bool):
         return window if has_window is True else None

@@ -1,10 +1,10 @@
-"""One layer of the decoder, in the two forms that families have.
+"""One layer of the decoder, in either of the two forms that families of models have.
 
     sequential:  x = x + s norm(attention(norm(x)));  x = x + s norm(mlp(norm(x)))
     parallel:    x = x + s attention(norm(x)) + s mlp(norm(x))
 
-In the sequential form each norm is there where the config has one. In the parallel form attention
-and the perceptron have a norm each, or share one. s is `residual_scale`.
+In the sequential form, each of the four norms can be left out by the config. In the parallel form
+attention and the perceptron have a norm each, or share one. s is `residual_scale`.
 
 Dimensions: b batch, t tokens, s keys, d hidden.
 """
@@ -25,7 +25,7 @@ from ._rope import Turns
 
 
 class Block(nnx.Module):
-    """Attention, and a perceptron or experts, in the form that the config asks for."""
+    """One layer: attention, and a perceptron or experts, in the form that the config asks for."""
 
     def __init__(self, config: DecoderConfig, number: int, *, rngs: nnx.Rngs):
         self.config = config
@@ -53,7 +53,7 @@ class Block(nnx.Module):
         slots: Slots | None = None,
         routers: Routers | None = None,
     ) -> Float[Array, "b t d"]:
-        """Apply the layer; the arguments are those of `Attention`, and `routers` of `Experts`."""
+        """Apply the layer; its arguments are those of `Attention`, and `routers` of `Experts`."""
         probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
         rate, scale = self.config.residual_dropout, self.config.residual_scale
         seen = _normalized(self.attention_norm, x_btd)
@@ -78,7 +78,7 @@ class Block(nnx.Module):
 
 
 def scaled(x: Float[Array, "*dims"], factor: float) -> Float[Array, "*dims"]:
-    """Return `x` times a factor that is rounded to the dtype of `x`; `x` itself for factor 1."""
+    """Return `x` times `factor`, rounded to the dtype of `x`; return `x` unchanged for factor 1."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a decoder has seen, so that each is computed once.
+"""The keys and values of the tokens that a decoder has seen, so that each is computed once.
 
 All arrays have static shapes: the cache is made with room for a number of columns, and t tokens per
 row are written to the next t columns of all rows. Rows of different lengths have padding, which is
@@ -11,8 +11,8 @@ Dimensions: b batch, t columns that are written, s columns of the cache, g key-v
 of keys, v size of values.
 
 On a mesh with the axis `tokens` the columns are split over it, `num_columns / tokens` neighbours on
-each device. New columns are written by each device on its own part: where an update starts at a
-traced column, the compiler would gather the cache.
+each device. Each device writes new columns to its own part: if an update began at a traced column,
+the compiler would gather the cache.
 """
 
 from typing import Any, NamedTuple
@@ -28,9 +28,9 @@ _COLUMNS = -2  # the dim of columns
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of a layer, or with a leading dimension of layers, those of a stack.
+    """The keys and values of one layer; with a leading dimension of layers, of a stack of layers.
 
-    Heads come before columns, so that attention multiplies matrices that lie in one piece.
+    Heads come before columns, so that attention multiplies matrices that are contiguous in memory.
     """
 
     keys: Float[Array, "*layers b g s k"]
@@ -38,7 +38,7 @@ class LayerCache(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What `Decoder.extend` has computed so far: a pytree of arrays with static shapes."""
+    """The keys and values that `Decoder.extend` has computed so far, with their mask and length."""
 
     layers: tuple[LayerCache, ...] | LayerCache  # a tuple for a list of layers, else one stack
     mask: Bool[Array, "b s"]  # True for tokens; False for padding and for columns not yet written
@@ -103,7 +103,7 @@ def _check_positions(config: DecoderConfig, num_columns: int) -> None:
 
 
 def check_room(cache: Cache, ids: Int[Array, "b t"]) -> None:
-    """Raise if tokens are known not to fit into the cache."""
+    """Raise `ValueError` if the tokens are known not to fit into the cache."""
     batch_size, size = cache.mask.shape
     try:
         held = int(cache.length)
@@ -130,7 +130,7 @@ def check_room(cache: Cache, ids: Int[Array, "b t"]) -> None:
 class Slots:
     """The place in a cache where one layer writes the keys and values of new tokens.
 
-    `write` replaces the attribute `layers` by arrays that hold the new tokens too.
+    `write` replaces the attribute `layers` by arrays that also hold the new tokens.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Slots:
         number: Any,
         start: Int[Array, ""],
     ):
-        """Point to a layer.
+        """Point to one layer of a cache.
 
         Args:
             layers: `layers` of a `Cache`.
@@ -149,7 +149,7 @@ class Slots:
         self.layers, self.number, self.start = layers, number, start
 
     def write(self, *new: Float[Array, "b t g _"]) -> tuple[Float[Array, "b s g _"], ...]:
-        """Store new keys, and values if the cache has them; return those of all columns."""
+        """Store the new keys and, if the cache has them, values; return those of all columns."""
         stack = isinstance(self.layers, LayerCache)
         held: tuple[Any, ...] = self.layers if stack else self.layers[self.number]
         # Latent attention has no values: neither here nor in the cache.
@@ -163,7 +163,11 @@ class Slots:
         return tuple(x for _, x in pairs)
 
     def _written(self, held: Array, new: Array) -> tuple[Array, Array]:
-        """Return `held` with the new columns; and this layer's part of it, heads after columns."""
+        """Write new keys or values into one array of the cache.
+
+        Returns:
+            The array with the new columns; and this layer's part of it, with columns before heads.
+        """
         update = jnp.swapaxes(new, 1, 2).astype(held.dtype)
         is_layer = held.ndim == update.ndim
         number = None if is_layer else jnp.asarray(self.number, jnp.int32)
@@ -182,7 +186,10 @@ def _with_columns(
     start: Int[Array, ""],
     number: Int[Array, ""] | None,
 ) -> Float[Array, "*layers b g s k"]:
-    """Write `update` to the columns from `start` on; to layer `number` if `held` is a stack."""
+    """Write `update` to the columns of `held` from `start` on.
+
+    If `held` is a stack, it is written to the layer `number`.
+    """
     num_parts = num_token_parts()
     if num_parts == 1:
         return _update(held, update, start, number)
@@ -198,10 +205,17 @@ def _write_part(
     number: Int[Array, ""] | None,
     part: Int[Array, "1"],
 ) -> Float[Array, "*layers b g u k"]:
-    """Do what `_with_columns` does, on the columns that one device has.
+    """Write those columns of `update` that belong to the part of the cache on one device.
 
     The new columns may lie before, in or after this part. So a fixed number of columns is read,
     those among them that are new are replaced, and all are written back.
+
+    Args:
+        held: the device's part of the cache, with u columns.
+        update: the new columns.
+        start: the first new column, counted in the whole cache.
+        number: the layer, if `held` is a stack.
+        part: the number of this part.
     """
     num_new, num_held = update.shape[_COLUMNS], held.shape[_COLUMNS]
     num = min(num_new, num_held)

@@ -42,7 +42,7 @@ _NAMES = {
 
 
 def read_config(path: Path | str) -> tuple[dict[str, Any], Path]:
-    """Return the content of the file, and its path. Values are not checked.
+    """Read a `config.json`; return its content, with unchecked values, and its path.
 
     Args:
         path: the file, its directory, or a file of weights (or their index) in that directory.
@@ -102,7 +102,7 @@ def config_keys(
     defaults: Mapping[str, Any] | None = None,
     kinds: Mapping[str, Kind] | None = None,
 ) -> JsonKeys:
-    """The keys of a `config.json`, which are checked against `KEYS` when they are read.
+    """Wrap a `config.json` so that its values are checked against `KEYS` when they are read.
 
     Args:
         content: the content of the file.
@@ -121,7 +121,10 @@ def config_keys(
 
 
 def check_only(keys: JsonKeys, key: str, only: Any, model: str) -> None:
-    """Raise if a key has another value than `only`; null stands for False and 0."""
+    """Raise `ValueError` if a key has another value than `only`.
+
+    A null counts as False or 0. `model` names the model in the message.
+    """
     given = keys.get(key, only)
     if not exactly(only).accepts(given):
         raise keys.error(
@@ -132,7 +135,7 @@ def check_only(keys: JsonKeys, key: str, only: Any, model: str) -> None:
 
 
 def windowed_layers(keys: JsonKeys, num_layers: int, model: str) -> tuple[int, ...] | None:
-    """Indices of the layers that have a sliding window according to `layer_types`.
+    """Return the indices of the layers that have a sliding window according to `layer_types`.
 
     Args:
         keys: the `config.json`.
@@ -161,11 +164,11 @@ def windowed_layers(keys: JsonKeys, num_layers: int, model: str) -> tuple[int, .
 
 
 def make_config(make: type[Config], fields: Mapping[str, Any], path: Path) -> Config:
-    """Make a config from fields that were read from `path`; its errors name the file.
+    """Make a config of class `make` from fields that were read from `path`.
 
     Raises:
         TypeError: the config has no field of a name.
-        ValueError: the fields contradict each other.
+        ValueError: the fields contradict each other; the message names the file.
     """
     config: Any = make  # `Config` may be any class, and here is a dataclass
     names = [field.name for field in dataclasses.fields(config)]
@@ -182,15 +185,15 @@ def make_config(make: type[Config], fields: Mapping[str, Any], path: Path) -> Co
 
 
 def read_activation(keys: JsonKeys, key: str, model: str) -> str:
-    """Return our name of the activation function that a key of the file names.
+    """Return our name of the activation function that a key of a `config.json` names.
 
     Args:
-        keys: the file.
+        keys: the `config.json`.
         key: the key.
         model: "decoder" or "encoder", for messages.
 
     Raises:
-        ValueError: it is another function, or no text.
+        ValueError: the model does not have this function, or the value is no text.
     """
     given = keys[key]
     if given not in _NAMES:

@@ -1,8 +1,9 @@
 """What each key of a `config.json` may hold, for all families.
 
 A key means the same in every family that reads it, so its type and range are written once, here. A
-family says which keys it reads, and what they are where a file is silent; a family in which a key
-has another range says so in its `kinds`. Keys of nested objects (`rope_scaling`) are listed too.
+family says which keys it reads, and which values they have if a file leaves them out. If a key has
+another range in a family, the family says so in its `kinds`. Keys of nested objects
+(`rope_scaling`) are listed too.
 
 Ranges exclude values that no model has: a width of 0, an `eps` above 1, or so many layers that they
 would fill the memory before their number is compared with the tensors.

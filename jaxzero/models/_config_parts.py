@@ -1,12 +1,10 @@
 """Read the structured parts of a decoder's `config.json`: heads, windows, rotation and experts.
 
-The tables of families name these functions. Functions of heads take a map `sizes` from our names of
-sizes to the keys of the file, and return fields of `DecoderConfig`. Functions of windows return
-indices of layers.
-
-Files of transformers 4 and 5 differ, and both are read: 4 has `rope_theta` beside `rope_scaling`,
-where 5 has both in `rope_parameters`, for each kind of layer where they differ; 4 writes
-`num_experts` where 5 writes `num_local_experts`.
+The tables of families name these functions. Those for heads take a map `sizes` from our names of
+sizes to keys of the file, and return fields of `DecoderConfig`. Those for windows return indices of
+the layers that have one. Files of transformers 4 and 5 differ, and both are read. 4 has
+`rope_theta` beside `rope_scaling`. 5 has both in `rope_parameters`, once for each kind of layer if
+kinds rotate differently. 4 writes `num_experts`, and 5 `num_local_experts`.
 """
 
 import dataclasses
@@ -30,7 +28,7 @@ from ._rope import (
 
 
 def ordinary_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
-    """The fields `head_size` and `num_key_value_heads`."""
+    """Return the fields `head_size` and `num_key_value_heads`."""
     num_heads, hidden_size = keys[sizes["num_heads"]], keys[sizes["hidden_size"]]
     head_size = keys.get("head_dim")
     if head_size is None and hidden_size % num_heads:
@@ -52,7 +50,7 @@ def ordinary_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def heads_of_hidden(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `ordinary_heads`, for families without `head_dim` and `num_key_value_heads`."""
+    """Return the fields of `ordinary_heads` for a family without keys for them in the file."""
     num_heads, hidden_size = keys[sizes["num_heads"]], keys[sizes["hidden_size"]]
     if hidden_size % num_heads:
         raise keys.error(
@@ -63,7 +61,7 @@ def heads_of_hidden(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def latent_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of latent attention, which has as many heads of keys as of queries."""
+    """Return the fields of latent attention, which has as many heads of keys as of queries."""
     keys.require("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     num_heads, plain_size = keys[sizes["num_heads"]], keys["qk_nope_head_dim"]
     num_keys = keys.get("num_key_value_heads") or num_heads
@@ -82,39 +80,39 @@ def latent_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def no_window(content: Content, num_layers: int) -> tuple[int, ...]:
-    """No layer has a sliding window."""
+    """Give no layer a sliding window: return no indices."""
     return ()
 
 
 def window_everywhere(content: Content, num_layers: int) -> tuple[int, ...]:
-    """All layers have a sliding window, if its size is given."""
+    """Give all layers a sliding window, if the file has its size."""
     return tuple(range(num_layers)) if content.get("sliding_window") else ()
 
 
 def window_if_used(content: Content, num_layers: int) -> tuple[int, ...]:
-    """All layers have a sliding window, if `use_sliding_window` is set."""
+    """Give all layers a sliding window, if the file has its size and sets `use_sliding_window`."""
     return window_everywhere(content, num_layers) if content.get("use_sliding_window") else ()
 
 
 def window_late(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Layers from `max_window_layers` on have a sliding window, if `use_sliding_window` is set."""
+    """Give layers from `max_window_layers` on a window, if `use_sliding_window` is set."""
     late = range(content.get("max_window_layers", 28), num_layers)
     return _window_by_type(content, num_layers, late) if content.get("use_sliding_window") else ()
 
 
 def window_alternating(content: Content, num_layers: int) -> tuple[int, ...]:
-    """The first and every second layer after it have a sliding window."""
+    """Give every second layer a sliding window, beginning with the first layer."""
     return _window_by_type(content, num_layers, range(0, num_layers, 2))
 
 
 def window_but_every_nth(content: Content, num_layers: int) -> tuple[int, ...]:
-    """All layers but every nth have a sliding window, where n is `sliding_window_pattern`."""
+    """Give all layers but every nth a sliding window; n is `sliding_window_pattern`."""
     n = content.get("sliding_window_pattern", content.get("_sliding_window_pattern", 6))
     return _window_by_type(content, num_layers, [i for i in range(num_layers) if (i + 1) % n])
 
 
 def window_unrotated(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Layers without rotation have a sliding window, if `use_sliding_window` is set."""
+    """Give layers without rotation a window, if `use_sliding_window` is set."""
     if content.get("use_sliding_window"):
         return _window_by_type(content, num_layers, unrotated_layers(content, num_layers))
     if "sliding_attention" in (content.get("layer_types") or ()):
@@ -123,7 +121,10 @@ def window_unrotated(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Layers without rotation: those marked 0 in `no_rope_layers`, or else every nth."""
+    """Return the indices of layers without rotation: those with 0 in `no_rope_layers`.
+
+    Without this key it is every `no_rope_layer_interval`-th layer.
+    """
     marks = content.get("no_rope_layers")
     if marks is None:
         every = content.get("no_rope_layer_interval", 4)
@@ -134,7 +135,7 @@ def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def _window_by_type(content: Content, num_layers: int, default: Iterable[int]) -> tuple[int, ...]:
-    """Layers with a window according to `layer_types`; `default` if it is missing."""
+    """Return the indices of layers with a window by `layer_types`, or else `default`."""
     if not content.get("sliding_window"):
         return ()
     layers = windowed_layers(content, num_layers, "the decoder")
@@ -149,14 +150,13 @@ def read_rope(
     sliding_base_key: str | None,
     part_key: str | None,
 ) -> dict[str, Rope]:
-    """The fields `rope` and, for families that have it, `sliding_rope` of `DecoderConfig`.
+    """Return the field `rope` of `DecoderConfig` and, for families that have it, `sliding_rope`.
 
     Args:
         content: the file, with a default of `base_key`.
         head_size: size of a head, all of which is rotated, or a part.
         base_key: key under which transformers 4 wrote the base of the frequencies.
-        sliding_base_key: its key of the base for layers with a window; None if all layers rotate
-            alike.
+        sliding_base_key: its key of the base for layers with a window; None if all rotate alike.
         part_key: its key of the fraction of a head that is rotated; None if all of it is.
     """
     scaling, given = content.section("rope_scaling"), content.section("rope_parameters")
@@ -268,7 +268,7 @@ def _yarn(given: Content, trained: int) -> YarnScaling:
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """The factor of Yarn on sines and cosines, for texts `factor` times as long as in training."""
+    """Return Yarn's factor on sines and cosines, for texts `factor` times as long as trained."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -308,7 +308,7 @@ def _magnitude(given: Content, content: Content, trained: int) -> float:
 
 
 def mixtral_experts(content: Content, num_layers: int) -> ExpertsConfig:
-    """Experts in every layer, of width `intermediate_size`."""
+    """Return the config of experts of width `intermediate_size` in every layer."""
     content.require("num_local_experts", "num_experts_per_tok")
     _check_chosen(content, "num_local_experts")
     return ExpertsConfig(
@@ -320,7 +320,10 @@ def mixtral_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def qwen3_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Experts in every nth layer (`decoder_sparse_step`) that is not in `mlp_only_layers`."""
+    """Return the config of experts in every `decoder_sparse_step`-th layer, or None.
+
+    Layers in `mlp_only_layers` have no experts.
+    """
     count = "num_local_experts" if "num_local_experts" in content else "num_experts"
     content.require(count, "num_experts_per_tok", "moe_intermediate_size")
     every = content.get("decoder_sparse_step", 1)
@@ -339,7 +342,7 @@ def qwen3_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
 
 
 def gpt_oss_experts(content: Content, num_layers: int) -> ExpertsConfig:
-    """Experts with biases and a clamped gate in every layer, of width `intermediate_size`."""
+    """Return the config of experts with biases and a clamped gate in every layer."""
     content.require("num_local_experts", "num_experts_per_tok")
     _check_chosen(content, "num_local_experts")
     return ExpertsConfig(
@@ -354,7 +357,7 @@ def gpt_oss_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def deepseek_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Experts in groups, and shared ones, in all but the first `first_k_dense_replace` layers."""
+    """Return the config of experts in groups, after `first_k_dense_replace` layers without any."""
     count, num_dense = "n_routed_experts", content["first_k_dense_replace"]
     content.require(count, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
     if num_dense >= num_layers:

@@ -1,11 +1,11 @@
-"""A decoder in Flax NNX: GPT-2, Llama, and what came after them, from one block and a config.
+"""A decoder in Flax NNX: one block and a config compute GPT-2, Llama and later families.
 
     x = embedding(ids)
     x = layer(x)            for each layer; see `_block`
     logits = head(norm(x))
 
-Modules do not depend on devices; `jz.Zero` splits whatever parameters they hold. Nothing in them is
-random state either: dropout happens when a call is given a key.
+Modules do not depend on devices; `jz.Zero` splits whatever parameters they hold. They hold no
+random state either: a call has dropout if it is given a key.
 
 Dimensions: b batch, t tokens, d hidden, v vocabulary.
 """
@@ -31,7 +31,7 @@ from ._router_losses import RouterBalance
 
 
 class Decoder(nnx.Module):
-    """Token ids to the logits of the next token at every position.
+    """A decoder, which maps token ids to the logits of the next token at every position.
 
     Build it under `nnx.eval_shape` when the parameters come from a checkpoint: then no random
     weights are ever made.
@@ -86,12 +86,13 @@ class Decoder(nnx.Module):
 
         Args:
             ids: token ids. With one that is not in the vocabulary, such as -1, logits are NaN.
-            mask: True for tokens, False for padding, which is seen by nothing, so that it does not
-                change the logits of the tokens; its own logits mean nothing. None if there is none.
-            segments: documents that are packed in a row, instead of `mask`: the number of each
-                token's document, and 0 for padding. Tokens see those of their own segment only.
+            mask: True for tokens, False for padding. No token attends to padding, so it does not
+                change the logits of the tokens; the logits of padding are meaningless. None if
+                there is no padding.
+            segments: for documents that are packed in a row, instead of `mask`: the number of each
+                token's document, and 0 for padding. A token sees only tokens of its own document.
             positions: index of each token; 0, 1, 2, ... if left out, also with padding on the left.
-                With `segments` they start again in each, which has to be contiguous.
+                With `segments` they start again in each document, which has to be contiguous.
             dropout_key: turns dropout on, at the rates of the config. Give each device its own
                 (`jz.fold_in_device`).
 
@@ -113,7 +114,10 @@ class Decoder(nnx.Module):
         positions: Int[Array, "b t"] | None = None,
         dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t d"]:
-        """Compute the normalized vectors after the last layer, the input of `logits`."""
+        """Compute the normalized vectors after the last layer, which `logits` takes.
+
+        The arguments are those of a call of the decoder.
+        """
         return self._vectors(ids, mask, segments, positions, dropout_key, None)[0]
 
     def hidden_and_balance(
@@ -128,8 +132,8 @@ class Decoder(nnx.Module):
         """Compute what `hidden` does, and how evenly the router of each layer chooses experts.
 
         Returns:
-            The vectors, and the `RouterBalance` with a leading dim for layers, over the tokens of
-            all devices; 0 in layers without experts.
+            The vectors; and the `RouterBalance` over the tokens of all devices, with a leading dim
+            for layers, which is 0 in layers without experts.
 
         Raises:
             ValueError: the model has no experts.
@@ -160,13 +164,13 @@ class Decoder(nnx.Module):
         return x_btd, balance
 
     def make_cache(self, batch_size: int, num_columns: int) -> Cache:
-        """Make an empty cache for `extend`; see `make_cache`, which needs the config only."""
+        """Make an empty cache for `extend`; see the function `make_cache`, which takes a config."""
         return make_cache(self.config, batch_size, num_columns)
 
     def extend(
         self, cache: Cache, ids: Int[Array, "b t"], mask: Bool[Array, "b t"] | None = None
     ) -> tuple[Float[Array, "b t d"], Cache]:
-        """Append tokens to those that the cache holds, and compute their vectors as `hidden` does.
+        """Append tokens to those in the cache, and compute their vectors as `hidden` does.
 
         The positions of tokens are counted from each row's first one, without padding, as
         transformers does it in `generate`. A sliding window counts columns: for a model that has
@@ -197,7 +201,7 @@ class Decoder(nnx.Module):
     def decode(
         self, cache: Cache, ids: Int[Array, "b t"], mask: Bool[Array, "b t"] | None = None
     ) -> tuple[Float[Array, "b v"], Cache]:
-        """Append tokens, and compute the logits that follow the last column; see `extend`."""
+        """Append tokens to a cache as `extend` does; return the logits after the last column."""
         x_btd, cache = self.extend(cache, ids, mask)
         return self.logits(x_btd[:, -1:])[:, 0], cache
 
@@ -211,9 +215,11 @@ class Decoder(nnx.Module):
         segments: Int[Array, "b t"] | None = None,
         balance: RouterBalance | None = None,
     ) -> tuple[Float[Array, "b t d"], Any, Any]:
-        """Return the normalized vectors after the last layer, the new cache and the balance.
+        """Compute the normalized vectors after the last layer.
 
-        The last two are None if they are not given.
+        Returns:
+            The vectors; the cache with the new tokens, if one was given, else None; and the balance
+            with that of all layers, if one was given, else None.
         """
         config = self.config
         embedding_key, layers_key = split_key(dropout_key, 2)
@@ -254,7 +260,7 @@ class Decoder(nnx.Module):
         return self.norm(x_btd), cache, balance
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
-        """Logits of the next token, of vectors from `hidden`: of all tokens or of some."""
+        """Compute the logits of the next token for vectors of `hidden`, of all tokens or some."""
         logits = self.embedding.attend(hidden) if self.head is None else self.head(hidden)
         logits = scaled(logits, self.config.logit_scale)
         cap = self.config.logit_softcap
@@ -269,7 +275,7 @@ class Decoder(nnx.Module):
         chunk: int = 1024,
         z_loss: float = 0.0,
     ) -> Any:
-        """Cross-entropy of `logits(hidden)` with labels, in chunks of tokens.
+        """Compute the cross-entropy of `logits(hidden)` with labels, in chunks of tokens.
 
         The logits never exist all at once, and they are not rounded to 16 bits. This is
         `jz.softmax_cross_entropy` with the head, the scale and the cap of the config.
@@ -282,8 +288,9 @@ class Decoder(nnx.Module):
             z_loss: coefficient of the squared logarithm of the softmax's denominator.
 
         Returns:
-            With `weights` the sum of the weighted losses and the sum of the weights, as
-            `zero.value_and_grad(..., weighted=True)` takes them; else each loss, `[b, t]`.
+            With `weights`, the sum of the weighted losses and the sum of the weights, which
+            `zero.value_and_grad(..., weighted=True)` needs; without, the loss of each token, `[b,
+            t]`.
         """
         head = self.embedding.embedding if self.head is None else self.head.kernel
         return softmax_cross_entropy(
@@ -311,7 +318,7 @@ class Decoder(nnx.Module):
 
 
 def _first_columns(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """The column of the first token of each token's segment."""
+    """Return, for each token, the column of the first token of its segment."""
     columns = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     starts = jnp.where(segments[:, 1:] != segments[:, :-1], columns[:, 1:], 0)
     return jax.lax.cummax(jnp.pad(starts, ((0, 0), (1, 0))), axis=1)

@@ -27,11 +27,11 @@ DECODER_FAMILIES: dict[str, Family] = LAYER_NORM_FAMILIES | RMS_NORM_FAMILIES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and parts of a decoder, and how it is computed.
+    """The config of a decoder: its sizes and parts, and how it is computed.
 
     The defaults of the parts are Llama's. Parameters keep the dtype they are loaded in;
     `compute_dtype` is what they and the activations are cast to inside a layer. Norms, rotations,
-    attention's softmax and the shares of experts are computed in float32.
+    attention's softmax and the weights of experts are computed in float32.
 
     Args:
         vocabulary_size, hidden_size, intermediate_size, num_layers: the model's sizes.
@@ -41,19 +41,19 @@ class DecoderConfig:
         max_length: positions that have an embedding, in tokens. With `rope` it is not a limit.
         norm: RMSNorm, RMSNorm that stores its scale less 1, or LayerNorm with or without a bias.
         norm_epsilon: added under the square root.
-        norm_placement: before each half of a layer, after it (its sum with the residual is not
-            normalised), or both.
+        norm_placement: where the norms of a layer are: before each half, after each half (on what
+            it adds to the residual, not on the sum), or both.
         residual: "sequential" if the perceptron sees what attention added; "parallel" if both see
             the input of the layer, each through a norm of its own, or "parallel_shared_norm"
             through the same norm.
         residual_scale: multiplies what attention and the perceptron add.
-        query_key_norm: normalise queries and keys "head" by head, with a scale that all heads
-            share or, "each_head", by a LayerNorm with a scale for each head; or normalise each full
-            "projection".
+        query_key_norm: how queries and keys are normalised: "head" by head, with a scale that all
+            heads share; "each_head" by a LayerNorm with a scale of its own; or each full
+            "projection" at once.
         activation: activation function of the perceptron, or of its gate.
         gated_mlp: True if the perceptron has a gate.
-        query_key_value_bias, attention_output_bias, mlp_bias: True if the projection has a bias; in
-            latent attention the first is of the projections to short vectors.
+        query_key_value_bias, attention_output_bias, mlp_bias: True if these projections have a
+            bias. In latent attention the first is for the projections to short vectors.
         tied_head: True if the head shares the word embeddings.
         embedding_scale: multiplies embeddings, rounded to `compute_dtype`.
         rope: rotation of queries and keys; None for a learned embedding of each position.
@@ -74,12 +74,12 @@ class DecoderConfig:
         scan_layers: hold the layers as one stack and scan it; False for a list of them.
         remat: what layers keep for the backward pass: everything ("none"), only what enters them
             ("full"), or what the policy of that name in `jax.checkpoint_policies` keeps.
-        expert_loop: "ragged" sorts tokens by expert and computes each where it was chosen, with all
-            experts of a layer in memory; "scan" computes one expert after another for every token,
-            so that ZeRO gathers one at a time, for num_experts / num_experts_per_token times the
-            arithmetic.
-        attention_implementation: as in `jax.nn.dot_product_attention`, or a function with the
-            arguments of that, but this one.
+        expert_loop: "ragged" sorts tokens by expert and computes each expert for its own tokens,
+            with all experts of a layer in memory; "scan" computes one expert after another for
+            every token, so that ZeRO gathers one expert at a time, for
+            num_experts / num_experts_per_token times the arithmetic.
+        attention_implementation: `implementation` of `jax.nn.dot_product_attention`; or a function
+            with the other arguments of that, to call instead.
     """
 
     vocabulary_size: int
@@ -199,17 +199,16 @@ class DecoderConfig:
             **changes: fields to set differently, e.g. `compute_dtype="bfloat16"`.
 
         Raises:
-            ValueError: the file is missing or lacks a size, a value has another type or range than
-                its key may hold, its `model_type` is not one of those
-                that the decoder supports, or it has an option that is not supported. A family of
-                your own is read by `interop.load_decoder(..., family=...)`.
+            ValueError: the file is missing or lacks a size; a value has another type or range than
+                its key may hold; or the decoder does not support its `model_type` or one of its
+                options. `interop.load_decoder(..., family=...)` reads a family of your own.
         """
         content, path = read_config(path)
         return make_config(cls, decoder_fields(content, path) | changes, path)
 
 
 def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of `DecoderConfig` that a `config.json` describes.
+    """Return the fields of `DecoderConfig` that a `config.json` describes.
 
     Args:
         content: the content of the file.
@@ -244,6 +243,6 @@ def decoder_fields(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _rotated_size(fields: Fields) -> int:
-    """Size of a head, without what latent attention never rotates."""
+    """Return the size of a head, less the part that latent attention never rotates."""
     latent = fields.get("latent")
     return fields["head_size"] - (0 if latent is None else latent.plain_size)

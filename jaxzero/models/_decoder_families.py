@@ -1,4 +1,4 @@
-"""The families of decoders, as tables: those with RMSNorm, and those with LayerNorm.
+"""The tables of the families of decoders: families with RMSNorm, and families with LayerNorm.
 
 `defaults` are those of the family's config class in transformers, for keys that a file leaves out.
 """
@@ -52,7 +52,10 @@ def _smollm3_rotation(content: Content, fields: Fields) -> dict[str, Any]:
 
 
 def _deepseek_rotation(content: Content, fields: Fields) -> dict[str, Any]:
-    """Yarn changes the scale of attention too, where `mscale_all_dim` says so."""
+    """Return the fields `rope` and, if Yarn changes it, `attention_scale` of DeepSeek's models.
+
+    Yarn also changes the scale of attention if `mscale_all_dim` is given.
+    """
     rope = fields["rope"]
     if content["rope_interleave"]:
         rope = dataclasses.replace(rope, pairs="neighbours")

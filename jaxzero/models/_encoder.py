@@ -34,7 +34,7 @@ from ._parts import as_indices, dropout, split_key
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig(EncoderBase):
-    """Sizes of an encoder, and how it is computed.
+    """The config of a BERT encoder: its sizes, and how it is computed.
 
     The defaults are those of all-MiniLM-L6-v2. Parameters keep the dtype they are loaded in;
     `compute_dtype` is what they and the activations are cast to inside a layer. Softmax and
@@ -46,8 +46,8 @@ class EncoderConfig(EncoderBase):
         num_token_types: kinds of sentences that have an embedding; 0 for no such embedding.
         activation: activation function of the perceptron.
         layer_norm_epsilon: added under the square root.
-        padding_id: token that has no position (RoBERTa); None if positions count from the first
-            token of a row, whatever it is.
+        padding_id: id of the padding token, if positions are counted from it on (RoBERTa); None if
+            positions count from the first token of a row, whatever it is.
         embedding_dropout, attention_dropout, attention_output_dropout, mlp_dropout: rates, used
             when the encoder is called with a `dropout_key`.
         compute_dtype: dtype in which layers compute.
@@ -71,7 +71,7 @@ class EncoderConfig(EncoderBase):
 
     @property
     def num_positions(self) -> int:
-        """Rows of the table of positions; in RoBERTa's the first `padding_id + 1` have no token."""
+        """Rows of the table of positions. RoBERTa's begins with `padding_id + 1` unused rows."""
         return self.max_length + (0 if self.padding_id is None else self.padding_id + 1)
 
     def _may_be_zero(self) -> tuple[str, ...]:
@@ -97,7 +97,10 @@ class EncoderConfig(EncoderBase):
 
 
 def _positions_after_padding(keys: JsonKeys, fields: Fields) -> dict[str, Any]:
-    """Leave out RoBERTa's first positions, up to its padding token's: no token has them."""
+    """Return `padding_id` and `max_length` of RoBERTa, whose table begins with unused rows.
+
+    These are the rows up to that of the padding token.
+    """
     keys.require("pad_token_id")
     padding_id = keys["pad_token_id"]
     max_length = fields["max_length"] - padding_id - 1
@@ -161,7 +164,7 @@ _FAMILIES: dict[str, ConfigTable] = {
 
 
 class Encoder(nnx.Module):
-    """Token ids to one hidden vector per token.
+    """An encoder, which maps token ids to one hidden vector per token.
 
     Build it under `nnx.eval_shape` when the parameters come from a checkpoint: then no random
     weights are ever made.
@@ -225,7 +228,7 @@ class Encoder(nnx.Module):
 
 
 class Embeddings(nnx.Module):
-    """The normalised sum of a word, a position and a token-type vector."""
+    """Computes the normalised sum of a word, a position and a token-type vector for each token."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
         def table(num_rows: int) -> nnx.Embed:

@@ -1,4 +1,4 @@
-"""What encoders share: the fields of their configs, attention, perceptrons, layers and pooling."""
+"""Parts that encoders share: config fields, attention, perceptrons, layers and pooling."""
 
 import dataclasses
 from typing import Literal
@@ -21,7 +21,7 @@ _SMALLEST_NORM = 1e-12  # as in `torch.nn.functional.normalize`
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderBase:
-    """Sizes of the layers of an encoder, and how they are computed.
+    """The fields that configs of encoders share: sizes of the layers, and how they are computed.
 
     Parameters keep the dtype they are loaded in; `compute_dtype` is what they and the activations
     are cast to inside a layer. Softmax and normalisation statistics stay in float32.
@@ -65,12 +65,12 @@ class EncoderBase:
         return self.hidden_size // self.num_heads
 
     def _may_be_zero(self) -> tuple[str, ...]:
-        """Names of the integer fields that may be 0."""
+        """Return the names of the integer fields that may be 0."""
         return ()
 
 
 def check_heads(keys: JsonKeys, size: str, heads: str) -> None:
-    """Raise if the keys of the hidden size and of the number of heads contradict each other.
+    """Raise `ValueError` unless the hidden size divides into heads, of size `head_dim` if given.
 
     Args:
         keys: the `config.json`.
@@ -115,13 +115,13 @@ class SelfAttention(nnx.Module):
         turns: Turns | None = None,
         dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "b t d"]:
-        """Attend, and project back.
+        """Mix the tokens by attention, and project the result back to the hidden size.
 
         Args:
             x_btd: input of the layer.
             mask: True for tokens, False for padding; None if there is no padding.
-            window: a token sees those that are fewer than `window` positions away, on both sides;
-                None for all.
+            window: a token sees the tokens fewer than `window` positions away, on both sides; None
+                for all.
             turns: rotation of queries and keys; None for none.
             dropout_key: for dropout of the probabilities.
         """
@@ -229,14 +229,14 @@ class PreNormLayer(nnx.Module):
 def linear(
     config: EncoderBase, num_in: int, num_out: int, rngs: nnx.Rngs, *, bias: bool = True
 ) -> nnx.Linear:
-    """A linear layer that computes in the dtype of `config`."""
+    """Make a linear layer that computes in the compute dtype of `config`."""
     return nnx.Linear(
         num_in, num_out, use_bias=bias, dtype=jnp.dtype(config.compute_dtype), rngs=rngs
     )
 
 
 def layer_norm(config: EncoderBase, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.LayerNorm:
-    """A LayerNorm of vectors of `hidden_size` numbers."""
+    """Make a LayerNorm of vectors of `hidden_size` numbers."""
     return make_layer_norm(
         config.hidden_size,
         epsilon=config.layer_norm_epsilon,

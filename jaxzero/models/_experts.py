@@ -71,7 +71,7 @@ class Mlp(nnx.Module):
 
 
 def route_by_softmax(logits_ne: Float[Array, "n e"], experts: ExpertsConfig) -> Routed:
-    """Choose the experts with the largest probabilities, largest first."""
+    """Choose the experts of each token with the largest probabilities, largest first."""
     shares_ne = jax.nn.softmax(logits_ne.astype(widened(logits_ne.dtype)), axis=-1)
     shares_nk, chosen_nk = jax.lax.top_k(shares_ne, experts.num_experts_per_token)
     if experts.normalize:
@@ -85,7 +85,10 @@ def route_by_groups(
     experts: ExpertsConfig,
     routing: GroupRouting,
 ) -> Routed:
-    """Choose the best experts of the best groups; see `GroupRouting` for the rule."""
+    """Choose the experts of each token by score, from the best groups of experts only.
+
+    `GroupRouting` states the rule, and the module docstring the scores.
+    """
     shares_ne = jax.nn.sigmoid(logits_ne.astype(widened(logits_ne.dtype)))
     scores_ne = jax.lax.stop_gradient(shares_ne + correction_e.astype(shares_ne.dtype)[None])
     scores_ngm = scores_ne.reshape(len(scores_ne), routing.num_groups, -1)
@@ -102,7 +105,7 @@ def route_by_groups(
 
 
 class Projection(NamedTuple):
-    """A matrix of each expert, and the vector that is added to its products."""
+    """A matrix of each expert, and the bias of each expert if there are biases."""
 
     kernel: Float[Array, "e i o"]
     bias: Float[Array, "e o"] | None
@@ -110,11 +113,11 @@ class Projection(NamedTuple):
 
 @dataclasses.dataclass
 class Routers:
-    """Collects the balance of each layer's router while the layers are traced.
+    """Collects the balance of each layer's router, while the layers are computed one after another.
 
     Attributes:
-        balance: the balance of all layers so far; 0 for those without experts.
-        index: the index of the layer that is traced.
+        balance: the balance of all layers so far; 0 for layers without experts.
+        index: the index of the layer that is computed now.
         mask: False for padding.
     """
 
@@ -124,7 +127,7 @@ class Routers:
 
     @staticmethod
     def start(num_layers: int, num_experts: int) -> RouterBalance:
-        """The balance before the first layer."""
+        """Return the balance before the first layer: zeros for all layers."""
         zeros = jnp.zeros(num_layers)
         return RouterBalance(zeros, zeros, jnp.zeros((num_layers, num_experts)))
 
@@ -141,7 +144,7 @@ class Routers:
 
 
 class Experts(nnx.Module):
-    """Gated MLPs, of which each token is processed by `num_experts_per_token`."""
+    """A mixture of gated MLPs, where `num_experts_per_token` of them process each token."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, *, rngs: nnx.Rngs):
         self.config, self.experts = config, experts
@@ -165,7 +168,10 @@ class Experts(nnx.Module):
     def __call__(
         self, x_btd: Float[Array, "b t d"], routers: Routers | None = None
     ) -> Float[Array, "b t d"]:
-        """Compute the sum of the chosen experts; `routers` gets the balance of the router."""
+        """Return the weighted sum of each token's chosen experts, plus any shared perceptron.
+
+        If given, `routers` records the balance of the router.
+        """
         x_nd = x_btd.reshape(-1, x_btd.shape[-1])
         projections = (
             _projection(self.gate, self.gate_bias, x_nd.dtype),
@@ -195,7 +201,7 @@ class Experts(nnx.Module):
         return y_btd if self.shared is None else y_btd + self.shared(x_btd)
 
     def route(self, logits_ne: Float[Array, "n e"]) -> Routed:
-        """Return weight and index of the k experts of each token."""
+        """Return the weights and the indices of the k experts of each token."""
         routing = self.experts.routing
         if routing is None or self.correction is None:
             return route_by_softmax(logits_ne, self.experts)
@@ -250,13 +256,13 @@ def _product(x: Array, projection: Projection) -> Array:
 
 
 def expert_leaves(params: Any) -> tuple[str, ...]:
-    """The paths of the leaves of a decoder that hold its experts, for `jz.Ungathered`.
+    """Return the paths of those leaves of a decoder that hold its experts.
 
     Args:
         params: the parameters of a `Decoder`, of which only paths are read.
 
     Returns:
-        Paths, for `jz.Ungathered(paths, dim)`: dim 1 with `scan_layers`, and otherwise 0.
+        Paths for `jz.Ungathered(paths, dim)`; `dim` is 1 with `scan_layers`, and otherwise 0.
     """
     paths, _ = zip(*jax.tree_util.tree_flatten_with_path(params)[0], strict=True)
     names = (jax.tree_util.keystr(path, simple=True, separator=".") for path in paths)

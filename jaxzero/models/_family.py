@@ -1,8 +1,9 @@
-"""How a family of models writes its `config.json`, as a row of a table.
+"""Describe how a family of models writes its `config.json`, as a row of a table.
 
 A `ConfigTable` lists which key holds which field of a config, the value of a key that a file leaves
-out, which parts the family always has, and which keys may have one value only. What needs more than
-a key (rotation, windows, experts) is read by a function that families share.
+out, which fields have the same value in all models of the family, and which keys may have one value
+only. Parts that more than one key describes (rotation, windows, experts) are read by functions that
+families share.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ KEY_VALUE_HEADS = {"num_key_value_heads": COUNT}
 
 
 def nothing_more(content: Content, fields: Fields) -> dict[str, Any]:
-    """The family has no fields that must be computed."""
+    """Return no fields, for a family in which none must be computed."""
     return {}
 
 
@@ -63,7 +64,9 @@ class ConfigTable:
 
     usual: ClassVar[dict[str, Any]] = {}  # defaults of all families
 
-    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # our field: its value
+    fixed: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # our field: its value in the family
     names: dict[str, str] = dataclasses.field(default_factory=dict)  # our field: key of the file
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # key: value if left out
     sizes: dict[str, str] = dataclasses.field(default_factory=lambda: SIZES)  # field: required key
@@ -75,12 +78,15 @@ class ConfigTable:
     def read(
         self, content: Mapping[str, Any], path: Path, model: str
     ) -> tuple[Content, dict[str, Any]]:
-        """Return the keys of a `config.json`, and the fields of the config that tables give.
+        """Wrap a `config.json`, and return the fields of the config that the table describes.
 
         Args:
             content: the content of the file.
             path: where it is, for messages.
             model: the model that is described, for messages: "decoder", "encoder", or a name.
+
+        Returns:
+            The keys of the file, checked when they are read; and field -> value.
 
         Raises:
             ValueError: a size is missing, or a key has a value that the model does not compute.
@@ -100,14 +106,14 @@ class ConfigTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family(ConfigTable):
-    """One `model_type` of decoders; see `_config_parts` for the functions."""
+    """How one `model_type` of decoders writes its `config.json`; see also `_config_parts`."""
 
     usual = DEFAULTS
 
-    windows: Callable[[Content, int], tuple[int, ...]] = no_window  # indices of layers with one
+    windows: Callable[[Content, int], tuple[int, ...]] = no_window  # indices of their layers
     experts: Callable[[Content, int], ExpertsConfig | None] | None = None
     heads: Callable[[Content, Mapping[str, str]], dict[str, Any]] = ordinary_heads
     has_rope: bool = True
     base_key: str = "rope_theta"  # key of the base of rotary frequencies
-    sliding_base_key: str | None = None  # key of that of layers with a window, if they differ
+    sliding_base_key: str | None = None  # key of the base for layers with a window
     part_key: str | None = None  # key of the fraction of a head that is rotated, if not all is

@@ -2,8 +2,8 @@
 
     logits = decode(prompt);  repeat: token = choose(logits);  logits = decode(token)
 
-`generate` is traced once: one prefill and one `lax.while_loop`. It calls the model only through a
-function `decode` of the cache and tokens, so that parameters may be held in any way: whole, with
+`generate` is traced once, as one prefill and one `lax.while_loop`. It calls the model only through
+a function `decode` of the cache and tokens, so that parameters may be held in any way: whole, with
 any sharding that XLA follows, or as shards that `zero.apply` gathers.
 
 Dimensions: b batch, t columns of the prompts, n new tokens, v vocabulary.
@@ -28,7 +28,7 @@ Decode = Callable[[Cache, Any, Any], tuple[Any, Cache]]  # as `Decoder.decode`
 
 
 class Generation(NamedTuple):
-    """Texts that are being generated: the carry of `continue_generation`, a pytree of arrays."""
+    """The state of a generation between calls of `continue_generation`: a pytree of arrays."""
 
     tokens: Int32[Array, "b n"]  # `pad_token` behind the end of a row
     lengths: Int32[Array, "b"]  # new tokens of each row, with the stop token
@@ -39,7 +39,7 @@ class Generation(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """New tokens of each row."""
+    """The new tokens of each row, and how many there are."""
 
     tokens: Int32[Array, "b n"]  # `pad_token` behind the end of a row
     lengths: Int32[Array, "b"]  # new tokens of each row, with the stop token
@@ -67,7 +67,7 @@ def generate(
         cache: from `make_cache`, empty, with room for t + n - 1 columns.
         ids: prompts.
         mask: False for padding, on either side of a prompt, or 0 in an array of integers, as
-            tokenizers give it. A row without a token has no new one.
+            tokenizers give it. A row without a token gets no new tokens.
         max_new_tokens: n.
         sampling: how tokens are chosen, and what ends a row.
         key: one of `jax.random.key` for all rows, or one for each (so that rows may be on different
@@ -78,7 +78,7 @@ def generate(
 
     Raises:
         ValueError: prompts are empty, the cache is too small, or the key is missing.
-        TypeError: an array is none, or has another dtype; the message names it.
+        TypeError: an argument is no array, or has another dtype; the message names it.
 
     Example:
         ```python
@@ -107,9 +107,10 @@ def start_generation(
     sampling: Sampling = Sampling(),  # noqa: B008
     key: Key[Array, ""] | Key[Array, "b"] | None = None,
 ) -> Generation:
-    """Read the prompts and choose the first token of each; the arguments are those of `generate`.
+    """Read the prompts into the cache, and choose the first new token of each row.
 
-    Programs that show tokens as they come use this and `continue_generation`.
+    The arguments are those of `generate`. Programs that show tokens as they come use this and
+    `continue_generation`.
     """
     keys = check_arguments(cache, ids, mask, max_new_tokens, sampling, key)
     if mask is None:
@@ -137,14 +138,15 @@ def continue_generation(
     sampling: Sampling = Sampling(),  # noqa: B008
     num_tokens: int | None = None,
 ) -> Generation:
-    """Choose up to `num_tokens` more tokens of each row; None: all that are left.
+    """Choose up to `num_tokens` more tokens of each row.
 
     Args:
         decode: as for `generate`.
         generation: from `start_generation` or the last call. Donate it to the jitted function that
             this is called in; then the cache is written in place.
         sampling: as for `start_generation`.
-        num_tokens: the most tokens per row; fewer if all rows end or have all their tokens.
+        num_tokens: the most tokens per row, fewer if all rows end; None for all that are left of
+            `max_new_tokens`.
 
     Returns:
         The generation with the new tokens.
@@ -168,10 +170,10 @@ def continue_generation(
 
 
 def _are_done_everywhere(is_done: Bool[Array, "b"]) -> Bool[Array, ""]:
-    """Whether the rows of all devices of the node are done.
+    """Return whether all rows on all devices of the node are done.
 
-    All of them take the same number of steps, since experts may exchange tokens in each step, which
-    every device of the node has to take part in.
+    These devices must take the same number of steps: experts may exchange tokens in each step, and
+    every device of the node has to take part.
     """
     with contextlib.suppress(NameError):  # outside of a step, which has no axes
         return jax.lax.pmin(is_done.all().astype(jnp.int32), LOCAL) > 0
@@ -179,7 +181,7 @@ def _are_done_everywhere(is_done: Bool[Array, "b"]) -> Bool[Array, ""]:
 
 
 def _with_next(generation: Generation, logits: Array, sampling: Sampling) -> Generation:
-    """Choose a token of each row that is not done."""
+    """Add the next token to each row that is not done, and `pad_token` to the other rows."""
     number, is_done = generation.num_columns, generation.is_done
     keys = generation.keys
     if keys is not None:
@@ -205,7 +207,11 @@ def check_arguments(
     sampling: Sampling,
     key: Any,
 ) -> Array | None:
-    """Return the key of each row, or None for temperature 0; raise as `generate` does."""
+    """Check the arguments of `generate`; return a key for each row, or None for temperature 0.
+
+    Raises:
+        ValueError, TypeError: as `generate`.
+    """
     if not _is_array(ids, jnp.integer) or ids.ndim != 2:
         raise TypeError(
             f"`ids` must be an array of integers, [rows, tokens]; got {_described(ids)}. Give the "
@@ -256,6 +262,6 @@ def _is_array(value: Any, kind: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    """Dtype and shape of an array, as `float32[2,5]`; another value as in messages."""
+    """Describe a value for messages: an array by dtype and shape, as `float32[2,5]`."""
     is_array = isinstance(value, jax.Array | np.ndarray)
     return f"{value.dtype}{[*value.shape]}" if is_array else shown(value)

@@ -2,9 +2,9 @@
 
     y[i] = weights[i] function(params[e], rows[i])        for the rows i of expert e
 
-A block is a run of rows of one expert. The loop over blocks has a fixed length, enough for any
-sizes of groups, and skips blocks that are not needed: besides full blocks there is at most one for
-each of the g groups. So only the chosen experts are computed, on every platform (XLA:CPU and
+A block is a run of rows of one expert. The loop over blocks has a fixed length, which is enough for
+groups of any sizes: the full blocks, and at most one more for each of the g groups. Blocks that are
+not needed are skipped. So only the chosen experts are computed, on every platform (XLA:CPU and
 XLA:GPU multiply every row by every expert in `jax.lax.ragged_dot`), and intermediate results exist
 for one block at a time. Backward computes them again, and adds the gradient of a block's expert in
 place, in float32. It does not need `y`, so `jax.checkpoint` around it computes no block twice.
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .._sums import widened
 
-_MOST_ROWS = 2048  # of a block; in larger ones more rows would be those of other experts, masked
+_MOST_ROWS = 2048  # of a block: larger blocks would have more masked rows, of other experts
 _FEWEST_ROWS = 16  # of a block
 
 Function = Callable[[Any, Array], Array]
@@ -39,10 +39,10 @@ def apply_by_group(
     group_sizes: Int[Array, " g"],
     row_weights: Float[Array, " m"],
 ) -> Shaped[Array, "m o"]:
-    """Apply `function(params of an expert, its rows)` to each group, and multiply by weights.
+    """Apply `function` to each expert's parameters and rows, and multiply by the rows' weights.
 
-    A `compute` for `jz.exchange_tokens`; unlike `jax.lax.ragged_dot` on GPUs and CPUs it does no
-    arithmetic for experts that a row did not choose.
+    It can be the `compute` of `jz.exchange_tokens`. Unlike `jax.lax.ragged_dot` on GPUs and CPUs it
+    does no arithmetic for experts that a row did not choose.
 
     Args:
         function: takes the parameters of one expert and rows `[r, d]`, each of which it computes
@@ -124,14 +124,14 @@ apply_by_group.defvjp(_forward, _backward)
 
 
 class _Blocks(NamedTuple):
-    """How rows are cut into blocks."""
+    """The division of the rows of all groups into blocks of equal size."""
 
     num_rows: int
     rows: int  # of a block
     most: int  # blocks that any sizes need
-    starts_g: Int[Array, " g"]  # the first row of a group, and that after its last
+    starts_g: Int[Array, " g"]  # the first row of each group, and the row after its last
     ends_g: Int[Array, " g"]
-    firsts_g: Int[Array, " g"]  # the first block of a group, and that after its last
+    firsts_g: Int[Array, " g"]  # the first block of each group, and the block after its last
     lasts_g: Int[Array, " g"]
 
     @classmethod
@@ -151,7 +151,7 @@ class _Blocks(NamedTuple):
     def block(
         self, number: Int[Array, ""]
     ) -> tuple[Int[Array, ""], Int[Array, ""], Bool[Array, "r 1"]]:
-        """Return the expert of a block, the first row to read, and which rows are the expert's own.
+        """Return the expert of a block, its first row, and which of its rows are the expert's own.
 
         A block that would end after the last row begins earlier, with rows of other blocks.
         """
@@ -164,7 +164,7 @@ class _Blocks(NamedTuple):
         return expert, start, ((row_r >= first) & (row_r < end))[:, None]
 
     def run(self, add: Callable[[Any, Int[Array, ""]], Any], carry: Any) -> Any:
-        """Return the last `carry`, after `carry = add(carry, number)` for each block."""
+        """Run `carry = add(carry, number)` for each block, and return the last `carry`."""
 
         def step(carry: Any, number: Int[Array, ""]) -> tuple[Any, None]:
             is_needed = number < self.lasts_g[-1]
@@ -187,6 +187,6 @@ def _written(
     start: Array,
     is_own: Bool[Array, "r ..."],
 ) -> Shaped[Array, "m ..."]:
-    """`x` with those rows of a block written into it that belong to the block's expert."""
+    """Write a block's result `new` into `x` from row `start` on, but only the rows in `is_own`."""
     new = jnp.where(is_own, new, _cut(x, start, len(new)))
     return lax.dynamic_update_slice_in_dim(x, new, start, 0)

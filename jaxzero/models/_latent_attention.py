@@ -6,10 +6,12 @@ Keys and values of all heads are computed from one short vector c of each token:
     key of head h = [key_h, rotate(r)]         r is common to all heads
     query of head h = [query_h, rotate(rest of query_h)]
 
-Only the last numbers of queries and keys are rotated. Queries may come from a short vector too.
+Only the last numbers of queries and keys are rotated. Queries may be computed from a short vector
+of their own.
 
-A cache holds norm(c) and rotate(r) of each token. Then up is applied to the query and to the mixed
-vectors c, and not to each token of the cache again:
+A cache holds norm(c) and rotate(r) of each token. To compute with it, `up` is not applied to each
+token of the cache again: the part for keys is applied to the query, and the part for values to the
+mixed vectors c:
 
     key_h = U_h norm(c), so that query_h . key_h = (U_h^T query_h) . norm(c);  values likewise
 
@@ -32,7 +34,7 @@ from ._rope import Turns, rotate
 
 
 class LatentAttention(nnx.Module):
-    """Attention of each token to itself and to those before it, with keys from short vectors."""
+    """Attention of each token to itself and to the tokens before it, by keys from short vectors."""
 
     def __init__(self, config: DecoderConfig, latent: LatentConfig, *, rngs: nnx.Rngs):
         self.config, self.latent = config, latent
@@ -64,7 +66,7 @@ class LatentAttention(nnx.Module):
         dropout_key: Key[Array, ""] | None = None,
         slots: Slots | None = None,
     ) -> Float[Array, "b t d"]:
-        """Attend, and project back; the arguments are those of `Attention`."""
+        """Mix the tokens by attention, and project back; the arguments are those of `Attention`."""
         config, latent = self.config, self.latent
         query_bthk = self._queries(x_btd).reshape(*x_btd.shape[:2], -1, config.head_size)
         plain, rotated = jnp.split(query_bthk, [latent.plain_size], axis=-1)
@@ -104,7 +106,17 @@ class LatentAttention(nnx.Module):
         short: Float[Array, "b t r"],
         common: Float[Array, "b t 1 _"],
     ) -> Float[Array, "b t h v"]:
-        """Store the short vectors, and attend to them as keys and values of one key-value head."""
+        """Store the short vectors of new tokens, and attend to all short vectors in the cache.
+
+        Args:
+            mix: computes attention from queries, keys and values. The short vectors are the keys
+                and values of a single key-value head.
+            slots: the place in the cache.
+            plain: the part of the queries that is not rotated.
+            rotated: the rotated part of the queries.
+            short: norm(c) of the new tokens.
+            common: rotate(r) of the new tokens.
+        """
         new = jnp.concatenate([short[:, :, None], common], axis=-1)
         (key_bsgk,) = slots.write(new)
         up = self.key_value_up.kernel[...].astype(short.dtype)

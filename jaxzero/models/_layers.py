@@ -25,7 +25,7 @@ def make_layers(
     scanned: bool,
     rngs: nnx.Rngs,
 ) -> Any:
-    """Make a list of modules, or one module whose parameters are stacked along a new first dim.
+    """Make a list of layers, or one module whose parameters are stacked along a new first dim.
 
     Args:
         make: makes a layer from `rngs` and its number.
@@ -54,7 +54,7 @@ def run_layers(
     num_layers: int,
     remat: Remat,
 ) -> Any:
-    """Return the last `x`, after `x = step(layer, x, i)` for each layer.
+    """Run `x = step(layer, x, i)` for each layer, and return the last `x`.
 
     The number i is an `int` for layers in a list, and a traced integer in a scan.
 

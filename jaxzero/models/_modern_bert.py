@@ -76,7 +76,7 @@ _TABLE = ConfigTable(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModernBertConfig(EncoderBase):
-    """Sizes and parts of a ModernBERT, and how it is computed.
+    """The config of a ModernBERT: its sizes and parts, and how it is computed.
 
     The defaults of the parts are those of ModernBERT-base. Fields that all encoders share are those
     of `EncoderConfig`.
@@ -87,11 +87,11 @@ class ModernBertConfig(EncoderBase):
         rope: rotation of queries and keys in layers that attend to the whole text.
         local_rope: rotation in the layers with a window.
         local_layers: indices of the layers with a window.
-        local_window: in these layers a token sees those that are fewer than `local_window`
-            positions away, on both sides: half of `local_attention` in `config.json`, and 1.
+        local_window: in these layers a token sees the tokens fewer than `local_window` positions
+            away, on both sides. It is half of `local_attention` in `config.json`, plus 1.
         attention_bias, mlp_bias, norm_bias: True if these projections and norms have a bias.
-        embedding_dropout, mlp_dropout: rates of what enters the first layer, and of what enters the
-            last projection of each perceptron. `attention_dropout` is also the rate of what
+        embedding_dropout, mlp_dropout: dropout rates of the first layer's input, and of the input
+            of each perceptron's last projection. `attention_dropout` is also the rate of what
             attention adds.
         scan_layers: hold the layers but the first as one stack, `layers`, and scan it; the first,
             which has one norm fewer, is `first`. False for a list of all layers.
@@ -166,7 +166,13 @@ def _read_local_layers(keys: JsonKeys) -> tuple[int, ...]:
 
 
 def _read_rope(keys: JsonKeys, kind: str, base: str) -> Rope:
-    """The rotation of one kind of layer; transformers 4 kept its base as a key of its own."""
+    """Return the rotation of the layers of one kind.
+
+    Args:
+        keys: the `config.json`.
+        kind: key of the kind in `rope_parameters` of transformers 5.
+        base: key under which transformers 4 wrote the base of this kind.
+    """
     if keys.section("rope_scaling"):
         raise keys.error(
             "rope_scaling", "scales positions, which ModernBERT does not", remedy=CHOOSE_ANOTHER
@@ -188,7 +194,7 @@ def _read_rope(keys: JsonKeys, kind: str, base: str) -> Rope:
 
 
 class ModernBert(nnx.Module):
-    """Token ids to one hidden vector per token.
+    """An encoder, which maps token ids to one hidden vector per token.
 
     Build it under `nnx.eval_shape` when the parameters come from a checkpoint: then no random
     weights are ever made.
@@ -216,7 +222,7 @@ class ModernBert(nnx.Module):
 
     @property
     def _num_before(self) -> int:
-        """Number of layers before those in `layers`: 1 if the first is apart."""
+        """Number of layers before those in `layers`: 1 if the first layer is held apart, else 0."""
         return 1 if self.config.scan_layers else 0
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Configurations of parts of decoders, and checks of all configurations by their annotations."""
+"""Configs of the parts of decoders, and checks of configs by the annotations of their fields."""
 
 import dataclasses
 import typing
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def check_positive(config: Any, *, or_zero: tuple[str, ...] = ()) -> None:
-    """Raise if a field annotated `int` or `int | None` holds a number that is not positive."""
+    """Raise `ValueError` if a field annotated `int` or `int | None` is not positive.
+
+    Fields named in `or_zero` may also be 0.
+    """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         is_count = field.type is int or (field.type == (int | None) and value is not None)
@@ -17,7 +20,7 @@ def check_positive(config: Any, *, or_zero: tuple[str, ...] = ()) -> None:
 
 
 def check_choices(config: Any) -> None:
-    """Raise if a field annotated `Literal[...]` has another value."""
+    """Raise `ValueError` if a field annotated `Literal[...]` has a value not listed there."""
     for field in dataclasses.fields(config):
         if typing.get_origin(field.type) is not typing.Literal:
             continue
@@ -29,7 +32,7 @@ def check_choices(config: Any) -> None:
 
 
 def check_dropout(config: Any) -> None:
-    """Raise if a field named `..._dropout` is not in [0, 1)."""
+    """Raise `ValueError` if a field named `..._dropout` is not in [0, 1)."""
     for field in dataclasses.fields(config):
         if field.name.endswith("_dropout") and not 0 <= getattr(config, field.name) < 1:
             raise ValueError(
@@ -39,10 +42,10 @@ def check_dropout(config: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupRouting:
-    """Scores from sigmoids; a token's experts come from the few best groups of experts.
+    """The rule that chooses a token's experts from the few best groups of experts, by sigmoids.
 
-    A learned correction is added to the score of each expert where experts are chosen, but does not
-    enter their weights. No gradient reaches it.
+    The score of an expert is the sigmoid of its logit plus a learned correction. The correction
+    decides which experts are chosen, but does not enter their weights. No gradient reaches it.
 
     Args:
         num_groups: groups of equal size that the experts form, in order.
@@ -69,10 +72,10 @@ class GroupRouting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClampedGate:
-    """The gated activation (up + 1) gate sigmoid(slope gate) of clamped numbers.
+    """The gated activation (up + 1) gate sigmoid(slope gate), where gate and up are clamped.
 
     Args:
-        limit: gates are at most this; the other projection is between its negative and this.
+        limit: `gate` is at most this; `up` is between its negative and this.
         slope: the slope of the sigmoid.
     """
 
@@ -82,7 +85,7 @@ class ClampedGate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts, where a layer otherwise has one perceptron.
+    """The config of a mixture of experts, which replaces the perceptron of a layer.
 
     Args:
         num_experts: experts per layer.
@@ -132,13 +135,13 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Attention whose keys and values come from one short vector per token.
+    """The config of latent attention, whose keys and values come from one short vector per token.
 
     Args:
         query_rank: size of the vector that queries come from; None if they come from the input.
         key_value_rank: size of the vector that keys and values come from.
-        plain_size: numbers of a query and of a key that are not rotated.
-        value_size: numbers of a value of one head.
+        plain_size: how many numbers of a query and of a key are not rotated.
+        value_size: how many numbers the value of one head has.
         norm_epsilon: the epsilon of the norms of the short vectors.
     """
 

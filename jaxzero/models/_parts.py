@@ -21,9 +21,9 @@ from ._decoder_config import DecoderConfig
 def dropout(
     x: Float[Array, "*dims"], rate: float, key: Key[Array, ""] | None
 ) -> Float[Array, "*dims"]:
-    """Zero each number with probability `rate` and scale the rest, so that the mean stays.
+    """Zero each number with probability `rate`, and scale the others so that the mean is kept.
 
-    Nothing happens without a key, or at rate 0.
+    Without a key, or at rate 0, `x` is returned unchanged.
     """
     if key is None or rate == 0:
         return x
@@ -32,7 +32,7 @@ def dropout(
 
 
 def split_key(key: Key[Array, ""] | None, num: int) -> list[Key[Array, ""] | None]:
-    """Split a key into `num` independent keys; return `num` times None for None."""
+    """Split a key into `num` independent keys; for None, return a list of `num` times None."""
     return [None] * num if key is None else list(jax.random.split(key, num))
 
 
@@ -41,8 +41,8 @@ def as_indices(
 ) -> Int[Array, "b t"]:
     """Replace negative ids, which would index a table from its end.
 
-    The negative id of a token becomes `vocabulary_size`, an index behind the table, for which
-    `nnx.Embed` gives NaN: a mistake shows. That of padding becomes 0.
+    A negative id of a token becomes `vocabulary_size`. That is an index behind the table, for which
+    `nnx.Embed` gives NaN, so that the mistake shows. A negative id of padding becomes 0.
 
     Args:
         ids: token ids.
@@ -96,7 +96,7 @@ class ScaledLayerNorm(nnx.Module):
 def make_layer_norm(
     size: int, *, epsilon: float, compute_dtype: str, bias: bool = True, rngs: nnx.Rngs
 ) -> nnx.LayerNorm:
-    """A LayerNorm of vectors of `size` numbers, which returns `compute_dtype`."""
+    """Make a LayerNorm of vectors of `size` numbers, which returns `compute_dtype`."""
     # The fast variance, E[x^2] - E[x]^2, cancels where the mean is large: float32 results would
     # differ from those of torch.
     return nnx.LayerNorm(
@@ -110,7 +110,7 @@ def make_layer_norm(
 
 
 def make_norm(config: DecoderConfig, size: int, rngs: nnx.Rngs) -> nnx.Module:
-    """The norm that `config` asks for, of vectors of `size` numbers."""
+    """Make the norm that `config` asks for, of vectors of `size` numbers."""
     if config.norm == "layer":
         return make_layer_norm(
             size, epsilon=config.norm_epsilon, compute_dtype=config.compute_dtype, rngs=rngs

@@ -7,14 +7,14 @@ tokens:
     rotate(a, b) = (a cos - b sin, b cos + a sin)
 
 Numbers of a head beyond the rotated ones stay as they are (partial rotation). Models differ in
-which numbers are a pair: the first and the second half of the rotated numbers are a and b, or each
-two neighbours are.
+which numbers form a pair. In some, a is in the first half of the rotated numbers and b at the same
+place in the second half; in others, a and b are neighbours.
 
 Pair i of r rotated pairs turns by f_i = base^(-i / r) radians per token. A scaling lowers the
 frequencies for texts longer than in training. It is a frozen dataclass of numbers from
-`config.json`, with the frequencies that it makes of them. Frequencies are computed in the order of
-operations and the dtype of transformers: at position 100,000 a rounding error of a frequency is a
-noticeable angle.
+`config.json`, and computes the frequencies. Frequencies are computed in the order of operations and
+the dtype of transformers: at position 100,000 a rounding error of a frequency is a noticeable
+angle.
 
 Dimensions: b batch (or 1), t tokens, h heads, k head size, r rotated pairs.
 """
@@ -41,15 +41,15 @@ class Scaling(abc.ABC):
 
     @property
     def constant_up_to(self) -> int | None:
-        """Number of tokens up to which frequencies do not depend on the length of the text.
+        """Number of tokens up to which the length of the text does not change the frequencies.
 
-        None if they do not depend on it at all.
+        None if the length never changes them.
         """
         return None
 
     @abc.abstractmethod
     def speeds(self, rotary_size: int, base: float, num_tokens: Int[Array, ""]) -> Speeds:
-        """The frequency of each pair in radians per token, float32.
+        """Return the frequency of each pair in radians per token, float32.
 
         Args:
             rotary_size: numbers of a head that are rotated, twice the number of pairs.
@@ -75,7 +75,8 @@ class LinearScaling(Scaling):
 class Llama3Scaling(Scaling):
     """Lowers the frequency of pairs with less than `slow_turns` turns in `trained_length` tokens.
 
-    Pairs with more than `fast_turns` keep their frequency; those in between are interpolated.
+    Pairs with more than `fast_turns` turns keep their frequency; for pairs in between it is
+    interpolated.
 
     References:
         The Llama 3 herd of models (https://arxiv.org/abs/2407.21783); `config.json` names
@@ -97,12 +98,13 @@ class Llama3Scaling(Scaling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongScaling(Scaling):
-    """A divisor per pair, with one set for texts of up to `trained_length` tokens, one for longer.
+    """Divides the frequency of each pair by a divisor of its own, chosen by the length of the text.
 
     Args:
-        short, long: divisors of each pair's frequency.
-        trained_length: in tokens; compared with the largest position to choose the set.
-        magnitude: multiplies sines and cosines, for both sets.
+        short: divisor of each pair for texts of up to `trained_length` tokens.
+        long: divisor of each pair for longer texts.
+        trained_length: in tokens; compared with the largest position of the batch.
+        magnitude: multiplies sines and cosines, for texts of any length.
 
     References:
         LongRoPE (https://arxiv.org/abs/2402.13753).
@@ -178,8 +180,8 @@ class YarnScaling(Scaling):
     Args:
         factor: by which the text may be longer than in training.
         trained_length: in tokens.
-        fast_turns, slow_turns: pairs with more turns than `fast_turns` keep their frequency; that
-            of pairs with less than `slow_turns` is divided.
+        fast_turns: pairs with more turns than this keep their frequency.
+        slow_turns: the frequency of pairs with fewer turns than this is divided by `factor`.
         magnitude: multiplies sines and cosines.
         whole_pairs: round both limits outwards to whole numbers of pairs.
 
@@ -223,7 +225,7 @@ class YarnScaling(Scaling):
 
 
 def plain_speeds(rotary_size: int, base: float) -> Float32[np.ndarray, "r"]:
-    """The frequency of each pair without scaling, in radians per token."""
+    """Return the frequency of each pair without scaling, in radians per token."""
     return (1 / _periods(rotary_size, base)).astype(np.float32)
 
 
@@ -264,14 +266,14 @@ class Rope:
 
 
 class Turns(NamedTuple):
-    """Sine and cosine of the rotation angle of each pair of each token."""
+    """The sine and the cosine of the angle by which each pair of each token is rotated."""
 
     cos: Float32[Array, "b t r"]
     sin: Float32[Array, "b t r"]
 
 
 def turns(rope: Rope, positions: Int[Array, "b t"]) -> Turns:
-    """Compute sines and cosines in float32, independent of the compute dtype."""
+    """Compute the sines and cosines of a rotation at `positions`, in float32."""
     size, base, scaling = rope.rotary_size, rope.base, rope.scaling
     if scaling is None:
         speeds, magnitude = plain_speeds(size, base), 1.0
@@ -283,14 +285,14 @@ def turns(rope: Rope, positions: Int[Array, "b t"]) -> Turns:
 
 
 def no_turns(like: Turns) -> Turns:
-    """The rotation by angle 0, in the shapes of `like`."""
+    """Return the rotation by angle 0, in the shapes of `like`."""
     return Turns(jnp.ones_like(like.cos), jnp.zeros_like(like.sin))
 
 
 def rotate(
     x_bthk: Float[Array, "b t h k"], by: Turns, pairs: Literal["halves", "neighbours"] = "halves"
 ) -> Float[Array, "b t h k"]:
-    """Rotate queries or keys, in float32."""
+    """Rotate the pairs of queries or keys, in float32; numbers that are not rotated stay."""
     num_pairs = by.cos.shape[-1]
     cos, sin = by.cos[:, :, None], by.sin[:, :, None]
     rotated, rest = jnp.split(x_bthk, [2 * num_pairs], axis=-1)

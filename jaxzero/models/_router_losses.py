@@ -1,4 +1,4 @@
-"""Keep the experts of a layer equally busy: losses of its router, and a correction of its choices.
+"""Keep the experts of a layer equally busy: losses for its router, and a correction of its choices.
 
 Let f_e be the mean number of times that a token chooses expert e, and P_e the mean probability of
 expert e, over the tokens of all devices; and E the number of experts:
@@ -9,7 +9,7 @@ expert e, over the tokens of all devices; and E the number of experts:
 
 f and P are averaged over devices before they are multiplied: the mean of the devices' products is
 another loss, which asks for balance on each device alone. Inside a step one all-reduce of 2 E + 2
-numbers does this; in a step with micro-batches they are those of one micro-batch.
+numbers does this. In a step with micro-batches, f and P are those of one micro-batch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from .._sums import widened
 
 
 class RouterBalance(NamedTuple):
-    """How evenly a router chooses experts; from a `Decoder`, arrays begin with a dim for layers.
+    """How evenly a router chooses experts.
+
+    From a `Decoder`, the arrays have a leading dim for layers.
 
     Attributes:
-        load_balancing: the load-balancing loss; k, the number of experts per token, if all are
-            chosen equally often. Its gradient goes through the probabilities, not through the
-            counts, as in transformers.
+        load_balancing: the load-balancing loss; it is k, the number of experts per token, if all
+            experts are chosen equally often. Its gradient goes through the probabilities, not
+            through the counts, as in transformers.
         z: the router z-loss.
         loads: `[e]`, how often a token chooses each expert, on average; without a gradient.
     """
@@ -48,9 +50,9 @@ def router_balance(
     *,
     sigmoids: bool = False,
 ) -> RouterBalance:
-    """Compute the losses of a router, over the tokens of all devices.
+    """Compute the balance of a router, over the tokens of all devices.
 
-    Add them to the loss, times coefficients such as 0.01 and 0.001.
+    Add its two losses to the loss, times coefficients such as 0.01 and 0.001.
 
     Args:
         logits: `[n, e]`, of the router, for this device's tokens.
@@ -84,9 +86,9 @@ def next_correction(
 ) -> Float[Array, "*layers e"]:
     """Return a router's next correction: larger for experts that are chosen less than the mean.
 
-    The correction is added to shares when experts are chosen, and has no gradient. Return `loads`
-    from the loss as `aux`, and store the correction in the parameters after the optimizer's update;
-    exclude it from weight decay.
+    The correction is added to the scores by which experts are chosen, and has no gradient. Return
+    `loads` from the loss as `aux`, and store the correction in the parameters after the optimizer's
+    update; exclude it from weight decay.
 
     Args:
         correction: the router's correction in this step.

@@ -3,7 +3,8 @@
     p = softmax(logits / temperature), restricted to the top k, then to the top p of what is left
 
 The top p are the most probable tokens until their probabilities sum to p (nucleus sampling,
-https://arxiv.org/abs/1904.09751). The order of the three is that of transformers.
+https://arxiv.org/abs/1904.09751). Temperature, top k and top p are applied in the order of
+transformers.
 
 Dimensions: b batch, v vocabulary.
 """
@@ -72,7 +73,7 @@ _KINDS: dict[str, Kind] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen, and after which ones a row ends.
+    """The settings by which tokens are chosen, and the tokens that end a row.
 
     Args:
         temperature: divides the logits; 0 for the most probable token.
@@ -142,7 +143,7 @@ class Sampling:
 
 
 def is_a(kind: type, value: Any) -> bool:
-    """Whether a value is a number of the class `kind`, and not a bool."""
+    """Return whether a value is a number of the class `kind`, and not a bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -170,9 +171,10 @@ def choose(
 
 
 def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
-    """Return logits divided by the temperature, plus a constant; -inf for tokens left out.
+    """Return logits divided by the temperature; tokens not to be chosen from have -inf.
 
-    Tokens as probable as the last one of the top k or top p are kept with it.
+    A constant is added to each row. Tokens as probable as the last one of the top k or top p are
+    kept with it.
     """
     # The largest logit becomes 0, so that dividing by a small temperature overflows to -inf only;
     # and the divisor is not subnormal, which devices may take for 0.
@@ -193,7 +195,7 @@ def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
 
 
 def sampling_fields(directory: Path) -> tuple[dict[str, Any], Path]:
-    """Return the fields of `Sampling` that a directory describes, and the file they are from.
+    """Return the fields of `Sampling` that a directory describes, and the file that has them.
 
     Raises:
         ValueError: see `Sampling.from_json`.

@@ -1,4 +1,4 @@
-"""How the parameters of a `Decoder` are split for tensor parallelism inside a node.
+"""Split the parameters of a `Decoder` for tensor parallelism inside a node.
 
     attention    query, key, value by heads (columns); output by heads (rows)
     perceptron   gate and up by columns, down by rows
@@ -6,8 +6,8 @@
     vocabulary   rows of the embedding, columns of the head
     others       whole: norms, routers, positions, short vectors of latent attention
 
-A device then computes its heads and its columns from whole inputs, and one sum over devices follows
-each half of a layer, which XLA adds from the shardings alone (Megatron-LM,
+A device then computes its heads and its columns from whole inputs. One sum over devices follows
+each half of a layer; XLA adds it, given the shardings alone (Megatron-LM,
 https://arxiv.org/abs/1909.08053).
 """
 
@@ -46,8 +46,8 @@ def tensor_parallel_specs(
         axis: the mesh axis that splits the model.
         experts: "width" splits each expert like a perceptron: every device computes a part of each.
             "expert" gives each device some of the experts, which are then sent to all devices: with
-            `expert_loop="scan"` one at a time, with "ragged" those of a layer together. Where
-            tokens are to be sent instead, take `jz.Ungathered`.
+            `expert_loop="scan"` one expert at a time, with "ragged" all experts of a layer
+            together. To send tokens to experts instead, use `jz.Ungathered`.
 
     Returns:
         A tree like `params` of `PartitionSpec`s.
@@ -89,7 +89,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _dim(path: tuple[Any, ...], dims: dict[_Path, int]) -> int | None:
-    """The dim that is split; None if the array stays whole."""
+    """Return the dim along which the parameter at `path` is split; None if it stays whole."""
     names = tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
     # A leaf may have keys after the parameter's path, such as `value`.
     fitting = (dims[names[:n]] for n in range(1, len(names) + 1) if names[:n] in dims)
@@ -103,7 +103,10 @@ def _spec(dim: int | None, ndim: int, axis: str) -> PartitionSpec:
 
 
 def _split_dims(module: Any, size: int, experts: str) -> dict[str, int]:
-    """Map the parameters that a module holds itself to the dim to split, counted from the last."""
+    """Map each parameter of a module that is split to its dim, counted from the last.
+
+    Parameters of inner modules are not included.
+    """
     if isinstance(module, Decoder):
         return _of_vocabulary(module, size)
     if isinstance(module, Attention):

@@ -72,7 +72,7 @@ _TABLE = ConfigTable(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(EncoderBase):
-    """Sizes of a Vision Transformer, and how it is computed.
+    """The config of a Vision Transformer: its sizes, and how it is computed.
 
     The defaults are those of ViT-Base with patches of 16 pixels, without a classifier. Fields that
     all encoders share are those of `EncoderConfig`.
@@ -115,7 +115,7 @@ class ViTConfig(EncoderBase):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
+        """Number of rows and of columns of patches."""
         (height, width), (patch_height, patch_width) = self.image_size, self.patch_size
         return height // patch_height, width // patch_width
 
@@ -160,7 +160,7 @@ class ViTConfig(EncoderBase):
 
 
 def _read_num_labels(keys: JsonKeys) -> int:
-    """Number of labels of the classifier, 0 if there is none."""
+    """Return the number of labels of the classifier; 0 if there is none."""
     names = keys.get("architectures") or ("ViTModel",)
     unknown = sorted(set(names) - {"ViTModel", "ViTForImageClassification"})
     if unknown:
@@ -180,7 +180,7 @@ def _read_num_labels(keys: JsonKeys) -> int:
 
 
 class ViT(nnx.Module):
-    """Images to one hidden vector for the class token and for each patch.
+    """An encoder of images, with one hidden vector for the class token and for each patch.
 
     Build it under `nnx.eval_shape` when the parameters come from a checkpoint: then no random
     weights are ever made.
@@ -265,7 +265,7 @@ def _layer(config: ViTConfig, rngs: nnx.Rngs) -> PreNormLayer:
 
 
 def _cut_patches(images: Images, config: ViTConfig) -> Float[Array, "b p n"]:
-    """Flatten each patch to a vector, its channels outermost: the order of a convolution kernel.
+    """Flatten each patch to a vector, its channels outermost, as in a convolution kernel.
 
     Pixels beyond the last whole patch of a row or column are left out, as by the convolution.
     """
