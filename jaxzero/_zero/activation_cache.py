@@ -74,8 +74,7 @@ class ActivationCache:
         )
 
     def __call__(self, key: Hashable, *args: Any) -> tuple[jax.Array, ...]:
-        """Return the activations of a batch: cached ones if there are any, else newly computed
-        ones.
+        """Return the activations of a batch: cached ones if there are any, else new ones.
 
         New activations are cached, unless `max_bytes` of `Freezing.cache` is used up. Call this
         outside of `jax.jit`.
@@ -111,8 +110,7 @@ class ActivationCache:
         return activations
 
     def rest(self, active: Any, frozen: Any, activations: Sequence[Any], *args: Any) -> Any:
-        """Compute `f` from cached activations. Pass this method to `value_and_grad` in place of
-        `f`.
+        """Compute `f` from cached activations. Pass it to `value_and_grad` in place of `f`.
 
         Args:
             active: the active parameters.
@@ -126,8 +124,7 @@ class ActivationCache:
         return rest_part(run, active, frozen, arrays, [x[0] for x in activations])
 
     def _flat(self, args: Sequence[Any]) -> tuple[Callable[[Any, Any, Any], Any], list[Any]]:
-        """Return `f` as a function of `(active, frozen, arrays)`, and the list of arrays in `args`.
-        """
+        """Return `f` as a function of `(active, frozen, arrays)`, and the arrays in `args`."""
         static, arrays = _split(args)
 
         def run(active: Any, frozen: Any, arrays: list[Any]) -> Any:

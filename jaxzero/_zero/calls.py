@@ -335,9 +335,7 @@ def reads_kept_slices(transform: Transform) -> bool:
 
 
 def warn_of_full_weights(config: ZeroConfig) -> None:
-    """Warn that `apply` reads full weights, where a training step reads slices that differ a
-    little.
-    """
+    """Warn that `apply` reads full weights, which differ a little from a step's slices."""
     assert config.hpz is not None
     how = "" if config.hpz.codec is None else f" as {config.hpz.codec}"
     warn(

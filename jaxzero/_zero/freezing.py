@@ -125,8 +125,7 @@ class Freezing:
         return self._split(params, self._cut, self._zero._weight_axes)
 
     def join(self, active: Any, frozen: Any) -> Any:
-        """Join the two trees from `split` to the whole parameters, exactly. Encoded leaves are
-        decoded.
+        """Join the two trees from `split` to the whole parameters. Encoded leaves are decoded.
 
         Raises:
             ValueError: a tree does not come from `split`, or is traced.
@@ -259,9 +258,7 @@ class Freezing:
         return cut.whole.stored(join_arrays(cut, *parts, self._zero._programs, axes))
 
     def _leaves(self, active: Any, frozen: Any) -> list[Any]:
-        """Return the full arrays of the whole tree, inside a program. A cut stack is a
-        `SplitStack`.
-        """
+        """Return the full arrays of the whole tree in a program; a cut stack is a `SplitStack`."""
         values = (
             self._values("active", active, self._cut.active),
             self._values("frozen", frozen, self._cut.frozen),
@@ -277,9 +274,7 @@ class Freezing:
         return leaves
 
     def _check(self, name: str, given: TreeLayout, known: TreeLayout) -> None:
-        """Raise `ValueError` unless the layouts `given` and `known` have equal structure, shapes
-        and codecs.
-        """
+        """Raise `ValueError` unless `given` and `known` have equal structure, shapes and codecs."""
         if given.treedef == known.treedef and given.shapes == known.shapes:
             pairs = zip(given.leaves, known.leaves, strict=True)
             if all(x.codec == y.codec for x, y in pairs):
@@ -291,9 +286,7 @@ class Freezing:
         raise self._not_ours(name, leaf, shape)
 
     def _values(self, name: str, tree: Any, known: TreeLayout) -> list[Any]:
-        """Return the full arrays of a tree inside a program; check that they have the shapes of
-        `known`.
-        """
+        """Return the full arrays of a tree in a program, if they have the shapes of `known`."""
         try:
             values = known.flatten_like(tree)
         except ValueError as error:

@@ -28,8 +28,7 @@ Names = str | Sequence[str]
 
 
 def freeze_schedule(num_layers: int, alpha: float = 1 / 3) -> Callable[[int], int]:
-    """Return a schedule for `Zero.freeze`: a function from the epoch to the number of frozen
-    layers.
+    """Return a schedule for `Zero.freeze`: a function from epoch to number of frozen layers.
 
     Epochs are counted from 0. The schedule never freezes more layers than PipeTransformer's
     formula, and never all of them. It changes at most `log2(num_layers)` times, and each change
@@ -69,8 +68,7 @@ def freeze_schedule(num_layers: int, alpha: float = 1 / 3) -> Callable[[int], in
 
 
 class Prefix(NamedTuple):
-    """The number of layers of a model, and which part of each array is in its frozen first layers.
-    """
+    """The number of layers of a model, and which part of each array is frozen."""
 
     num_layers: int  # of the whole model
     rows: tuple[Rows, ...]  # for each array: its first rows, 0 for nothing, None for all of it
@@ -134,8 +132,7 @@ def _names(argument: str, names: Names) -> tuple[str, ...]:
 
 
 def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
-    """Map each path under `name` to the number that `*` stands for; to None if `name` has no `*`.
-    """
+    """Map each path under `name` to the number in place of `*`; to None if there is no `*`."""
     if name.count("*") > 1:
         raise ValueError(f"`layers` may have one `*`, for the number of a layer; got {name!r}.")
     pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"(\.|$)")

@@ -108,8 +108,7 @@ class LocalRounds:
         return self._made(layouts, make, trees)
 
     def abstract(self, params: Any, opt_state: Any, *, nodes: int | None = None) -> LocalState:
-        """Return the result of `init` as `ShapeDtypeStruct`s with shardings, as the target of a
-        restore.
+        """Return the result of `init` as `ShapeDtypeStruct`s: the target of a restore.
 
         Args:
             params: as for `init`, or from `zero.abstract`.
@@ -181,8 +180,7 @@ class LocalRounds:
         return self._state(layouts, new), jax.tree.unflatten(noted["metrics"], metrics)
 
     def mean(self, state: LocalState) -> Any:
-        """Average the parameters of all nodes, for evaluation or export. The result is as from
-        `zero.init`.
+        """Average the parameters of all nodes, to evaluate or export. Lay them out as `zero.init`.
 
         Nodes send their parameters without a codec. A leaf that is not of floats is taken from the
         first node. State that gradients overwrite (fp8 layers) is reduced by maximum, not mean.
@@ -226,8 +224,7 @@ class LocalRounds:
         return self._made(layouts, make, arrays)
 
     def report(self) -> LocalReport:
-        """Report how many bytes a device holds between rounds, and how many enter a node in one
-        round.
+        """Report the bytes that a device holds between rounds, and that enter a node in a round.
 
         Call `init` or `abstract` before, which tell the shapes.
 

@@ -174,9 +174,7 @@ class Layouts:
         return cls(kept, inner, state, numbers, exchange)
 
     def each(self, function: Callable[..., Any], *values: Mapping[str, Any]) -> dict[str, Any]:
-        """Call `function(kept[field], values[0][field], ...)` for each field; return a dict of
-        results.
-        """
+        """Call `function(kept[field], values[0][field], ...)` for each field; return a dict."""
         return {
             name: function(kept, *(value[name] for value in values))
             for name, kept in self.kept.items()

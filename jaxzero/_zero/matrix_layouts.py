@@ -115,9 +115,7 @@ class Layouts:
         self.arrays[x] = {by_layer: array}
 
     def get(self, x: Atom, by_layer: bool | None) -> Any:
-        """Return the array of `x`: split by layer (True), as stored (False), or in either layout
-        (None).
-        """
+        """Return `x` split by layer (True), as stored (False), or in either layout (None)."""
         if isinstance(x, Constant):
             return x.value
         by_form = self.arrays[x]

@@ -67,8 +67,7 @@ from .matrix_layouts import (
 
 
 class MatrixUpdate:
-    """`tx.update`, traced on arrays of true shapes, and rewritten to multiply stacks split by
-    layer.
+    """`tx.update`, traced on arrays of true shapes and rewritten to multiply stacks by layer.
 
     Args:
         tx: the optimizer.
@@ -113,8 +112,7 @@ class MatrixUpdate:
 
     @property
     def state_by_layer(self) -> list[int | None]:
-        """For each array of the optimizer state, the index of the parameter that it is split by, or
-        None.
+        """For each array of the optimizer state, the parameter whose layers split it, or None.
 
         An index names a stack of matrices whose products read the array and make its new value. The
         array is then split by the layers of that stack.
@@ -125,9 +123,7 @@ class MatrixUpdate:
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
     ) -> list[Any]:
-        """Run `tx.update` on the trees `flat`, filled with `arrays`; return the arrays of the
-        result.
-        """
+        """Run `tx.update` on the trees `flat`, filled with `arrays`; return its arrays."""
         remaining = iter(arrays)
         grads, state, params, extras = (
             jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
@@ -245,8 +241,7 @@ class _Program:
         return len(x.shape) > 1 and x.shape[0] == layers
 
     def replaced_by_products(self, x: Value, new: Atom) -> int | None:
-        """Return the index of the stack whose products read input `x` and make `new`; None if none
-        does.
+        """Return the stack whose products read input `x` and make `new`; None if there is none.
 
         `new` is the next value of `x`.
         """
@@ -277,9 +272,7 @@ class _Program:
 
     @functools.cached_property
     def _branches(self) -> dict[Operation, list[_Program]]:
-        """The branches of each `cond` that computes values of several leaves and splits some by
-        layer.
-        """
+        """The branches of each `cond` over several leaves, if a branch splits arrays by layer."""
         of_conds = {}
         for operation in self.block.operations:
             if operation.name != "cond" or operation.has_effects:

@@ -148,9 +148,7 @@ def _is_split_twice(spec: Any) -> bool:
 
 
 def _of_weight(mixings: frozenset[Mixing]) -> frozenset[Mixing]:
-    """Leave out `jnp.maximum(num, 1)` from the mixings of a weight: it guards against division by
-    0.
-    """
+    """Leave out mixings by `jnp.maximum(weight, 1)`, which guards against division by 0."""
     return frozenset(x for x in mixings if (x.kind, x.at.name) != ("function", "max"))
 
 

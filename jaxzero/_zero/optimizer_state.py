@@ -202,9 +202,7 @@ def _check_shapes(state: Any) -> None:
 def _parameter_of(
     leaf: LeafSpec, path: tuple[Any, ...], parameters: dict[str, LeafSpec]
 ) -> LeafSpec | None:
-    """Return the parameter with the shape of `leaf` whose path is the end of `path`; None if none
-    is.
-    """
+    """Return the parameter of `leaf`'s shape whose path ends `path`, or None."""
     candidates = (parameters.get(name) for name in path_endings(path))
     return next((x for x in candidates if x is not None and leaf.shape == x.shape), None)
 

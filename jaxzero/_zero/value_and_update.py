@@ -1,6 +1,6 @@
-"""A training step as one program: loss, gradients, and the update of each leaf when it is due.
+"""Run a training step as one program: loss, gradients, and the update of parameters and state.
 
-A scanned stack in host memory is updated layer by layer in the loop that makes its gradient; other
+A scanned stack in host memory is updated layer by layer in the loop that makes its gradient. Other
 leaves are updated at the end, by the same traced update.
 """
 
@@ -34,7 +34,7 @@ from .updates import Layouts, ProgramUpdates, apply_gradients, split, split_arra
 
 
 def check_one_program(tx: Any, config: ZeroConfig, microbatches: int, weighted: bool) -> None:
-    """Check the optimizer, and refuse options with which gradients are final only at the end.
+    """Check `tx`, and refuse options that delay the final gradients to the end of the step.
 
     Raises:
         TypeError: `tx` is no optimizer.
@@ -63,7 +63,7 @@ def check_one_program(tx: Any, config: ZeroConfig, microbatches: int, weighted: 
 def check_plan(
     tx: Any, opt_state: Any, wire_state: Any, options: Options, config: ZeroConfig
 ) -> None:
-    """Check the arguments of `Zero.plan` that concern `value_and_update`, which `tx` asks for.
+    """Check those arguments of `Zero.plan` that ask for a plan of `value_and_update`.
 
     Raises:
         TypeError: `tx` is no optimizer.
@@ -99,7 +99,7 @@ def check_plan(
 
 
 class ValueAndUpdate:
-    """One call of a function from `value_and_update`.
+    """One call of a step made by `Zero.value_and_update`.
 
     Args:
         transform: the transform of the loss; its first argument has the parameters.
@@ -127,7 +127,7 @@ class ValueAndUpdate:
         self._programs = programs
 
     def run(self, arrays: list[list[Any]], opt_state: Any) -> tuple[Any, ...]:
-        """Run the step; return `(loss, params, opt_state)`, or `(loss, aux)` in place of the loss.
+        """Run the step; return `(loss or (loss, aux), params, opt_state)`.
 
         Args:
             arrays: the arrays of each argument of the loss.
@@ -138,7 +138,7 @@ class ValueAndUpdate:
         return value, *(layout.stored(x) for layout, x in pairs)
 
     def plan(self, arrays: list[list[Any]], opt_state: Any, along: Sequence[int]) -> Plan:
-        """The plan of the step, and of its tangents; arguments as of `run` and `Transform.plan`."""
+        """Return the plan of the step and its tangents. Arguments are as for `Transform.plan`."""
         return self._transform.plan(self._traced, arrays, arrays_of(opt_state), along)
 
     def _traced(self, arrays: list[list[Array]], state: list[Array]) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ class ValueAndUpdate:
     def _with_offload(
         self, arrays: list[list[Array]], params: Any, opt_state: Any
     ) -> tuple[Any, Any, Any]:
-        """The step where some arrays lie in host memory."""
+        """Run the step if some of its arrays are in host memory."""
         layouts, tx = self._layouts, self._tx
         mesh, axes = layouts.mesh, layouts.state_axes
         trained, layout = trained_part(params, self._tree_layouts[0])
@@ -200,10 +200,11 @@ class ValueAndUpdate:
 
 
 def _fit_at_once(update: TracedUpdate, updates: ProgramUpdates, are_done: Sequence[bool]) -> bool:
-    """Whether the leaves in host memory that are left can be updated at once, not in windows.
+    """Return whether the remaining leaves in host memory can be updated at once, not in windows.
 
-    All of them are then on the device at one time. They can if that takes no more memory than the
-    loop that updates layers, which holds two layers: one that is fetched and one that is written.
+    Remaining are the leaves that the program has not updated in its loops. All of them are then on
+    the device at one time. They fit if they take no more memory than the loop that updates layers,
+    which holds two layers: one that is fetched and one that is written.
 
     Args:
         update: the update of all leaves.
