@@ -1,11 +1,11 @@
 """Cheap one-input operations, as data, that can be moved past a gather or a reduction.
 
-A weight that is cast, transposed, reshaped or sliced is not needed in full yet: the analysis keeps
+A weight that is cast, transposed, reshaped or sliced is not needed in full yet. The analysis keeps
 it as its shard and the list of these operations (a `View`). A gradient can also be reduced before
-these operations, which then run on its shard. For this, each operation gives the layout of its
-output for that of its input (`through`), and the reverse (`back`); the same operation for a shard
-(`on_shard`); and the same for one layer of a stack, or for a stack of layers (`of_slice`,
-`of_stack`), as values pass into and out of `lax.scan`.
+these operations, which then run on its shard. For this, an operation tells four things: the layout
+of its output, given that of its input (`through`), and the reverse (`back`); the same operation for
+a shard (`on_shard`); the same operation for one layer of a stack, as values pass into `lax.scan`
+(`of_slice`); and for a stack of layers, as values pass out of it (`of_stack`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Op(abc.ABC):
-    """One operation of a view. In its methods, `shape` is the shape of its full input."""
+    """One operation of a view. In its methods, `shape` is the full shape of its input."""
 
     narrows = False  # whether its output has fewer bytes to send than its input
 
@@ -37,32 +37,32 @@ class Op(abc.ABC):
         return shape
 
     def through(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
-        """The layout of the output for an input with `layout` and full shape `shape`.
+        """Return the layout of the output, given `layout` of an input of full shape `shape`.
 
-        None if the operation cannot run on shards with this layout.
+        Return None if the operation cannot run on shards with this layout.
         """
         return layout
 
     def back(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
-        """The layout of the input that gives the output `layout`; None if there is none."""
+        """Return the input's layout for which the output has `layout`; None if there is none."""
         for dim, size in enumerate(shape):
             if size == layout.size and self.through(layout.moved(dim), shape) == layout:
                 return layout.moved(dim)
         return None
 
     def on_shard(self, layout: DimSharding, local: int, shape: Shape) -> Op:
-        """This operation for a shard with `local` elements along the split dim."""
+        """Return this operation for a shard with `local` elements along the split dim."""
         return self
 
     def of_slice(self, shape: Shape) -> Op | None:
-        """The operation `f` for one layer, such that `f(x[i])` is `self.apply(x)[i]`.
+        """Return the operation `f` for one layer, such that `f(x[i])` is `self.apply(x)[i]`.
 
-        None if there is none, because this operation does not treat dim 0 as a stack of layers.
+        Return None if this operation does not treat dim 0 of its input as a stack of layers.
         """
         return self
 
     def of_stack(self, num: int) -> Op:
-        """The operation that applies this one to each layer of a stack of `num` inputs."""
+        """Return the operation that applies this one to each of `num` inputs on a new dim 0."""
         return self
 
 
@@ -274,7 +274,7 @@ class Pad(Op):
 def push(
     ops: tuple[Op, ...], layout: DimSharding, shape: Shape
 ) -> tuple[DimSharding, Shape] | None:
-    """Layout and full shape after all of `ops`; None if one of them cannot run on shards."""
+    """Return the layout and full shape after `ops`; None if one of them cannot run on shards."""
     for op in ops:
         moved = op.through(layout, shape)
         if moved is None:
@@ -306,8 +306,8 @@ def apply_on_shard(
 def casts_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """Move narrowing casts in front of operations that only move elements, such as slices.
 
-    This does not change the result, and the operations then run on fewer bytes. From the first
-    operation that computes (elementwise, a scaling or a widening cast), the order stays as it is.
+    This does not change the result, and the moved-past operations then run on fewer bytes. From the
+    first operation that computes (elementwise, a scaling or a widening cast) on, the order stays.
     """
     moved: list[Op] = []
     rest: list[Op] = []
@@ -324,10 +324,10 @@ def casts_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
 def before_gather(
     ops: tuple[Op, ...], layout: DimSharding, shape: Shape
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Split a view's operations into those to run on the shard and those after the gather.
+    """Split a view's operations into those to run on the shard and those to run after the gather.
 
-    The first part ends with the last operation that reduces the bytes to send, among the leading
-    operations that can run on a shard.
+    Only the leading operations that can run on a shard are candidates for the first part. It ends
+    with the last of them that reduces the bytes to send.
     """
     ops = casts_first(ops)
     cut = 0
