@@ -60,7 +60,7 @@ class MatrixStack:
 
 
 def stack_of_leaf(values: LeafValues, leaf: int) -> MatrixStack:
-    """Describe the products of a leaf that is itself a stack of matrices."""
+    """Return the `MatrixStack` of a leaf that is itself a stack of matrices."""
     products = values.products_of(leaf)
     given, made = values.given(products), values.read_by_others(products)
     return MatrixStack([leaf], given, made, products)
@@ -100,7 +100,7 @@ def stack_alike_leaves(
 
 
 def _even_parts(leaves: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Cut a list into parts of at most `most` leaves, whose sizes differ by at most one."""
+    """Cut a list into parts of at most `most` leaves, with sizes that differ by at most one."""
     num = -(-len(leaves) // most)
     bounds = [len(leaves) * i // num for i in range(num + 1)]
     return [leaves[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]

@@ -68,7 +68,7 @@ class Op(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ConvertDtype(Op):
-    """`convert_element_type`."""
+    """The primitive `convert_element_type`, a cast."""
 
     dtype: Any
     narrows: bool
@@ -89,7 +89,7 @@ class Elementwise(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Op):
-    """`mul` with, or `div` by, a constant scalar."""
+    """Multiplication with, or division by, a constant scalar."""
 
     factor: float
     divides: bool
@@ -101,7 +101,7 @@ class Scale(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Reverse(Op):
-    """`rev`."""
+    """The primitive `rev`, which reverses the order of elements along `dims`."""
 
     dims: tuple[int, ...]
 
@@ -120,7 +120,7 @@ class Reverse(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(Op):
-    """`transpose`."""
+    """The primitive `transpose`."""
 
     permutation: tuple[int, ...]
 
@@ -144,7 +144,7 @@ class Transpose(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Reshape(Op):
-    """`reshape`, `squeeze`, `expand_dims`."""
+    """The primitives `reshape`, `squeeze` and `expand_dims`; `shape` is that of the output."""
 
     shape: Shape
 
@@ -177,7 +177,7 @@ class Reshape(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Broadcast(Op):
-    """`broadcast_in_dim`: input dim `i` becomes `dims[i]` of `shape`."""
+    """The primitive `broadcast_in_dim`: input dim `i` becomes output dim `dims[i]`."""
 
     shape: Shape
     dims: tuple[int, ...]
@@ -213,7 +213,7 @@ class Broadcast(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Slice(Op):
-    """`slice` with fixed bounds."""
+    """The primitive `slice`, whose bounds are known."""
 
     start: tuple[int, ...]
     limit: tuple[int, ...]
@@ -248,7 +248,7 @@ class Slice(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Pad(Op):
-    """`pad` with zeros, as in the gradient of a slice."""
+    """The primitive `pad` with zeros, as in the gradient of a slice."""
 
     config: tuple[tuple[int, int, int], ...]
 
@@ -293,7 +293,7 @@ def apply_all(ops: tuple[Op, ...], x: Shaped[Array, ...]) -> Shaped[Array, ...]:
 def apply_on_shard(
     ops: tuple[Op, ...], shard: Shaped[Array, ...], layout: DimSharding, shape: Shape
 ) -> Shaped[Array, ...]:
-    """Run `ops` on one device's shard of an array of full shape `shape`."""
+    """Apply `ops` to one device's shard of an array that has `layout` and full shape `shape`."""
     for op in ops:
         local = shard.shape[layout.dim]
         shard = op.on_shard(layout, local, shape).apply(shard)

@@ -295,7 +295,7 @@ def _moved(operation: Operation) -> LayerForm | None:
 
 @dataclasses.dataclass(frozen=True)
 class CarriedSum:
-    """A value that a loop carries and only adds to in each iteration."""
+    """A sum that a loop carries: each iteration only adds terms to it."""
 
     before: Value  # the sum before an iteration: an input of the body
     additions: tuple[int, ...]  # operations of the body

@@ -196,7 +196,7 @@ def reverse(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def reduce(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `reduce_sum`, `reduce_max`, `argmax` and the like."""
+    """Rule of reductions over dims, such as `reduce_sum`, `reduce_max` and `argmax`."""
     num, name = len(shape_of(operation.inputs[0])), operation.name
     axes = {int(x) for x in operation.equation.params["axes"]}
     kept = [dim for dim in range(num) if dim not in axes]

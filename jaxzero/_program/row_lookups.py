@@ -118,7 +118,7 @@ def scatter(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def slice_at(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `dynamic_slice`."""
+    """Rule of `dynamic_slice`. The result is unknown if the slice cuts a dim with rows."""
     operand, *starts = states
     shape, sizes = shape_of(operation.inputs[0]), operation.equation.params["slice_sizes"]
     is_cut = any(dim >= 0 and sizes[dim] != shape[dim] for dim, _ in operand.rows)
@@ -128,7 +128,7 @@ def slice_at(rows: Rows, operation: Operation, states: Sequence[State]) -> list[
 
 
 def write_at(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `dynamic_update_slice`."""
+    """Rule of `dynamic_update_slice`. The result is unknown if it writes a part of the rows."""
     operand, updates, *starts = states
     shape, update_shape = (shape_of(operation.inputs[i]) for i in (0, 1))
     changed = {*operand.rows, *updates.rows}
@@ -146,7 +146,7 @@ def iota(rows: Rows, operation: Operation, states: Sequence[State]) -> list[Stat
 
 
 def device(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `axis_index`."""
+    """Rule of `axis_index`, whose result differs between devices."""
     return [State(differs=True)]
 
 

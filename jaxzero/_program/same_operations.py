@@ -30,7 +30,7 @@ _OF_FUNCTION = ("f", "transforms", "params")
 
 
 class Kinds:
-    """Numbers operations by what they compute, and constants by their values."""
+    """Gives operations numbers by what they compute, and constants by their values."""
 
     def __init__(self):
         self._known: dict[Any, list[tuple[int, Operation]]] = {}

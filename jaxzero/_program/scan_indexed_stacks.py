@@ -47,7 +47,7 @@ def scan_indexed_stacks(block: Block, weights: Collection[Value]) -> Block:
 
 
 class _Read(NamedTuple):
-    """One row of a stack that a loop's body reads."""
+    """A read of one row of a stack in a loop's body."""
 
     operation: Operation
     stack: Value  # the loop's constant
@@ -107,7 +107,7 @@ class _Block:
 
 
 class _LoopOfBlock:
-    """One loop of a block."""
+    """Rewrites one loop of a block; `changed` returns the result."""
 
     def __init__(self, outer: _Block, loop: Loop):
         self.outer = outer
@@ -146,7 +146,10 @@ class _LoopOfBlock:
         return [*before, loop, *after]
 
     def _reads(self) -> list[_Read]:
-        """Return the reads of rows of weights' stacks that the body uses in no other way."""
+        """Return the body's reads of rows of stacks of weights.
+
+        Reads of a stack that the body also uses in another way are left out.
+        """
         loop, fixed = self.loop, self.outer.fixed
         constants = list(zip(loop.inputs, loop.body.inputs, strict=True))[: loop.num_constants]
         stacks: dict[Atom, tuple[Value, tuple[Op, ...]]] = {
@@ -203,7 +206,7 @@ class _LoopOfBlock:
         self.editor.replace(read.operation.outputs[0], inside)
 
     def _row_sums(self) -> dict[int, dict[Rows, Atom]]:
-        """For each carried sum, by index of the carry, return the rows that an iteration adds.
+        """Return, for each carried sum by index of the carry, the rows that an iteration adds.
 
         Only sums are included to which each iteration adds stacks that are zero except in one row.
         """

@@ -232,7 +232,8 @@ class _Sinking:
                     self._reduce(number, [operation])
 
     def _reduce(self, number: int, operations: Sequence[Operation]) -> bool:
-        """Move reductions into a loop; return whether that can be done."""
+        """Move reductions into loop `number` and return True; return False if that is impossible.
+        """
         index, loop = self.loops[number]
         editor, changes, moved = LoopEditor(self.values, loop), {}, {}
         places = {operation: place for place, operation in enumerate(self.block.operations)}
@@ -261,7 +262,7 @@ class _Sinking:
         self._set_in_order(_substituted(block, moved))
 
     def _set_in_order(self, block: Block) -> bool:
-        """Take `block` if its operations can be put in order; return whether they can."""
+        """Put the operations of `block` in order and take it; return False if no order works."""
         ordered = _in_order(block)
         if ordered is not None:
             self.set(ordered)

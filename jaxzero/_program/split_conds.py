@@ -32,7 +32,7 @@ from .weight_values import fixed_of
 
 
 class Passed(NamedTuple):
-    """A value that is passed on, after the movable operations `ops`."""
+    """An input of a block, and the movable operations that turn it into an output."""
 
     value: Value
     ops: tuple[Op, ...] = ()

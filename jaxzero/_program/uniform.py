@@ -249,7 +249,10 @@ def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
 
 
 class _Rule(NamedTuple):
-    """Which constants count as known, and which operations keep known inputs known."""
+    """A rule for what counts as known: some constants, and the results of some operations.
+
+    The results of an operation are known if `operation` accepts it and all its inputs are known.
+    """
 
     constant: Callable[[Constant], bool]
     operation: Callable[[Operation], bool]

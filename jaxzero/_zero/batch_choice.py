@@ -23,7 +23,7 @@ BatchArgnums = int | str | Sequence[int | str] | None
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether a leaf looks like a random key: typed, or raw, `uint32[2]` or `uint32[4]`."""
+    """Return whether a leaf looks like a random key: typed, or raw (`uint32[2]` or `uint32[4]`)."""
     is_typed = is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return is_typed or _is_like_raw_key(leaf)
 

@@ -1,4 +1,4 @@
-"""Check that a mesh and a configuration suit each other."""
+"""Check that a mesh and a config suit each other."""
 
 from __future__ import annotations
 

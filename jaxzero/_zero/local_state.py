@@ -67,7 +67,7 @@ class Kept:
 
     @property
     def overwritten(self) -> list[bool]:
-        """Which arrays are state that gradients overwrite; see `overwritten_leaves`."""
+        """For each array, whether gradients overwrite it; see `overwritten_leaves`."""
         tree = self.build([leaf.stored for leaf in self.leaves])
         return of_arrays(tree, overwritten_leaves(tree))
 
@@ -277,10 +277,10 @@ class LocalState:
         opt_state: the optimizer states of all nodes, each array `[nodes, *shape]`.
         outer_params: the outer parameters (float32), equal on all nodes; None where a leaf is not
             trained.
-        outer_state: the state of the outer optimizer, equal on all nodes; leaves that have no
-            parameter's shape (counters) have a leading dim that counts fragments.
-        residuals: for each parameter whose exchange is encoded, the rounding errors that each node
-            has not sent yet, `[nodes, *shape]` (bfloat16); None for others.
+        outer_state: the state of the outer optimizer, equal on all nodes. A leaf that does not have
+            a parameter's shape (a counter) has a leading dim that counts fragments.
+        residuals: for each parameter that nodes exchange encoded, the rounding errors that each
+            node has not sent yet, `[nodes, *shape]` (bfloat16); None for other parameters.
     """
 
     params: Any
@@ -308,7 +308,7 @@ def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) 
 
 
 def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
-    """Broadcast the arrays that each node has for itself to `nodes` nodes, on a new dim 0."""
+    """Copy the arrays that differ between nodes `nodes` times, along a new dim 0."""
 
     def copied(kept: Kept, xs: list[Array]) -> list[Array]:
         return [jnp.broadcast_to(x, (nodes, *x.shape)) for x in xs] if kept.is_per_node else xs

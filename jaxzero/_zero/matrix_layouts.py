@@ -27,11 +27,10 @@ class Forms(NamedTuple):
 
 
 def may_be_split_stack(leaf: LeafSpec) -> bool:
-    """Return whether a parameter's shape and layout allow that it is a stack to be split by layer.
+    """Return whether a parameter may be a stack of matrices that can be split by layer.
 
-    Such a leaf has three or more dims, and is stored split along another dim than dim 0. If
-    pipeline stages divide its layers, the devices of a stage must divide the layers of a stage
-    evenly.
+    It has three or more dims, and is stored split along another dim than dim 0. If pipeline stages
+    divide its layers, the devices of a stage must divide the layers of the stage evenly.
     """
     if len(leaf.shape) < 3 or not _is_split(leaf) or leaf.layout is None or leaf.layout.dim == 0:
         return False

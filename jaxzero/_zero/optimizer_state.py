@@ -62,7 +62,7 @@ class TrueShapes(optax.GradientTransformationExtraArgs):
 
 
 def check_is_optimizer(tx: Any) -> None:
-    """Raise `TypeError` unless `tx` is an optimizer. (`optax.adam`, not called, is a function.)"""
+    """Raise `TypeError` unless `tx` is an optimizer, with methods `init` and `update`."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
             "`tx` must be an optimizer of optax, such as `optax.adamw(1e-3)`; got a "

@@ -202,9 +202,9 @@ class Transform:
 
     @property
     def _shares_loss(self) -> bool:
-        """Whether a device differentiates its share of the loss of the full batch.
+        """Whether a device multiplies its loss by its share of the full batch to differentiate it.
 
-        Then a `custom_vjp` sees the cotangents that it would see on one device.
+        Then a `custom_vjp` sees the cotangents that it would see on one device with all rows.
         """
         return bool(self.combined) or self.options.gradient_reduce is not None
 

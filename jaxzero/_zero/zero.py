@@ -340,9 +340,9 @@ class Zero(VerifiedTrees):
     ) -> Plan:
         """Plan one call of `value_and_grad(f)`: what it gathers and reduces, and when.
 
-        Nothing is compiled or run. Options are as for `value_and_grad`; other keyword arguments
-        are those of `f`. `print` the result. With `tx` and `opt_state`, it is the plan of
-        `value_and_update(f, tx)`. `tangent_argnums` adds the traffic of `jax.jvp` along arguments.
+        Nothing is compiled or run; `print` the result. Options are as for `value_and_grad`; other
+        keyword arguments are passed to `f`. Given `tx` and `opt_state`, plan `value_and_update(f,
+        tx)` instead. `tangent_argnums` adds the traffic of `jax.jvp` along these arguments.
         """
         options = gradient_options(
             self._devices,
