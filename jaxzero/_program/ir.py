@@ -250,10 +250,10 @@ class Block:
 
 
 def _indexed(body: Callable, stacks: Any, length: int) -> tuple[Callable, Any]:
-    """Convert a reversed loop: its body indexes stacks in host memory by an array, not the counter.
+    """Convert a reversed loop so that its body indexes stacks in host memory by an array.
 
-    Where the index is a function of the loop's counter, XLA before JAX 0.12 silently reads and
-    writes host memory forward in a reversed loop (seen with 0.10.2).
+    The body would index by the loop's counter. Then XLA before JAX 0.12 silently reads and writes
+    host memory forward in a reversed loop (seen with 0.10.2).
     """
     leaves, treedef = jax.tree.flatten(stacks)
     host = {i: x for i, x in enumerate(leaves) if in_host(x)}

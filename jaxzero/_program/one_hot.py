@@ -97,10 +97,11 @@ def _rewritten(
 
 
 def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation, list[Atom]]]:
-    """Return the values that are added up to the roots, and the outputs of loop bodies among them.
+    """Find the values whose sum is a root, also in loops that carry such a sum.
 
-    The second result has, for each loop that carries a sum, the outputs of its body that are the
-    sum.
+    Returns:
+        The values of this block; and for each loop that carries such a sum, the outputs of its body
+        that are the sum.
     """
     sums: set[Any] = set()
     of_loops: dict[Operation, list[Atom]] = {}

@@ -164,7 +164,7 @@ class LayerForm(NamedTuple):
 
 
 def layer_form(operation: Operation) -> LayerForm | None:
-    """Return the form of `operation` for one layer of its outputs, stacks along dim 0, or None."""
+    """Return `operation` converted to one layer of its outputs (stacks along dim 0), or None."""
     outputs, params = operation.outputs, operation.equation.params
     if not outputs or not all(out.is_array and out.shape for out in outputs):
         return None

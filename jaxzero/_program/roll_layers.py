@@ -86,7 +86,7 @@ class _Rolled:
         self.keys = list(dict.fromkeys(self.weights.values()))
 
     def _before(self) -> list[Operation]:
-        """Return the operations that must run before the layers, in order."""
+        """Return the operations whose results the layers read, in order."""
         layers, window = self.layers, self.window
         atoms: list[Any] = [x for _, x in window.carried]
         atoms += [x for operation in layers.picks for x in operation.outputs]

@@ -142,7 +142,7 @@ def has_outer(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
 
 
 def is_paired(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
-    """Return whether two dims both have rows, so that elements are pairs of rows or of groups."""
+    """Return whether two dims have an outer part: elements are then pairs of rows or groups."""
     outer = [size for _, parts in rows for size, stride in parts if size * stride == n]
     return len([size for size in outer if size > 1]) > 1
 

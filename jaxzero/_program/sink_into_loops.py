@@ -232,8 +232,7 @@ class _Sinking:
                     self._reduce(number, [operation])
 
     def _reduce(self, number: int, operations: Sequence[Operation]) -> bool:
-        """Move reductions into loop `number` and return True; return False if that is impossible.
-        """
+        """Move reductions into loop `number`; return whether that was possible."""
         index, loop = self.loops[number]
         editor, changes, moved = LoopEditor(self.values, loop), {}, {}
         places = {operation: place for place, operation in enumerate(self.block.operations)}

@@ -39,7 +39,7 @@ class Passed(NamedTuple):
 
 
 def passed_on(block: Block, out: Atom) -> Passed | None:
-    """Return the input of a block that movable operations alone turn into its value `out`, or None.
+    """Return the input and the movable operations that make the value `out` of a block, or None.
 
     A loop passes on a stack if its body passes on each layer of it.
     """
@@ -61,7 +61,7 @@ def passed_on(block: Block, out: Atom) -> Passed | None:
 
 
 def _stack(loop: Loop, number: int) -> Passed | None:
-    """Return the stack that a loop scans and passes on, layer by layer, as output `number`."""
+    """Return the stack that a loop scans and passes on, by layer, as output `number`; or None."""
     passed = passed_on(loop.body, loop.body.outputs[number])
     if number < loop.num_carry or passed is None:
         return None

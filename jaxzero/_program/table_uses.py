@@ -170,7 +170,7 @@ def find_gradients(block: Block, outputs: Mapping[int, int]) -> dict[int, TableG
 
 
 def views_after(operation: Operation, views: Mapping[Any, TableView]) -> dict[Value, TableView]:
-    """Return the outputs of a barrier or cast that are views of tables, because its inputs are."""
+    """Return the outputs of a barrier or cast that are views of tables, as its inputs are."""
     if isinstance(operation, Barrier):
         pairs = zip(operation.inputs, operation.outputs, strict=True)
         return {out: views[x] for x, out in pairs if x in views}

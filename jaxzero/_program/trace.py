@@ -259,7 +259,7 @@ def inline(
     caller: Any = None,
     append: Callable[..., Sequence[Atom]] = _append,
 ) -> list[Atom]:
-    """Append the operations of `jaxpr`, which `caller` calls, by `append`; return its outputs."""
+    """Append the operations of `jaxpr` to `operations`, by `append`; return the outputs."""
 
     def apply(equation: Any, args: list[Atom]) -> Sequence[Atom]:
         name, params = equation.primitive.name, equation.params

@@ -40,15 +40,14 @@ class StackPart(NamedTuple):
 
 
 class LayersOf:
-    """Groups the values of a program that depend on the weights of one layer alone by that layer.
+    """Groups by layer those values of a program that depend on one layer's weights alone.
 
     Attributes:
         number: for each such value, the index of the layer.
         key: for each such value, a key that values of two layers share if they are computed alike.
         of_key: for each key, the first value that has it.
         rows: for each such value that is a row of a stack, the name of the stack.
-        picks: operations that slice an array of one entry per layer that is no weight, such as
-            keys.
+        picks: operations that take one layer's part of an array that is no weight, such as keys.
         rest: the other operations, in order.
     """
 

@@ -110,7 +110,7 @@ class ActivationCache:
         return activations
 
     def rest(self, active: Any, frozen: Any, activations: Sequence[Any], *args: Any) -> Any:
-        """Compute `f` from cached activations. Pass it to `value_and_grad` in place of `f`.
+        """Compute `f` from cached activations. Pass `rest` to `value_and_grad` in place of `f`.
 
         Args:
             active: the active parameters.

@@ -286,7 +286,7 @@ class Freezing:
         raise self._not_ours(name, leaf, shape)
 
     def _values(self, name: str, tree: Any, known: TreeLayout) -> list[Any]:
-        """Return the full arrays of a tree in a program, if they have the shapes of `known`."""
+        """Check that a tree in a program has the `known` shapes; return its full arrays."""
         try:
             values = known.flatten_like(tree)
         except ValueError as error:

@@ -180,7 +180,8 @@ class LocalRounds:
         return self._state(layouts, new), jax.tree.unflatten(noted["metrics"], metrics)
 
     def mean(self, state: LocalState) -> Any:
-        """Average the parameters of all nodes, to evaluate or export. Lay them out as `zero.init`.
+        """Return the mean of all nodes' parameters, laid out as by `zero.init`: to evaluate or
+        export.
 
         Nodes send their parameters without a codec. A leaf that is not of floats is taken from the
         first node. State that gradients overwrite (fp8 layers) is reduced by maximum, not mean.

@@ -61,7 +61,7 @@ class Kept:
         return tuple(stacked(leaf, nodes, split) for leaf in self.leaves)
 
     def tree(self, nodes: int, arrays: Sequence[Any]) -> Any:
-        """Build the tree that users see from its global arrays."""
+        """Build the tree that users see from the global arrays of `nodes` nodes."""
         pairs = zip(self.global_leaves(nodes), arrays, strict=True)
         return self.build([stored_leaf(leaf, x) for leaf, x in pairs])
 

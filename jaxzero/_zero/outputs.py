@@ -181,7 +181,7 @@ class Outputs:
         )
 
     def part(self, leaves: Sequence[Array], comm: CommSpec) -> tuple[list[Array], list[Array]]:
-        """Combine the outputs over micro-batches, and over devices as far as that sends messages.
+        """Combine the outputs over micro-batches, and over devices if that needs messages.
 
         Args:
             leaves: this device's outputs `[microbatches, ...]`, in the order of `record`.

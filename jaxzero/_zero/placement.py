@@ -230,7 +230,7 @@ def _place_map(
 def _targets(
     leaf: LeafSpec, sharding: NamedSharding
 ) -> Iterator[tuple[tuple[slice, ...], list[SingleDeviceSharding]]]:
-    """Yield each different slice that this process needs, and the device memories that hold it."""
+    """Yield each different slice that this process needs, and the device memories to put it in."""
     targets: dict[tuple[tuple[int | None, int | None], ...], list[SingleDeviceSharding]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.stored_shape).items():
         assert index is not None

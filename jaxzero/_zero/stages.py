@@ -37,7 +37,7 @@ from .arguments import Options
 
 
 def on_stages(options: Options, config: ZeroConfig) -> Options:
-    """Set `microbatches` to that of `config.stages`, if the call does not ask for several.
+    """Give a call with gradients the micro-batches of `config.stages`, unless it asks for several.
 
     Raises:
         NotImplementedError: an option does not work with stages.

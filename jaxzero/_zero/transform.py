@@ -202,7 +202,7 @@ class Transform:
 
     @property
     def _shares_loss(self) -> bool:
-        """Whether a device multiplies its loss by its share of the full batch to differentiate it.
+        """Whether each device differentiates its loss times its share of the full batch.
 
         Then a `custom_vjp` sees the cotangents that it would see on one device with all rows.
         """
