@@ -333,7 +333,7 @@ def _dependences(jaxpr: Any, kinds: Sequence[int]) -> dict[Any, int]:
     depends = dict(zip(jaxpr.invars, kinds, strict=True))
     depends |= dict.fromkeys(jaxpr.constvars, 0)
     for equation in jaxpr.eqns:
-        # A print belongs to each call; that a collective names an axis is an effect, too.
+        # A print must run at each call. In JAX, a collective that names an axis has an effect too.
         effects = {type(effect).__name__ for effect in equation.effects}
         flags = _ACTIVE if effects - {"NamedAxisEffect"} else 0
         draws = (x.primitive.name in RANDOM_BITS for x in equations_inside(equation))

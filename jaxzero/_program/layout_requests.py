@@ -116,7 +116,7 @@ def _equations(operations: Iterable[Operation]) -> Iterator[tuple[Any, int]]:
         if isinstance(operation, Loop):
             inner = _equations(operation.body.operations)
             yield from ((x, trips * operation.length) for x, trips in inner)
-        elif not isinstance(operation, Barrier):  # whose equation is that of `jax.checkpoint`
+        elif not isinstance(operation, Barrier):  # a barrier has the equation of `jax.checkpoint`
             yield from _equations_inside(operation.equation)
 
 

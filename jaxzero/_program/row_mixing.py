@@ -71,7 +71,7 @@ _RULES: dict[str, Rule] = {
     "reduce_window_sum": row_dims.windows,
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), row_lookups.scatter),
 }
-_ORIGINS = {"axis_index", "iota", "random_bits"}  # they make something of constants
+_ORIGINS = {"axis_index", "iota", "random_bits"}  # not constant, although their inputs are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +137,8 @@ class _Walk:
 
     def __init__(self, rows: Rows):
         self.rows = rows
-        self.depth = 0  # of loops around what is followed
-        self.blocks: dict[int, Any] = {}  # those of operations with blocks inside
+        self.depth = 0  # number of loops around the current block
+        self.blocks: dict[int, Any] = {}  # the blocks inside operations, by their id
 
     def block(self, block: Block, inputs: Sequence[State]) -> list[State]:
         """Return the states of a block's outputs, given those of its inputs."""

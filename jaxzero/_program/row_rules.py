@@ -49,7 +49,7 @@ _LINEAR = {
     *("reduce_precision", "stop_gradient", "sub", "pvary", "pcast", "reshard", "mesh_cast"),
     *("sharding_constraint", "layout_constraint", "device_put", "copy_p", "optimization_barrier"),
 }
-# Beside those that `is_elementwise` knows: values in the places of their arguments.
+# Further operations whose output elements depend only on the input elements at their index.
 OTHERS = {"bitcast_convert_type", "copy", "copy_p"}
 _COMPARISONS = {"eq", "ge", "gt", "is_finite", "le", "lt", "ne"}
 IDENTITIES = {
@@ -109,7 +109,7 @@ def elementwise(rows: Rows, operation: Operation, states: Sequence[State]) -> li
     """Rule of an elementwise operation on arrays of one shape, and scalars."""
     name = operation.name
     if name in _COMPARISONS and not any(x.rows for x in states):
-        # Of sums alone: a guard such as `where(num > 0, ...)`, on each device by itself.
+        # A comparison of sums alone is a guard such as `where(num > 0, ...)`, on each device.
         states = [dataclasses.replace(x, sums=frozenset(), mixings=frozenset()) for x in states]
     try:
         dims = joined_rows(states)

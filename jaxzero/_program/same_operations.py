@@ -21,8 +21,8 @@ from .._mesh import is_traced
 from .ir import Atom, Block, Constant, Operation, Value, is_ref
 from .trace import OpenProgram, inline
 
-# What JAX's objects hold that says nothing about what they compute: where they come from, the
-# traces that they are made in, and what they have computed, such as the tree of their outputs.
+# Classes of JAX that do not matter for what a function computes: where it comes from, the
+# traces that it is made in, and results that it has stored, such as the tree of its outputs.
 _WITHOUT_MEANING = {"DebugInfo", "DynamicJaxprTrace", "SourceInfo", "JaxprEqnContext"}
 _WITHOUT_MEANING |= {"Store", "EqualStore"}
 _CACHES = {"cells", "sentinel"}

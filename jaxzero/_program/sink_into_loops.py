@@ -225,7 +225,7 @@ class _Sinking:
             weights = None if stack is None else self.values.fixed.of(stack)
             if stack and weights and weights <= scanned and stack.shape[0] == loop.length:
                 movable.append(operation)
-        # One of them may be what the loop reads, or may read the result of another.
+        # The loop may read one of these results, or one reduction may read the result of another.
         if movable and not self._reduce(number, movable) and len(movable) > 1:
             for operation in movable:
                 if operation in self.block.operations:

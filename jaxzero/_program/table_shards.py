@@ -140,7 +140,7 @@ class _BlockRewriter:
         }
         self.shards = {view.table: self.new[x] for x, view in views.items()}
         self.made: list[Operation] = []
-        self.ids: dict[tuple, Value] = {}  # those of all devices
+        self.ids: dict[tuple, Value] = {}  # ids of all devices
         self.totals: dict[tuple[int, Loop, int], Value] = {}  # sums of loops
         self.large: list[Value] = []  # for each large lookup so far an array to wait for
 
@@ -331,7 +331,7 @@ def _waiting(values: Sequence[Any]) -> Wait:
     """Return a function that delays an array until `values` are computed."""
 
     def wait(x: Any) -> Any:
-        for _ in range(2 if values else 0):  # XLA drops what one barrier alone reads
+        for _ in range(2 if values else 0):  # XLA drops a value that only one barrier reads
             x, _ = lax.optimization_barrier((x, tuple(values)))
         return x
 

@@ -263,7 +263,7 @@ class _Rule(NamedTuple):
 
 
 def _is_deterministic(operation: Operation) -> bool:
-    if operation.name == "axis_index":  # of a stage: its devices decide alike
+    if operation.name == "axis_index":  # all devices of a stage take the same branch
         axes = operation.equation.params["axis_name"]
         return axes in (STAGE, (STAGE,))
     return is_elementwise(operation) or operation.name in _DETERMINISTIC

@@ -21,7 +21,7 @@ from .copies import Copies
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, exchanged_or_effect
 from .operation_kinds import LayerForm, dtype_of, is_elementwise, layer_form, shape_of
 
-# A result with so many times fewer bytes than what it is made of is small: it is kept.
+# A result with this many times fewer bytes than the weights that it is made of is small: kept.
 SMALL = 4
 _CHEAP = {
     *("broadcast_in_dim", "concatenate", "dot_general", "expand_dims", "iota", "pad", "reduce_and"),

@@ -96,7 +96,7 @@ class LocalRounds:
             kept = layouts.kept["params"], layouts.kept["opt_state"]
             inner, state = (
                 [
-                    # On every node first: from there a copy for each node moves nothing.
+                    # Replicate over nodes first: then a copy for each node moves nothing.
                     constrain(pad_leaf(new, unpad_leaf(old, x)), mesh, new.spec(after.axes))
                     for old, new, x in zip(before.leaves, after.leaves, arrays, strict=True)
                 ]
@@ -180,8 +180,7 @@ class LocalRounds:
         return self._state(layouts, new), jax.tree.unflatten(noted["metrics"], metrics)
 
     def mean(self, state: LocalState) -> Any:
-        """Return the mean of all nodes' parameters, laid out as by `zero.init`: to evaluate or
-        export.
+        """Return the mean of all nodes' parameters, for evaluation; laid out as by `zero.init`.
 
         Nodes send their parameters without a codec. A leaf that is not of floats is taken from the
         first node. State that gradients overwrite (fp8 layers) is reduced by maximum, not mean.

@@ -170,7 +170,7 @@ def _by_layer(
         of_owner = None if owner is None else params.leaves[owner].layout
         if of_owner is not None and leaf.memory_kind is None:
             by_layer = by_layer_of(leaf, of_owner.num_shards)
-            # With few layers, padding would take more memory than moving it takes time.
+            # With few layers, padding would take so much memory that moving the state costs less.
             if by_layer.padded_shape[0] <= 2 * leaf.shape[0]:
                 leaf = by_layer
         laid_out.append(leaf)

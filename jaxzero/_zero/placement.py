@@ -167,7 +167,7 @@ def place(
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(source, sharding)
     if isinstance(source, jax.Array) and leaf.is_plain and _is_on(source, mesh):
-        return _alone(jax.device_put(source, sharding))  # between devices, or not at all
+        return _alone(jax.device_put(source, sharding))  # copied between devices, if at all
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
         source = _without_explicit_axes(source)
         return _alone(

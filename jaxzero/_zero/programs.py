@@ -184,7 +184,7 @@ def _differentiated_by(
     tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
 ) -> tuple[list[Any], Any]:
     """Run a program of tokens and arguments, whose tangents the rule `tangents_of` computes."""
-    # JAX keeps the rule, and with it all that the rule closes over: not the arrays, therefore.
+    # JAX keeps the rule and all that it closes over, so the rule must not close over arrays.
     bare = dataclasses.replace(program, constants=[])
     run, treedef = bare.run_without_refs, bare.treedef
     # JAX calls the rule later: outside of `map_nodes`, for a program of one node.
@@ -196,8 +196,8 @@ def _differentiated_by(
 
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (constants, closed_over), tokens, args = primals
-        # As a function of its own: one that its own rule refers to would only be freed by Python's
-        # collector, and what JAX caches for it, with the user's function, only by the next run.
+        # A new function, not `call`: one that its own rule refers to is freed only by Python's
+        # collector of cycles, and JAX's cache of it, with the user's function, one run later.
         at_primals = dataclasses.replace(bare, constants=constants)
         last, results = _differentiated_by(tangents_of, at_primals, closed_over, tokens, args)
 

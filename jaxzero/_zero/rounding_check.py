@@ -59,7 +59,7 @@ def warn_of_rounding(
         ]
         try:
             stuck = _stuck(programs, tx, layout, sizes, tried)
-        except Exception:  # it needs more than gradients, or all leaves: it cannot be said
+        except Exception:  # `tx` needs more than gradients, or all leaves: not known
             return
     paths = [
         leaf.path
@@ -87,7 +87,7 @@ def _median(x: jax.Array) -> float:
     sampled = [1] * (data.ndim - 2) + [_SAMPLED] * min(data.ndim, 2)
     values = np.abs(np.asarray(data[tuple(map(slice, sampled))], np.float32))
     values = values[np.isfinite(values)]
-    # An element, not the mean of two: the spacing of numbers depends on its power of 2.
+    # The median is an element, not the mean of two: rounding depends on its power of 2.
     return float(np.sort(values)[values.size // 2]) if values.size else 0.0
 
 

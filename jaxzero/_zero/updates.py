@@ -113,7 +113,7 @@ def _apply(
             extra_args=extra_args,
         )
         new = split(layout, new, mesh, layouts.weight_axes)
-        if isinstance(tx, TrueShapes):  # some of it may be split by layer
+        if isinstance(tx, TrueShapes):  # some of the state may be split by layer
             new_state = split(of_state, new_state, mesh, axes)
     else:
         run = optax.with_extra_args_support(tx).update

@@ -101,7 +101,7 @@ def _read_arguments(
 
     try:
         jax.eval_shape(again, *(bare(leaves[i]) for i in numbers))
-    except Exception as error:  # the same one
+    except Exception as error:  # JAX's error again
         found = [owners[numbers[int(i)]] for i in _ARRAY.findall(str(error))]
         return list(dict.fromkeys(found))
     return []

@@ -186,14 +186,14 @@ class ValueAndUpdate:
                 done |= dict(zip(leaf.values, new, strict=True))
         gradients = split_arrays(of_grads, gradients, mesh, axes)
         at_once = _fit_at_once(update, updates, [x is None for x in gradients])
-        # Otherwise XLA may add a term of the update before the gradient itself is summed up.
-        if at_once:  # each of them, so that none waits for the others
+        # Without a barrier, XLA may add a term of the update before the gradient is summed up.
+        if at_once:  # a barrier for each, so that no gradient waits for another
             gradients = [x if x is None else lax.optimization_barrier(x) for x in gradients]
         else:
             gradients = lax.optimization_barrier(gradients)
         new, new_state = update.apply(gradients, done, at_once=at_once)
         new = split(layout, new, mesh, layouts.weight_axes)
-        if isinstance(tx, TrueShapes):  # some of it may be split by layer
+        if isinstance(tx, TrueShapes):  # some of the state may be split by layer
             new_state = split(self._tree_layouts[1], new_state, mesh, axes)
         value = (loss, aux) if self._transform.options.has_aux else loss
         return value, with_untrained(params, trained, new, next_states), new_state

@@ -209,7 +209,7 @@ class VerifiedCall:
         if config == self.zero.config:
             return self.zero
         zero = type(self.zero)(self.zero._devices, config)
-        zero._programs = self.zero._programs  # many are the same
+        zero._programs = self.zero._programs  # many compiled programs are the same
         for argument in self.transform.call.arguments:
             if argument.layout is not None:
                 zero._registry.add(argument.layout)
