@@ -151,7 +151,7 @@ def _starts(
 
 
 def _index(atom: Atom, known: Known, num: int) -> np.ndarray | None:
-    """Return a row's index in each iteration, `[num]`; None if unknown or no scalar."""
+    """Return a row's index in each iteration, `[num]`; None unless it is one known number."""
     array = known.get(atom) if isinstance(atom, Value) else None
     if isinstance(atom, Constant) and (constant := small_integers(atom)) is not None:
         array = np.broadcast_to(constant, (num, *constant.shape))

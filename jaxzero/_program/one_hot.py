@@ -125,7 +125,7 @@ def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation
 def _read(
     operation: Operation, views: Mapping[Any, TableView], makers: Mapping[Any, Operation]
 ) -> list[Operation] | None:
-    """Return the lookup in place of a product of one-hot vectors with a table, or None."""
+    """Return the lookup that replaces a product of one-hot vectors and a table, or None."""
     contracted, batch = operation.equation.params["dimension_numbers"]
     for at in (0, 1):
         table, one_hot = operation.inputs[at], _one_hot(operation.inputs[1 - at], makers)
@@ -148,7 +148,7 @@ def _rows(one_hot: _OneHot, dtype: Any, rows_first: bool, table: Any, ids: Any) 
 
 
 def _added(operation: Operation, makers: Mapping[Any, Operation]) -> list[Operation] | None:
-    """Return the `scatter-add` in place of a product of one-hot vectors and cotangents, or None."""
+    """Return the `scatter-add` that replaces a product of one-hot vectors with cotangents."""
     product, out = operation, operation.outputs[0]
     order = [*range(len(out.shape))]
     if operation.name == "transpose":

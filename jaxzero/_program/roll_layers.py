@@ -114,11 +114,11 @@ class _Rolled:
         return [_value(x, arrays) for x in layers.block.outputs]
 
     def _scan(self, known: dict[Atom, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Run the layers in one scan, or two.
+        """Run the layers in one scan, or in two if the first layers are arrays of their own.
 
         Returns:
-            The carry after the last layer; the stacks of the values at the places `stacked`; and
-            the stacks of values that are made of weights alone.
+            The carry after the last layer; a stack over layers of the value at each place in
+            `self.stacked`; and a stack over layers of each value that depends on weights alone.
         """
         layers, window = self.layers, self.window
         differing = {

@@ -67,7 +67,7 @@ class OpenProgram:
         return run
 
     def run_without_refs(self, constants: list[Any], arrays: list[Any]) -> list[Any]:
-        """Do as `run` does, in a form that a `jax.custom_jvp` may call: see `without_refs`."""
+        """Do as `run` does, and hide `jax.Ref`s made inside, as a `jax.custom_jvp` requires."""
         return without_refs(self.jaxpr, constants, arrays)
 
     @property

@@ -143,8 +143,8 @@ class Freezing:
         `f` sees the whole tree. If `f` scans a stack that is frozen in part, the scan becomes two
         loops, one over the frozen layers and one over the active layers, before anything is
         differentiated. If `f` indexes the stack by a Python integer, the layer is read from the
-        tree that holds it. Collectives, `jax.checkpoint`, casts of the stack and stacked outputs of
-        the scan stay as they are.
+        tree that holds it. `f` may use collectives and `jax.checkpoint`, cast the stack, and stack
+        outputs of the scan.
 
         Raises:
             ValueError: `g` is called with a tree that does not come from this freezing.

@@ -294,8 +294,8 @@ class LocalRounds:
         """Check that `state` is a `LocalState` of the known trees; return its layouts.
 
         Raises:
-            ValueError: `state` is not a `LocalState` of these trees, or has another number of
-                nodes.
+            ValueError: `state` is not a `LocalState` of these trees; or, unless `any_nodes`, it has
+                another number of nodes.
         """
         layouts = self._known()
         if not isinstance(state, LocalState):

@@ -56,7 +56,7 @@ def on_stages(options: Options, config: ZeroConfig) -> Options:
 
 
 def check_no_tangents(config: ZeroConfig) -> None:
-    """Raise `NotImplementedError` if the config has stages: such a step has no tangents."""
+    """Raise `NotImplementedError` if the config has stages: a step with stages has no tangents."""
     if config.stages is not None:
         raise NotImplementedError(
             "`jax.jvp` of a step with `stages` is not possible. Take a config without stages, such "
