@@ -168,7 +168,7 @@ class _Splitter:
         return loop if body is loop.body else dataclasses.replace(loop, body=body)
 
     def _to_split(self) -> dict[Operation, _Cond]:
-        """Return the `cond`s to split: by index, those of forward and of backward together."""
+        """Return the `cond`s to split. Those of one index (forward, backward) split together."""
         sizes: dict[Atom, int] = {}
         conds = []
         for operation in self.given.operations:

@@ -63,8 +63,7 @@ def find_batch(
     Some trees have the structure and shapes of a laid-out tree. Such a tree can be the batch if its
     arrays are certainly not laid out, such as NumPy arrays. In a traced program this cannot be
     seen. Then the tree is an error if it has as many rows as the only argument that can be the
-    batch. In a traced program, an argument that is a single array is chosen only if no other
-    argument can be the batch.
+    batch. If the tree is a single array, it is chosen only if no other argument can be the batch.
 
     Args:
         values: all arguments.

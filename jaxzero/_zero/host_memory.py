@@ -65,7 +65,7 @@ def check_offloaded(offload: Offload, layout: TreeLayout, matched: set[str]) -> 
 
 
 def host_bytes(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """Return how many bytes of this host's memory the offloaded leaves take."""
+    """Return how many bytes of host memory the offloaded leaves take in this process."""
     held = sum(leaf.shard_bytes(mesh, axes) for leaf in leaves if leaf.memory_kind == HOST)
     return held * len(mesh.local_devices)
 

@@ -77,7 +77,7 @@ class LocalRounds:
         return self._mesh.shape[NODE]
 
     def init(self, params: Any, opt_state: Any) -> LocalState:
-        """Make the state before the first round. Every node starts from the same `params`.
+        """Make the state before the first round. Every node starts from `params` and `opt_state`.
 
         Args:
             params: from `zero.init` or `zero.shard`.
