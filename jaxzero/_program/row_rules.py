@@ -145,7 +145,7 @@ def _index(operation: Operation, states: Sequence[State]) -> Any:
 def _sums(
     operation: Operation, states: Sequence[State], has_rows: bool
 ) -> tuple[frozenset[Sum], list[Mixing]]:
-    """Return the sums that a result is linear in, and mixings of sums with rows or sums."""
+    """Return the sums that a result is linear in; and a mixing for each other use of a sum."""
     every = frozenset().union(*(x.sums for x in states))
     name = operation.name
     if name in _LINEAR:

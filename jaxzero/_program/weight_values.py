@@ -182,7 +182,7 @@ class StackValues:
         return given if isinstance(given, Value) else None
 
     def expands(self, value: Value) -> bool:
-        """Return whether to compute layers of a fixed stack, and not to take them from it."""
+        """Return whether a fixed stack is computed layer by layer where it is read, never whole."""
         if value not in self._lazy:
             self._lazy[value] = self._expands(value)
         return self._lazy[value]
