@@ -278,8 +278,7 @@ def _product(operation: Operation) -> LayerForm | None:
 
 
 def _moved(operation: Operation) -> LayerForm | None:
-    """Return the form for one layer of a transpose, reshape, slice, padding or reversal, or None.
-    """
+    """Return the layer form of a transpose, reshape, slice, padding or reversal, or None."""
     op = operation.view()
     others = operation.inputs[1:]
     if op is None or isinstance(op, movable_ops.Elementwise) or not operation.source:
