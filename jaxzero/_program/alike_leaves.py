@@ -117,8 +117,8 @@ def _sorted(block: Block) -> Block:
 class LeafValues:
     """The values of a program, grouped by the leaf that they are computed from.
 
-    A value belongs to a leaf if it is computed from that leaf and from values that belong to no
-    leaf. A value belongs to no leaf if it is computed from none, or from several.
+    A value belongs to the leaf that its inputs belong to. If they belong to several leaves, or to
+    none, it belongs to no leaf. Values of any leaf may be computed from such a shared value.
 
     Attributes:
         block: the program.

@@ -212,7 +212,7 @@ def _differentiated_by(
 
 
 def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
-    """Run `program(*args)`; differentiate in its place `exact`, which encodes no messages.
+    """Run `program(*args)`. Its tangents are those of `exact`, which encodes no messages.
 
     Raises:
         NotImplementedError: JAX differentiates with respect to what the program closes over.
