@@ -1,8 +1,8 @@
 """Trace a function to a list of operations; only this package and `_mesh.per_device` read jaxprs.
 
 In: a function and the shapes of its arguments. Out: a `Block` of operations, in which the body of
-each loop is a block of its own; and `movable_ops`, the operations that can run before or after a
-gather or a reduction.
+each loop is a block of its own; and `movable_ops`, which has the operations that can run before or
+after a gather or a reduction.
 """
 
 from . import movable_ops as movable_ops

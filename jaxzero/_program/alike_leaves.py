@@ -1,12 +1,13 @@
 """Find the operations that multiply matrices of leaves, and run them for alike leaves at once.
 
-Where the matrix of each layer is a leaf, an update computes the same function of every leaf:
+If the matrix of each layer is a leaf, an update computes the same function of every leaf:
 
     y[i] = f(h(g[i], s[i]), c)    for each leaf i,
 
-with `h` elementwise, `f` products of matrices and what is between them, and values `c` that all
-leaves share. Leaves with equal `f` and `h` form a stack. Its program computes `h` leaf by leaf, and
-then `Y = vmap(f)(X, c)` of the stack `X` of its results, of which the rows are `y[i]`.
+`h` is elementwise, `f` has the matrix products and all operations between them, and the values `c`
+are shared by all leaves. Leaves with equal `f` and `h` form a stack. The rewritten program computes
+`h` leaf by leaf and stacks the results to `X`. Then it computes `Y = vmap(f)(X, c)`, whose rows are
+the `y[i]`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .trace import rewritten
 
 @dataclasses.dataclass(frozen=True)
 class LeafOf:
-    """The leaf that an input of a program belongs to, and its role, such as "gradient"."""
+    """The leaf that a program's input belongs to, and the input's role, such as "gradient"."""
 
     leaf: int
     role: Hashable
@@ -42,12 +43,12 @@ class MatrixStack:
     """Matrices that are multiplied at once: those of a leaf that is a stack, or of several leaves.
 
     Attributes:
-        leaves: the numbers of the leaves, in the order of the rows.
+        leaves: the indices of the leaves, in the order of the rows.
         given: the stacks that products read.
         made: the results of products that other operations read.
         products: the operations from `given` to `made`.
         stacking: the operations that make `given` from values of several leaves.
-        rows: the operations that take the value of each leaf, a row, out of `made`.
+        rows: the operations that take a row, the value of one leaf, out of `made`.
     """
 
     leaves: Sequence[int]
@@ -59,7 +60,7 @@ class MatrixStack:
 
 
 def stack_of_leaf(values: LeafValues, leaf: int) -> MatrixStack:
-    """The products of a leaf that is a stack already."""
+    """Return the `MatrixStack` of a leaf that is itself a stack of matrices."""
     products = values.products_of(leaf)
     given, made = values.given(products), values.read_by_others(products)
     return MatrixStack([leaf], given, made, products)
@@ -72,11 +73,12 @@ def stack_alike_leaves(
 
     Args:
         values: the values of the program.
-        leaves: the numbers of the leaves that may be in a stack.
-        size_of: from the number of a leaf to the most leaves in its stack.
+        leaves: the indices of the leaves that may be in a stack.
+        size_of: returns the most leaves in a stack, given the index of one of them.
 
     Returns:
-        The new program, which has the values of the old one and those of stacks, and its stacks.
+        The new program, and its stacks. The new program has the values of the old one and those of
+        the stacks.
     """
     alike: dict[Any, list[int]] = collections.defaultdict(list)
     for leaf in leaves:
@@ -98,14 +100,14 @@ def stack_alike_leaves(
 
 
 def _even_parts(leaves: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Cut a list into parts of at most `most` leaves, whose sizes differ by at most one."""
+    """Cut a list into parts of at most `most` leaves, with sizes that differ by at most one."""
     num = -(-len(leaves) // most)
     bounds = [len(leaves) * i // num for i in range(num + 1)]
     return [leaves[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 def _sorted(block: Block) -> Block:
-    """The block with each operation after those whose results it reads."""
+    """Sort the operations so that each follows the operations whose results it reads."""
     makers = block.makers
     reads = {each: [makers[x] for x in each.values if x in makers] for each in block.operations}
     operations = tuple(graphlib.TopologicalSorter(reads).static_order())
@@ -113,14 +115,16 @@ def _sorted(block: Block) -> Block:
 
 
 class LeafValues:
-    """The values of a program, by the leaf that they are made of.
+    """The values of a program, grouped by the leaf that they are computed from.
+
+    A value belongs to the leaf that its inputs belong to. If they belong to several leaves, or to
+    none, it belongs to no leaf. Values of any leaf may be computed from such a shared value.
 
     Attributes:
         block: the program.
-        leaf: for each value that is made of one leaf (and of values that belong to no leaf, because
-            they are made of none or of several), that leaf.
+        leaf: the leaf of each value that belongs to one.
         key: a number for each value. Values of two leaves have the same number if they are computed
-            alike; values that belong to no leaf only if they are equal.
+            alike. Values that belong to no leaf have the same number only if they are equal.
     """
 
     def __init__(self, block: Block, leaf_of: Mapping[Value, LeafOf]):
@@ -158,16 +162,16 @@ class LeafValues:
         return self._number(("constant", self._kinds.constant(atom)))
 
     def role(self, x: Atom) -> LeafOf | None:
-        """The leaf that a value is made of, with its key as role; None for no or several leaves."""
+        """Return a value's leaf, with its key as role; None if it belongs to no leaf."""
         if isinstance(x, Constant) or x not in self.leaf:
             return None
         return LeafOf(self.leaf[x], self.key[x])
 
     def products_of(self, leaf: int) -> Sequence[Operation]:
-        """The operations that multiply a leaf's matrix, or mix its elements before and after that.
+        """Return the operations that multiply a leaf's matrix, or mix its elements before or after.
 
-        Elementwise operations between these are included. Those before and after are not, so that
-        they run in the layout in which the leaf is stored.
+        Elementwise operations between these are included. Elementwise operations before the first
+        and after the last are not, so that they run in the layout in which the leaf is stored.
         """
         if leaf not in self._products:
             self._products[leaf] = self._find_products(self._of_leaf[leaf])
@@ -197,9 +201,10 @@ class LeafValues:
         return [x for x in operations if x in needed]
 
     def _take_in(self, operations: Sequence[Operation], products: set[Operation]) -> None:
-        """Add elementwise operations that only products read, if these then read no more bytes.
+        """Add an elementwise operation to `products` if only products read it.
 
-        An example is the square of a matrix, for its norm: products read the matrix anyway.
+        It is added only if the products do not read more bytes then. An example is the square of a
+        matrix, for its norm: products read the matrix anyway.
         """
         for operation in reversed(operations):
             out = operation.outputs[0]
@@ -215,26 +220,26 @@ class LeafValues:
         return sum(x.num_bytes for x in self.given([x for x in operations if x in products]))
 
     def given(self, operations: Sequence[Operation]) -> list[Value]:
-        """The values of a leaf that `operations` read and do not make themselves."""
+        """Return the values of leaves that `operations` read but do not make."""
         made = {x for each in operations for x in each.outputs}
         read = dict.fromkeys(x for each in operations for x in each.values)
         return [x for x in read if x in self.leaf and x not in made]
 
     def read_by_others(self, operations: Sequence[Operation]) -> list[Value]:
-        """The results of `operations` that other operations read, or that the program returns."""
+        """Return the results of `operations` that other operations read or the program returns."""
         own = set(operations)
         made = (x for each in operations for x in each.outputs)
         return [x for x in made if x in self._returned or not self._readers[x] <= own]
 
 
 def _draws(operation: Operation) -> bool:
-    """Whether an operation makes random bits, of which `vmap` over keys may make others."""
+    """Return whether an operation makes random bits, which may differ under `vmap` over keys."""
     equations = equations_inside(operation.equation)
     return any(x.primitive.name in RANDOM_BITS for x in equations)
 
 
 def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
-    """A stack of alike leaves."""
+    """Make the operations that multiply the matrices of alike leaves as one stack."""
     by_leaf = {leaf: values.products_of(leaf) for leaf in leaves}
     operations = by_leaf[leaves[0]]
     stack_of: dict[int, Any] = {}  # by key
@@ -269,7 +274,7 @@ def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
 def _on_stacks(
     operation: Operation, values: LeafValues, stack_of: Mapping[int, Any]
 ) -> tuple[list[Operation], list[Any]]:
-    """Apply an operation to each row of stacks, by `vmap`; other inputs are the same for all."""
+    """Apply an operation to each row of stacks, by `vmap`. Other inputs are shared by all rows."""
     stacks = {
         i: stack_of[values.key[x]]
         for i, x in enumerate(operation.inputs)
@@ -290,7 +295,10 @@ def _on_stacks(
 
 
 def _row(operation: Operation, stack: Value, number: int, row: Value) -> list[Operation]:
-    """Operations that take `row` from a stack, at the line of `operation`."""
+    """Make operations that take row `number`, the value `row`, from a stack.
+
+    Their source line is that of `operation`.
+    """
 
     def index(x: Any) -> Any:
         return lax.index_in_dim(x, number, keepdims=False)

@@ -1,4 +1,4 @@
-"""Copies of operations that compute a value again, right before it is read."""
+"""Copy operations, so that a value is computed again right before it is read."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class Copies:
         self.operations: list[Operation] = []
 
     def read(self, value: Value, copied: Operation) -> Atom:
-        """The value that the copy of operation `copied` reads for `value`, which is not copied.
+        """Return the value that a copy of `copied` reads for its input `value`, which has no copy.
 
-        Subclasses may give it another value.
+        Here it is `value` itself; a subclass may return another value.
         """
         del copied
         return value
 
     def add(self, operation: Operation) -> None:
-        """Append an operation, which then reads copies, after the copies that it needs."""
+        """Append an operation, preceded by the copies that it needs; it then reads these copies."""
         for x in operation.values:
             self._copy(x)
         copies = {x: self.of(x) for x in operation.values}
         self.operations.append(operation.reading({x: y for x, y in copies.items() if y is not x}))
 
     def of(self, value: Value) -> Value:
-        """The copy of a value; the value itself if there is none."""
+        """Return the copy of a value, made if needed; the value itself if it is never copied."""
         self._copy(value)
         return self._made.get(value, value)
 
     def _copy(self, value: Value) -> None:
-        """Append copies of the operations that a value is made by, unless there are copies."""
+        """Append copies of the operations that compute a value, unless they are copied already."""
         needed: set[Operation] = set()
         waiting = [value]
         while waiting:
@@ -64,7 +64,7 @@ class Copies:
 
 
 def _renewed(operation: Operation, inputs: Iterable[Atom]) -> Operation:
-    """A copy of an operation that makes new values, in the bodies of loops too."""
+    """Copy an operation so that it makes new values, also in the bodies of loops."""
     outputs = tuple(map(like, operation.outputs))
     operation = dataclasses.replace(operation, inputs=tuple(inputs), outputs=outputs)
     if isinstance(operation, Loop):
@@ -73,7 +73,7 @@ def _renewed(operation: Operation, inputs: Iterable[Atom]) -> Operation:
 
 
 def like(value: Value, shape: tuple[int, ...] | None = None) -> Value:
-    """A new value of the dtype of another, and of its shape if none is given."""
+    """Make a new value of the dtype of `value`, with the given shape or the shape of `value`."""
     new = Value(value)
     new.shape = value.shape if shape is None else shape
     return new

@@ -13,17 +13,17 @@ from .multiplications import multiplications
 
 
 def matrix_flops(function: Callable, *args: Any, **kwargs: Any) -> float:
-    """Floating-point operations of the matrix products of `function(*args, **kwargs)`.
+    """Count the floating-point operations of the matrix products of `function(*args, **kwargs)`.
 
-    They are those of all devices together. A product of two numbers and its addition to a sum are
-    two operations. The body of a `shard_map` counts once for each device along its manual axes.
-    A `while` loop, whose length is not known, counts once; of a `cond`, its largest branch.
+    The count is for all devices together. A product of two numbers and its addition to a sum are
+    two operations. The body of a `shard_map` counts once for each device along its manual axes. A
+    `while` loop, whose length is not known, counts once. A `cond` counts as its largest branch.
     """
     return _flops(jax.make_jaxpr(function)(*args, **kwargs).jaxpr)
 
 
 def flops_of(operation: Operation) -> float:
-    """The floating-point operations of one operation, counted as in `matrix_flops`."""
+    """Count the floating-point operations of one operation, as `matrix_flops` does."""
     return _of_equation(operation.equation)
 
 

@@ -1,20 +1,21 @@
-"""Run functions of which some parameters are frozen, before they are differentiated.
+"""Run functions with frozen parameters so that differentiation skips their frozen layers.
 
 If the first layers of a stack are frozen, the stack is two arrays, and the model scans their
-concatenation. Differentiating that computes gradients and keeps residuals for all layers. So the
-function is traced, and run with each `scan` over such a stack as two:
+concatenation. Differentiating that scan computes gradients and keeps residuals for all layers. So
+the function is traced, and each `scan` over such a stack runs as two scans:
 
     scan(f, carry, concatenate([a, b]))  ->  scan(f, scan(f, carry, a), b)
 
-Casts, transposes and elementwise operations of a stack run on the parts, a slice on the part that
-it lies in. Any other operation gets the concatenation: the result is right, but gradients are
-computed for all layers; a warning names it.
+Casts, transposes and elementwise operations of a stack run on both parts; a slice runs on the part
+that it lies in. Any other operation gets the concatenation: the result is right, but gradients are
+computed for all layers. A warning names the operation.
 
-A value depends on active parameters, on frozen ones, on the other arguments (the batch), or on
-several of these. Those that depend on frozen parameters and the batch, and on nothing active, are
-the same whenever the batch is. `known_part` returns the ones that the rest of the program reads;
-`rest_part` runs the rest, given these. What depends on frozen parameters alone, or on the batch
-alone (masks), is cheap to keep or to compute, and is computed again.
+A value may depend on active parameters, on frozen parameters, on the other arguments (the batch),
+or on several of these. A value that depends on frozen parameters and the batch, but on no active
+parameter, is known: it is the same whenever the batch is. `known_part` returns the known values
+that the rest of the program reads. `rest_part` runs the rest, given these values. Values that
+depend on frozen parameters alone, or on the batch alone (masks), are cheap to compute, and are
+computed again.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class SplitStack:
     """A stack of layers, in two parts along dim 0.
 
     Attributes:
-        parts: the first layers and the others.
+        parts: the first layers, and the rest.
         name: tree path of the parameter that it is made from; None if it is made by a loop.
     """
 
@@ -75,15 +76,16 @@ class SplitStack:
         return all(getattr(x, "weak_type", False) for x in self.parts)
 
     def join(self) -> Shaped[Array, ...]:
-        """The whole stack as one array."""
+        """Return the whole stack as one array."""
         return jnp.concatenate(self.parts)
 
 
 def run_on_split_stacks(function: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> Any:
-    """Call `function(leaves)`, a tree of arrays, where some of `leaves` are `SplitStack`s.
+    """Return `function(leaves)`, a tree of arrays; some of `leaves` may be `SplitStack`s.
 
     Args:
-        function: sees whole stacks; it is traced once, and calls of `jit` in it are inlined.
+        function: takes a list of arrays, in which stacks are whole. It is traced once, and calls of
+            `jit` in it are inlined.
         leaves: arrays and `SplitStack`s.
     """
     closed, shapes = jax.make_jaxpr(lambda *xs: function(list(xs)), return_shape=True)(
@@ -96,7 +98,7 @@ def run_on_split_stacks(function: Callable[[list[Any]], Any], leaves: Sequence[A
 def _run(
     jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Any], caller: Any = None
 ) -> list[Any]:
-    """Evaluate a jaxpr, which `caller` calls, on arrays and `SplitStack`s."""
+    """Evaluate a jaxpr on arrays and `SplitStack`s. `caller` is the equation that calls it."""
 
     def apply(equation: Any, args: list[Any]) -> Sequence[Any]:
         named = caller or equation
@@ -107,13 +109,13 @@ def _run(
 
 
 def located(equation: Any, caller: Any) -> contextlib.AbstractContextManager:
-    """A context that gives new operations the user's source line, that of `caller`."""
+    """Open a context in which new operations get the user's source line, that of `caller`."""
     scope = source_info_util.current_name_stack() + equation.source_info.name_stack
     return source_info_util.user_context(caller.source_info.traceback, name_stack=scope)
 
 
 def _equation(equation: Any, inputs: list[Any], caller: Any) -> Sequence[Any]:
-    """The outputs of one equation."""
+    """Evaluate one equation on arrays and `SplitStack`s; return its outputs."""
     split = [x for x in inputs if isinstance(x, SplitStack)]
     name, params = equation.primitive.name, equation.params
     if name in CALLS and not has_shardings(params):
@@ -159,7 +161,7 @@ def _scan(equation: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _remat(params: Any, inputs: list[Any], caller: Any) -> list[Any]:
-    """`jax.checkpoint` of the same function, with each part as an input of its own."""
+    """Run a function under `jax.checkpoint`, with each part of a stack as an input of its own."""
     arrays, treedef = jax.tree.flatten(
         [x.parts if isinstance(x, SplitStack) else x for x in inputs]
     )
@@ -178,7 +180,7 @@ def _remat(params: Any, inputs: list[Any], caller: Any) -> list[Any]:
 
 
 def _sliced(equation: Any, inputs: list[Any]) -> Any:
-    """A slice of layers of one part only; None for any other operation."""
+    """Apply a slice whose layers are all in one part; return None for any other operation."""
     if equation.primitive.name != "slice":
         return None
     (stack,), params = inputs, equation.params
@@ -191,7 +193,7 @@ def _sliced(equation: Any, inputs: list[Any]) -> Any:
 
 
 def _moved(equation: Any, inputs: list[Any]) -> SplitStack | None:
-    """A cast, transpose or reshape of each layer; None for any other operation."""
+    """Apply a cast, transpose or reshape of each layer; return None for any other operation."""
     if len(inputs) != 1:
         return None
     (stack,) = inputs
@@ -206,7 +208,10 @@ def _moved(equation: Any, inputs: list[Any]) -> SplitStack | None:
 
 
 def _elementwise(equation: Any, inputs: list[Any]) -> SplitStack | None:
-    """An elementwise operation of stacks of one shape and of scalars; None for any other."""
+    """Apply an elementwise operation to both parts of stacks; return None for any other.
+
+    All inputs must have the shape of the stack or be scalars, else the result is None too.
+    """
     stack = next(x for x in inputs if isinstance(x, SplitStack))
     if not is_elementwise(Operation(equation.primitive.name, (), (), equation)):
         return None
@@ -254,16 +259,16 @@ def known_part(
 ) -> list[Any]:
     """Compute the values that `rest_part` needs and that do not depend on `active`.
 
-    They depend on `frozen` and `batch` both: what depends on one of them is computed again.
+    They depend on both `frozen` and `batch`: values of only one of them are computed again.
 
     Args:
-        function: `function(active, frozen, batch)`, trees of arrays.
+        function: `function(active, frozen, batch)`; all are trees of arrays.
         active: the active parameters, of which only shapes and dtypes are used.
         frozen: the frozen parameters.
         batch: the other arguments.
 
     Raises:
-        ValueError: nothing is known without `active`; or what is known is random.
+        ValueError: there is no such value; or one of them is random.
     """
     program = _trace(function, active, frozen, batch)
     if not program.saved:
@@ -287,7 +292,7 @@ def rest_part(
     batch: Any,
     saved: Sequence[Any],
 ) -> Any:
-    """Return `function(active, frozen, batch)`, given what `known_part` returned for it.
+    """Return `function(active, frozen, batch)`, using the values `saved` from `known_part`.
 
     Raises:
         ValueError: `saved` is of another function or of other shapes.
@@ -328,7 +333,7 @@ def _dependences(jaxpr: Any, kinds: Sequence[int]) -> dict[Any, int]:
     depends = dict(zip(jaxpr.invars, kinds, strict=True))
     depends |= dict.fromkeys(jaxpr.constvars, 0)
     for equation in jaxpr.eqns:
-        # A print belongs to each call; that a collective names an axis is an effect, too.
+        # A print must run at each call. In JAX, a collective that names an axis has an effect too.
         effects = {type(effect).__name__ for effect in equation.effects}
         flags = _ACTIVE if effects - {"NamedAxisEffect"} else 0
         draws = (x.primitive.name in RANDOM_BITS for x in equations_inside(equation))
@@ -340,7 +345,7 @@ def _dependences(jaxpr: Any, kinds: Sequence[int]) -> dict[Any, int]:
 
 
 def _read_by_rest(jaxpr: Any, depends: dict[Any, int]) -> dict[Any, None]:
-    """The known variables that active equations or the outputs read, in order.
+    """Return the known variables that active equations or the outputs read, in order.
 
     Raises:
         ValueError: one of them is random.
@@ -366,10 +371,10 @@ def _read_by_rest(jaxpr: Any, depends: dict[Any, int]) -> dict[Any, None]:
 def _run_part(
     program: _Program, inputs: Sequence[Any], is_run: Callable[[int], bool], known: dict[Any, Any]
 ) -> list[Any]:
-    """Evaluate the equations whose outputs depend on what `is_run` accepts; return the outputs.
+    """Evaluate those equations for whose outputs `is_run(flags)` is true; return the outputs.
 
-    Variables in `known` that are not computed get their values from there; the computed ones are
-    written there.
+    `flags` say what the equation's outputs depend on. Outputs of other equations are read from
+    `known`. Computed variables that are keys of `known` are written to it.
     """
 
     def apply(equation: Any, args: list[Any]) -> list[Any]:

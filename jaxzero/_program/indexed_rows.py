@@ -1,4 +1,4 @@
-"""Operations that read a row of a stack, or place one in a stack of zeros, by a known index."""
+"""Find operations that read a row of a stack, or place one in zeros, at a known index."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ READS = {"dynamic_slice", "gather"}
 
 
 class Rows(NamedTuple):
-    """The rows of a stack that a loop uses, one for each position in the loop's own stacks."""
+    """The rows of a stack that a loop uses, one in each iteration: `start`, `start + step`, ..."""
 
     start: int
     step: int  # 1 or -1
     num: int
 
     def of(self, stack: Any) -> Any:
-        """These rows of a stack."""
+        """Take these rows from a stack, in the order of iterations."""
         low = self.start if self.step > 0 else self.start - self.num + 1
         rows = lax.slice_in_dim(stack, low, low + self.num)
         return rows if self.step > 0 else lax.rev(rows, (0,))
 
     def place(self, rows: Any, num_all: int) -> Any:
-        """A stack of `num_all` rows, with these rows in their places and zeros elsewhere."""
+        """Make a stack of `num_all` rows that has `rows` at these places and zeros elsewhere."""
         low = self.start if self.step > 0 else self.start - self.num + 1
         rows = rows if self.step > 0 else lax.rev(rows, (0,))
         config = [(low, num_all - low - self.num, 0), *[(0, 0, 0)] * (rows.ndim - 1)]
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 
 class RowRead(NamedTuple):
-    """An operation that reads a row: `operation(stack)` is `apply(stack[row])`."""
+    """An operation that reads one row: `operation(stack)` equals `apply(stack[row])`."""
 
     rows: Rows
     apply: Callable[[Any], Any]
@@ -52,7 +52,7 @@ class RowPlaced(NamedTuple):
 
 
 def row_read(operation: Operation, shape: Sequence[int], known: Known, num: int) -> RowRead | None:
-    """How an operation of a loop's body reads one row of a stack; None if it does not.
+    """Find which row an operation of a loop's body reads in each iteration; None if it reads none.
 
     Args:
         operation: its first input is the stack.
@@ -77,7 +77,7 @@ def row_read(operation: Operation, shape: Sequence[int], known: Known, num: int)
 
 
 def row_placed(operation: Operation, known: Known, num: int) -> RowPlaced | None:
-    """How an operation of a loop's body places a row in a stack of zeros; None if it does not.
+    """Find which row an operation of a loop's body places in zeros in each iteration, or None.
 
     The caller has to check that the first input is zero.
 
@@ -133,7 +133,7 @@ def _updated(operation: Operation, known: Known, num: int) -> RowPlaced | None:
 def _starts(
     starts: Sequence[Atom], sizes: Sequence[int], shape: Sequence[int], known: Known, num: int
 ) -> tuple[Rows, list[int]] | None:
-    """The rows of a slice, and where it starts along the other dims; None if not of one row."""
+    """Return the rows of a slice, and its starts along other dims; None if not of one row."""
     if sizes[0] != 1:
         return None
     # JAX moves a slice that would reach past the end of an array.
@@ -151,7 +151,7 @@ def _starts(
 
 
 def _index(atom: Atom, known: Known, num: int) -> np.ndarray | None:
-    """The index of a row in each iteration, `[num]`; None if it is not known, or names several."""
+    """Return a row's index in each iteration, `[num]`; None unless it is one known number."""
     array = known.get(atom) if isinstance(atom, Value) else None
     if isinstance(atom, Constant) and (constant := small_integers(atom)) is not None:
         array = np.broadcast_to(constant, (num, *constant.shape))
@@ -159,7 +159,7 @@ def _index(atom: Atom, known: Known, num: int) -> np.ndarray | None:
 
 
 def _rows(index: np.ndarray | None, num_all: int) -> Rows | None:
-    """Neighbouring rows, one for each iteration; None if `index` names others."""
+    """Return the rows at `index`, one for each iteration; None unless they are neighbours."""
     if index is None or index.min() < 0 or index.max() >= num_all:
         return None
     start, steps = int(index[0]), np.diff(index.astype(np.int64))

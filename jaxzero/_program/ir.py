@@ -1,7 +1,7 @@
 """The intermediate representation of a traced program: blocks of operations that can be re-bound.
 
 `trace` makes blocks from functions, `layout_requests` handles what jaxprs contain about meshes, and
-`frozen_part` runs jaxprs; in `_mesh`, `per_device` reads and evaluates them, and `loop_order`
+`frozen_part` runs jaxprs. In `_mesh`, `per_device` reads and evaluates jaxprs, and `loop_order`
 orders them for CPUs. Only these modules know jaxprs, so a new JAX release affects only them.
 """
 
@@ -62,13 +62,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constant:
-    """A value known while tracing."""
+    """An input of an operation that is known while tracing, such as a number."""
 
     value: Any
 
     @property
     def is_zero(self) -> bool:
-        """Whether this is a scalar zero; False for a traced value, which is not known."""
+        """Whether this is a scalar zero. A traced value is not known, and gives False."""
         return (
             not is_traced(self.value) and np.ndim(self.value) == 0 and bool(np.all(self.value == 0))
         )
@@ -93,14 +93,14 @@ class Operation:
 
     @property
     def uses_host_memory(self) -> bool:
-        """Whether it reads or makes an array in host memory."""
+        """Whether the operation reads or makes an array in host memory."""
         variables = [*self.equation.invars, *self.equation.outvars]
         spaces = {getattr(x.aval, "memory_space", None) for x in variables}
         return jax.memory.Space.Host in spaces
 
     @property
     def outputs_in_host(self) -> list[Value]:
-        """The arrays that it makes in host memory."""
+        """The outputs that are in host memory."""
         made = zip(self.outputs, self.equation.outvars, strict=True)
         return [x for x, out in made if out.aval.memory_space == jax.memory.Space.Host]
 
@@ -121,7 +121,7 @@ class Operation:
             return bind(equation, inputs)
 
     def reading(self, others: Mapping[Any, Atom]) -> Operation:
-        """This operation, reading `others[x]` in place of each input `x` that is in `others`."""
+        """Return this operation with each input `x` that is in `others` replaced by `others[x]`."""
         if others.keys().isdisjoint(self.inputs):
             return self
         return dataclasses.replace(self, inputs=tuple(others.get(x, x) for x in self.inputs))
@@ -138,21 +138,21 @@ class Operation:
 
     @functools.cached_property
     def products(self) -> int:
-        """The multiplications of a matrix product or a convolution; 0 for other operations."""
+        """The number of multiplications of a matrix product or convolution; else 0."""
         return multiplications(self.equation)
 
     @property
     def where(self) -> str:
-        """File, line and function, outside of JAX, that it comes from.
+        """File, line and function, outside of JAX, that the operation comes from.
 
-        For an operation in a nested `jit`, whose lines JAX caches: where the outer `jit` is called.
+        JAX caches the lines in a nested `jit`: there, it is where the outer `jit` is called.
         """
         callers = (x.source_info for x in (self.caller, self.equation) if x is not None)
         return next(filter(None, map(source_info_util.summarize, callers)), "")
 
     @property
     def frames(self) -> list[tuple[str, int]]:
-        """Files and lines of the Python calls that it was traced in, the innermost first.
+        """Files and lines of the Python calls in which the operation was traced, innermost first.
 
         For an operation in a nested `jit` that was traced before, they are those of the `jit`.
         """
@@ -162,7 +162,7 @@ class Operation:
         return inner if called_at in inner else outer
 
     def view(self) -> movable_ops.Op | None:
-        """This operation as an `Op` that can be moved past a gather; None if it cannot."""
+        """Return this operation as an `Op` that can be moved past a gather; None if it cannot."""
         return self._op
 
     @functools.cached_property
@@ -184,7 +184,7 @@ class Barrier(Operation):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop(Operation):
-    """A `lax.scan`. Its inputs are constants, carry and stacks; its outputs carry and stacks."""
+    """A `lax.scan`. Inputs are constants, carry and stacks; outputs are carry and stacks."""
 
     body: Block
     num_constants: int
@@ -201,26 +201,26 @@ class Loop(Operation):
 
     @property
     def stacks(self) -> list[tuple[Atom, Value]]:
-        """Each stack that it scans, with the layer of it that the body reads."""
+        """Each stack that the loop scans, with the input of the body that is a layer of it."""
         first = self.first_stack
         return list(zip(self.inputs[first:], self.body.inputs[first:], strict=True))
 
     @property
     def products(self) -> int:
-        """The number of multiplications of the matrix products of all iterations."""
+        """The number of multiplications in the matrix products of all iterations."""
         return self.length * sum(operation.products for operation in self.body.operations)
 
     @property
     def is_reversed(self) -> bool:
-        """Whether it scans its stacks from the last element to the first."""
+        """Whether the loop scans its stacks from the last element to the first."""
         return self.equation.params["reverse"]
 
     def scan(
         self, body: Callable, carry: Any, stacks: Any, length: int | None = None
     ) -> tuple[Any, Any]:
-        """Run `lax.scan` with another body, but this loop's length, direction and unrolling.
+        """Run `lax.scan` over `body` with the direction and unrolling of this loop.
 
-        `length` is that of the stacks, if it is shorter than the loop's.
+        `length` is the length of the stacks if it is shorter than the loop.
         """
         params, length = self.equation.params, length or self.length
         unroll = min(params["unroll"], length)
@@ -240,20 +240,20 @@ class Block:
 
     @functools.cached_property
     def makers(self) -> dict[Any, Operation]:
-        """For each value that an operation makes, that operation."""
+        """The operation that makes each value, by value."""
         return {x: operation for operation in self.operations for x in operation.outputs}
 
     @functools.cached_property
     def positions(self) -> dict[Any, int]:
-        """For each value that an operation makes, the index of that operation."""
+        """The index of the operation that makes each value, by value."""
         return {x: i for i, operation in enumerate(self.operations) for x in operation.outputs}
 
 
 def _indexed(body: Callable, stacks: Any, length: int) -> tuple[Callable, Any]:
-    """The body and stacks of a reversed loop, with stacks in host memory indexed by an array.
+    """Convert a reversed loop so that its body indexes stacks in host memory by an array.
 
-    XLA before JAX 0.12 reads and writes host memory forward in a reversed loop, without a word
-    (seen with 0.10.2), where the index is a function of the loop's counter.
+    The body would index by the loop's counter. Then XLA before JAX 0.12 silently reads and writes
+    host memory forward in a reversed loop (seen with 0.10.2).
     """
     leaves, treedef = jax.tree.flatten(stacks)
     host = {i: x for i, x in enumerate(leaves) if in_host(x)}
@@ -275,9 +275,9 @@ def _indexed(body: Callable, stacks: Any, length: int) -> tuple[Callable, Any]:
 
 
 def exchanged_or_effect(operation: Operation) -> str | None:
-    """The name of a collective, or of an effect on the host, in an operation; None without one.
+    """Return the name of a collective, or of an effect on the host, in an operation; else None.
 
-    `axis_index` is none: it tells a device where it is, and sends nothing.
+    `axis_index` does not count: it tells a device where it is, and sends nothing.
     """
     for equation in equations_inside(operation.equation):
         if _has_effects(equation) or _exchanged_axes(equation):
@@ -286,7 +286,7 @@ def exchanged_or_effect(operation: Operation) -> str | None:
 
 
 def has_host_effect(operation: Operation) -> bool:
-    """Whether an operation has an effect on the host, such as a print."""
+    """Return whether an operation has an effect on the host, such as a print."""
     return _has_effects(operation.equation)
 
 
@@ -295,7 +295,7 @@ def _has_effects(equation: Any) -> bool:
 
 
 def is_matrix_product(equation: Any) -> bool:
-    """Whether it multiplies two matrices; not a matrix and a vector, nor element by element."""
+    """Return whether a `dot_general` multiplies two matrices: no vector, not elementwise."""
     summed, batch = equation.params["dimension_numbers"]
     shapes = [x.aval.shape for x in equation.invars]
     sizes = [math.prod(shapes[0][i] for i in summed[0])]
@@ -305,14 +305,14 @@ def is_matrix_product(equation: Any) -> bool:
 
 
 def exchanges(operation: Operation) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The collectives in an operation: the name of each, and the mesh axes it is over."""
+    """Yield the name of each collective in an operation, and the mesh axes that it is over."""
     for equation in equations_inside(operation.equation):
         if axes := _exchanged_axes(equation):
             yield equation.primitive.name, axes
 
 
 def _exchanged_axes(equation: Any) -> tuple[str, ...]:
-    """The mesh axes that a collective is over; none for other equations."""
+    """Return the mesh axes that a collective is over; `()` for other equations."""
     if equation.primitive.name in NAMING_ONLY:
         return ()
     axes = equation.params.get("axis_name", equation.params.get("axes", ()))
@@ -321,12 +321,12 @@ def _exchanged_axes(equation: Any) -> tuple[str, ...]:
 
 
 def is_ref(aval: Any) -> bool:
-    """Whether `aval` is the type of a mutable reference."""
+    """Return whether `aval` is the type of a mutable reference."""
     return hasattr(aval, "inner_aval")
 
 
 def is_mutable(x: Any) -> bool:
-    """Whether `x` is a mutable array (`jax.Ref`), traced or not."""
+    """Return whether `x` is a mutable array (`jax.Ref`), traced or not."""
     return isinstance(x, jax.Ref) or (is_traced(x) and is_ref(jax.typeof(x)))
 
 
@@ -336,13 +336,13 @@ def _frames(equation: Any) -> list[tuple[str, int]]:
 
 
 def scope(equation: Any) -> contextlib.AbstractContextManager:
-    """Name operations as those of an equation."""
+    """Open a scope in which new operations get the names of an equation."""
     name = str(equation.source_info.name_stack)
     return jax.named_scope(name) if name else contextlib.nullcontext()
 
 
 def _view(operation: Operation) -> movable_ops.Op | None:
-    """The `Op` of an operation that only moves, scales or rounds elements; None for any other."""
+    """Return the `Op` of an operation that only moves, scales or rounds elements, or None."""
     source = operation.source
     if source is None or not source.is_array or not operation.outputs:
         return None
@@ -376,7 +376,7 @@ def _view(operation: Operation) -> movable_ops.Op | None:
 
 
 def _factor(operation: Operation) -> float | None:
-    """The constant that an array is multiplied with or divided by; None if it is not known."""
+    """Return the constant factor or divisor of an array; None if it is not a known scalar."""
     if operation.name == "div" and not isinstance(operation.inputs[1], Constant):
         return None
     constants = [atom.value for atom in operation.inputs if isinstance(atom, Constant)]
@@ -386,7 +386,7 @@ def _factor(operation: Operation) -> float | None:
 
 
 def is_split(sharding: Any) -> bool:
-    """Whether a requested sharding splits any dim; one that only names a mesh does not."""
+    """Return whether a requested sharding splits any dim, and does not only name a mesh."""
     return sharding is not None and any(entry is not None for entry in sharding.spec)
 
 

@@ -1,9 +1,10 @@
 """Handle sharding requests in the user's program, such as `with_sharding_constraint`.
 
-Under plain `jit` a program may request over which mesh axes an array is split. Here it runs once on
-every device, on that device's rows and on parameters that this package gathers. So `node`
-and `local` in a request have no effect and are removed from it; other axes stay. A request that a
-per-device program cannot fulfil, such as a `shard_map` over `node` or `local`, raises an error.
+Under plain `jit` a program may request over which mesh axes an array is split. Here the program
+runs on every device, with that device's rows and with parameters that this package gathers. So
+`node` and `local` in a request have no effect and are removed from it; other axes stay. A request
+that a per-device program cannot fulfil, such as a `shard_map` over `node` or `local`, raises an
+error.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def explaining() -> Iterator[None]:
 
 
 def asks_to_split_over(block: Block, axis: str) -> bool:
-    """Whether the program asks somewhere that an array be split over a mesh axis."""
+    """Return whether the program requests anywhere that an array be split over a mesh axis."""
     equations = (x for op in block.operations for x in equations_inside(op.equation))
     requests = (x.params["sharding"] for x in equations if x.primitive.name == _REQUEST)
     specs = [x.spec for x in requests if isinstance(x, NamedSharding)]
@@ -94,13 +95,14 @@ def asks_to_split_over(block: Block, axis: str) -> bool:
 
 
 def token_exchanges(block: Block) -> Iterator[tuple[str, Any, int]]:
-    """The arrays that a program exchanges over the axis `tokens` by `exchange_over_tokens`.
+    """Yield the arrays that a program exchanges over the axis `tokens` by `exchange_over_tokens`.
 
     These are the keys and values of attention, for instance, in forward and backward.
 
     Yields:
-        `(collective, array, trips)`: the shape and dtype of the full array, and how often it is
-        sent. All branches of a `lax.cond` count, and one iteration of a `lax.while_loop`.
+        `(collective, array, trips)`: the name of the collective, the shape and dtype of the full
+        array, and how often it is sent. All branches of a `lax.cond` count, and one iteration of a
+        `lax.while_loop`.
     """
     for equation, trips in _equations(block.operations):
         collective = exchange_of(equation)
@@ -109,12 +111,12 @@ def token_exchanges(block: Block) -> Iterator[tuple[str, Any, int]]:
 
 
 def _equations(operations: Iterable[Operation]) -> Iterator[tuple[Any, int]]:
-    """The equations of operations, with how often each runs."""
+    """Yield the equations of operations, with how often each runs."""
     for operation in operations:
         if isinstance(operation, Loop):
             inner = _equations(operation.body.operations)
             yield from ((x, trips * operation.length) for x, trips in inner)
-        elif not isinstance(operation, Barrier):  # whose equation is that of `jax.checkpoint`
+        elif not isinstance(operation, Barrier):  # a barrier has the equation of `jax.checkpoint`
             yield from _equations_inside(operation.equation)
 
 
@@ -170,7 +172,7 @@ def _check_stays_in_node(name: str, params: Mapping[str, Any]) -> None:
 
 
 def _check_callback(equation: Any) -> None:
-    """Raise unless JAX can run the callback in a per-device program, and in order if requested."""
+    """Raise unless JAX can run the callback in a per-device program, in order if it is ordered."""
     name = equation.primitive.name
     others = set(jax.sharding.get_abstract_mesh().axis_names) - {*_OURS}
     if name in ("io_callback", "pure_callback") and others:
@@ -195,9 +197,9 @@ def _num_devices() -> int:
 
 
 def _without(sharding: NamedSharding, name: str) -> NamedSharding:
-    """`sharding` without `node` and `local`.
+    """Remove `node` and `local` from `sharding`. Warn unless they split only dim 0.
 
-    Warns unless they split dim 0, which fulfils the request: rows are split over devices already.
+    On dim 0 they change nothing, as its rows are split over devices already.
     """
     entries = []
     for dim, axes in enumerate(axes_of_dims(sharding.spec)):

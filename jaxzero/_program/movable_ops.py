@@ -1,11 +1,11 @@
 """Cheap one-input operations, as data, that can be moved past a gather or a reduction.
 
-A weight that is cast, transposed, reshaped or sliced is not needed in full yet: the analysis keeps
+A weight that is cast, transposed, reshaped or sliced is not needed in full yet. The analysis keeps
 it as its shard and the list of these operations (a `View`). A gradient can also be reduced before
-these operations, which then run on its shard. For this, each operation gives the layout of its
-output for that of its input (`through`), and the reverse (`back`); the same operation for a shard
-(`on_shard`); and the same for one layer of a stack, or for a stack of layers (`of_slice`,
-`of_stack`), as values pass into and out of `lax.scan`.
+these operations, which then run on its shard. For this, an operation tells four things: the layout
+of its output, given that of its input (`through`), and the reverse (`back`); the same operation for
+a shard (`on_shard`); the same operation for one layer of a stack, as values pass into `lax.scan`
+(`of_slice`); and for a stack of layers, as values pass out of it (`of_stack`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Op(abc.ABC):
-    """One operation of a view. In its methods, `shape` is the shape of its full input."""
+    """One operation of a view. In its methods, `shape` is the full shape of its input."""
 
     narrows = False  # whether its output has fewer bytes to send than its input
 
@@ -37,38 +37,38 @@ class Op(abc.ABC):
         return shape
 
     def through(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
-        """The layout of the output for an input with `layout` and full shape `shape`.
+        """Return the layout of the output, given `layout` of an input of full shape `shape`.
 
-        None if the operation cannot run on shards with this layout.
+        Return None if the operation cannot run on shards with this layout.
         """
         return layout
 
     def back(self, layout: DimSharding, shape: Shape) -> DimSharding | None:
-        """The layout of the input that gives the output `layout`; None if there is none."""
+        """Return the input's layout for which the output has `layout`; None if there is none."""
         for dim, size in enumerate(shape):
             if size == layout.size and self.through(layout.moved(dim), shape) == layout:
                 return layout.moved(dim)
         return None
 
     def on_shard(self, layout: DimSharding, local: int, shape: Shape) -> Op:
-        """This operation for a shard with `local` elements along the split dim."""
+        """Return this operation for a shard with `local` elements along the split dim."""
         return self
 
     def of_slice(self, shape: Shape) -> Op | None:
-        """The operation `f` for one layer, such that `f(x[i])` is `self.apply(x)[i]`.
+        """Return the operation `f` for one layer, such that `f(x[i])` is `self.apply(x)[i]`.
 
-        None if there is none, because this operation does not treat dim 0 as a stack of layers.
+        Return None if this operation does not treat dim 0 of its input as a stack of layers.
         """
         return self
 
     def of_stack(self, num: int) -> Op:
-        """The operation that applies this one to each layer of a stack of `num` inputs."""
+        """Return the operation that applies this one to each of `num` inputs on a new dim 0."""
         return self
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertDtype(Op):
-    """`convert_element_type`."""
+    """The primitive `convert_element_type`, a cast."""
 
     dtype: Any
     narrows: bool
@@ -89,7 +89,7 @@ class Elementwise(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Op):
-    """`mul` with, or `div` by, a constant scalar."""
+    """Multiplication with, or division by, a constant scalar."""
 
     factor: float
     divides: bool
@@ -101,7 +101,7 @@ class Scale(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Reverse(Op):
-    """`rev`."""
+    """The primitive `rev`, which reverses the order of elements along `dims`."""
 
     dims: tuple[int, ...]
 
@@ -120,7 +120,7 @@ class Reverse(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(Op):
-    """`transpose`."""
+    """The primitive `transpose`."""
 
     permutation: tuple[int, ...]
 
@@ -144,7 +144,7 @@ class Transpose(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Reshape(Op):
-    """`reshape`, `squeeze`, `expand_dims`."""
+    """The primitives `reshape`, `squeeze` and `expand_dims`; `shape` is that of the output."""
 
     shape: Shape
 
@@ -177,7 +177,7 @@ class Reshape(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Broadcast(Op):
-    """`broadcast_in_dim`: input dim `i` becomes `dims[i]` of `shape`."""
+    """The primitive `broadcast_in_dim`: input dim `i` becomes output dim `dims[i]`."""
 
     shape: Shape
     dims: tuple[int, ...]
@@ -213,7 +213,7 @@ class Broadcast(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Slice(Op):
-    """`slice` with fixed bounds."""
+    """The primitive `slice`, whose bounds are known."""
 
     start: tuple[int, ...]
     limit: tuple[int, ...]
@@ -248,7 +248,7 @@ class Slice(Op):
 
 @dataclasses.dataclass(frozen=True)
 class Pad(Op):
-    """`pad` with zeros, as in the gradient of a slice."""
+    """The primitive `pad` with zeros, as in the gradient of a slice."""
 
     config: tuple[tuple[int, int, int], ...]
 
@@ -274,7 +274,7 @@ class Pad(Op):
 def push(
     ops: tuple[Op, ...], layout: DimSharding, shape: Shape
 ) -> tuple[DimSharding, Shape] | None:
-    """Layout and full shape after all of `ops`; None if one of them cannot run on shards."""
+    """Return the layout and full shape after `ops`; None if one of them cannot run on shards."""
     for op in ops:
         moved = op.through(layout, shape)
         if moved is None:
@@ -293,7 +293,7 @@ def apply_all(ops: tuple[Op, ...], x: Shaped[Array, ...]) -> Shaped[Array, ...]:
 def apply_on_shard(
     ops: tuple[Op, ...], shard: Shaped[Array, ...], layout: DimSharding, shape: Shape
 ) -> Shaped[Array, ...]:
-    """Run `ops` on one device's shard of an array of full shape `shape`."""
+    """Apply `ops` to one device's shard of an array that has `layout` and full shape `shape`."""
     for op in ops:
         local = shard.shape[layout.dim]
         shard = op.on_shard(layout, local, shape).apply(shard)
@@ -306,8 +306,8 @@ def apply_on_shard(
 def casts_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """Move narrowing casts in front of operations that only move elements, such as slices.
 
-    This does not change the result, and the operations then run on fewer bytes. From the first
-    operation that computes (elementwise, a scaling or a widening cast), the order stays as it is.
+    This does not change the result, and the moved-past operations then run on fewer bytes. From the
+    first operation that computes (elementwise, a scaling or a widening cast) on, the order stays.
     """
     moved: list[Op] = []
     rest: list[Op] = []
@@ -324,10 +324,10 @@ def casts_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
 def before_gather(
     ops: tuple[Op, ...], layout: DimSharding, shape: Shape
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Split a view's operations into those to run on the shard and those after the gather.
+    """Split a view's operations into those to run on the shard and those to run after the gather.
 
-    The first part ends with the last operation that reduces the bytes to send, among the leading
-    operations that can run on a shard.
+    Only the leading operations that can run on a shard are candidates for the first part. It ends
+    with the last of them that reduces the bytes to send.
     """
     ops = casts_first(ops)
     cut = 0

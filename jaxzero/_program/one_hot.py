@@ -1,11 +1,10 @@
-"""Products of one-hot vectors with a weight, as the lookups that they are.
+"""Replace products of one-hot vectors with a weight by the equivalent lookups.
 
     one_hot(ids) @ table              ->  table.at[ids].get(mode="fill", fill_value=0)
     one_hot(ids).T @ ct   (backward)  ->  zeros.at[ids].add(ct, mode="drop")
 
-One-hot vectors are a comparison of integers with those from 0 on, cast to floats. The lookup reads
-rows as they are, also where a product would round them, and does not multiply NaN of other rows
-by 0.
+A one-hot vector is a comparison of an integer with 0, 1, 2, ..., cast to floats. The lookup reads
+rows exactly, where a product may round them, and does not multiply NaN of other rows by 0.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _CASTS = {"convert_element_type"}
 
 
 class _OneHot(NamedTuple):
-    """Vectors along `dim` that are 1 at `ids`, which are constant along it, and 0 elsewhere."""
+    """Vectors along `dim` that are 1 at `ids` and 0 elsewhere. `ids` are constant along `dim`."""
 
     ids: Value
     dim: int
@@ -42,14 +41,14 @@ class _OneHot(NamedTuple):
         return [dim for dim in range(len(self.shape)) if dim != self.dim]
 
     def indices(self, ids: Any) -> Any:
-        """The ids as `gather` takes them, `[*others, 1]`."""
+        """Return the ids in the form that `gather` takes, `[*others, 1]`."""
         ids = lax.squeeze(lax.slice_in_dim(ids, 0, 1, axis=self.dim), (self.dim,))
         shape = tuple(self.shape[dim] for dim in self.others)
         return jnp.broadcast_to(ids, shape)[..., None]
 
 
 def with_lookups(block: Block, weights: Mapping[Value, int], gradients: Mapping[int, int]) -> Block:
-    """The program with lookups for products of one-hot vectors with some of its weights.
+    """Replace products of one-hot vectors with some of a program's weights by lookups.
 
     Args:
         block: the program.
@@ -66,12 +65,12 @@ def _rewritten(
     roots: Sequence[Atom],
     outside: Mapping[Any, Operation],
 ) -> Block:
-    """`with_lookups` for one block.
+    """Rewrite one block as `with_lookups` does.
 
     Args:
         block: a program, or the body of a loop.
-        views: its inputs that are tables.
-        roots: its outputs that are gradients of tables, or sums that become gradients.
+        views: the inputs of the block that are tables.
+        roots: the outputs of the block that are gradients of tables, or sums that become gradients.
         outside: for inputs of a body that count (`iota`), the operations outside that make them.
     """
     views, new, makers = dict(views), [], {**outside, **block.makers}
@@ -98,7 +97,12 @@ def _rewritten(
 
 
 def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation, list[Atom]]]:
-    """The values that are added up to the roots; and the roots of each loop that carries sums."""
+    """Find the values whose sum is a root, also in loops that carry such a sum.
+
+    Returns:
+        The values of this block; and for each loop that carries such a sum, the outputs of its body
+        that are the sum.
+    """
     sums: set[Any] = set()
     of_loops: dict[Operation, list[Atom]] = {}
     pending = [*roots]
@@ -121,7 +125,7 @@ def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation
 def _read(
     operation: Operation, views: Mapping[Any, TableView], makers: Mapping[Any, Operation]
 ) -> list[Operation] | None:
-    """The lookup that replaces a product of one-hot vectors with a table; None for others."""
+    """Return the lookup that replaces a product of one-hot vectors and a table, or None."""
     contracted, batch = operation.equation.params["dimension_numbers"]
     for at in (0, 1):
         table, one_hot = operation.inputs[at], _one_hot(operation.inputs[1 - at], makers)
@@ -144,7 +148,7 @@ def _rows(one_hot: _OneHot, dtype: Any, rows_first: bool, table: Any, ids: Any) 
 
 
 def _added(operation: Operation, makers: Mapping[Any, Operation]) -> list[Operation] | None:
-    """The `scatter-add` that replaces a product of one-hot vectors with cotangents; or None."""
+    """Return the `scatter-add` that replaces a product of one-hot vectors with cotangents."""
     product, out = operation, operation.outputs[0]
     order = [*range(len(out.shape))]
     if operation.name == "transpose":
@@ -172,9 +176,10 @@ def _sum_of_rows(
     """Add rows of cotangents to zeros of the shape of `out`.
 
     Args:
-        one_hot: says which of the rows of `out` each row of cotangents is added to.
+        one_hot: says to which row of `out` each row of cotangents is added.
         out: the value that the result replaces.
-        dims: the dims of the cotangents that are dims of the ids; the others are those of a row.
+        dims: the dims of the cotangents that are dims of the ids; the other dims are those of a
+            row.
         cotangents: the rows.
         ids: the array of `one_hot.ids`.
     """
@@ -187,7 +192,7 @@ def _sum_of_rows(
 
 
 def _in_place(operation: Operation, function: Callable, inputs: Sequence[Atom]) -> list[Operation]:
-    """Trace a function to operations that make the output of `operation` in its place."""
+    """Trace `function` to operations that make the output of `operation`, to replace it."""
     *others, last = rewritten(operation, function, inputs)[0]
     return [*others, dataclasses.replace(last, outputs=operation.outputs)]
 
@@ -212,7 +217,7 @@ def _one_hot(x: Atom, makers: Mapping[Any, Operation]) -> _OneHot | None:
 
 
 def _counting_dim(x: Atom, makers: Mapping[Any, Operation]) -> int | None:
-    """The dim along which an array counts from 0, and along which alone it changes; or None."""
+    """Return the dim along which an array counts 0, 1, 2, ..., if it varies along no other."""
     if isinstance(x, Constant):
         if is_traced(x.value) or math.prod(shape_of(x)) != max(shape_of(x), default=0):
             return None

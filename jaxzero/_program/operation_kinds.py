@@ -4,7 +4,7 @@ Elementwise operations and reductions can run on any part of an array: on a devi
 one window of it.
 
 [Note: layer forms] An operation on stacks `[layers, ...]` has a form for one layer if element `i`
-of its output depends on element `i` of each stack that it reads, and on what all layers share:
+of its output depends only on element `i` of each stack, and on values that all layers share:
 
     operation(stack, shared)[i] = form(stack[i], shared).
 
@@ -71,23 +71,23 @@ REDUCTIONS = {*("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce
 
 
 def is_elementwise(operation: Operation) -> bool:
-    """Whether each output element depends only on the input elements at its index."""
+    """Return whether each output element depends only on the input elements at its index."""
     return operation.name in _ELEMENTWISE
 
 
 def may_be_copied(operation: Operation) -> bool:
-    """Whether its equation can be bound again as it is: no barrier, collective or effect."""
+    """Return whether an operation may be bound again: it is no barrier, collective or effect."""
     is_plain = type(operation) is Operation  # subclasses do not compute their equation
     return is_plain and not (operation.has_effects or operation.name in _MOVES)
 
 
 def is_costly(operation: Operation) -> bool:
-    """Whether an operation takes long enough for a collective to overlap with it.
+    """Return whether an operation takes long enough for a collective to overlap with it.
 
-    XLA writes the results of these to memory anyway, so a tie to them costs nothing. Products that
-    sum nothing, or of which one factor has no dims of its own, as in the state of Mamba, are not
-    costly: XLA fuses them with the operations around. It does the same with functions that have a
-    derivative of their own (`jax.custom_jvp`), if nothing in them is costly.
+    XLA writes the results of costly operations to memory anyway, so a tie to them costs nothing. A
+    product that sums nothing, or one factor of which has no dims of its own (in the state of
+    Mamba), is not costly: XLA fuses it with the operations around it. XLA also fuses functions that
+    have their own derivative (`jax.custom_jvp`), if nothing in them is costly.
     """
     if operation.name in ("custom_jvp_call", "custom_vjp_call"):
         return any(map(_is_costly, equations_inside(operation.equation)))
@@ -101,7 +101,7 @@ def _is_costly(equation: Any) -> bool:
 
 
 def multiplies_matrices(operation: Operation) -> bool:
-    """Whether an operation, or the body of a loop, has products or decompositions of matrices."""
+    """Return whether an operation, or a loop's body, has products or decompositions of matrices."""
     return operation.name != "cond" and any(
         is_matrix_product(equation)
         if equation.primitive.name == "dot_general"
@@ -111,7 +111,7 @@ def multiplies_matrices(operation: Operation) -> bool:
 
 
 def is_reshape(operation: Operation) -> bool:
-    """Whether the output has the elements of the only input, in the same order."""
+    """Return whether the output has the elements of the only input, in the same order."""
     if operation.name not in _RESHAPES or len(operation.inputs) != 1:
         return False
     if operation.name == "reshape" and operation.equation.params["dimensions"] is not None:
@@ -120,12 +120,12 @@ def is_reshape(operation: Operation) -> bool:
 
 
 def is_broadcast(operation: Operation) -> bool:
-    """Whether it repeats the elements of its only input."""
+    """Return whether an operation repeats the elements of its only input."""
     return operation.name == "broadcast_in_dim" and len(operation.inputs) == 1
 
 
 def full_reduction(operation: Operation) -> str | None:
-    """How an operation reduces all elements of its inputs to a scalar; None if it does not.
+    """Return how an operation reduces all elements of its inputs to a scalar; None if it does not.
 
     Returns:
         "sum", "max", "min" (of booleans: "max" for any, "min" for all), or "dot" for the inner
@@ -141,22 +141,22 @@ def full_reduction(operation: Operation) -> str | None:
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
-    """The shape of a value or a constant."""
+    """Return the shape of a value or a constant."""
     return atom.shape if isinstance(atom, Value) else np.shape(atom.value)
 
 
 def dtype_of(atom: Atom) -> Any:
-    """The dtype of a value or a constant."""
+    """Return the dtype of a value or a constant."""
     return atom.dtype if isinstance(atom, Value) else jnp.result_type(atom.value)
 
 
 class LayerForm(NamedTuple):
-    """An operation for one layer.
+    """An operation on stacks, converted to one layer.
 
     Attributes:
-        sliced: for each input, whether it is a stack of layers; the others are read whole.
-        apply: takes one layer of each stack, and the other inputs as they are; returns the layer of
-            the output, or a list of those of several outputs.
+        sliced: for each input, whether it is a stack of layers; other inputs are read whole.
+        apply: takes one layer of each stack, and the other inputs as they are. It returns the layer
+            of the output, or a list of layers if there are several outputs.
     """
 
     sliced: tuple[bool, ...]
@@ -164,7 +164,7 @@ class LayerForm(NamedTuple):
 
 
 def layer_form(operation: Operation) -> LayerForm | None:
-    """The form of `operation` for one layer of a stack along dim 0 of its outputs; None if none."""
+    """Return `operation` converted to one layer of its outputs (stacks along dim 0), or None."""
     outputs, params = operation.outputs, operation.equation.params
     if not outputs or not all(out.is_array and out.shape for out in outputs):
         return None
@@ -190,10 +190,10 @@ def layer_form(operation: Operation) -> LayerForm | None:
 
 
 def reduction_over_layers(operation: Operation) -> tuple[Callable, Callable] | None:
-    """Split a reduction over layers and other dims in two; None for any other operation.
+    """Split a reduction over layers and other dims in two; return None for any other operation.
 
     Returns:
-        The reduction of one layer, and that of the stack of its results over layers.
+        The reduction of one layer; and the reduction, over layers, of the stack of its results.
     """
     axes = operation.equation.params.get("axes", ())
     if operation.name not in REDUCTIONS or 0 not in axes or len(axes) < 2:
@@ -202,7 +202,7 @@ def reduction_over_layers(operation: Operation) -> tuple[Callable, Callable] | N
 
 
 def _bound(operation: Operation, **changes: Any) -> Callable:
-    """The primitive of an operation with some parameters changed, as a function of its inputs."""
+    """Return an operation's primitive, with parameters changed, as a function of inputs."""
     primitive = operation.equation.primitive
     params = {**operation.equation.params, **changes}
     return lambda *inputs: primitive.bind(*inputs, **params)
@@ -256,7 +256,7 @@ def _reduction(operation: Operation, axes: tuple[int, ...]) -> LayerForm | None:
 
 
 def _along(operation: Operation, name: str) -> LayerForm | None:
-    """The form of an operation along one dim, such as a cumulative sum; `name` is its parameter."""
+    """Return the layer form of a `concatenate` or `split`, whose dim is the parameter `name`."""
     dim = int(operation.equation.params[name])
     if dim == 0:
         return None
@@ -264,7 +264,7 @@ def _along(operation: Operation, name: str) -> LayerForm | None:
 
 
 def _product(operation: Operation) -> LayerForm | None:
-    """The form of a product that has layers as its first batch dim, or of a stack with a matrix."""
+    """Return the form of a product with layers as first batch dim, or of a stack with a matrix."""
     (left, right), (left_batch, right_batch) = operation.equation.params["dimension_numbers"]
     left, left_batch = _less_one(left), _less_one(left_batch)
     if left_batch and left_batch[0] == -1 and right_batch[0] == 0:
@@ -278,7 +278,7 @@ def _product(operation: Operation) -> LayerForm | None:
 
 
 def _moved(operation: Operation) -> LayerForm | None:
-    """A transpose, reshape, slice, padding or reversal within each layer."""
+    """Return the layer form of a transpose, reshape, slice, padding or reversal, or None."""
     op = operation.view()
     others = operation.inputs[1:]
     if op is None or isinstance(op, movable_ops.Elementwise) or not operation.source:
@@ -295,7 +295,7 @@ def _moved(operation: Operation) -> LayerForm | None:
 
 @dataclasses.dataclass(frozen=True)
 class CarriedSum:
-    """A value that a loop carries and only adds to in each iteration."""
+    """A sum that a loop carries: each iteration only adds terms to it."""
 
     before: Value  # the sum before an iteration: an input of the body
     additions: tuple[int, ...]  # operations of the body
@@ -303,11 +303,11 @@ class CarriedSum:
 
 
 def carried_sums(loop: Loop, starts: Callable[[Atom], bool]) -> dict[int, CarriedSum]:
-    """The sums that a loop carries, by index of the output.
+    """Return the sums that a loop carries, by index of the output.
 
     Args:
         loop: the loop.
-        starts: whether a sum may start from a value outside of it, such as zero.
+        starts: whether a sum may start from a given value outside of the loop, such as zero.
     """
     body, sums = loop.body, {}
     readers: dict[Atom, list[int]] = {atom: [] for atom in (*body.inputs, *body.outputs)}
@@ -336,7 +336,7 @@ def carried_sums(loop: Loop, starts: Callable[[Atom], bool]) -> dict[int, Carrie
 
 
 def addends(operation: Operation) -> list[Value]:
-    """The inputs of an addition of two arrays of equal shape; `[]` for any other operation."""
+    """Return the inputs of an addition of two arrays of equal shape; `[]` for other operations."""
     if operation.name not in ADDITIONS:
         return []
     arrays = operation.values
@@ -345,14 +345,14 @@ def addends(operation: Operation) -> list[Value]:
 
 
 def is_zero(atom: Atom, makers: Mapping[Value, Operation]) -> bool:
-    """Whether an atom is the constant 0, or an array of zeros that one of `makers` makes."""
+    """Return whether an atom is the constant 0, or an array of zeros that one of `makers` makes."""
     if isinstance(atom, Constant):
         return atom.is_zero
     return atom in makers and makes_zeros(makers[atom])
 
 
 def makes_zeros(operation: Operation) -> bool:
-    """Whether an operation is a broadcast of the constant 0."""
+    """Return whether an operation is a broadcast of the constant 0."""
     if operation.name != "broadcast_in_dim":
         return False
     source = operation.inputs[0]
@@ -366,10 +366,10 @@ class Fork(Operation):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Branch(Loop):
-    """A branch of a `cond`: a loop that runs once or not at all.
+    """A branch of a `cond`: a loop that runs once or not at all, and scans nothing.
 
-    Its carry is its results, and last a boolean: whether it runs. It scans nothing. If it does not
-    run, it returns the carry that it is given.
+    The carry is the branch's results, followed by a boolean: whether the branch runs. If it does
+    not run, it returns the carry that it is given.
     """
 
     operands: tuple[Atom, ...] = ()  # what any branch of the `cond` reads
@@ -385,7 +385,7 @@ class Branch(Loop):
     def scan(
         self, body: Callable, carry: Any, stacks: Any, length: int | None = 1
     ) -> tuple[Any, Any]:
-        """Run the body once if the last carried value is true; it may return no stacks."""
+        """Run the body once if the last carried value is true. The body must return no stacks."""
         assert length == 1
         layers, stacked = jax.tree.map(lambda x: x[0], stacks), None
 

@@ -2,10 +2,10 @@
 
 The program is rolled before it is differentiated, so that backward is a scan too. An iteration
 computes values that are made of one layer's weights alone (casts) where it needs them. A value from
-outside that differs between layers, such as a key for each, becomes one more stack. A value of the
-layers that operations after them read is carried if it is read of the last layer only, and stacked
-otherwise. Where the first layers of the stacks are arrays of their own, there are two scans, one
-after the other.
+outside that differs between layers, such as a key for each, becomes one more stack. If operations
+after the layers read a value of the last layer only, the scan carries it; if they read it of other
+layers too, the scan stacks it. If the first layers of the stacks are arrays of their own, there are
+two scans, one after the other.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def with_rolled_layers(
 
     Args:
         function: takes a list of arrays; returns a tree of arrays.
-        stacks: the arrays that are stacks of layers, or parts of them, by index. If none of them
-            is read layer by layer, the function is called as it is.
+        stacks: the arrays that are stacks of layers, or parts of them, by index. If `function`
+            reads none of them layer by layer, it is called as it is.
 
     Returns:
         A function that raises `NotImplementedError` if the layers do not compute the same. The
@@ -51,7 +51,7 @@ def with_rolled_layers(
 
 
 class _Rolled:
-    """The program with its layers in one scan."""
+    """A program whose unrolled layers run in one scan."""
 
     def __init__(self, layers: LayersOf, window: Window):
         self.layers = layers
@@ -70,15 +70,15 @@ class _Rolled:
         self.after = [x for x in others if x not in ran]
         wanted = {x for operation in self.after for x in operation.values}
         wanted.update(x for x in layers.block.outputs if isinstance(x, Value))
-        # What operations after the layers read of them: values at places, and values of weights.
+        # The values of layers that operations after them read: at places, and those of weights.
         self.places = {x: place[x] for x in place if x in wanted}
         carried = [x for x, _ in window.carried]
         last = layers.length - 1
         read_in: dict[Place, set[int]] = {}
         for number, x in self.places.values():
             read_in.setdefault(x, set()).add(number)
-        # Read of the last layer only: carried. Keys are stacked, since there are no zeros of them
-        # to start from.
+        # A value that is read of the last layer only is carried. Keys are stacked, since a carry
+        # would have to start from zeros, and there are no zeros of keys.
         final = [x for x in read_in if read_in[x] == {last} and self._value(x).is_array]
         self.extra = [x for x in final if x not in carried]
         self.stacked = [x for x in read_in if x not in {*final, *carried} or read_in[x] != {last}]
@@ -86,7 +86,7 @@ class _Rolled:
         self.keys = list(dict.fromkeys(self.weights.values()))
 
     def _before(self) -> list[Operation]:
-        """The operations whose results the layers read, in order."""
+        """Return the operations whose results the layers read, in order."""
         layers, window = self.layers, self.window
         atoms: list[Any] = [x for _, x in window.carried]
         atoms += [x for operation in layers.picks for x in operation.outputs]
@@ -95,7 +95,7 @@ class _Rolled:
         return operations_for(layers.block, atoms, layers.block.inputs)
 
     def run(self, given: Sequence[Any]) -> list[Any]:
-        """Run the program on arrays for its inputs; return its outputs."""
+        """Run the program on the arrays `given`; return its outputs."""
         layers = self.layers
         arrays: dict[Atom, Any] = dict(zip(layers.block.inputs, given, strict=True))
         _run(self.before, arrays)
@@ -114,11 +114,11 @@ class _Rolled:
         return [_value(x, arrays) for x in layers.block.outputs]
 
     def _scan(self, known: dict[Atom, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Run the layers in one scan, or two.
+        """Run the layers in one scan, or in two if the first layers are arrays of their own.
 
         Returns:
-            The carry after the last layer, the stacks of values at `stacked`, and the stacks of
-            values that are made of weights alone.
+            The carry after the last layer; a stack over layers of the value at each place in
+            `self.stacked`; and a stack over layers of each value that depends on weights alone.
         """
         layers, window = self.layers, self.window
         differing = {
@@ -154,7 +154,7 @@ class _Rolled:
             return new, ([results[x] for x in self.stacked], of_weights)
 
         start = [_typed(_value(x, known), self._value(place).dtype) for place, x in window.carried]
-        # No layer reads these: only what the last one makes is read, after the scan.
+        # No layer reads the extra carry. After the scan, its value from the last layer is read.
         extra = [jnp.zeros(x.shape, x.dtype) for x in map(self._value, self.extra)]
         segments = []
         for a, b in layers.segments():
@@ -169,7 +169,7 @@ class _Rolled:
 
 
 class _Weights:
-    """The values of an iteration that are made of one layer's weights alone."""
+    """Computes, in one iteration, the values that are made of that layer's weights alone."""
 
     def __init__(self, layers: LayersOf, rows: dict[int, Any]):
         self._layers = layers
@@ -204,7 +204,7 @@ def _value(atom: Atom, known: dict[Atom, Any]) -> Any:
 
 
 def _typed(x: Any, dtype: Any) -> Any:
-    """`x` as an array of `dtype`; a random key as it is. `x` may be a Python number."""
+    """Convert `x`, which may be a Python number, to an array of `dtype`; leave random keys."""
     return x if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.asarray(x, dtype)
 
 

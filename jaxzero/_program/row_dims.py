@@ -1,4 +1,7 @@
-"""Rules for operations that move, join, cut or reduce dims: the states of their results."""
+"""Rules for operations that move, join, cut or reduce dims. A rule returns the states of results.
+
+A state says how a value depends on the rows of the batch: see `row_states`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from .row_states import (
 
 
 def moved(state: State, places: Mapping[int, int], **changes: Any) -> State:
-    """The same values with dims in other places; dims that are not in `places` are gone."""
+    """Return the state after dims move to `places`; dims that are not in `places` are gone."""
     if not state.rows and not state.noise and state.index is None and not changes:
         return state
     rows = {dim if dim < 0 else places[dim]: x for dim, x in state.rows if dim < 0 or dim in places}
@@ -193,7 +196,7 @@ def reverse(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def reduce(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `reduce_sum`, `reduce_max`, `argmax` and the like."""
+    """Rule of reductions over dims, such as `reduce_sum`, `reduce_max` and `argmax`."""
     num, name = len(shape_of(operation.inputs[0])), operation.name
     axes = {int(x) for x in operation.equation.params["axes"]}
     kept = [dim for dim in range(num) if dim not in axes]
@@ -215,12 +218,12 @@ def reduce(rows: Rows, operation: Operation, states: Sequence[State]) -> list[St
 
 
 def _is_over_rows(before: State, after: State, rows: Rows) -> bool:
-    """Whether an operation from state `before` to `after` reduces over all rows of a device."""
+    """Return whether a reduction from state `before` to `after` is over all rows of a device."""
     return len(after.rows) < len(before.rows) and not has_outer(after.rows, rows.num)
 
 
 def along(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of sorts, top-k and cumulative sums: what each element of a dim is made of."""
+    """Rule of sorts, top-k and cumulative sums, which combine elements along one dim."""
     params, shape = operation.equation.params, shape_of(operation.inputs[0])
     axis = params.get("dimension", params.get("axis"))
     axis = len(shape) - 1 if axis is None or operation.name.endswith("top_k") else int(axis)
@@ -284,7 +287,7 @@ def dot(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State
 
 
 def _may_place(rows: Rows, operation: Operation, kept: Sequence[State]) -> bool:
-    """Whether a product over rows may only move them, as one with a permutation matrix does."""
+    """Return whether a product over rows may only move rows, like one with a permutation matrix."""
     depends = {dim for x in kept for dim, _ in x.rows}
     sizes = enumerate(operation.outputs[0].shape)
     return any(size % rows.num == 0 for dim, size in sizes if dim not in depends)
@@ -308,7 +311,7 @@ def convolution(rows: Rows, operation: Operation, states: Sequence[State]) -> li
 
 
 def windows(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `reduce_window` and the like, which leave each row to itself."""
+    """Rule of `reduce_window` and the like, whose windows lie within one row."""
     params = operation.equation.params
     sizes, steps = params["window_dimensions"], params["window_strides"]
     for dim, _ in states[0].rows:
@@ -322,7 +325,7 @@ def windows(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def batched(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of matrix decompositions and transforms, on the last dims of each array."""
+    """Rule of matrix decompositions and transforms, which combine the last dims of each array."""
     params = operation.equation.params
     last = len(params["fft_lengths"]) if operation.name == "fft" else 2
     shapes = [shape_of(x) for x in operation.inputs]

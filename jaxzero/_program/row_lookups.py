@@ -1,4 +1,7 @@
-"""Rules for lookups, writes at indices, and random bits: the states of their results."""
+"""Rules for lookups, writes at indices, and random bits. A rule returns the states of results.
+
+A state says how a value depends on the rows of the batch: see `row_states`.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def gather(rows: Rows, operation: Operation, states: Sequence[State]) -> list[St
 
 
 def _index_dim(indices: State, index_map: Sequence[int], dim: int) -> int | None:
-    """The dim along which indices count 0, 1, ... through dim `dim` of the operand; or None."""
+    """Return the dim along which `indices` count 0, 1, ... through dim `dim`, or None."""
     if indices.index is None or dim not in map(int, index_map):
         return None
     at, columns = indices.index
@@ -61,7 +64,7 @@ def _index_dim(indices: State, index_map: Sequence[int], dim: int) -> int | None
 
 
 def scatter(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `scatter` and `scatter-add`; adding several rows to one place is a sum of rows."""
+    """Rule of `scatter` and `scatter-add`. Adding several rows at one index is a sum over rows."""
     operand, indices, updates = states
     numbers = operation.equation.params["dimension_numbers"]
     shape, update_shape = (shape_of(operation.inputs[i]) for i in (0, 2))
@@ -115,7 +118,7 @@ def scatter(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def slice_at(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `dynamic_slice`."""
+    """Rule of `dynamic_slice`. The result is unknown if the slice cuts a dim with rows."""
     operand, *starts = states
     shape, sizes = shape_of(operation.inputs[0]), operation.equation.params["slice_sizes"]
     is_cut = any(dim >= 0 and sizes[dim] != shape[dim] for dim, _ in operand.rows)
@@ -125,7 +128,7 @@ def slice_at(rows: Rows, operation: Operation, states: Sequence[State]) -> list[
 
 
 def write_at(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `dynamic_update_slice`."""
+    """Rule of `dynamic_update_slice`. The result is unknown if it writes a part of the rows."""
     operand, updates, *starts = states
     shape, update_shape = (shape_of(operation.inputs[i]) for i in (0, 1))
     changed = {*operand.rows, *updates.rows}
@@ -143,7 +146,7 @@ def iota(rows: Rows, operation: Operation, states: Sequence[State]) -> list[Stat
 
 
 def device(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `axis_index`."""
+    """Rule of `axis_index`, whose result differs between devices."""
     return [State(differs=True)]
 
 
@@ -156,6 +159,6 @@ def random_bits(rows: Rows, operation: Operation, states: Sequence[State]) -> li
 
 
 def key(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of what makes a key: it differs between devices if anything that it is made of does."""
+    """Rule of operations that make a key. It differs between devices if an input does."""
     differs = any(x.depends or x.differs or not x.is_known for x in states)
     return [State(differs=differs)] * len(operation.outputs)

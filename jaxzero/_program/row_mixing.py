@@ -1,11 +1,11 @@
 """Find where a program mixes values of different rows of the batch.
 
-A loss that each device computes on its own rows is that of one device if it is a mean of rows. So
-the rows are followed through all operations of the forward program: `row_states` says how a value
-depends on them, `row_rules`, `row_dims` and `row_lookups` what operations make of that. Where rows
-meet other than in sums that reach the loss linearly, there is a `Mixing`, unless a collective over
-all devices comes after it. Nothing is said about results of operations without a rule: each mixing
-that is found is one, but others may be missed.
+Each device computes a loss on its own rows. The mean of these losses is that of one device with all
+rows if the loss is a mean of rows. So the rows are followed through all operations of the forward
+program. `row_states` says how a value depends on rows; `row_rules`, `row_dims` and `row_lookups`
+say how operations change that. A `Mixing` is found where rows meet, except in sums that reach the
+loss linearly, and unless a collective over all devices follows. Nothing is said about results of
+operations without a rule: each mixing that is found is one, but others may be missed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _RULES: dict[str, Rule] = {
     "reduce_window_sum": row_dims.windows,
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), row_lookups.scatter),
 }
-_ORIGINS = {"axis_index", "iota", "random_bits"}  # they make something of constants
+_ORIGINS = {"axis_index", "iota", "random_bits"}  # not constant, although their inputs are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,8 @@ class RowInput:
     """An input of a program that has rows, or differs between devices or micro-batches.
 
     Attributes:
-        dim: the dim that is split over devices; None: it has no rows.
-        num_rows: its size there, on one device and in one micro-batch.
+        dim: the dim that is split over devices; None: the input has no rows.
+        num_rows: the size of that dim, on one device and in one micro-batch.
     """
 
     dim: int | None
@@ -99,8 +99,8 @@ def find_mixings(
         outputs: the positions of the outputs.
 
     Returns:
-        For each of `outputs`, the mixings that it depends on: what one device would compute from
-        more rows.
+        For each of `outputs`, the mixings that it depends on. At each of them, one device with all
+        rows would compute another value.
     """
     sizes = [x.num_rows for x in inputs.values() if x.dim is not None]
     if not sizes or not all(sizes):
@@ -114,7 +114,7 @@ def find_mixings(
 
 
 def _of_output(state: State) -> frozenset[Mixing]:
-    """The mixings of an output. If it has a value for each row, sums over rows are mixings too."""
+    """Return the mixings of an output. If it has rows, its sums over rows are mixings too."""
     sums = state.sums if state.rows else ()
     return state.mixings.union(
         Mixing("statistic", x.operation, x.operation, x.is_mean) for x in sums
@@ -133,15 +133,15 @@ def _input(given: RowInput | None, num: int) -> State:
 
 
 class _Walk:
-    """Follows states through the blocks of a program."""
+    """Computes the states of all values in the blocks of a program."""
 
     def __init__(self, rows: Rows):
         self.rows = rows
-        self.depth = 0  # of loops around what is followed
-        self.blocks: dict[int, Any] = {}  # those of operations with blocks inside
+        self.depth = 0  # number of loops around the current block
+        self.blocks: dict[int, Any] = {}  # the blocks inside operations, by their id
 
     def block(self, block: Block, inputs: Sequence[State]) -> list[State]:
-        """The states of the outputs of a block."""
+        """Return the states of a block's outputs, given those of its inputs."""
         states: dict[Atom, State] = {
             x: state for x, state in zip(block.inputs, inputs, strict=True) if state is not CONSTANT
         }
@@ -156,7 +156,7 @@ class _Walk:
         return [states.get(x, CONSTANT) for x in block.outputs]
 
     def operation(self, operation: Operation, given: Sequence[State]) -> Sequence[State]:
-        """The states of the outputs of an operation."""
+        """Return the states of an operation's outputs, given those of its inputs."""
         name = operation.name
         if ROWS_APART in str(operation.equation.source_info.name_stack):
             return [unknown(*given)] * len(operation.outputs)
@@ -177,7 +177,7 @@ class _Walk:
         return [unknown(*given)] * len(operation.outputs)
 
     def inside(self, operation: Operation, read: Any) -> Any:
-        """The blocks inside an operation, from `read(operation)`, which is called once for each."""
+        """Return `read(operation)`: the blocks in an operation. It is called once for each."""
         if id(operation) not in self.blocks:
             self.blocks[id(operation)] = read(operation)
         return self.blocks[id(operation)]
@@ -228,12 +228,12 @@ def _keeps_shape(operation: Operation) -> bool:
 
 
 def _has_blocks(operation: Operation) -> bool:
-    """Whether it runs blocks of its own, in which random bits may be drawn."""
+    """Return whether an operation runs blocks of its own, in which random bits may be drawn."""
     return isinstance(operation, Loop) or operation.name in ("cond", "while")
 
 
 def _layer(state: State, level: int) -> State:
-    """The state of one layer of a stack, as the body of the loop that scans dim 0 reads it."""
+    """Return the state of one layer of a stack, as a loop's body reads it. The loop scans dim 0."""
     if state is CONSTANT:
         return state
     places = {dim: dim - 1 for dim in range(1, 64)}  # of all dims that an array can have
@@ -244,7 +244,7 @@ def _layer(state: State, level: int) -> State:
 
 
 def _stacked(state: State, level: int) -> State:
-    """The state of a stack of outputs, one of each iteration of a loop."""
+    """Return the state of a stack of a body's outputs, one from each iteration of a loop."""
     if state is CONSTANT:
         return state
     rows = {dim if dim < 0 else dim + 1: parts for dim, parts in state.rows}
@@ -255,7 +255,7 @@ def _stacked(state: State, level: int) -> State:
 
 
 def _added(state: State, loop: Loop, level: int, rows: Rows) -> State:
-    """The state of a carry after a loop over rows: a sum over them if it depends on each row."""
+    """Return the state of a carry after a loop over rows: a sum if it depends on each row."""
     if state.parts(level) is None:
         return state
     rest = tuple(x for x in state.rows if x[0] != level)
@@ -264,7 +264,7 @@ def _added(state: State, loop: Loop, level: int, rows: Rows) -> State:
 
 
 def _either(states: Sequence[State], rows: Rows) -> State:
-    """The state of a value that may be any of several, as after a `cond`."""
+    """Return the state of a value that has one of several states, as after a `cond`."""
     first = states[0]
     if all(x == first for x in states):
         return first

@@ -1,8 +1,9 @@
-"""Rules for elementwise operations and collectives: the states of results from those of inputs.
+"""Rules for elementwise operations and collectives. A rule returns the states of results.
 
-Elementwise operations are in four groups, by what they do to sums over rows: those that keep them
-linear, products, quotients, and all others. The rules of operations that move or join dims are in
-`row_dims`. The result of an operation without a rule is `unknown`.
+A rule gets the states of the inputs. Elementwise operations are in four groups, by what they do to
+sums over rows: operations that keep the result linear in them, products, quotients, and the rest.
+The rules of operations that move or join dims are in `row_dims`. The result of an operation without
+a rule is `unknown`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _LINEAR = {
     *("reduce_precision", "stop_gradient", "sub", "pvary", "pcast", "reshard", "mesh_cast"),
     *("sharding_constraint", "layout_constraint", "device_put", "copy_p", "optimization_barrier"),
 }
-# Beside those that `is_elementwise` knows: values in the places of their arguments.
+# Further operations whose output elements depend only on the input elements at their index.
 OTHERS = {"bitcast_convert_type", "copy", "copy_p"}
 _COMPARISONS = {"eq", "ge", "gt", "is_finite", "le", "lt", "ne"}
 IDENTITIES = {
@@ -58,7 +59,7 @@ IDENTITIES = {
 
 
 def joined_rows(states: Sequence[State]) -> tuple[tuple[int, Parts], ...]:
-    """The dims with rows of a result that combines arrays of one shape element by element.
+    """Return the dims with rows of an elementwise result of arrays of one shape.
 
     Raises:
         NotAligned: different rows meet.
@@ -85,7 +86,7 @@ def combined(
     sums: frozenset[Sum],
     mixings: Iterable[Mixing] = (),
 ) -> State:
-    """The state of a value with rows in `dims` that is made of all of `states`."""
+    """Return the state of a value that is computed from all of `states` and has rows in `dims`."""
     all_mixings = {*mixings}.union(*(x.mixings for x in states))
     differs = any(x.differs for x in states)
     if not all(x.is_known for x in states):
@@ -105,10 +106,10 @@ def combined(
 
 
 def elementwise(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of an operation on arrays of one shape, or on scalars beside one."""
+    """Rule of an elementwise operation on arrays of one shape, and scalars."""
     name = operation.name
     if name in _COMPARISONS and not any(x.rows for x in states):
-        # Of sums alone: a guard such as `where(num > 0, ...)`, on each device by itself.
+        # A comparison of sums alone is a guard such as `where(num > 0, ...)`, on each device.
         states = [dataclasses.replace(x, sums=frozenset(), mixings=frozenset()) for x in states]
     try:
         dims = joined_rows(states)
@@ -125,7 +126,7 @@ def elementwise(rows: Rows, operation: Operation, states: Sequence[State]) -> li
 
 
 def linear(rows: Rows, operation: Operation, states: Sequence[State]) -> State:
-    """The state of a result that combines arrays of one shape linearly.
+    """Return the state of a result that combines arrays of one shape linearly.
 
     Raises:
         NotAligned: different rows meet.
@@ -135,7 +136,7 @@ def linear(rows: Rows, operation: Operation, states: Sequence[State]) -> State:
 
 
 def _index(operation: Operation, states: Sequence[State]) -> Any:
-    """`State.index` of what JAX makes of an index: `where(i < 0, i + size, i)`, and casts."""
+    """Return `State.index` after casts, and after JAX's `where(i < 0, i + size, i)` of an index."""
     if operation.name == "select_n":
         return states[1].index
     return states[0].index if operation.name in _LINEAR and len(states) == 1 else None
@@ -144,7 +145,7 @@ def _index(operation: Operation, states: Sequence[State]) -> Any:
 def _sums(
     operation: Operation, states: Sequence[State], has_rows: bool
 ) -> tuple[frozenset[Sum], list[Mixing]]:
-    """The sums that the result is linear in, and mixings where sums meet rows or other sums."""
+    """Return the sums that a result is linear in; and a mixing for each other use of a sum."""
     every = frozenset().union(*(x.sums for x in states))
     name = operation.name
     if name in _LINEAR:
@@ -171,14 +172,14 @@ def _sums(
 
 
 def mixed(kind: str, sums: Iterable[Sum], operation: Operation) -> list[Mixing]:
-    """A mixing for each sum over rows that `operation` uses other than linearly."""
+    """Make a mixing for each sum over rows that `operation` uses in a way that is not linear."""
     return [Mixing(kind, x.operation, operation, x.is_mean) for x in sums]
 
 
 def _with_factor(operation: Operation, states: Sequence[State], state: State) -> State:
-    """Refine mixings of functions of sums, such as `1 / max(sum, 1)`, that are factors here.
+    """Refine the mixings of a product in which a function of sums, `1 / max(sum, 1)`, is a factor.
 
-    Depending on the other factor, such a mixing is a statistic, a ratio or a product.
+    Depending on the other factor, such a mixing becomes a statistic, a ratio or a product.
     """
     mixings = {*state.mixings}
     for this, other in (states, states[::-1]):
@@ -202,7 +203,7 @@ def _with_factor(operation: Operation, states: Sequence[State], state: State) ->
 
 
 def collective(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of a collective: over all axes of rows, its results are equal on all devices."""
+    """Rule of a collective. Over all axes of rows, its results are equal on all devices."""
     params = operation.equation.params
     axes = params.get("axis_name", params.get("axes", ()))
     axes = frozenset(axes if isinstance(axes, tuple | list) else (axes,))

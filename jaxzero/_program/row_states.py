@@ -1,14 +1,14 @@
-"""How a value depends on the rows of the batch: the states that `row_mixing` computes.
+"""`State` says how a value depends on the rows of the batch; `row_mixing` computes the states.
 
-The rows of one call, `n` on a device, may be a dim of an array, a part of one after a reshape that
-merged dims, or several dims after one that split it. So a dim is written as *parts* from the major
-to the minor one, each `(size, stride)`: its index times `stride` is its share in the number of the
-row, and a stride of 0 says that it has none. `[n, t]` merged to one dim is `((n, 1), (t, 0))`, and
-`[n]` cut into groups of 4 rows is `((n / 4, 4),)` and `((4, 1),)`.
+The `n` rows of one call on a device may be a dim of an array, a part of a dim (after a reshape that
+merged dims), or several dims (after one that split it). So each dim is written as *parts*, from the
+major to the minor part. A part is `(size, stride)`: its index times `stride` is what it adds to the
+number of the row, so a stride of 0 says that it has no rows. `[n, t]` merged to one dim is `((n,
+1), (t, 0))`. `[n]` cut into groups of 4 rows is two dims, `((n / 4, 4),)` and `((4, 1),)`.
 
-The part with `size * stride == n` is the *outer* one. While a value has it, each element belongs to
-one group of neighbouring rows, and what is summed is summed inside of a group, which lies on one
-device. A sum over the outer part is one over all rows of a device.
+The part with `size * stride == n` is the *outer* one. While a value has the outer part, each
+element belongs to one group of neighbouring rows. A sum over other parts adds up rows inside a
+group, which lies on one device. A sum over the outer part adds up all rows of a device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Parts = tuple[Part, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """An operation whose result depends on several rows of the batch in a way that a mean does not.
+    """An operation that combines several rows of the batch in another way than a mean of rows.
 
     Attributes:
         kind: "statistic", "function", "product", "ratio", "pairs", "order", "extreme" or "key".
@@ -43,7 +43,7 @@ class Mixing:
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A sum over all rows of a device that a value is linear in."""
+    """A sum over all rows of a device. The value whose `State` has it is linear in this sum."""
 
     operation: Any
     is_mean: bool = False  # whether it is divided by a number
@@ -56,14 +56,16 @@ class State:
     Attributes:
         rows: for each dim with rows, its parts. Inside a loop over rows, the row of the current
             iteration has a negative number in place of a dim.
-        sums: the sums over rows that it is linear in.
-        mixings: the mixings that it depends on: one device with all rows would give other values.
-        noise: the operations that drew random bits, equal on all devices, that it depends on.
+        sums: the sums over rows that the value is linear in.
+        mixings: the mixings that the value depends on: one device with all rows would compute
+            another value.
+        noise: the operations that drew random bits, equal on all devices, which the value depends
+            on.
         noise_dims: the dims along which these bits differ.
-        differs: whether it depends on the index of the device or micro-batch.
-        settled: the mesh axes over which a collective has combined it.
-        index: the dim along which each element is its own index, and the columns of the last dim in
-            which it is (None: all); None if there is no such dim.
+        differs: whether the value depends on the index of the device or micro-batch.
+        settled: the mesh axes over which a collective has combined the value.
+        index: `(dim, columns)`: along `dim`, each element is its own index, in these columns of the
+            last dim (None: in all); None if there is no such dim.
         is_known: False for the result of an operation without a rule: nothing is said about it.
     """
 
@@ -78,7 +80,7 @@ class State:
     is_known: bool = True
 
     def parts(self, dim: int) -> Parts | None:
-        """The parts of a dim; None if it has no rows."""
+        """Return the parts of a dim; None if it has no rows."""
         for key, parts in self.rows:
             if key == dim:
                 return parts
@@ -86,7 +88,7 @@ class State:
 
     @property
     def depends(self) -> bool:
-        """Whether it is made of rows of this device."""
+        """Whether the value is computed from rows of this device."""
         return bool(self.rows or self.sums)
 
 
@@ -94,7 +96,7 @@ CONSTANT = State()
 
 
 def unknown(*states: State) -> State:
-    """The state of the result of an operation without a rule."""
+    """Return the state of a result of an operation without a rule, given the inputs' states."""
     return State(
         mixings=frozenset().union(*(x.mixings for x in states)),
         differs=any(x.differs for x in states),
@@ -104,13 +106,13 @@ def unknown(*states: State) -> State:
 
 
 def settled(states: Sequence[State]) -> frozenset[str]:
-    """The axes over which all that differs between devices has been combined."""
+    """Return the axes over which collectives have combined every input that depends on rows."""
     found = [x.settled for x in states if x.depends or x.mixings or not x.is_known]
     return frozenset.intersection(*found) if found else frozenset()
 
 
 def as_rows(rows: Mapping[int, Parts]) -> tuple[tuple[int, Parts], ...]:
-    """The dims that have rows, in order, in the form of `State.rows`."""
+    """Return the dims that have rows, sorted, in the form of `State.rows`."""
     kept = {dim: simplified(parts) for dim, parts in rows.items() if _has_rows(parts)}
     return tuple(sorted(kept.items()))
 
@@ -120,7 +122,7 @@ def _has_rows(parts: Parts) -> bool:
 
 
 def simplified(parts: Parts) -> Parts:
-    """The same dim in as few parts as possible; parts of one element that have rows stay."""
+    """Write a dim in as few parts as possible. Parts of one element that have rows stay."""
     joined: list[Part] = []
     for size, stride in parts:
         if size == 1 and not stride:
@@ -135,21 +137,21 @@ def simplified(parts: Parts) -> Parts:
 
 
 def has_outer(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
-    """Whether the outer part of `n` rows is among these dims."""
+    """Return whether one of these dims has the outer part of `n` rows."""
     return any(size * stride == n for _, parts in rows for size, stride in parts)
 
 
 def is_paired(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
-    """Whether two dims have different rows: all pairs of rows, or of groups of rows."""
+    """Return whether two dims have an outer part: elements are then pairs of rows or groups."""
     outer = [size for _, parts in rows for size, stride in parts if size * stride == n]
     return len([size for size in outer if size > 1]) > 1
 
 
 def merged(left: Parts | None, right: Parts | None) -> Parts | None:
-    """The parts of a dim of two values that are combined element by element.
+    """Return the parts of a dim of an elementwise result, from those of both inputs.
 
     Raises:
-        NotAligned: different rows of the two meet.
+        NotAligned: different rows of the two inputs meet.
     """
     if left is None or right is None or left == right:
         return left if right is None else right
@@ -177,16 +179,16 @@ def merged(left: Parts | None, right: Parts | None) -> Parts | None:
 
 
 class NotAligned(Exception):
-    """Different rows may meet, or a reshape cuts across rows: nothing is said of the result."""
+    """Raised if different rows may meet, or a reshape cuts across rows: the result is unknown."""
 
 
 def _num_ones(sizes: Iterable[int]) -> int:
-    """How many of the first sizes are 1."""
+    """Return how many of the leading sizes are 1."""
     return len([*itertools.takewhile(lambda x: x == 1, sizes)])
 
 
 def reshaped(rows: Mapping[int, Parts], old: Sequence[int], new: Sequence[int], n: int) -> Any:
-    """The dims with rows after a reshape from shape `old` to `new`.
+    """Return the dims with rows after a reshape of `n` rows from shape `old` to `new`.
 
     Raises:
         NotAligned: the new dims cut across parts.

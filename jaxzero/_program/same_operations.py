@@ -1,8 +1,8 @@
-"""Which operations of a program compute the same, of inputs of the same shapes.
+"""Find operations of a program that compute the same function, for inputs of equal shapes.
 
 Parameters of a primitive can be programs, and rules of derivatives, which are Python functions that
 JAX makes anew at each call. Two functions are the same if they have the same code and close over
-the same values. Where that is not known, operations are different.
+the same values. If that cannot be known, the operations count as different.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .._mesh import is_traced
 from .ir import Atom, Block, Constant, Operation, Value, is_ref
 from .trace import OpenProgram, inline
 
-# What JAX's objects hold that says nothing about what they compute: where they come from, the
-# traces that they are made in, and what they have computed, such as the tree of their outputs.
+# Classes of JAX that do not matter for what a function computes: where it comes from, the
+# traces that it is made in, and results that it has stored, such as the tree of its outputs.
 _WITHOUT_MEANING = {"DebugInfo", "DynamicJaxprTrace", "SourceInfo", "JaxprEqnContext"}
 _WITHOUT_MEANING |= {"Store", "EqualStore"}
 _CACHES = {"cells", "sentinel"}
@@ -30,7 +30,7 @@ _OF_FUNCTION = ("f", "transforms", "params")
 
 
 class Kinds:
-    """Numbers operations by what they compute, and constants by their values."""
+    """Gives operations numbers by what they compute, and constants by their values."""
 
     def __init__(self):
         self._known: dict[Any, list[tuple[int, Operation]]] = {}
@@ -38,7 +38,7 @@ class Kinds:
         self._constants: list[Constant] = []
 
     def constant(self, constant: Constant) -> int:
-        """A number that all constants of the same value have."""
+        """Return a number that all constants of the same value share."""
         for i, known in enumerate(self._constants):
             if same_constants(known, constant):
                 return i
@@ -46,10 +46,10 @@ class Kinds:
         return len(self._constants) - 1
 
     def number(self, operation: Operation) -> int:
-        """A number that is equal for all operations that compute the same.
+        """Return a number that all operations which compute the same function share.
 
         An operation that has lost inputs or results (dead code of a loop) gets a number of its own,
-        because its equation does not say which.
+        because its equation does not say which it has lost.
         """
         equation = operation.equation
         is_whole = len(operation.inputs) == len(equation.invars)
@@ -68,24 +68,24 @@ class Kinds:
 
 
 def same_constants(a: Constant, b: Constant) -> bool:
-    """Whether two values that are known while tracing are the same."""
+    """Return whether two constants have the same type, dtype, shape and value."""
     return _Comparison().same(a.value, b.value)
 
 
 def input_dtypes(operation: Operation) -> list[Any]:
-    """The dtypes of an operation's inputs, as traced; a constant may be a Python number without."""
+    """Return the dtypes of an operation's inputs as traced. (A Python number has none itself.)"""
     return [x.aval.dtype for x in operation.equation.invars]
 
 
 def reads_refs(block: Block) -> bool:
-    """Whether an operation reads or changes a mutable array."""
+    """Return whether any operation reads or changes a mutable array."""
     return any(is_ref(x.aval) for each in block.operations for x in each.equation.invars)
 
 
 def flat_block(program: OpenProgram) -> Block:
-    """The operations of a program that is differentiated later.
+    """Return the operations of a program that is still to be differentiated.
 
-    Checkpoints, loops and functions with rules of derivatives stay one operation each, and calls of
+    A checkpoint, a loop or a function with its own derivative rule stays one operation. Calls of
     `jit` are inlined. Constants of the program are constants of the block.
     """
     inputs = tuple(Value(x.aval) for x in program.jaxpr.invars)
@@ -105,7 +105,7 @@ def _append_as_it_is(
 
 
 class _Comparison:
-    """One comparison of two values, which may refer to themselves through closures."""
+    """A comparison of two values, which may refer to themselves through closures."""
 
     def __init__(self):
         # Pairs under comparison, by identity; keeping the values alive keeps identities unique.
@@ -166,7 +166,7 @@ class _Comparison:
         return all(n in _CACHES or self.same(_content(x), _content(y)) for n, x, y in cells)
 
     def _programs(self, a: Any, b: Any) -> bool:
-        """Whether two jaxprs have the same equations, which read the same variables."""
+        """Return whether two jaxprs have equal equations that read corresponding variables."""
         if len(a.eqns) != len(b.eqns):
             return False
         names: dict[Any, Any] = {}

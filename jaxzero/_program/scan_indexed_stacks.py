@@ -6,10 +6,10 @@ while tracing (`known_integers`) and runs through the layers, the loop can scan 
     fori_loop(0, n, lambda i, x: f(x, w[i]), x)  ->  scan(lambda x, w: (f(x, w), None), x, w).
 
 Differentiation puts the gradient of each layer into a stack of zeros, and sums these stacks in the
-carry. The gradients of the layers are stacked instead. Both hold for a counter that starts later,
-stops earlier or runs backwards: then a slice of the stack is scanned, or the stack in reverse.
+carry. Here the loop stacks the gradients of the layers instead. A counter may also start later,
+stop earlier or run backwards: then the loop scans a slice of the stack, or the stack in reverse.
 
-Programs in which nothing of this occurs are returned as they are.
+A program without such loops is returned as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def scan_indexed_stacks(block: Block, weights: Collection[Value]) -> Block:
 
     Args:
         block: the program.
-        weights: its inputs that are sharded weights.
+        weights: the inputs of the program that are sharded weights.
     """
     if not weights or not any(isinstance(x, Loop) for x in block.operations):
         return block
@@ -47,7 +47,7 @@ def scan_indexed_stacks(block: Block, weights: Collection[Value]) -> Block:
 
 
 class _Read(NamedTuple):
-    """One row of a stack that a loop's body reads."""
+    """A read of one row of a stack in a loop's body."""
 
     operation: Operation
     stack: Value  # the loop's constant
@@ -60,8 +60,8 @@ class _Block:
 
     Args:
         block: a program, or the body of a loop.
-        weights: its inputs that are sharded weights, or layers of them.
-        given: returns its inputs that are known integers; called only if they are needed.
+        weights: the inputs of the block that are sharded weights, or layers of them.
+        given: returns the inputs that are known integers; called only if they are needed.
     """
 
     def __init__(self, block: Block, weights: Collection[Value], given: Callable[[], Known]):
@@ -75,7 +75,7 @@ class _Block:
         return known_integers(self.block, self.given())
 
     def changed(self) -> Block:
-        """The block with its loops changed; the same if there is nothing to change."""
+        """Return the block with its loops changed, or the same block if nothing changes."""
         operations: list[Operation] = []
         for operation in self.block.operations:
             if isinstance(operation, Loop):
@@ -102,12 +102,12 @@ class _Block:
         return loop if body is loop.body else dataclasses.replace(loop, body=body)
 
     def is_zero(self, atom: Atom) -> bool:
-        """Whether an atom outside of the loops is known to be zero."""
+        """Return whether an atom outside of the loops is known to be zero."""
         return is_zero(atom, self.block.makers)
 
 
 class _LoopOfBlock:
-    """One loop of a block."""
+    """Rewrites one loop of a block; `changed` returns the result."""
 
     def __init__(self, outer: _Block, loop: Loop):
         self.outer = outer
@@ -119,7 +119,7 @@ class _LoopOfBlock:
         return known_in_body(self.loop, self.outer.known)
 
     def changed(self) -> list[Operation]:
-        """The loop, and what is to run before and after it."""
+        """Return the changed loop, preceded and followed by the new operations that it needs."""
         if isinstance(self.loop, Branch):  # it may not run, and then makes no stack
             return [self.loop]
         before: list[Operation] = []
@@ -146,7 +146,10 @@ class _LoopOfBlock:
         return [*before, loop, *after]
 
     def _reads(self) -> list[_Read]:
-        """The rows that the body reads of stacks of weights, which it uses for nothing else."""
+        """Return the body's reads of rows of stacks of weights.
+
+        Reads of a stack that the body also uses in another way are left out.
+        """
         loop, fixed = self.loop, self.outer.fixed
         constants = list(zip(loop.inputs, loop.body.inputs, strict=True))[: loop.num_constants]
         stacks: dict[Atom, tuple[Value, tuple[Op, ...]]] = {
@@ -180,7 +183,7 @@ class _LoopOfBlock:
         return [read for read in reads if read.stack not in others]
 
     def _scan(self, read: _Read, before: list[Operation]) -> None:
-        """Let the loop scan the rows that an operation reads.
+        """Let the loop scan the rows that an operation of its body reads.
 
         Operations that make a stack of these rows are appended to `before`.
         """
@@ -203,9 +206,9 @@ class _LoopOfBlock:
         self.editor.replace(read.operation.outputs[0], inside)
 
     def _row_sums(self) -> dict[int, dict[Rows, Atom]]:
-        """For each carried sum, by index of the carry, the rows that an iteration adds to it.
+        """Return, for each carried sum by index of the carry, the rows that an iteration adds.
 
-        Only sums are included to which iterations add stacks that are zero except in one row.
+        Only sums are included to which each iteration adds stacks that are zero except in one row.
         """
         row_sums = {}
         if not any(x.name in _PLACES for x in self.loop.body.operations):
@@ -217,7 +220,7 @@ class _LoopOfBlock:
         return row_sums
 
     def _placed(self, value: Value) -> dict[Rows, Atom] | None:
-        """The rows of a stack that is zero elsewhere; None if it is no such stack."""
+        """Return the rows of a stack that is zero elsewhere; None for any other value."""
         operation = self.loop.body.makers.get(value)
         if operation is None:
             return None
@@ -260,13 +263,13 @@ class _LoopOfBlock:
 
 
 def _of_layer(operation: Operation) -> Op | None:
-    """A movable operation on a stack, for one layer; None for any other operation."""
+    """Return a movable operation on a stack as one on a layer; None for any other operation."""
     op, source = operation.view(), operation.source
     return None if op is None or source is None else op.of_slice(source.shape)
 
 
 def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
-    """The loop without the carried sums at `positions`, whose terms it stacks instead."""
+    """Remove the carried sums at `positions` from a loop, which stacks their terms instead."""
 
     def kept(atoms: tuple, first: int) -> tuple:
         return tuple(x for i, x in enumerate(atoms) if i - first not in positions)
@@ -286,7 +289,10 @@ def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
 
 
 def _placed_after(loop: Loop, stacks: Mapping[Rows, Value], out: Value) -> list[Operation]:
-    """The operations that make `out`, the sum of stacks of which the loop has stacked some rows."""
+    """Make the operations that compute `out`, a sum of stacks, after the loop.
+
+    Each stack has the rows that the loop has stacked, and zeros elsewhere.
+    """
 
     def place(*stacked: Any) -> Any:
         pairs = zip(stacks, stacked, strict=True)

@@ -5,18 +5,18 @@ outside of the loop would need all layers at once:
 
     scan(f, x, w * mask)  ->  scan(lambda x, wm: f(x, wm[0] * wm[1]), x, (w, mask)).
 
-So does what differentiation makes of it: the masked stack that is kept for backward, and the
-product of the stack of gradients with the mask after the loop. All three are rewritten here:
+Differentiation adds two more such operations: it keeps the masked stack for backward, and it
+multiplies the stack of gradients by the mask after the loop. All three are rewritten here:
 
-1. What a loop scans is computed in its body, if operations treat each layer by itself
-   (`layer_form`) and read weights and constants alone. A stack that an earlier loop made so is not
-   kept, but computed again.
+1. A stack that a loop scans is computed in the loop's body, layer by layer, if operations treat
+   each layer by itself (`layer_form`) and read only weights and constants. A stack that an earlier
+   loop made in this way is not kept, but computed again.
 2. Operations on the stacked gradients that a loop returns are moved to the end of its body, if they
    end in the gradient of a weight and a reduction over devices cannot be moved before them.
-3. What else reduces a stack to something small, such as the sum of squares of a regularizer, is
+3. A reduction of a stack to something small, such as the sum of squares of a regularizer, is
    computed layer by layer in a loop that scans the same stack.
 
-Programs in which nothing of this occurs are returned as they are.
+A program without such operations is returned as it is.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from .weight_values import SMALL, Saved, StackValues, fixed_of
 
 
 class LoopEditor:
-    """Changes to one loop of a block; `finish` returns the changed loop.
+    """Collects changes to one loop of a block; `finish` returns the changed loop.
 
-    New operations run before the others of the body, or after them if they read what these make.
+    New operations run before the old operations of the body, or after them if they read results of
+    old operations.
     """
 
     def __init__(self, values: StackValues, loop: Loop):
@@ -58,7 +59,7 @@ class LoopEditor:
         self._layers.update(stacked[loop.num_carry :])
 
     def layer(self, atom: Atom, behind: Mapping[Value, Operation] | None = None) -> Atom:
-        """This iteration's layer of a stack outside of the loop.
+        """Return the layer, in this iteration, of a stack outside of the loop.
 
         Args:
             atom: the stack.
@@ -85,7 +86,7 @@ class LoopEditor:
         return self._layers[atom]
 
     def whole(self, atom: Atom) -> Atom:
-        """An array outside of the loop, as its body reads it."""
+        """Return the value in the body that is the whole of an array outside of the loop."""
         if isinstance(atom, Constant):
             return atom
         if atom not in self._whole:
@@ -95,24 +96,24 @@ class LoopEditor:
     def emit(
         self, operation: Operation, function: Callable, inputs: Sequence[Atom], last: bool = False
     ) -> list[Atom]:
-        """Trace a function into the body, in place of `operation`; return its outputs."""
+        """Trace a function into the body, at the line of `operation`; return its outputs."""
         made, outputs = rewritten(operation, function, inputs)
         (self._after if last else self._before).extend(made)
         return outputs
 
     def stacked(self, inside: Atom) -> Value:
-        """A new output of the loop, which stacks a value of the body."""
+        """Add an output to the loop that stacks a value of the body; return it."""
         shape = (self.loop.length, *shape_of(inside))
         outside = Value(jax.ShapeDtypeStruct(shape, dtype_of(inside)))
         self._outputs.append((inside, outside))
         return outside
 
     def replace(self, inside: Value, other: Atom) -> None:
-        """Let the body read another value in place of one of its inputs."""
+        """Let the body read `other` in place of its value `inside`."""
         self._replaced[inside] = other
 
     def finish(self) -> Loop:
-        """The loop with all changes."""
+        """Return the loop with all changes."""
         loop, cut = self.loop, self.loop.num_constants
         inputs = [*loop.inputs[:cut], *self._constants, *loop.inputs[cut:], *self._stacks]
         inner = loop.body.inputs
@@ -133,7 +134,7 @@ class LoopEditor:
         )
 
     def _apply(self, operation: Operation, behind: Mapping[Value, Operation] | None) -> None:
-        """Compute the layers of an operation's outputs."""
+        """Compute the layers of an operation's outputs in the body."""
         form = self.values.form(operation)
         assert form is not None
         inputs = [
@@ -145,7 +146,7 @@ class LoopEditor:
             self._layers[value] = inside
 
     def _copy(self, saved: Saved, behind: Mapping[Value, Operation] | None) -> Atom:
-        """Compute again in this body what another loop's body makes of weights."""
+        """Compute in this body a value that another loop's body computes from weights."""
         loop, first = saved.loop, saved.loop.first_stack
         outside = {x: i for i, x in enumerate(loop.body.inputs)}
         copies: dict[Atom, Atom] = {}
@@ -171,8 +172,8 @@ def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequenc
 
     Args:
         block: the program.
-        weights: its inputs that are sharded weights.
-        gradients: the indices of its outputs that are gradients of weights.
+        weights: the inputs of the program that are sharded weights.
+        gradients: the indices of the outputs that are gradients of weights.
     """
     num_loops = sum(isinstance(operation, Loop) for operation in block.operations)
     if not weights or not num_loops:
@@ -190,7 +191,7 @@ def sink_into_loops(block: Block, weights: Collection[Value], gradients: Sequenc
 
 
 class _Sinking:
-    """A block; its methods replace it by one with more operations inside of loops."""
+    """A block. Its methods replace the block by one that has more operations inside of loops."""
 
     def __init__(self, block: Block, weights: Collection[Value], gradients: Sequence[int]):
         self.weights = weights
@@ -204,7 +205,7 @@ class _Sinking:
         self.loops = [(i, x) for i, x in enumerate(block.operations) if isinstance(x, Loop)]
 
     def scanned(self, number: int) -> None:
-        """Compute the layers of stacks that loop `number` scans in its body."""
+        """Compute the layers of the stacks that loop `number` scans in the body of that loop."""
         index, loop = self.loops[number]
         sunk = {inside: outside for outside, inside in loop.stacks if self.values.is_lazy(outside)}
         if not sunk:
@@ -224,14 +225,14 @@ class _Sinking:
             weights = None if stack is None else self.values.fixed.of(stack)
             if stack and weights and weights <= scanned and stack.shape[0] == loop.length:
                 movable.append(operation)
-        # One of them may be what the loop reads, or may read the result of another.
+        # The loop may read one of these results, or one reduction may read the result of another.
         if movable and not self._reduce(number, movable) and len(movable) > 1:
             for operation in movable:
                 if operation in self.block.operations:
                     self._reduce(number, [operation])
 
     def _reduce(self, number: int, operations: Sequence[Operation]) -> bool:
-        """Move reductions into a loop; return whether that can be done."""
+        """Move reductions into loop `number`; return whether that was possible."""
         index, loop = self.loops[number]
         editor, changes, moved = LoopEditor(self.values, loop), {}, {}
         places = {operation: place for place, operation in enumerate(self.block.operations)}
@@ -260,7 +261,7 @@ class _Sinking:
         self._set_in_order(_substituted(block, moved))
 
     def _set_in_order(self, block: Block) -> bool:
-        """Take `block` if its operations can be put in order; return whether they can."""
+        """Put the operations of `block` in order and take it; return False if no order works."""
         ordered = _in_order(block)
         if ordered is not None:
             self.set(ordered)
@@ -268,7 +269,7 @@ class _Sinking:
 
 
 def _reduced_stack(operation: Operation, values: StackValues) -> Value | None:
-    """The stack of weights that `operation` reduces to something small, or None."""
+    """Return the stack of weights that `operation` reduces to something small, or None."""
     if operation.name not in REDUCTIONS or len(operation.inputs) != 1:
         return None
     (stack,), (out,) = operation.inputs, operation.outputs
@@ -315,7 +316,7 @@ class _Behind:
         return True
 
     def ends(self, gradients: Sequence[Atom]) -> list[Value]:
-        """The values on the way to `gradients` that the loop computes last."""
+        """Return the last values on the way to `gradients` that the loop can compute."""
         last: dict[Value, None] = {}
         pending, seen = list(gradients), set()
         while pending:
@@ -333,7 +334,7 @@ class _Behind:
         return list(last)
 
     def _is_needed(self, value: Value) -> bool:
-        """Whether a reduction over devices cannot move before the operations that make `value`."""
+        """Return whether a reduction over devices cannot move before operations up to `value`."""
         pending, seen = [value], set()
         while pending:
             atom = pending.pop()
@@ -352,7 +353,7 @@ class _Behind:
 
 
 def _passes_reductions(operation: Operation) -> bool:
-    """Whether `_plan` can reduce over devices before this operation in place of after it."""
+    """Return whether `_plan` can reduce over devices before this operation, not after it."""
     if operation.name in ADDITIONS:
         return True
     op, source = operation.view(), operation.source
@@ -363,7 +364,7 @@ def _passes_reductions(operation: Operation) -> bool:
 
 
 def _with(block: Block, changes: Mapping[int, Sequence[Operation]]) -> Block:
-    """The block in which `changes` replace operations, each given by its index."""
+    """Replace the operations at the indices in `changes` by the lists there."""
     operations = []
     for index, operation in enumerate(block.operations):
         operations += changes.get(index, [operation])
@@ -371,15 +372,16 @@ def _with(block: Block, changes: Mapping[int, Sequence[Operation]]) -> Block:
 
 
 def _substituted(block: Block, moved: Mapping[Atom, Value]) -> Block:
-    """The block in which operations and outputs read other values, as `moved` says."""
+    """Replace values by `moved`, where operations read them and among the block's outputs."""
     outputs = tuple(moved.get(x, x) for x in block.outputs)
     return Block(block.inputs, outputs, tuple(x.reading(moved) for x in block.operations))
 
 
 def _in_order(block: Block) -> Block | None:
-    """The operations in an order in which each follows what it reads, changed as little as needed.
+    """Reorder the operations, as little as needed, so that each follows the ones it reads from.
 
-    None if there is none, or if a loop or an operation with an effect would have to change places.
+    Return None if there is no such order, or if a loop or an operation with an effect would have to
+    change places.
     """
     computed: set[Atom] = {*block.inputs}
     ordered: list[Operation] = []

@@ -1,11 +1,11 @@
 """Turn each branch of a `lax.cond` into a `Branch`, a loop that runs once or not at all.
 
 A loop can gather the weights that it closes over in its body (`_plan.held_by_loops`), and reduce
-their gradients there. So can a branch then, and devices gather only what the taken branch uses:
+their gradients there. A `Branch` can too, so devices gather only the weights of the taken branch:
 
     y = cond(i, f, g, x)  ->  y = Branch(i == 0, f, x, zeros);  y = Branch(i == 1, g, x, y).
 
-A gradient of a weight is a sum over the branches, so that it can be reduced in the one that runs:
+A gradient of a weight becomes a sum over the branches, so that the branch that runs can reduce it:
 
     dw = Branch(i == 0, df, x, zeros) + Branch(i == 1, dg, x, zeros).
 
@@ -32,14 +32,14 @@ from .weight_values import fixed_of
 
 
 class Passed(NamedTuple):
-    """A value, and movable operations to apply to it."""
+    """An input of a block, and the movable operations that turn it into an output."""
 
     value: Value
     ops: tuple[Op, ...] = ()
 
 
 def passed_on(block: Block, out: Atom) -> Passed | None:
-    """The input of a block from which movable operations alone make its value `out`; or None.
+    """Return the input and the movable operations that make the value `out` of a block, or None.
 
     A loop passes on a stack if its body passes on each layer of it.
     """
@@ -61,7 +61,7 @@ def passed_on(block: Block, out: Atom) -> Passed | None:
 
 
 def _stack(loop: Loop, number: int) -> Passed | None:
-    """The stack that a loop scans and passes on, layer by layer, as output `number`."""
+    """Return the stack that a loop scans and passes on, by layer, as output `number`; or None."""
     passed = passed_on(loop.body, loop.body.outputs[number])
     if number < loop.num_carry or passed is None:
         return None
@@ -79,9 +79,9 @@ def split_conds(
 
     Args:
         block: the program.
-        weights: its inputs that are sharded weights.
-        uniform: its inputs that are equal on all devices.
-        most_bytes: a `cond` that reads no more bytes of weights stays one operation.
+        weights: the inputs of the program that are sharded weights.
+        uniform: the inputs that are equal on all devices.
+        most_bytes: a `cond` that reads at most this many bytes of weights stays one operation.
     """
     if not weights or not _has_cond(block):
         return block
@@ -101,9 +101,9 @@ class _Splitter:
 
     Args:
         block: a program, or the body of a loop.
-        weights: its inputs that are sharded weights, or layers of them.
+        weights: the inputs of the block that are sharded weights, or layers of them.
         shapes: the shapes of weights and of their layers, by which gradients are recognized.
-        most_bytes: a `cond` that reads no more bytes of weights is not split.
+        most_bytes: a `cond` that reads at most this many bytes of weights is not split.
         uniform: returns the values that are equal on all devices; called only if needed.
     """
 
@@ -126,7 +126,10 @@ class _Splitter:
         return self._find_uniform()
 
     def block(self) -> Block:
-        """The block with `cond`s split, inside loops and branches too; the same without any."""
+        """Split the `cond`s of the block, also inside loops and branches; return the new block.
+
+        If there is nothing to split, it is the same block.
+        """
         conds = self._to_split()
         added = _without_saved(conds.values())
         _drop_unread(self.given, conds, added)
@@ -165,7 +168,7 @@ class _Splitter:
         return loop if body is loop.body else dataclasses.replace(loop, body=body)
 
     def _to_split(self) -> dict[Operation, _Cond]:
-        """The `cond`s to split: forward and backward have one index, and are split together."""
+        """Return the `cond`s to split. Those of one index (forward, backward) split together."""
         sizes: dict[Atom, int] = {}
         conds = []
         for operation in self.given.operations:
@@ -182,7 +185,7 @@ class _Splitter:
         return isinstance(index, Value) and index not in self.uniform
 
     def _num_bytes(self, operation: Operation) -> int:
-        """Bytes of the weights that a `cond` reads, or of their gradients; 0 for any other."""
+        """Return the bytes of weights that a `cond` reads, or of their gradients; 0 for others."""
         if operation.name != "cond" or isinstance(operation, Loop):
             return 0
         read = {x for x in operation.inputs[1:] if isinstance(x, Value) and self.fixed.of(x)}
@@ -196,7 +199,7 @@ def _can_split(operation: Operation) -> bool:
 
 
 def _is_gradient(value: Value, shapes: Collection[tuple[int, ...]]) -> bool:
-    """Whether a result of a `cond` may be the gradient of a weight."""
+    """Return whether a result of a `cond` may be the gradient of a weight, by its shape."""
     return value.is_array and value.shape in shapes and jnp.issubdtype(value.dtype, jnp.floating)
 
 
@@ -204,8 +207,8 @@ class _Cond:
     """A `cond` to be split.
 
     Attributes:
-        blocks: its branches.
-        operands: for each branch, its inputs.
+        blocks: the branches.
+        operands: for each branch, the values that it reads as inputs.
         results: indices of the outputs that are read.
     """
 
@@ -217,10 +220,10 @@ class _Cond:
 
 
 def _without_saved(conds: Iterable[_Cond]) -> dict[Operation, list[Operation]]:
-    """Let branches read weights that the same branch of an earlier `cond` only passes on.
+    """Let branches read weights directly that the same branch of an earlier `cond` passes on.
 
-    Differentiation makes one `cond` for forward and one for backward, of the same index, and saves
-    what backward reads as results of the first: weights too, which would be held whole.
+    Differentiation makes two `cond`s of the same index, one for forward and one for backward. The
+    first returns the values that backward reads: also weights, which would then be held whole.
 
     Returns:
         For a `cond`, operations on weights to run before it.
@@ -248,7 +251,7 @@ def _without_saved(conds: Iterable[_Cond]) -> dict[Operation, list[Operation]]:
 def _drop_unread(
     block: Block, conds: Mapping[Operation, _Cond], added: Mapping[Operation, list[Operation]]
 ) -> None:
-    """Drop the results of `cond`s that nothing reads, and what is computed for them."""
+    """Drop the results of `cond`s that nothing reads, and the operations that compute them."""
     live = {*block.outputs}
     for operation in reversed(block.operations):
         if operation not in conds:
@@ -272,7 +275,7 @@ def _drop_unread(
 
 
 def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
-    """The operations that take the place of a `cond`."""
+    """Make the operations that replace a `cond`."""
     operation, index = cond.operation, cond.operation.inputs[0]
     outputs = [operation.outputs[i] for i in cond.results]
     emitted: list[Operation] = []
@@ -311,7 +314,7 @@ def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
 
 
 def _is_taken(number: int, num: int, index: Any) -> Any:
-    """Whether branch `number` of `num` runs: the last one does for an index out of range too."""
+    """Return whether branch `number` of `num` runs. An index out of range takes the last one."""
     if number < num - 1:
         return index == number
     return (index < 0) | (index >= number)
@@ -320,7 +323,7 @@ def _is_taken(number: int, num: int, index: Any) -> Any:
 def _branch(
     cond: _Cond, number: int, results: list[int], is_sum: list[bool], carry: list[Atom]
 ) -> Branch:
-    """One branch, which adds to those results that are sums and makes the others.
+    """Make one branch. It adds to results that are sums over branches, and makes the other results.
 
     Args:
         cond: the `cond`.
@@ -353,6 +356,6 @@ def _branch(
 
 
 def _renamed(operation: Operation, moved: dict[Atom, Value]) -> Operation:
-    """The operation with values replaced as `moved` says, among its inputs and outputs."""
+    """Replace values by `moved` among the inputs and outputs of an operation."""
     outputs = tuple(moved.get(x, x) for x in operation.outputs)
     return dataclasses.replace(operation.reading(moved), outputs=outputs)

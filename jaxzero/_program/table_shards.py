@@ -3,9 +3,9 @@
     rows = table[ids]                    ->  rows = read(shard, everyone's ids)
     grads = zeros.at[ids].add(ct) + ...  ->  grads = add(add(zeros of a shard, ids, ct), ...)
 
-The gradient is then a shard of the sum over all devices. A loop that sums it up carries a shard.
-The caller gives the functions that read and add rows (`TableOperations`); this module puts them in
-their places in the program.
+The gradient is then a shard of the sum over all devices. A loop that sums up the gradient carries a
+shard. The caller gives the functions that read and add rows (`TableOperations`); this module puts
+them in their places in the program.
 """
 
 from __future__ import annotations
@@ -43,16 +43,19 @@ class TableOperations:
         shard: the shape and dtype of a shard of the table.
         total: the shape and dtype of a shard of its gradient.
         ids: converts the ids `[n, k]` of this device to the int32 array that is sent.
-        axes: from whether rows are added (True) or read, the mesh axes that they are sent over.
-        read: reads rows and sums `k` at a time. Takes a shard, the ids of all devices, those of
-            this one, the `Lookup`, and a function that lets an array wait. Returns `[n, *row]`,
-            and an array `[1]` that is computed after the rows of all devices have been dropped.
-        add: adds rows to a shard of sums, and returns it. Takes the shard, the ids of all devices,
-            the cotangents `[n, *row]`, the `Lookup`, and two functions that let an array wait,
-            before the first axis and before the others.
-        is_large: whether a lookup has to wait for the large one before it, so that only one of them
-            holds the rows of all devices at a time. Cotangents are sent over the first axis, before
-            they have that size, while those of the lookup before are added.
+        axes: returns the mesh axes over which rows are sent, when they are added (True) or read
+            (False).
+        read: reads rows and sums `k` at a time. It takes a shard, the ids of all devices, the ids
+            of this device, the `Lookup`, and a function that lets an array wait. It returns `[n,
+            *row]`, and an array `[1]` that is computed after the rows of all devices have been
+            dropped.
+        add: adds rows to a shard of sums, and returns it. It takes the shard, the ids of all
+            devices, the cotangents `[n, *row]`, the `Lookup`, and two functions that let an array
+            wait, before it is sent over the first axis and before the other axes.
+        is_large: returns whether a lookup must wait for the previous large one, so that only one
+            lookup holds the rows of all devices at a time. Its cotangents are small until they have
+            been sent over the first axis; that is done while those of the previous lookup are
+            added.
     """
 
     shard: jax.ShapeDtypeStruct
@@ -66,12 +69,12 @@ class TableOperations:
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """The functions of all tables, and what they share.
+    """The functions of all tables, and what the tables share.
 
     Attributes:
         tables: the tables to rewrite, by number.
         ids_of_all: a function that sends ids. It takes mesh axes, the ids `[n, k]` of several
-            lookups, and the numbers of their tables; it returns the ids of all devices for each
+            lookups, and the numbers of their tables. It returns the ids of all devices for each
             lookup, `[*sizes of the axes, n, k]`.
         sizes: the sizes of the mesh axes.
     """
@@ -83,7 +86,7 @@ class Tools:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replaced(Operation):
-    """A Python function in place of an operation, whose equation gives the line and scopes."""
+    """A Python function that runs in place of an operation, with its source line and scopes."""
 
     run: Callable[..., Sequence[Any]]
 
@@ -103,7 +106,7 @@ def exchange_rows(
     Args:
         block: the program.
         weights: for each input that is a weight, its number.
-        gradients: for each output that is a gradient, by index, the number of its weight.
+        gradients: for the index of each output that is a gradient, the number of its weight.
         tools: the functions of the tables.
     """
     views = {x: TableView(i) for x, i in weights.items() if i in tools.tables}
@@ -117,8 +120,8 @@ class _BlockRewriter:
     Args:
         tools: the functions of the tables.
         block: the program, or the body.
-        views: its inputs that are tables.
-        gradients: how it makes the gradients of tables, by number of the table.
+        views: the inputs of the block that are tables.
+        gradients: how the block makes the gradients of tables, by number of the table.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class _BlockRewriter:
         }
         self.shards = {view.table: self.new[x] for x, view in views.items()}
         self.made: list[Operation] = []
-        self.ids: dict[tuple, Value] = {}  # those of all devices
+        self.ids: dict[tuple, Value] = {}  # ids of all devices
         self.totals: dict[tuple[int, Loop, int], Value] = {}  # sums of loops
         self.large: list[Value] = []  # for each large lookup so far an array to wait for
 
@@ -170,7 +173,7 @@ class _BlockRewriter:
         return Block(inputs, outputs, tuple(self.made))
 
     def _read(self, lookup: Lookup, number: int) -> None:
-        """Read rows of a shard."""
+        """Append an operation that reads the rows of `lookup` from shards."""
         table, shard = self.tables[number], self.shards[number]
         is_large = table.is_large(lookup)
         waits_for = self.large[-1:] if is_large else []
@@ -187,7 +190,7 @@ class _BlockRewriter:
         self.large += [sent] if is_large else []
 
     def _add(self, gradient: TableGradient, number: int) -> None:
-        """Add rows to a shard of a gradient, after all other operations of the block."""
+        """Append, at the end, an operation that adds all rows to a shard of a gradient."""
         table, adds = self.tables[number], gradient.adds
         starts = [] if gradient.before is None else [self.new[gradient.before]]
         starts += [self.totals[number, loop, i] for loop, i, _ in gradient.loops]
@@ -217,7 +220,7 @@ class _BlockRewriter:
         self.large += [done] if is_large else []
 
     def _ids(self, lookup: Lookup, number: int, *, back: bool) -> Value:
-        """The ids of all devices, which are sent here if they have not been."""
+        """Return the ids of all devices. They are sent here, unless they have been sent before."""
         axes = self.tables[number].axes(back)
         key = number, lookup.ids, lookup.kept, axes
         if key not in self.ids:
@@ -225,10 +228,10 @@ class _BlockRewriter:
         return self.ids[key]
 
     def _send_ids(self, lookups: Sequence[tuple[Lookup, int]], axes: tuple[str, ...]) -> None:
-        """Send the ids of several lookups over `axes` in one message.
+        """Append an operation that sends the ids of several lookups over `axes` in one message.
 
         Args:
-            lookups: each with the number of its table.
+            lookups: the lookups, each with the number of its table.
             axes: the mesh axes.
         """
         outputs = []
@@ -248,10 +251,10 @@ class _BlockRewriter:
         self._make("gather ids", lookups[0][0].operation, inputs, tuple(outputs), run)
 
     def _send_early(self, reads: Mapping[Operation, Lookup]) -> set[Operation]:
-        """Send the ids of all lookups that cost little to compute from inputs, in one message.
+        """Send, in one message, the ids of all lookups that are cheap to compute from the inputs.
 
         Returns:
-            The operations that compute them, which come before it.
+            The operations that compute these ids, which are moved before the message.
         """
         early, hoisted = [], {}
         views = dict(self.views)
@@ -313,22 +316,22 @@ class _BlockRewriter:
 
 
 def _must_stay(operation: Operation) -> bool:
-    """Whether an operation cannot run earlier, or computes too much for that to pay."""
+    """Return whether an operation cannot run earlier, or costs too much to be moved."""
     is_barrier = isinstance(operation, Barrier | Loop)
     return is_barrier or operation.has_effects or is_costly(operation)
 
 
 def _matrix(ids: Any, lookup: Lookup) -> Any:
-    """Ids as `[n, k]`: for each of the `n` rows of `lookup.array` the `k` ids that it sums over."""
+    """Reshape ids to `[n, k]`: for each row of `lookup.array`, the `k` ids whose rows it sums."""
     ids = lax.squeeze(ids, (ids.ndim - 1,))
     return lax.transpose(ids, (*lookup.kept, *lookup.summed)).reshape(lookup.num, -1)
 
 
 def _waiting(values: Sequence[Any]) -> Wait:
-    """A function that returns an array which is available only once `values` are."""
+    """Return a function that delays an array until `values` are computed."""
 
     def wait(x: Any) -> Any:
-        for _ in range(2 if values else 0):  # XLA drops what one barrier alone reads
+        for _ in range(2 if values else 0):  # XLA drops a value that only one barrier reads
             x, _ = lax.optimization_barrier((x, tuple(values)))
         return x
 
@@ -342,7 +345,7 @@ def _cast(x: Any, dtypes: Sequence[Any]) -> Any:
 
 
 def _without(barrier: Barrier, positions: Mapping[int, Any]) -> list[Operation]:
-    """The barrier without some of its operands."""
+    """Remove the operands at `positions` from a barrier; remove the barrier if none is left."""
     kept = [i for i in range(len(barrier.inputs)) if i not in positions]
     if not kept:
         return []

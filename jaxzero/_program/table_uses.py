@@ -1,9 +1,9 @@
 """Find tables: weights that a program only looks up by integer ids.
 
 A table is read by `gather` operations that take whole rows along its first dim, in the program or
-in loops that it is a constant of. Its gradient is then a sum of `scatter-add`s into zeros. Casts
-before and after a lookup belong to it, and so does a sum over some of its ids (a bag of rows).
-Cast and summed rows are fewer bytes to send.
+in loops of which it is a constant. Its gradient is then a sum of `scatter-add`s into zeros. A
+`Lookup` includes the casts before and after it, and a sum over some of its ids (a bag of rows), as
+cast and summed rows are fewer bytes to send.
 
     rows = sum(cast(cast(table)[ids]))        grads = cast(zeros.at[ids].add(cast(broadcast(ct))))
 """
@@ -29,15 +29,15 @@ _KNOWN_MODES = (_MODES.CLIP, _MODES.FILL_OR_DROP, _MODES.PROMISE_IN_BOUNDS)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookup:
-    """Rows of a table that are read, or to which cotangents are added.
+    """One read of rows of a table, or one addition of cotangents to rows of its gradient.
 
     Attributes:
         operation: the `gather`, or the `scatter-add`.
-        array: what is made from the rows, or the cotangents: `[..., *row]`, dims in any order.
-        dtypes: the dtypes that rows are cast to, in turn. The last is the dtype of `array` where
-            rows are read, and the dtype in which cotangents are sent where they are added.
+        array: the value made from the rows, or the cotangents: `[..., *row]`, dims in any order.
+        dtypes: the dtypes to which rows are cast, in turn. If rows are read, the last is the dtype
+            of `array`. If cotangents are added, the last is the dtype in which they are sent.
         rows: the dims of `array` that are those of a row, in order.
-        kept: the dims of the ids that `array` has, in order; it sums over, or repeats, the others.
+        kept: the dims of the ids that `array` has, in order. It sums over, or repeats, the others.
         done: the operations (casts, a sum) that make `array` from the rows.
         trips: how often it runs in a step, loops around it included.
     """
@@ -52,7 +52,7 @@ class Lookup:
 
     @property
     def ids(self) -> Value:
-        """`[..., 1]`, integers."""
+        """The ids, integers `[..., 1]`."""
         ids = self.operation.inputs[1]
         assert isinstance(ids, Value)
         return ids
@@ -73,7 +73,7 @@ class Lookup:
 
     @property
     def is_clipped(self) -> bool:
-        """Whether ids out of bounds stand for the nearest row."""
+        """Whether an id out of bounds stands for the nearest row."""
         mode = self.operation.equation.params["mode"]
         if self.operation.name == "gather":
             return mode != _MODES.FILL_OR_DROP
@@ -81,14 +81,14 @@ class Lookup:
 
     @property
     def fill(self) -> Any:
-        """What is read at ids out of bounds, if they are not clipped."""
+        """The value of rows that are read at ids out of bounds, if ids are not clipped."""
         value = self.operation.equation.params["fill_value"]
         return jnp.nan if value is None else value
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """How a program uses a table."""
+    """All reads of a table in a program, and all additions to its gradient."""
 
     reads: tuple[Lookup, ...]
     adds: tuple[Lookup, ...]  # empty if it has no gradient
@@ -104,11 +104,11 @@ class TableView:
 
 @dataclasses.dataclass
 class TableGradient:
-    """How a block makes the gradient of a table, or adds to the sum of it that it carries.
+    """How a block makes the gradient of a table, or adds to a sum that a loop carries.
 
     Attributes:
-        root: the gradient.
-        before: in a loop's body, the sum that it carries.
+        root: the gradient, or the sum.
+        before: in a loop's body, the sum before an iteration.
         adds: the rows that are added.
         loops: the loops that sum up rows, with the index of the sum among their outputs.
         done: additions and casts on the way to `root`.
@@ -121,7 +121,7 @@ class TableGradient:
     done: set[Operation] = dataclasses.field(default_factory=set)
 
     def lookups(self, trips: int = 1) -> Iterator[Lookup]:
-        """All rows that are added, in loops too."""
+        """Yield all additions of rows, those in loops included."""
         yield from (dataclasses.replace(x, trips=trips) for x in self.adds)
         for loop, _, inside in self.loops:
             yield from inside.lookups(trips * loop.length)
@@ -130,12 +130,12 @@ class TableGradient:
 def find_tables(
     block: Block, weights: Mapping[Value, int], gradients: Mapping[int, int]
 ) -> dict[int, Table]:
-    """The weights that a program only looks up.
+    """Find the weights that a program only looks up; return their uses by number of the weight.
 
     Args:
         block: the program.
         weights: for each input that is a weight, its number.
-        gradients: for each output that is a gradient, by index, the number of its weight.
+        gradients: for the index of each output that is a gradient, the number of its weight.
     """
     reads: dict[int, list[Lookup]] = {}
     others: set[int] = set()
@@ -151,11 +151,14 @@ def find_tables(
 
 
 def find_gradients(block: Block, outputs: Mapping[int, int]) -> dict[int, TableGradient]:
-    """How the block makes the gradients of tables, by table, where they are sums of rows.
+    """Find how a block makes the gradients of tables, if they are sums of rows.
 
     Args:
         block: the program, or the body of a loop.
         outputs: by index of the output, the number of the table.
+
+    Returns:
+        By number of the table, how its gradient is made.
     """
     gradients = {}
     for k, i in outputs.items():
@@ -167,7 +170,7 @@ def find_gradients(block: Block, outputs: Mapping[int, int]) -> dict[int, TableG
 
 
 def views_after(operation: Operation, views: Mapping[Any, TableView]) -> dict[Value, TableView]:
-    """The outputs of a barrier or a cast that are views of tables, as its inputs are."""
+    """Return the outputs of a barrier or cast that are views of tables, as its inputs are."""
     if isinstance(operation, Barrier):
         pairs = zip(operation.inputs, operation.outputs, strict=True)
         return {out: views[x] for x, out in pairs if x in views}
@@ -179,7 +182,7 @@ def views_after(operation: Operation, views: Mapping[Any, TableView]) -> dict[Va
 
 
 def find_reads(block: Block, views: Mapping[Any, TableView]) -> dict[Operation, Lookup]:
-    """The lookups in a block, each by its `gather`."""
+    """Find the lookups in a block; return each by its `gather`."""
     views, lookups = {**views}, {}
     if not any(map(takes_rows, block.operations)):
         return lookups
@@ -197,12 +200,12 @@ def find_reads(block: Block, views: Mapping[Any, TableView]) -> dict[Operation, 
 
 
 def is_loop(operation: Operation) -> bool:
-    """Whether it is a loop; a branch is none, since it may not run on all devices."""
+    """Return whether an operation is a loop and no `Branch`, which may not run on all devices."""
     return isinstance(operation, Loop) and not isinstance(operation, Branch)
 
 
 def is_cast(operation: Operation) -> bool:
-    """Whether it is a cast of floats."""
+    """Return whether an operation is a cast between float dtypes."""
     if not isinstance(operation.view(), ConvertDtype) or operation.source is None:
         return False
     ends = (operation.source, operation.outputs[0])
@@ -216,7 +219,7 @@ def _walk(
     reads: dict[int, list[Lookup]],
     others: set[int],
 ) -> None:
-    """Collect the lookups of each table, and in `others` the weights with another use."""
+    """Collect the lookups of each table in `reads`, and weights with other uses in `others`."""
     lookups = find_reads(block, views)
     for operation in block.operations:
         read = {i: views[x] for i, x in enumerate(operation.inputs) if x in views}
@@ -237,7 +240,7 @@ def _walk(
 
 
 def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient | None:
-    """Follow a sum of rows from its result to its terms; None if other things are added too."""
+    """Follow a sum of rows from its result to its terms; return None if a term is no rows."""
     counts = Counter(x for operation in block.operations for x in operation.inputs)
     counts.update(block.outputs)
     gradient = TableGradient(root, before)
@@ -275,7 +278,7 @@ def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient 
 
 
 def _carried(loop: Loop, position: int) -> TableGradient | None:
-    """What a loop adds to output `position`, if that is a carried sum of rows."""
+    """Return the rows that a loop adds to output `position`, if that is a carried sum of rows."""
     if position >= loop.num_carry:
         return None
     result = loop.body.outputs[position]
@@ -289,7 +292,10 @@ def _read(
     readers: Mapping[Any, list[Operation]],
     outputs: set[Any],
 ) -> Lookup:
-    """The lookup of a `gather`, with the casts and the sum after it, if nothing else reads rows."""
+    """Return the lookup of a `gather`, with the casts and the sum of rows after it.
+
+    They are included only if nothing else reads the rows.
+    """
     array = operation.outputs[0]
     numbers = operation.equation.params["dimension_numbers"]
     rows = tuple(int(x) for x in numbers.offset_dims)
@@ -319,7 +325,7 @@ def _read(
 
 
 def _added(block: Block, operation: Operation) -> Lookup:
-    """The lookup of a `scatter-add`, from cotangents before they are cast and repeated."""
+    """Return the lookup of a `scatter-add`, with the casts and the repetition before it."""
     array = operation.inputs[2]
     assert isinstance(array, Value)
     numbers = operation.equation.params["dimension_numbers"]
@@ -355,7 +361,7 @@ def _added(block: Block, operation: Operation) -> Lookup:
 
 
 def takes_rows(operation: Operation) -> bool:
-    """Whether a `gather` takes whole rows along the first dim."""
+    """Return whether an operation is a `gather` of whole rows along the first dim."""
     if operation.name != "gather" or not isinstance(operation.inputs[1], Value):
         return False
     params, table = operation.equation.params, operation.inputs[0]
@@ -372,7 +378,7 @@ def takes_rows(operation: Operation) -> bool:
 
 
 def adds_rows(operation: Operation) -> bool:
-    """Whether a `scatter-add` adds whole rows along the first dim."""
+    """Return whether an operation is a `scatter-add` of whole rows along the first dim."""
     if operation.name != "scatter-add":
         return False
     params, (_, ids, rows) = operation.equation.params, operation.inputs

@@ -3,8 +3,8 @@
     y = table[ids] ... @ table.T                 ->  y = twin[ids] ... @ table.T
     grads = zeros.at[ids].add(ct) + product      ->  product, and zeros.at[ids].add(ct) of the twin
 
-The twin has the values of the weight, and is only looked up: its rows can be sent. The sum of both
-gradients is the gradient. Lookups in loops are left to the weight.
+The twin has the values of the weight, and is only looked up, so its rows can be sent. The weight's
+gradient is the sum of both gradients. Lookups in loops still read the weight.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Twin:
     Attributes:
         weight: the number of the weight.
         lookups: the `gather`s of the weight, each with the casts of the weight before it.
-        output: the index of its gradient among the outputs; None if it has none.
-        rows: the terms that add rows, and the casts after each.
-        others: the other terms.
+        output: the index of the weight's gradient among the outputs; None if it has none.
+        rows: the terms of the gradient that add rows, and the casts after each.
+        others: the other terms, and the casts after each.
         addition: one of the additions of the terms; None if there is no gradient.
     """
 
@@ -48,12 +48,12 @@ class Twin:
 def find_twins(
     block: Block, weights: Mapping[Value, int], gradients: Mapping[int, int]
 ) -> list[Twin]:
-    """The weights that a program looks up and uses otherwise too.
+    """Find the weights that a program looks up and also uses in another way.
 
     Args:
         block: the program.
         weights: for each input that is a weight, its number.
-        gradients: for each output that is a gradient, by index, the number of its weight.
+        gradients: for the index of each output that is a gradient, the number of its weight.
     """
     views: dict[Any, TableView] = {x: TableView(i) for x, i in weights.items()}
     casts: dict[Any, Casts] = dict.fromkeys(weights, ())
@@ -89,7 +89,7 @@ def find_twins(
 def with_twins(
     block: Block, weights: Mapping[Value, int], twins: Iterable[Twin], input_: int, output: int
 ) -> Block:
-    """Give a program an input for each twin, and an output for each of their gradients.
+    """Give a program an input for each twin, and an output for the gradient of each twin.
 
     Args:
         block: the program.
@@ -115,7 +115,7 @@ def with_twins(
 
 
 def _with_terms(twin: Twin, block: Block, output: int) -> Twin:
-    """The terms of the gradient at an output."""
+    """Fill in the terms of the gradient at output `output` of the block."""
     counts = Counter(x for operation in block.operations for x in operation.inputs)
     counts.update(block.outputs)
     rows, others, addition = [], [], None
@@ -140,7 +140,7 @@ def _with_terms(twin: Twin, block: Block, output: int) -> Twin:
 
 
 def _narrows(cast: Operation) -> bool:
-    """Whether a cast rounds. Such a cast cannot move from a sum to its terms."""
+    """Return whether a cast rounds. Such a cast cannot move from a sum to its terms."""
     assert cast.source is not None
     return cast.outputs[0].dtype.itemsize < cast.source.dtype.itemsize
 
@@ -158,7 +158,7 @@ def _cast(atom: Atom, casts: Casts, made: list[Operation]) -> Atom:
 def _sum(
     terms: Iterable[tuple[Atom, Casts]], addition: Operation | None, made: list[Operation]
 ) -> Atom:
-    """The sum of terms after casts."""
+    """Add up terms after their casts; append the new operations to `made`."""
     total, *others = (_cast(x, casts, made) for x, casts in terms)
     for term in others:
         assert addition is not None and isinstance(term, Value)

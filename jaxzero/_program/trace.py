@@ -48,8 +48,8 @@ class OpenProgram:
 
     Attributes:
         jaxpr: takes the constants and the arguments.
-        constants: the arrays that the function closes over, tracers of outer transformations too.
-        shapes: the tree of `ShapeDtypeStruct`s that it returns.
+        constants: the arrays that the function closes over, also tracers of outer transformations.
+        shapes: the tree of `ShapeDtypeStruct`s that the function returns.
     """
 
     jaxpr: Any
@@ -67,7 +67,7 @@ class OpenProgram:
         return run
 
     def run_without_refs(self, constants: list[Any], arrays: list[Any]) -> list[Any]:
-        """As `run`, in a form that a `jax.custom_jvp` may call: see `without_refs`."""
+        """Do as `run` does, and hide `jax.Ref`s made inside, as a `jax.custom_jvp` requires."""
         return without_refs(self.jaxpr, constants, arrays)
 
     @property
@@ -82,7 +82,7 @@ class OpenProgram:
         return [str(x.aval) for x in (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars)]
 
     def callbacks(self) -> tuple[list[str], bool]:
-        """Parameters of each `jax.debug.print`, and whether it has callbacks of other kinds."""
+        """Return the parameters of each `jax.debug.print`, and whether other callbacks exist."""
         prints: list[str] = []
         others: list[str] = []
 
@@ -163,8 +163,8 @@ def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
     """Trace `function(*args)` once, so that later calls do not trace it again.
 
     Returns:
-        A function that runs the trace, of arguments like `args`; and the tree of
-        `ShapeDtypeStruct`s that it returns.
+        A function that runs the trace on arguments like `args`; and the tree of `ShapeDtypeStruct`s
+        that it returns.
     """
     program = open_program(function, *args)
 
@@ -176,7 +176,7 @@ def traced_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
 
 
 def without_checkpoints(function: Callable) -> Callable:
-    """`function` without `jax.checkpoint`s: differentiation keeps what they would recompute."""
+    """Remove `jax.checkpoint`s from `function`, so that differentiation keeps their values."""
 
     def plain(equation: Any) -> Any:
         if equation.primitive.name not in REMAT:
@@ -196,12 +196,12 @@ def without_checkpoints(function: Callable) -> Callable:
 def rewritten(
     operation: Operation, function: Callable, inputs: Sequence[Atom]
 ) -> tuple[list[Operation], list[Atom]]:
-    """Trace a function that takes the place of `operation`, at the line that it comes from.
+    """Trace a function to operations that take the place of `operation`, at its source line.
 
     Args:
         operation: gives the line and the scopes.
-        function: a function of an array for each of `inputs`; returns an array or a list of arrays.
-        inputs: what the new operations read.
+        function: takes an array for each of `inputs`; returns an array or a list of arrays.
+        inputs: the values and constants that the new operations read.
 
     Returns:
         The new operations, and the outputs of `function`.
@@ -259,7 +259,7 @@ def inline(
     caller: Any = None,
     append: Callable[..., Sequence[Atom]] = _append,
 ) -> list[Atom]:
-    """Append (by `append`) the operations of `jaxpr`, which `caller` calls; return its outputs."""
+    """Append the operations of `jaxpr` to `operations`, by `append`; return the outputs."""
 
     def apply(equation: Any, args: list[Atom]) -> Sequence[Atom]:
         name, params = equation.primitive.name, equation.params
@@ -272,12 +272,12 @@ def inline(
 
 
 def branch_blocks(operation: Operation) -> list[Block]:
-    """The branches of a `cond`: blocks of all its inputs but the first, which is their index."""
+    """Return the branches of a `cond`, as blocks of its inputs without the first, the index."""
     return [without_dead_code(_block(branch)) for branch in operation.equation.params["branches"]]
 
 
 def while_body(operation: Operation) -> tuple[Block, int, int]:
-    """The body of a `while`, and the numbers of constants of its condition and of its body.
+    """Return the body of a `while`, and the numbers of constants of its condition and its body.
 
     The operation's inputs are the constants of the condition, those of the body, and the carry.
     """
@@ -287,14 +287,14 @@ def while_body(operation: Operation) -> tuple[Block, int, int]:
 
 
 def called_block(operation: Operation) -> Block | None:
-    """What a `custom_jvp`, a `custom_vjp` or a `jit` with shardings calls; None for all others."""
+    """Return the block that a `custom_jvp`, `custom_vjp` or `jit` with shardings calls, or None."""
     if (key := {**CALLS, **_WITH_RULES}.get(operation.name)) is None:
         return None
     return without_dead_code(_block(operation.equation.params[key]))
 
 
 def has_shardings(params: dict[str, Any]) -> bool:
-    """Whether a nested `jit` requests shardings, which inlining would drop."""
+    """Return whether a nested `jit` requests shardings, which inlining would drop."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
 
@@ -324,12 +324,12 @@ def _barrier(equation: Any, inputs: list[Atom], operations: list[Operation]) -> 
 
 
 def calls_python(operation: Operation) -> bool:
-    """Whether there is a callback in an operation, also one without an effect."""
+    """Return whether an operation has a callback in it, with an effect or without."""
     return any(x.primitive.name in CALLBACKS for x in equations_inside(operation.equation))
 
 
 def at_line_of(operation: Operation) -> contextlib.AbstractContextManager:
-    """A context in which what is traced gets the source line of an operation."""
+    """Open a context in which traced operations get the source line of `operation`."""
     equation = operation.caller or operation.equation
     return source_info_util.user_context(equation.source_info.traceback)
 
@@ -337,7 +337,7 @@ def at_line_of(operation: Operation) -> contextlib.AbstractContextManager:
 def operations_for(
     block: Block, wanted: Iterable[Atom], known: Container[Value]
 ) -> list[Operation]:
-    """The operations of a block that compute `wanted` from `known`, in program order."""
+    """Return the operations of a block that compute `wanted` from `known`, in program order."""
     positions: set[int] = set()
     waiting = list(wanted)
     while waiting:
@@ -377,7 +377,7 @@ def _narrow_barrier(barrier: Barrier, live: set[Value]) -> Barrier:
 def _narrow_loop(loop: Loop, live: set[Value]) -> Loop:
     """Drop stacked outputs that are unused, and inputs that the body then does not read.
 
-    Carried values stay, since an iteration may read what the one before it wrote.
+    Carried values stay, since an iteration may read what the previous one wrote.
     """
     keep_out = [i for i, value in enumerate(loop.outputs) if i < loop.num_carry or value in live]
     body = dataclasses.replace(loop.body, outputs=tuple(loop.body.outputs[i] for i in keep_out))

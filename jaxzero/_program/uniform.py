@@ -1,14 +1,15 @@
-"""The values of a program that are equal on all devices: known integers, and all that is uniform.
+"""Find the values of a program that are equal on all devices, and integers known while tracing.
 
 Some integers are known while tracing, whatever the batch is: counters of loops, and integers that
-are computed from these. A counter is a stack that a loop scans (`jnp.arange`), or a value that it
-carries (as `lax.fori_loop` does). Its value in each iteration is found by running the integer
-operations of the body in NumPy, and nothing else.
+are computed from counters. A counter is a stack that a loop scans (`jnp.arange`), or a value that
+it carries (as `lax.fori_loop` does). Its value in each iteration is found by running the integer
+operations of the body, and no others, in NumPy.
 
-Literals, constants, counters of loops and replicated arguments are uniform, and so are results of
-deterministic operations on these: devices that branch by them take the same branch. Values that
-depend on weights or the batch are not uniform, nor results of any operation that is not listed
-here, such as a matrix product: two hosts may run different kernels for it.
+A value that is equal on all devices is *uniform*. Literals, constants, counters of loops and
+replicated arguments are uniform, and so are results of deterministic operations on uniform values:
+devices that branch by them take the same branch. Values that depend on weights or the batch are not
+uniform. Nor are results of an operation that is not listed here, such as a matrix product: two
+hosts may run different kernels for it.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ _DETERMINISTIC = {
 def known_integers(block: Block, given: Mapping[Value, np.ndarray]) -> Known:
     """Compute the integers and booleans of a block that follow from constants and known inputs.
 
-    The indices at which layers of a stack are read are such integers, on all devices alike.
+    The indices at which layers of a stack are read are such integers, equal on all devices.
 
     Args:
         block: a program, or the body of a loop.
-        given: its inputs that are known.
+        given: the inputs of the block that are known.
 
     Returns:
         Integers and booleans, by the inputs of the block and the outputs of its operations.
@@ -81,12 +82,12 @@ def known_in_body(
 
     Args:
         loop: the loop.
-        known: the known integers outside of it.
+        known: the known integers outside of the loop.
         most: nothing is known in a loop of more iterations, or of none.
 
     Returns:
-        For each known integer its values in all iterations `[length, *shape]`, in the order of
-        the stacks that the loop scans, which a reversed loop runs through from the end.
+        For each known integer its values in all iterations, `[length, *shape]`. They are in the
+        order of the stacks that the loop scans; a reversed loop runs through these from the end.
     """
     if not 0 < loop.length <= most:
         return {}
@@ -102,7 +103,7 @@ def known_in_body(
 
 
 def unchanged_in_body(loop: Loop, known: Mapping[Value, np.ndarray]) -> Known:
-    """The known inputs of a loop's body that are equal in all iterations; one value of each."""
+    """Return the known inputs of a loop's body that keep one value in all iterations."""
     inside = known_in_body(loop, known)
     inputs = ((x, inside[x]) for x in loop.body.inputs if x in inside)
     return {
@@ -117,10 +118,11 @@ def _iterations(
     operations: Sequence[Operation],
     most: int,
 ) -> tuple[Known, set[int]]:
-    """Run the iterations of a loop, if the inputs `carried` are known in each of them.
+    """Run a loop's iterations on known integers, assuming that the inputs `carried` stay known.
 
     Returns:
-        The values that are known in all iterations; and those of `carried` that are not.
+        The values that are known in all iterations; and, if the assumption fails, those of
+        `carried` that do not stay known.
     """
     body, first = loop.body, loop.first_stack
     constants = {x: outside[i] for i, x in enumerate(body.inputs[: loop.num_constants])}
@@ -144,7 +146,7 @@ def _iterations(
 
 
 def _run(given: Mapping[Value, np.ndarray], operations: Sequence[Operation], most: int) -> Known:
-    """Run those of a block's operations whose inputs are known."""
+    """Run the operations whose inputs are known, in NumPy; return all known values."""
     values = {**given}
     for operation in operations:
         if isinstance(operation, Loop):
@@ -165,7 +167,7 @@ def _run(given: Mapping[Value, np.ndarray], operations: Sequence[Operation], mos
 
 
 def _makes_integers(operation: Operation) -> bool:
-    """Whether known integers may come out of an operation."""
+    """Return whether an operation may have known integers as outputs."""
     if isinstance(operation, Loop):
         return any(map(_is_small, operation.outputs[operation.num_carry :]))
     if isinstance(operation, Barrier):
@@ -178,7 +180,7 @@ def _is_small(value: Value) -> bool:
 
 
 def small_integers(constant: Constant) -> np.ndarray | None:
-    """The array of a constant; None if it is traced, large, or not of integers."""
+    """Return the array of a constant; None if it is traced, large, or not of integers."""
     x = constant.value
     if is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
@@ -193,7 +195,7 @@ def _value(atom: Atom, known: Mapping[Value, np.ndarray]) -> np.ndarray | None:
 
 
 def _computed(operation: Operation, inputs: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Compute an operation on integers; None if it is not known how, or an input is not known."""
+    """Compute an operation on integers in NumPy; None if unsupported or an input is unknown."""
     (out,), name, params = operation.outputs, operation.name, operation.equation.params
     if any(x is None for x in inputs):
         return None
@@ -233,32 +235,35 @@ def uniform_values(block: Block, given: Iterable[Value]) -> set[Atom]:
 
     Args:
         block: a program, or the body of a loop.
-        given: its inputs that are equal on all devices.
+        given: the inputs of the block that are equal on all devices.
     """
     return _made_of(block, given, _UNIFORM)
 
 
 def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
-    """Find the values of a block that depend on constants and on the inputs `given` alone.
+    """Find the values of a block that depend only on constants and on the inputs `given`.
 
-    Of an operation such as a `cond`, every output counts as made of every input.
+    Every output of an operation counts as depending on all its inputs, also for a `cond`.
     """
     return _made_of(block, given, _Rule(lambda constant: True, lambda operation: True))
 
 
 class _Rule(NamedTuple):
-    """Which constants count as known, and which operations make known values from known inputs."""
+    """A rule for what counts as known: some constants, and the results of some operations.
+
+    The results of an operation are known if `operation` accepts it and all its inputs are known.
+    """
 
     constant: Callable[[Constant], bool]
     operation: Callable[[Operation], bool]
 
     def knows(self, known: set[Atom], atom: Atom) -> bool:
-        """Whether an atom is known, given the values that are."""
+        """Return whether an atom is a constant that counts as known, or is in `known`."""
         return self.constant(atom) if isinstance(atom, Constant) else atom in known
 
 
 def _is_deterministic(operation: Operation) -> bool:
-    if operation.name == "axis_index":  # of a stage: its devices decide alike
+    if operation.name == "axis_index":  # all devices of a stage take the same branch
         axes = operation.equation.params["axis_name"]
         return axes in (STAGE, (STAGE,))
     return is_elementwise(operation) or operation.name in _DETERMINISTIC
@@ -268,7 +273,7 @@ _UNIFORM = _Rule(lambda constant: not is_traced(constant.value), _is_determinist
 
 
 def _made_of(block: Block, given: Iterable[Value], rule: _Rule) -> set[Atom]:
-    """Find the values of a block that are made of known ones, of which `given` are inputs."""
+    """Find the values of a block that `rule` knows, if the inputs `given` are known."""
     uniform: set[Atom] = {*given}
     for operation in block.operations:
         inputs = [rule.knows(uniform, x) for x in operation.inputs]
@@ -294,7 +299,10 @@ def uniform_in_body(loop: Loop, uniform: set[Atom]) -> set[Atom]:
 
 
 def _in_body(loop: Loop, known: set[Atom], rule: _Rule) -> set[Atom]:
-    """`_made_of` for the body of a loop, in each iteration; `known` are values outside of it."""
+    """Find the values in a loop's body that `rule` knows in each iteration; see `_made_of`.
+
+    `known` are the known values outside of the loop.
+    """
     body = loop.body
     given = {i for i, x in enumerate(loop.inputs) if rule.knows(known, x)}
     while True:

@@ -1,13 +1,13 @@
 """Find layers that a Python loop unrolls.
 
 A program reads its stacks layer by layer, `w[0]`, `w[1]`, ..., or `for x in w`. With `L` layers its
-operations are
+operations are, in order:
 
-    what is before, the operations of a layer (L times, one layer after the other), what is after
+    operations before the layers, those of each layer (L times), operations after the layers
 
-where all layers compute the same function (`Kinds`) of their weights, of results of the layer
-before, and of values from outside. Operations that read weights of one layer and nothing else, such
-as casts, may stand anywhere. A stack may be two arrays, of which one has the first layers.
+All layers compute the same function (`Kinds`) of their weights, of results of the previous layer,
+and of values from outside. Operations that read weights of one layer and nothing else, such as
+casts, may stand anywhere. A stack may be two arrays, one of which has the first layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StackPart(NamedTuple):
 
     Attributes:
         stack: a number that names the stack.
-        first: the number of its first layer.
+        first: the index, in the stack, of the first layer in this array.
     """
 
     stack: int
@@ -40,14 +40,14 @@ class StackPart(NamedTuple):
 
 
 class LayersOf:
-    """Which values of a program are made of the weights of one layer alone.
+    """Groups by layer those values of a program that depend on one layer's weights alone.
 
     Attributes:
-        number: for each such value, the number of the layer.
+        number: for each such value, the index of the layer.
         key: for each such value, a key that values of two layers share if they are computed alike.
         of_key: for each key, the first value that has it.
-        rows: for each of these values that is a row of a stack, the name of the stack.
-        picks: operations that take one layer's part of an array that no weights make, such as keys.
+        rows: for each such value that is a row of a stack, the name of the stack.
+        picks: operations that take one layer's part of an array that is no weight, such as keys.
         rest: the other operations, in order.
     """
 
@@ -87,7 +87,7 @@ class LayersOf:
         self.rest = [x for x in self.rest if x not in self.picks]
 
     def _find_picks(self) -> set[Operation]:
-        """Slices of arrays that are sliced in as many ways as there are layers."""
+        """Return slices of arrays that are sliced in as many ways as there are layers, or more."""
         of_layers = {*self.parts}
         slices: dict[Atom, dict[Any, list[Operation]]] = {}
         for operation in self.block.operations:
@@ -104,15 +104,15 @@ class LayersOf:
         return self._kinds.number(operation)
 
     def read(self, operation: Operation) -> int | None:
-        """The layer that an operation reads weights of; None for none or several."""
+        """Return the layer whose weights an operation reads; None if it reads none or several."""
         numbers = {self.number[x] for x in operation.values if x in self.number}
         return numbers.pop() if len(numbers) == 1 else None
 
     def window(self) -> Window:
-        """Find where the layers are among the other operations.
+        """Find where the layers are in `rest`.
 
         Raises:
-            NotImplementedError: they are not alike.
+            NotImplementedError: the layers are not alike.
         """
         if reads_refs(self.block):
             raise NotImplementedError(
@@ -133,12 +133,12 @@ class LayersOf:
         return _find_window(self, places)
 
     def segments(self) -> list[tuple[int, int]]:
-        """Ranges `(start, end)` of layers, in each of which every stack lies in one array."""
+        """Return ranges `(start, end)` of layers; in each, one array per stack has all layers."""
         starts = sorted({part.first for part in self.parts.values()})
         return [*zip(starts, [*starts[1:], self.length], strict=True)]
 
     def between(self, start: int, end: int, known: Mapping[Any, Any]) -> dict[int, Any]:
-        """Layers `start` to `end` of each stack, which lie in one array of it.
+        """Return layers `start` to `end` of each stack, which must lie in one array of the stack.
 
         Args:
             start: the first layer.
@@ -155,7 +155,7 @@ class LayersOf:
         return by_stack
 
     def _first_row(self, operation: Operation) -> int | None:
-        """The layer, or the first of several, that an operation takes out of a stack; or None."""
+        """Return the (first) layer that an operation takes out of a stack; None for others."""
         source, op = operation.inputs[0] if operation.inputs else None, operation.view()
         if not isinstance(source, Value) or source not in self.parts:
             return None
@@ -170,10 +170,10 @@ class LayersOf:
         return part.first + op.start[0] if is_row else None
 
     def _squeezed(self, operation: Operation) -> Value | None:
-        """The row `[1, ...]` of a stack whose first dim an operation drops; None for others.
+        """Return the row `[1, ...]` of a stack whose first dim `operation` drops; None for others.
 
-        A scan gives the result to an iteration as it is. If the iteration computed it from the row,
-        forward would save it for backward.
+        A scan gives the squeezed row to an iteration as it is. If the iteration computed it from
+        the row, forward would save it for backward.
         """
         row = operation.source
         if row not in self.rows or not isinstance(operation.view(), movable_ops.Reshape):
@@ -194,13 +194,13 @@ class LayersOf:
 
 
 def _reads_inputs(operation: Operation) -> bool:
-    """Whether an operation reads a traced array that is no parameter, such as rows of the batch."""
+    """Return whether an operation reads a traced array that is no parameter, such as the batch."""
     given = [x.value for x in operation.inputs if isinstance(x, Constant)]
     return any(is_traced(x) and x.ndim > 0 for x in given)
 
 
 def rows(stack: Any, start: int, end: int) -> Any:
-    """Some rows of an array; the array itself if they are all."""
+    """Return rows `start` to `end` of an array; the array itself if these are all."""
     return stack if (start, end) == (0, len(stack)) else stack[start:end]
 
 
@@ -214,14 +214,14 @@ def _not_alike(why: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The operations of all layers, which stand one after the other in `LayersOf.rest`.
+    """The range of `LayersOf.rest` that has the operations of all layers, one after the other.
 
     Attributes:
         start: the index of the first operation of the first layer.
         size: the number of operations of a layer.
         reads: for each operation of a layer, where each of its inputs comes from.
-        carried: the values that a layer reads of the one before: the place there, and the atom that
-            the first layer reads instead.
+        carried: the values that a layer reads from the previous one. Each is the place in the
+            previous layer, and the atom that the first layer reads instead.
     """
 
     start: int
@@ -231,7 +231,7 @@ class Window:
 
 
 def _find_window(layers: LayersOf, places: Sequence[Sequence[int]]) -> Window:
-    """Find the layers, given where the weights of each are read."""
+    """Find the range of the layers' operations. `places` are the reads of each layer's weights."""
     num = min(map(len, places))
     sizes: dict[int, list[int]] = {}
     for j in range(num):
@@ -300,7 +300,7 @@ def _named(layers: LayersOf, i: int, j: int, number: int) -> str:
 def _difference_of_kinds(
     layers: LayersOf, kinds: Sequence[int], start: int, size: int
 ) -> tuple[int, str] | None:
-    """The first operation that differs from that of the layer before, and how; None: none does."""
+    """Return the first operation that differs from that of the previous layer, and how, or None."""
     for i in range(start + size, start + layers.length * size):
         if kinds[i] != kinds[i - size]:
             return i - start, _named(layers, i - size, i, (i - start) // size)
@@ -310,7 +310,10 @@ def _difference_of_kinds(
 def _reads(
     layers: LayersOf, start: int, size: int
 ) -> tuple[list[list[Read]], list[tuple[Place, Atom]]] | str:
-    """Where the inputs of all operations come from; or why that is not alike in all layers."""
+    """Return where the inputs of a layer's operations come from, and the carried values.
+
+    If that differs between layers, return a text that says where.
+    """
     place_of: dict[Value, tuple[int, Place]] = {}
     for i in range(layers.length * size):
         for j, out in enumerate(layers.rest[start + i].outputs):
@@ -336,7 +339,7 @@ def _read(
     atoms: tuple[Atom, ...],
     carried: dict[tuple[Place, Atom], int],
 ) -> Read | None:
-    """Where an input, `atoms[i]` in layer `i`, comes from; None if that differs between layers."""
+    """Return where an input, `atoms[i]` in layer `i`, comes from; None if layers differ."""
     places = [made.get(x) if isinstance(x, Value) else None for x in atoms]
     if any(x in layers.number for x in atoms):
         numbers = [layers.number.get(x) for x in atoms if isinstance(x, Value)]

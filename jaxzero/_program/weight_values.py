@@ -1,12 +1,12 @@
-"""The values of a block that depend on weights and constants alone, not on the batch.
+"""Find the values of a block that depend only on weights and constants, not on the batch.
 
 They are called *fixed*: they do not change during a step, so they can be computed again wherever
 they are needed. A loop's body can compute one layer of a fixed stack from layers of weights, so
 that the stack need not exist (`StackValues`).
 
-A masked or normalised weight is as large as the weight. Differentiation keeps it for backward, so
-that a model with unrolled layers would hold those of all layers at once. `recompute_in_backward`
-lets backward compute them again: their weights are gathered again, and dropped after their last
+A masked or normalised weight is as large as the weight. Differentiation keeps it for backward, so a
+model with unrolled layers would hold those of all layers at once. `recompute_in_backward` lets
+backward compute these values again: their weights are gathered again, and dropped after their last
 use.
 """
 
@@ -21,7 +21,7 @@ from .copies import Copies
 from .ir import Atom, Barrier, Block, Constant, Loop, Operation, Value, exchanged_or_effect
 from .operation_kinds import LayerForm, dtype_of, is_elementwise, layer_form, shape_of
 
-# A result with so many times fewer bytes than what it is made of is small: it is kept.
+# A result with this many times fewer bytes than the weights that it is made of is small: kept.
 SMALL = 4
 _CHEAP = {
     *("broadcast_in_dim", "concatenate", "dot_general", "expand_dims", "iota", "pad", "reduce_and"),
@@ -40,22 +40,22 @@ class Fixed:
     """The fixed values of a block.
 
     Attributes:
-        weights: for each fixed value, the weights that it is made of; empty for constants.
-        views: fixed values that are a weight with movable operations, as in `Operation.view`.
-        makers: for each value, the index and operation that it is made by.
+        weights: for each fixed value, the weights that it is computed from; empty for constants.
+        views: fixed values that are a weight after movable operations, as in `Operation.view`.
+        makers: for each value, the operation that makes it, with its index.
     """
 
     def __init__(
         self, block: Block, given: Mapping[Value, Weights], views: Iterable[Value], *, scalars: bool
     ):
-        """Walk a block.
+        """Find the fixed values of a block.
 
         Args:
             block: a program, or the body of a loop.
-            given: its inputs that are fixed.
-            views: its inputs that are weights.
-            scalars: whether all scalars count as fixed, and made of nothing: a program computes
-                them once, and keeps them at no cost.
+            given: the inputs that are fixed, with the weights that they are computed from.
+            views: the inputs that are weights.
+            scalars: whether every scalar counts as fixed, computed from no weights: a program
+                computes it once, and keeps it at no cost.
         """
         self.block = block
         self.weights = {**given}
@@ -70,7 +70,7 @@ class Fixed:
                 self.weights |= {x: frozenset() for x in operation.outputs if _is_scalar(x)}
 
     def of(self, atom: Atom) -> Weights | None:
-        """The weights that an atom is made of; None if it is not fixed."""
+        """Return the weights that an atom is computed from; None if it is not fixed."""
         return frozenset() if isinstance(atom, Constant) else self.weights.get(atom)
 
     def _walk(self, operation: Operation) -> None:
@@ -93,20 +93,21 @@ class Fixed:
 
 
 def fixed_of(block: Block, weights: Collection[Value]) -> Fixed:
-    """The fixed values of a program, or of a loop's body, of which some inputs are weights."""
+    """Find the fixed values of a program or a loop's body, given the inputs that are weights."""
     return Fixed(block, {x: frozenset({x}) for x in weights}, weights, scalars=True)
 
 
 def is_cheap(operation: Operation) -> bool:
-    """Whether it takes little work to compute again."""
+    """Return whether an operation takes little work to compute again."""
     known = is_elementwise(operation) or operation.name in _CHEAP
     return known and operation.products <= _MOST_PRODUCTS * math.prod(operation.outputs[0].shape)
 
 
 def is_large(fixed: Fixed, value: Value) -> bool:
-    """Whether a value is made of weights alone, and not much smaller than the largest of them.
+    """Return whether a value is computed from weights alone, and not much smaller than the largest.
 
-    A vector, such as `1 + scale` of a norm, is not: to keep it costs less than another gather.
+    A vector, such as `1 + scale` of a norm, is not large: keeping it costs less than another
+    gather.
     """
     weights = fixed.of(value)
     if not weights or sum(size > 1 for size in value.shape) < 2:
@@ -119,7 +120,7 @@ def _is_scalar(value: Value) -> bool:
 
 
 class Saved(NamedTuple):
-    """A stack that a loop makes from weights alone, each layer of it from one layer of theirs."""
+    """A stack that a loop computes from weights alone, each layer from one layer of the weights."""
 
     loop: Loop
     output: Atom  # of its body
@@ -127,7 +128,7 @@ class Saved(NamedTuple):
 
 
 class StackValues:
-    """How each stack of a block is made, layer by layer."""
+    """Says how each stack of a block is computed, layer by layer."""
 
     def __init__(self, fixed: Fixed):
         self.fixed = fixed
@@ -137,26 +138,26 @@ class StackValues:
         self._bodies: dict[Loop, Fixed] = {}
 
     def form(self, operation: Operation) -> LayerForm | None:
-        """`layer_form` of an operation."""
+        """Return `layer_form(operation)`, computed once."""
         if operation not in self._forms:
             self._forms[operation] = layer_form(operation)
         return self._forms[operation]
 
     def maker(self, value: Value) -> Operation | None:
-        """The operation that makes a value; None for an input of the block."""
+        """Return the operation that makes a value; None for an input of the block."""
         return self.fixed.makers.get(value, (0, None))[1]
 
     def is_lazy(self, atom: Atom) -> bool:
-        """Whether a stack can be computed layer by layer, and is made of weights.
+        """Return whether a stack of weights can be computed layer by layer.
 
-        A view of a weight is not: the loop scans the weight itself.
+        It is False for a view of a weight, as the loop scans the weight itself.
         """
         if not isinstance(atom, Value) or atom in self.fixed.views:
             return False
         return self.saved(atom) is not None or (bool(self.fixed.of(atom)) and self.expands(atom))
 
     def is_layered(self, value: Value) -> bool:
-        """Whether `is_lazy` holds, or a stack is a view of a weight that acts on each layer."""
+        """Return whether a stack is lazy, or a view of a weight that acts on each layer."""
         if value not in self.fixed.views:
             return self.is_lazy(value)
         operation = self.maker(value)
@@ -167,13 +168,13 @@ class StackValues:
         return known and source is not None and self.is_layered(source)
 
     def is_free(self, atom: Atom, sliced: bool) -> bool:
-        """Whether a loop's body can read this atom without anything large being made for it."""
+        """Return whether a loop's body can read an atom without a large array being made for it."""
         if sliced and isinstance(atom, Value) and self.is_layered(atom):
             return True
         return self.fixed.of(atom) == frozenset()
 
     def passed(self, value: Value) -> Value | None:
-        """The value that a barrier passes on as `value`; None for other values."""
+        """Return the value that a barrier passes on as `value`; None for other values."""
         operation = self.maker(value)
         if not isinstance(operation, Barrier):
             return None
@@ -181,7 +182,7 @@ class StackValues:
         return given if isinstance(given, Value) else None
 
     def expands(self, value: Value) -> bool:
-        """Whether layers of a fixed stack are to be computed, rather than taken from it."""
+        """Return whether a fixed stack is computed layer by layer where it is read, never whole."""
         if value not in self._lazy:
             self._lazy[value] = self._expands(value)
         return self._lazy[value]
@@ -201,23 +202,26 @@ class StackValues:
         return all(self._is_smaller(atom, sliced, value) for atom, sliced in inputs)
 
     def _is_smaller(self, atom: Atom, sliced: bool, value: Value) -> bool:
-        """Whether to compute layers of `value`, made of constants, rather than to hold it."""
+        """Return whether `atom` is small enough to compute layers of the constant `value` from it.
+
+        A stack whose own layers are computed is small enough: it is never made.
+        """
         if sliced and isinstance(atom, Value) and self.expands(atom):
             return True
         size = math.prod(shape_of(atom)) * dtype_of(atom).itemsize
         return size * 2 <= value.num_bytes
 
     def saved(self, value: Value) -> Saved | None:
-        """How a loop's body makes a stacked output that is large and made of weights alone.
+        """Return how a loop's body makes a stack that is large and computed from weights alone.
 
-        None for all other values. Differentiation keeps such stacks for backward.
+        Return None for all other values. Differentiation keeps such stacks for backward.
         """
         if value not in self._saved:
             self._saved[value] = self._find_saved(value)
         return self._saved[value]
 
     def is_of_weights(self, value: Value) -> bool:
-        """Whether a value is a large stack that a loop makes of weights alone, and not a view."""
+        """Return whether a value is a large stack that a loop makes of weights, and no view."""
         loop = self.maker(value)
         if not isinstance(loop, Loop) or (i := loop.outputs.index(value)) < loop.num_carry:
             return False
@@ -225,7 +229,7 @@ class StackValues:
         return isinstance(out, Value) and out not in body.views and is_large(body, out)
 
     def innermost_maker(self, value: Value) -> Operation:
-        """The operation that makes a value; for a stack that a loop makes, the one in its body."""
+        """Return the operation that makes a value; for a stack of a loop, the one in its body."""
         operation = self.fixed.makers[value][1]
         if isinstance(operation, Loop):
             out = operation.body.outputs[operation.outputs.index(value)]
@@ -234,7 +238,7 @@ class StackValues:
         return operation
 
     def is_large(self, value: Value) -> bool:
-        """Whether a value is made of weights alone, and not much smaller than they are."""
+        """Return `is_large` of a value of this block."""
         return is_large(self.fixed, value)
 
     def _find_saved(self, value: Value) -> Saved | None:
@@ -247,7 +251,7 @@ class StackValues:
         return Saved(loop, out, operations) if all(map(is_cheap, operations)) else None
 
     def _body(self, loop: Loop) -> Fixed:
-        """The fixed values of a loop's body, given what is fixed outside of it."""
+        """Find the fixed values of a loop's body, given the fixed values outside."""
         if loop not in self._bodies:
             first, given, views = loop.first_stack, {}, set()
             pairs = zip(loop.inputs, loop.body.inputs, strict=True)
@@ -264,7 +268,7 @@ class StackValues:
 
 
 def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
-    """The operations that make a value, in program order."""
+    """Return the operations that a value is computed by, in program order."""
     by_index: dict[int, Operation] = {}
     pending: list[Atom] = [out]
     while pending:
@@ -280,15 +284,15 @@ def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
 def kept_values(
     block: Block, weights: Collection[Value], last_forward: int | None
 ) -> list[tuple[Value, Operation]]:
-    """Find large values that are computed from weights alone and kept, and what computes them.
+    """Find large values that are computed from weights alone and kept, and the operation of each.
 
     Args:
         block: a program.
-        weights: its inputs that are sharded weights.
-        last_forward: the last operation of forward; None in a loop's body.
+        weights: the inputs of the program that are sharded weights.
+        last_forward: the index of the last operation of forward; None in a loop's body.
 
     Returns:
-        Values of forward that backward reads, and stacks that a loop makes of weights alone.
+        Values of forward that backward reads, and stacks that a loop computes from weights alone.
     """
     values = StackValues(fixed_of(block, weights))
     read_by = {x: i for i, operation in enumerate(block.operations) for x in operation.inputs}
@@ -308,11 +312,11 @@ def kept_values(
 
 
 def recompute_in_backward(block: Block, weights: Collection[Value], loss: Value) -> Block:
-    """Copy the operations that make large values of weights alone to their first use in backward.
+    """Compute large values of weights alone again in backward, right before their first use.
 
     Args:
         block: the program.
-        weights: its inputs that are sharded weights.
+        weights: the inputs of the program that are sharded weights.
         loss: the value whose operation ends forward.
     """
     fixed = fixed_of(block, weights)

@@ -1,8 +1,8 @@
 """`Zero`, the class that users hold: it shards trees, and transforms functions of them.
 
-In: the user's functions, trees, batches and optimizers. Out: functions under `shard_map`, and
-errors before anything is traced. Packages above use `Zero`; `_checkpoint` also uses `placement`
-and `host_memory`.
+In: the user's functions, trees, batches and optimizers. Out: functions that run under `shard_map`,
+and errors that are raised before anything is traced. Packages above use `Zero`; `_checkpoint` also
+uses `placement` and `host_memory`.
 """
 
 from .frozen_layers import freeze_schedule as freeze_schedule

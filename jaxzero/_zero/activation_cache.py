@@ -1,6 +1,6 @@
-"""`ActivationCache`: what frozen layers compute from a batch, kept on the host for later epochs.
+"""`ActivationCache` keeps the outputs of frozen layers on the host, for later epochs.
 
-AutoCache of PipeTransformer: a batch that comes again need not go through the frozen layers.
+This is AutoCache of PipeTransformer: a batch that comes again need not run the frozen layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .batch_choice import BatchArgnums
 
 
 class ActivationCache:
-    """Activations of frozen layers, by a key for each batch; from `Freezing.cache`.
+    """Cached outputs of frozen layers, one entry for each batch key; made by `Freezing.cache`.
 
     Example:
         >>> cache = freezing.cache(loss_fn, frozen)
@@ -74,9 +74,10 @@ class ActivationCache:
         )
 
     def __call__(self, key: Hashable, *args: Any) -> tuple[jax.Array, ...]:
-        """Return the activations of a batch: the cached ones, or new ones, which are then cached.
+        """Return the activations of a batch: cached ones if there are any, else new ones.
 
-        Call it outside of `jax.jit`.
+        New activations are cached, unless `max_bytes` of `Freezing.cache` is used up. Call this
+        outside of `jax.jit`.
 
         Args:
             key: names the batch, such as its number in the epoch.
@@ -109,20 +110,21 @@ class ActivationCache:
         return activations
 
     def rest(self, active: Any, frozen: Any, activations: Sequence[Any], *args: Any) -> Any:
-        """Compute `f` from cached activations: the function for `value_and_grad`, instead of `f`.
+        """Compute `f` from cached activations. Pass `rest` to `value_and_grad` in place of `f`.
 
         Args:
             active: the active parameters.
-            frozen: the frozen parameters; those that only the activations need are not gathered.
-            activations: the result of calling the cache with the same batch. They are split over
-                devices too: `batch_argnums` names them beside the batch.
+            frozen: the frozen parameters. A parameter that only the activations need is not
+                gathered.
+            activations: the result of calling the cache with the same batch. Its arrays are split
+                over devices, so `batch_argnums` must name this argument beside the batch.
             args: the arguments of `f` after the parameters.
         """
         run, arrays = self._flat(args)
         return rest_part(run, active, frozen, arrays, [x[0] for x in activations])
 
     def _flat(self, args: Sequence[Any]) -> tuple[Callable[[Any, Any, Any], Any], list[Any]]:
-        """`f` as a function of `active`, `frozen` and the list of arrays in `args`; that list."""
+        """Return `f` as a function of `(active, frozen, arrays)`, and the arrays in `args`."""
         static, arrays = _split(args)
 
         def run(active: Any, frozen: Any, arrays: list[Any]) -> Any:
@@ -132,7 +134,7 @@ class ActivationCache:
 
 
 class _Static(NamedTuple):
-    """The arguments of `f` without their arrays: a static argument of the compiled program."""
+    """The arguments of `f` without their arrays; hashable, as a static argument of `jax.jit`."""
 
     treedef: Any
     statics: tuple[Static | None, ...]
@@ -149,7 +151,7 @@ class _Kept(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """The activations of one batch, and what tells that batch from another."""
+    """The cached activations of one batch, with the hash and statics that identify that batch."""
 
     digest: bytes
     static: _Static
@@ -179,7 +181,10 @@ def _on_devices(kept: _Kept) -> jax.Array:
 
 
 def _digest(tree: Any) -> bytes:
-    """A hash of the arrays of a tree; of a sharded array, the shards on this process's devices."""
+    """Return a hash of the arrays of a tree.
+
+    Only the shards on this process's devices are read of a sharded array.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for leaf in filter(is_array, jax.tree.leaves(tree)):
         if isinstance(leaf, jax.Array):

@@ -1,4 +1,4 @@
-"""The options of a call, and its arguments: sharded parameters, batch or replicated values.
+"""Classify each argument of a call: as sharded parameters, as the batch, or as replicated.
 
 Mistakes that can be seen without tracing are errors that name the argument and the tree path.
 """
@@ -49,7 +49,7 @@ BATCH = PartitionSpec(AXES)
 
 
 def node_microbatches(microbatches: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """How many micro-batches the devices of each node run, if the fastest run `microbatches`."""
+    """Return each node's micro-batches by its share; the largest share runs `microbatches`."""
     return tuple(microbatches * share // max(shares) for share in shares)
 
 
@@ -71,12 +71,12 @@ class Options:
 
     @property
     def node_microbatches(self) -> tuple[int, ...] | None:
-        """How many micro-batches the devices of each node run; None if all run `microbatches`."""
+        """The micro-batches that each node's devices run; None if all run `microbatches`."""
         return self.shares and node_microbatches(self.microbatches, self.shares)
 
 
 def argument_numbers(argnums: Any, name: str = "argnums") -> tuple[int, ...]:
-    """`argnums`, the argument called `name`, as a tuple.
+    """Return `argnums` as a tuple of integers. Error messages call it `name`.
 
     Raises:
         ValueError: `argnums` is neither an integer nor a sequence of integers.
@@ -121,20 +121,20 @@ class Argument:
         )
 
     def where(self, i: int) -> str:
-        """The argument's name and the tree path of its `i`-th array, for error messages."""
+        """Return the argument's name and the tree path of its `i`-th array, for error messages."""
         leaves = named_leaves(jax.tree.unflatten(self.treedef, range(len(self.statics))))
         pairs = zip(leaves, self.statics, strict=True)
         path = [path for (path, _), static in pairs if static is None][i]
         return self.name if path == "." else f"{self.name}, leaf `{path}`"
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """Build the argument with these values in place of its arrays, without `StoredArray`s."""
+        """Build the argument from new values of its arrays. The result has no `StoredArray`s."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of a call; those passed by keyword come last, named by `keywords`."""
+    """The arguments of a call. Keyword arguments come last; `keywords` are their names."""
 
     arguments: tuple[Argument, ...]
     num_positional: int
@@ -149,7 +149,7 @@ class Call:
                 start += len(argument.layout.leaves)
 
     def split(self, arrays: Sequence[Sequence[Any]]) -> Iterator[tuple[Argument, Any, int]]:
-        """Yield `(argument, array, index)` for each array of an argument that devices split."""
+        """Yield `(argument, array, index in the argument)` for each array of the batch."""
         for argument, leaves in zip(self.arguments, arrays, strict=True):
             if argument.layout is None:
                 for i, (x, spec) in enumerate(zip(leaves, argument.specs, strict=True)):
@@ -157,7 +157,7 @@ class Call:
                         yield argument, x, i
 
     def rebuild(self, arrays: Sequence[Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
-        """Build positional and keyword arguments from the arrays of each argument."""
+        """Build the positional and the keyword arguments from the arrays of each argument."""
         pairs = zip(self.arguments, arrays, strict=True)
         values = [argument.rebuild(leaves) for argument, leaves in pairs]
         keywords = zip(self.keywords, values[self.num_positional :], strict=True)
@@ -183,8 +183,7 @@ def resolve(
         args: positional arguments.
         kwargs: keyword arguments.
         argnums: positions of arguments that must be sharded parameter trees.
-        batch_argnums: positions or names of the arguments that are split by rows. None to find
-            the batch; it is an error if several arguments could be the batch.
+        batch_argnums: positions or names of the batch arguments; None to find the batch.
         in_specs: for each position, None or a tree prefix of `PartitionSpec`s.
         registry: looks up the layouts of parameter trees.
         states: looks up the layouts of optimizer states.
@@ -227,7 +226,7 @@ def resolve(
 
 
 def _check_mutable(values: Sequence[Any], names: Sequence[str]) -> None:
-    """Raise `ValueError` for a mutable array, which devices would change in different ways."""
+    """Raise `ValueError` if an argument holds a `jax.Ref`: devices would change it differently."""
     for name, value in zip(names, values, strict=True):
         for path, x in named_leaves(value):
             if is_mutable(x):
@@ -244,7 +243,7 @@ def _fill_in_batches(
     given: list[Any],
     argnums: Sequence[int],
 ) -> None:
-    """Write the specs of the batch arguments into `given`, one entry for each argument."""
+    """Set `given[i]` to a tree of `PartitionSpec`s for each position `i` in `batches`."""
     for i in batches:
         if i in argnums or given[i] is not None:
             other = "`argnums`" if i in argnums else "`in_specs`"
@@ -255,7 +254,7 @@ def _fill_in_batches(
 def _layout_of(
     i: int, value: Any, spec: Any, argnums: Sequence[int], names: Sequence[str], registry: Registry
 ) -> TreeLayout | None:
-    """The layouts of an argument that holds sharded arrays; None if it holds none."""
+    """Return the layouts of argument `i`, if it holds sharded arrays; None if not."""
     if spec is not None:
         return None
     is_strict = i in argnums or registry.find(value) is not None
@@ -281,7 +280,7 @@ def _check_specs(
 
 
 def _batch_specs(name: str, value: Any) -> Any:
-    """A `PartitionSpec` for each leaf: rows are split, keys and single numbers replicated."""
+    """Return `PartitionSpec`s for a batch: rows are split, keys and scalars replicated."""
     if any(map(is_stored, flatten(value)[1])):
         raise ValueError(
             f"{name} is to be the batch, but holds parameters that `Zero` has laid out. Say with "
@@ -296,7 +295,7 @@ def _batch_specs(name: str, value: Any) -> Any:
 
 
 def _parameter_names(function: Callable) -> list[str]:
-    """The names of a function's positional parameters; empty for built-in functions."""
+    """Return the names of a function's positional parameters; none for built-in functions."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -311,7 +310,7 @@ def _names(parameters: Sequence[str], num: int) -> list[str]:
 
 
 def _spec_for_each(in_specs: Any, num: int, argnums: Sequence[int]) -> list[Any]:
-    """`in_specs`, checked and extended by None to one entry for each positional argument."""
+    """Check `in_specs`; return it with `num` entries, where missing ones at the end are None."""
     if in_specs is None:
         return [None] * num
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
@@ -379,10 +378,10 @@ def check_rows(
 
 
 def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> None:
-    """Raise `ValueError` for an array that is to be split and is on another mesh of explicit axes.
+    """Raise `ValueError` if an array to be split is on a mesh of explicit axes other than `mesh`.
 
-    The type of such an array names that mesh, so that a program of `mesh` cannot take it. Nothing
-    is checked in a program of one node, where types name that node's part of `mesh`.
+    The type of such an array names its mesh, so a program of `mesh` cannot take it. Nothing is
+    checked in a program of one node, where types name a part of `mesh`.
     """
     if is_one_node():
         return

@@ -1,9 +1,10 @@
 """Find the argument of a call that is the batch, whose rows are split over all devices.
 
-A wrong choice gives wrong numbers without an error: a table of class weights would be split. So an
-argument is chosen only if no other can be the batch, and otherwise the caller must name it.
-If a function closes over its batch and has one other argument with rows, such as running
-statistics, that argument is chosen; `batch_argnums=()` means that there is no batch.
+A wrong choice gives wrong numbers without an error: a table of class weights would be split as if
+it were rows. So an argument is chosen only if no other argument can be the batch; otherwise the
+caller must name the batch. A function may close over its batch and take one argument with rows that
+is not a batch, such as running statistics. That argument is chosen, wrongly, unless the caller says
+`batch_argnums=()`: there is no batch.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ BatchArgnums = int | str | Sequence[int | str] | None
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether a leaf looks like a random key: typed, or raw, `uint32[2]` or `uint32[4]`."""
+    """Return whether a leaf looks like a random key: typed, or raw (`uint32[2]` or `uint32[4]`)."""
     is_typed = is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return is_typed or _is_like_raw_key(leaf)
 
 
 def is_split(path: str, leaf: Any, num_rows: int) -> bool:
-    """Whether a leaf of a batch of `num_rows` rows is split rather than replicated.
+    """Return whether a leaf of a batch is split over devices, rather than replicated.
 
-    Single numbers and random keys are replicated; an array of one typed key per row is split.
+    Single numbers and random keys are replicated. An array of `num_rows` typed keys, one for each
+    row, is split.
 
     Raises:
-        ValueError: the leaf can be a raw key, or one uint32 label for each of 2 or 4 rows.
+        ValueError: the leaf is uint32 with one element per row and the size of a raw key (2 or 4),
+            so it can be either a key or labels.
     """
     if not is_array(leaf) or not leaf.shape:
         return False
@@ -54,16 +57,25 @@ def find_batch(
     registry: Registry,
     states: Registry,
 ) -> list[int]:
-    """The position of the only argument that can be the batch, as a list; empty if there is none.
+    """Return `[position]` of the only argument that can be the batch; `[]` if no argument can.
 
-    A tree that this `Zero` has laid out cannot be the batch. A tree of the same structure and
-    shapes is a candidate like any other if its arrays are certainly not laid out, such as NumPy
-    arrays. In a traced program that is not known. There such a tree is an error if it has as many
-    rows as the only candidate, and a single array is chosen only if there is no candidate.
+    An argument can be the batch if it has rows, and is not a tree that this `Zero` has laid out.
+    Some trees have the structure and shapes of a laid-out tree. Such a tree can be the batch if its
+    arrays are certainly not laid out, such as NumPy arrays. In a traced program this cannot be
+    seen. Then the tree is an error if it has as many rows as the only argument that can be the
+    batch. If the tree is a single array, it is chosen only if no other argument can be the batch.
+
+    Args:
+        values: all arguments.
+        names: their names, for error messages.
+        given: for each argument the specs from `in_specs`, or None.
+        argnums: the positions of differentiated arguments.
+        registry: looks up the layouts of parameter trees.
+        states: looks up the layouts of optimizer states.
 
     Raises:
-        ValueError: several arguments can be the batch; one can in addition to those that
-            `in_specs` splits; or the argument may be a part of the parameters.
+        ValueError: several arguments can be the batch; an argument can be the batch although
+            `in_specs` splits another one; or the argument can also be a part of the parameters.
     """
     free = [
         i
@@ -97,9 +109,11 @@ def find_batch(
 
 
 def _reading(value: Any, registry: Registry, states: Registry) -> bool | None:
-    """Whether an argument can be the batch: True; False if it is laid out; None if it is not known.
+    """Return whether an argument can be the batch; None if that cannot be known.
 
-    A tree like a laid out one whose arrays have different numbers of rows is no batch.
+    The result is False for a laid-out tree, and for a tree of the same structure and shapes whose
+    arrays have different numbers of rows. It is None for such a tree if it may or may not be laid
+    out.
     """
     if registry.holds_laid_out(value):
         return False
@@ -114,7 +128,7 @@ def _reading(value: Any, registry: Registry, states: Registry) -> bool | None:
 def asked_batches(
     asked: BatchArgnums, num_positional: int, keywords: Sequence[str], parameters: Sequence[str]
 ) -> list[int] | None:
-    """`batch_argnums` as positions among all arguments of a call; None if it was not given.
+    """Convert `batch_argnums` to positions among all arguments of a call; return None for None.
 
     Args:
         asked: positions, names of keyword arguments, or names of the function's parameters.
@@ -153,9 +167,10 @@ def asked_batches(
 
 
 def rows_of(name: str, value: Any) -> int:
-    """The number of rows of a batch: the size of dim 0 of its arrays other than keys and scalars.
+    """Return the number of rows of a batch: the size of dim 0 of its arrays.
 
-    In an argument that holds only keys, each key is a row.
+    Random keys and scalars do not count. But in an argument that holds nothing except keys, each
+    key is a row.
 
     Raises:
         ValueError: no array has a dim 0, or arrays have different numbers of rows.
@@ -182,7 +197,7 @@ def rows_of(name: str, value: Any) -> int:
 
 
 def warn_of_no_batch(num_devices: int) -> None:
-    """Warn that all devices repeat the same computation, because no argument is split."""
+    """Warn that no argument is split, so that all devices repeat the same computation."""
     if num_devices > 1:
         warn(
             f"No argument of this function is a batch, so each of {num_devices} devices computes "
@@ -202,18 +217,17 @@ def _choose(
     doubtful: Sequence[int],
     values: Sequence[Any],
 ) -> int:
-    """The only argument that can be the batch.
+    """Return the position of the batch: the only candidate.
 
     Args:
         names: names of all arguments, for the error message.
         candidates: positions of the arguments that can be the batch; at least one.
-        doubtful: positions of those that can be the batch or parameters.
+        doubtful: positions of arguments that are either the batch or laid-out parameters.
         values: all arguments.
 
     Raises:
-        ValueError: several arguments can be the batch. That includes a doubtful one with as many
-            rows and, with a batch of 2 or 4 rows, an array that is either a raw key or a label for
-            each row.
+        ValueError: there are several candidates; or another argument, doubtful or like a raw key,
+            has as many rows as the only candidate. (With 2 or 4 rows, a raw key looks like labels.)
     """
     possible = list(candidates)
     if len(possible) == 1:
@@ -237,12 +251,12 @@ def _choose(
 
 
 def _has_rows(value: Any) -> bool:
-    """Whether an argument can be a batch: it holds an array with dims that is not a random key."""
+    """Return whether an argument holds an array that has dims and is not a random key."""
     return any(_is_rows(leaf) for leaf in jax.tree.leaves(value))
 
 
 def _common_rows(value: Any) -> int | None:
-    """The dim 0 of the arrays of an argument that have rows; None if they have different ones."""
+    """Return the number of rows that all arrays with rows have; None if their numbers differ."""
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(value) if _is_rows(leaf)}
     return sizes.pop() if len(sizes) == 1 else None
 

@@ -1,4 +1,4 @@
-"""One call of a transformed function: check its options and arguments, and build what it returns.
+"""One call of a transformed function: check its options and arguments, and build its results.
 
 Wire states are converted between the user's trees and the flat `DeviceWireState`.
 """
@@ -99,8 +99,8 @@ def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: b
 
     Args:
         argument: the differentiated argument.
-        leaves: its arrays.
-        allow_int: whether leaves that are not floats are allowed; their gradient is `float0`.
+        leaves: the arrays of the argument.
+        allow_int: whether integer leaves are allowed; their gradient has dtype `float0`.
     """
     for leaf in argument.layout.leaves if argument.layout else ():
         if leaf.codec is not None:
@@ -125,11 +125,11 @@ def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: b
 
 
 def _check_is_trained(argument: Argument, plain: Sequence[str]) -> None:
-    """Raise `ValueError` if a module trains none of its leaves; warn if it has plain arrays.
+    """Raise `ValueError` if a module trains none of its leaves; warn if it holds plain arrays.
 
     Args:
         argument: the differentiated argument.
-        plain: the paths of arrays that its `nnx.Module`s hold, and not in an `nnx.Variable`.
+        plain: the paths of arrays that `nnx.Module`s in it hold outside of any `nnx.Variable`.
     """
     kinds = argument.module_trains
     is_trained = not kinds or any(kind is not False for kind in kinds)
@@ -181,10 +181,10 @@ def gradient_options(
     """Check the arguments of `value_and_grad`, and return them as `Options`.
 
     Raises:
-        ValueError: `argnums` are no integers, `microbatches` is not an integer of at least 1,
-            `aux_reduce` or `gradient_reduce` names an unknown reduction, `halves` is set on a mesh
-            with one device, `shares` does not fit the mesh or `microbatches`, or `row_statistics`
-            is not known.
+        ValueError: `argnums` holds a value that is no integer; `microbatches` is not an integer of
+            at least 1; `aux_reduce` or `gradient_reduce` names an unknown reduction; `halves` is
+            set on a mesh with one device; `shares` does not fit the mesh or `microbatches`; or
+            `row_statistics` is neither None nor "device".
         NotImplementedError: `shares` does not work with another option.
     """
     check_microbatches(microbatches)
@@ -216,7 +216,7 @@ def gradient_options(
 def returned(
     transform: Transform, outputs: tuple[Any, ...], is_one: bool, has_state: bool
 ) -> tuple[Any, ...]:
-    """The return value of `value_and_grad`, from the outputs of the program.
+    """Build the return value of `value_and_grad` from the outputs of the compiled program.
 
     Args:
         transform: the transform that made the program.
@@ -257,14 +257,15 @@ def _as_trees(
     as_leaf: Callable[[LeafSpec, Any], Any],
     other: Callable[[LeafSpec], Any],
 ) -> list[Any]:
-    """Turn one value for each differentiated leaf into trees, in the order of `argnums`.
+    """Build one tree for each entry of `argnums`, from one value for each differentiated leaf.
 
     Args:
-        transform: the transform of the call, with the trees' structures.
-        values: one for each differentiated leaf, in the order of arguments.
+        transform: the transform of the call, which has the structures of the trees.
+        values: one value for each differentiated leaf, in the order of arguments.
         as_leaf: makes a leaf of the tree from a value.
-        other: makes the value of an array that is not differentiated. In an `eqx.Module` or
-            `nnx.Module` such arrays get None, as do leaves that are not arrays.
+        other: makes the value of an array that is not differentiated. But an array that its
+            `eqx.Module` or `nnx.Module` does not train becomes None, and so does a leaf that is not
+            an array.
     """
     remaining = iter(values)  # in the order of arguments, not of `argnums`
     trees = {}
@@ -289,14 +290,15 @@ def _as_trees(
 
 
 def wire_state_of(transform: Transform, wire_state: Any) -> DeviceWireState:
-    """Flatten the wire states of a call into one `DeviceWireState`, by index of the leaf.
+    """Merge the wire states of a call's arguments into one `DeviceWireState`, indexed by leaf.
 
     Args:
         transform: the transform of the call.
         wire_state: one state for each argument in `argnums`; None if the caller passed none.
 
     Raises:
-        ValueError: gradients need a state and there is none, or it does not fit the parameters.
+        ValueError: a gradient codec needs a state and none was passed, or a state does not fit its
+            parameters.
     """
     call, config, comm = transform.call, transform.config, transform.comm
     numbers = transform.options.argnums
@@ -326,14 +328,14 @@ def wire_state_of(transform: Transform, wire_state: Any) -> DeviceWireState:
 
 
 def reads_kept_slices(transform: Transform) -> bool:
-    """Whether a training step on the same parameters reads slices that a wire state keeps."""
+    """Return whether a training step reads weight slices that the wire state keeps."""
     layouts = [transform.call.arguments[number].layout for number in transform.options.argnums]
     leaves = [leaf for layout in layouts if layout is not None for leaf in layout.leaves]
     return bool(specs_of(leaves, transform.comm).slices)
 
 
 def warn_of_full_weights(config: ZeroConfig) -> None:
-    """Warn that `apply` reads other weights than a training step."""
+    """Warn that `apply` reads full weights, which differ a little from a step's slices."""
     assert config.hpz is not None
     how = "" if config.hpz.codec is None else f" as {config.hpz.codec}"
     warn(

@@ -2,19 +2,20 @@
 
 Let a codec change a gradient x by an error of squared norm r^2 |x|^2, independent of x and of the
 errors of other gradients. On the first axis each of n devices sends its own gradient, of expected
-squared norm |G|^2 + n T, where T is the noise of the mean over all devices; on the second axis each
-of m nodes sends its mean, of |G|^2 + m T. So the noise of the mean is not T but
+squared norm |G|^2 + n T, where T is the noise of the mean over all devices. On the second axis each
+of m nodes sends its mean, of squared norm |G|^2 + m T. So the noise of the mean is not T but
 
     T' = T (1 + r_l^2 + r_n^2) + |G|^2 (r_l^2 / n + r_n^2 / m),
 
 with `r_l` and `r_n` for the codecs on the axes `local` and `node`. Both are measured on the mean
 gradient, as an estimate for the gradients of devices. With k micro-batches, each sent by itself, n
-and m are k times as large; with hpZ a node sends the mean over its micro-batches, and m stays.
+and m become k times as large. With hpZ a node sends its mean over micro-batches, so m stays.
 
-Of a table whose rows are sent, a device sends cotangents of rows, each encoded by itself. On the
-second axis they are sent on, encoded again if that has another codec: in both cases there are n k
-gradients, and r_l and r_n are those of encoding rows. Where a table is split on its columns, they
-are measured on a device's columns, and up to a third too small if a block of a codec is wider.
+If the rows of a table are sent, a device sends the cotangents of rows, each row encoded by itself.
+They are sent on over the second axis as they are, or encoded again if that axis has another codec.
+In both cases there are n k gradients, and r_l and r_n are the errors of encoding rows. For a table
+that is split on its columns, they are measured on one device's columns. They are then up to a third
+too small if a block of the codec is wider than these columns.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .._simigrad import CodecNoise, dot
 
 
 def _check(config: ZeroConfig) -> None:
-    """Raise `NotImplementedError` for configs whose codec errors do not follow the formula."""
+    """Raise `NotImplementedError` unless the codec errors of a config follow the formula above."""
     gradients = config.gradients
     if isinstance(gradients.node, GradientHop):
         hop = type(gradients.node).__name__
@@ -55,10 +56,10 @@ def _check(config: ZeroConfig) -> None:
 
 
 def names_of_tables(rows: Sequence[MovedRows]) -> frozenset[str]:
-    """The paths of the tables whose rows are sent.
+    """Return the paths of the tables whose rows are sent.
 
     Raises:
-        NotImplementedError: a table has other uses too, for which it is gathered as a whole.
+        NotImplementedError: a table also has uses for which it is gathered as a whole.
     """
     for table in rows:
         if not table.is_alone:
@@ -77,19 +78,20 @@ def measure_codec_noise(
     tables: frozenset[str],
     gradients: Sequence[Array],
 ) -> CodecNoise:
-    """Measure the errors of encoding gradient shards; sends one all-reduce of three scalars.
+    """Measure the errors of encoding gradient shards. This sends one all-reduce of three scalars.
 
     Args:
         leaves: layouts of the parameters.
         mesh: the mesh that the gradients are on.
         config: gives the codecs.
-        microbatches: number of micro-batches of a device that the gradients are means over.
-        tables: paths of the leaves whose rows are sent; those of frozen tables too.
+        microbatches: the number of micro-batches of a device over which the gradients are means.
+        tables: paths of the tables whose rows are sent, frozen tables included.
         gradients: mean gradients, in stored form.
 
     Raises:
         ValueError: `microbatches` is not an integer of at least 1.
-        NotImplementedError: the config uses error feedback, or encodes sums twice.
+        NotImplementedError: the config uses error feedback, encodes sums twice, or has
+            `ungathered`.
     """
     check_microbatches(microbatches)
     _check(config)
@@ -140,10 +142,10 @@ def _codec(leaf: LeafSpec, axis: str, comm: CommSpec) -> Codec | None:
 
 
 def _codecs_of_rows(leaf: LeafSpec, comm: CommSpec) -> list[Codec | None]:
-    """The codecs that encode the cotangents of rows, one after the other.
+    """Return the codecs that encode the cotangents of a table's rows, in the order of the axes.
 
-    Where whole rows are sent (the table is split on dim 0), equal codecs count once: the message is
-    sent on over the second axis as it is.
+    If the table is split on dim 0, whole rows are sent. Then two equal codecs count once, because
+    the second axis sends on the encoded message as it is.
     """
     assert leaf.layout is not None
     size = leaf.layer_size if leaf.codec is None else 0
@@ -155,10 +157,11 @@ def _codecs_of_rows(leaf: LeafSpec, comm: CommSpec) -> list[Codec | None]:
 
 
 def _turned(rows: Array) -> Array:
-    """Rotate each pair of neighbouring elements of a row by one angle, which keeps the row's norm.
+    """Rotate each pair of neighbouring elements of a row by a fixed angle. The row's norm is kept.
 
-    The gradient of a row that one device reads is a decoded message: its elements are multiples of
-    the codec's steps, so encoding them again would make no error.
+    Without this, the measured error would be too small: the gradient of a row that one device reads
+    is a decoded message, whose elements are multiples of the codec's steps, so encoding it again
+    would make no error.
     """
     even = rows.shape[1] // 2 * 2
     first, second = rows[:, 0:even:2], rows[:, 1:even:2]
@@ -168,7 +171,7 @@ def _turned(rows: Array) -> Array:
 
 
 def _squared_error(rows: Array, *codecs: Codec | None) -> Float32[Array, ""]:
-    """The squared norm of the error that codecs make, applied to the rows one after the other."""
+    """Return the squared norm of the error of encoding `rows` by each codec in turn."""
     if not any(codecs) or rows.size == 0:
         return jnp.zeros([], jnp.float32)
     # The mean of a few decoded messages lies near the codec's own steps, so encoding the same

@@ -1,4 +1,4 @@
-"""Check that a mesh and a configuration suit each other."""
+"""Check that a mesh and a config suit each other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from .host_memory import check_platform
 
 
 def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
-    """The configuration of a `Zero`, by default plain ZeRO-3.
+    """Check that a mesh and a config suit each other; return the config, `zero3()` if it is None.
 
     Raises:
-        ValueError: an argument is of another kind, or the mesh does not suit the configuration.
-        NotImplementedError: the platform of the mesh has no host memory, and the config uses it.
+        ValueError: an argument has the wrong type, or the mesh does not suit the config.
+        NotImplementedError: the config uses host memory, and the platform of the mesh has none; or
+            the mesh has the axis `tokens`, with which an option of the config does not work.
     """
     if isinstance(mesh, ZeroConfig):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`Freezing`: parameters in two trees, of which one, the first layers, is frozen."""
+"""`Freezing` holds parameters in two trees: the frozen first layers, and the active rest."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .user_function import call_checked
 
 
 class Freezing:
-    """The frozen first layers of a model; cuts trees into a frozen and an active part.
+    """The choice of which first layers of a model are frozen. Its methods cut and join trees.
 
     `Zero.freeze` makes it; `print` it to see what is frozen. It holds no arrays. Frozen layers have
-    no gradients, no reductions and no optimizer state in use, and are gathered in forward only,
-    unless something active comes before them. Cut and join trees between steps, not in a jitted
-    step.
+    no gradients, no reductions and no optimizer state in use. They are gathered in the forward pass
+    only, unless an active parameter is used before them. Cut and join trees between steps, not in a
+    jitted step.
 
     Attributes:
         prefix: the number of frozen layers.
@@ -89,7 +89,7 @@ class Freezing:
         return f"Freezing({self.prefix} of {self.num_layers} layers)"
 
     def __str__(self) -> str:
-        """What is frozen, and what is not."""
+        """List for each parameter whether it is frozen, active, or frozen in its first rows."""
         total = sum(math.prod(leaf.shape) for leaf in self._cut.whole.leaves)
         frozen = sum(math.prod(leaf.shape) for leaf in self._cut.frozen.leaves)
         lines = [
@@ -109,13 +109,13 @@ class Freezing:
     def split(self, params: Any) -> tuple[Any, Any]:
         """Cut parameters into `(active, frozen)`.
 
-        Both are sharded trees with the structure of `params`, with None for the leaves that are in
-        the other tree. A stack of layers that is frozen in part has its first rows in `frozen` and
-        the others in `active`. Leaves that are neither cut nor encoded are the arrays of `params`,
+        Both are sharded trees with the structure of `params`. A leaf that is in one tree is None in
+        the other. A stack of layers that is frozen in part is cut: its first rows are in `frozen`,
+        the rest in `active`. Leaves that are neither cut nor encoded are the arrays of `params`,
         not copies: do not donate `params` afterwards.
 
         Args:
-            params: sharded like the tree given to `zero.freeze`; or `ShapeDtypeStruct`s.
+            params: a tree sharded like the one given to `zero.freeze`, or its `ShapeDtypeStruct`s.
 
         Raises:
             ValueError: `params` has another structure or other shapes, or is traced.
@@ -125,10 +125,10 @@ class Freezing:
         return self._split(params, self._cut, self._zero._weight_axes)
 
     def join(self, active: Any, frozen: Any) -> Any:
-        """Build the whole parameters again, as exact copies; encoded leaves are decoded.
+        """Join the two trees from `split` to the whole parameters. Encoded leaves are decoded.
 
         Raises:
-            ValueError: a tree is not one of `split`, or is traced.
+            ValueError: a tree does not come from `split`, or is traced.
         """
         for name, tree, layout in (
             ("active", active, self._cut.active),
@@ -140,13 +140,14 @@ class Freezing:
     def wrap(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Turn `f(params, ...)` into `g(active, frozen, ...)`, for `value_and_grad` and `apply`.
 
-        `f` sees the whole tree. If it scans a stack that is frozen in part, it becomes two loops,
-        one for the frozen layers and one for the others, before anything is differentiated; a layer
-        indexed by a Python integer is taken from its part. Collectives, `jax.checkpoint`, casts of
-        the stack and stacked outputs of the scan stay as they are.
+        `f` sees the whole tree. If `f` scans a stack that is frozen in part, the scan becomes two
+        loops, one over the frozen layers and one over the active layers, before anything is
+        differentiated. If `f` indexes the stack by a Python integer, the layer is read from the
+        tree that holds it. `f` may use collectives and `jax.checkpoint`, cast the stack, and stack
+        outputs of the scan.
 
         Raises:
-            ValueError: when called, a tree is not of this freezing.
+            ValueError: `g` is called with a tree that does not come from this freezing.
 
         Warns:
             UserWarning: `f` uses a whole stack in another way. The result is right, but gradients
@@ -176,13 +177,13 @@ class Freezing:
         max_bytes: int | None = None,
         batch_argnums: BatchArgnums = None,
     ) -> ActivationCache:
-        """Keep what the frozen layers compute from a batch, for when the batch comes again.
+        """Make a cache of the frozen layers' outputs, to reuse when a batch comes again.
 
         Args:
             f: `f(params, ...)`, as for `wrap`, without dropout in the frozen layers.
             frozen: the frozen parameters, from `split`.
-            max_bytes: the most bytes of host memory to use, in this process; batches beyond it are
-                computed each time.
+            max_bytes: the most bytes of host memory to use in this process. Once they are used up,
+                the activations of further batches are computed at each call.
             batch_argnums: as for `value_and_grad`, where positions count `frozen` as argument 0.
         """
         if self._zero.config.stages is not None:
@@ -201,17 +202,17 @@ class Freezing:
     def split_optimizer(self, tx: optax.GradientTransformation, opt_state: Any) -> tuple[Any, Any]:
         """Cut the optimizer state of the whole parameters into `(active, frozen)`.
 
-        The first is a state of `tx` for the active parameters. The second holds the rest: moments
-        of frozen leaves and rows. Keep it for `join_optimizer`, or drop it.
+        The first is a state of `tx` for the active parameters. The second holds the moments of the
+        frozen leaves and rows. Keep the second for `join_optimizer`, or drop it.
 
         Args:
             tx: the optimizer, as given to `zero.init_optimizer`.
-            opt_state: its state of the whole parameters.
+            opt_state: the state of `tx` for the whole parameters.
 
         Raises:
             ValueError: `opt_state` is not the state of `tx` for these parameters, or is traced.
-            NotImplementedError: `tx` keeps arrays of a stack that is frozen in part which cannot be
-                cut by layers, such as means over layers.
+            NotImplementedError: a stack is frozen in part, and `tx` keeps an array for it that
+                cannot be cut by layers, such as a mean over layers.
         """
         cut = self._cut_of_state(tx)
         self._check("opt_state", self._zero._layout_of(opt_state), cut.whole)
@@ -220,13 +221,13 @@ class Freezing:
     def join_optimizer(
         self, tx: optax.GradientTransformation, active_state: Any, frozen_state: Any
     ) -> Any:
-        """Build the optimizer state of the whole parameters again.
+        """Join the two states from `split_optimizer` to the state of the whole parameters.
 
-        Counters are those of `active_state`. If `frozen_state` was dropped, start it anew: that of
-        `freezing.split_optimizer(tx, zero.init_optimizer(tx, params))`.
+        Counters are taken from `active_state`. If `frozen_state` was dropped, take a new one: the
+        second result of `freezing.split_optimizer(tx, zero.init_optimizer(tx, params))`.
 
         Raises:
-            ValueError: a state is not one of `split_optimizer`, or is traced.
+            ValueError: a state does not come from `split_optimizer`, or is traced.
         """
         cut = self._cut_of_state(tx)
         for name, tree, layout in (
@@ -257,7 +258,7 @@ class Freezing:
         return cut.whole.stored(join_arrays(cut, *parts, self._zero._programs, axes))
 
     def _leaves(self, active: Any, frozen: Any) -> list[Any]:
-        """The full arrays of the whole tree, inside a program; `SplitStack`s for cut stacks."""
+        """Return the full arrays of the whole tree in a program; a cut stack is a `SplitStack`."""
         values = (
             self._values("active", active, self._cut.active),
             self._values("frozen", frozen, self._cut.frozen),
@@ -273,7 +274,7 @@ class Freezing:
         return leaves
 
     def _check(self, name: str, given: TreeLayout, known: TreeLayout) -> None:
-        """Raise `ValueError` unless a tree has the structure, shapes and storage of `known`."""
+        """Raise `ValueError` unless `given` and `known` have equal structure, shapes and codecs."""
         if given.treedef == known.treedef and given.shapes == known.shapes:
             pairs = zip(given.leaves, known.leaves, strict=True)
             if all(x.codec == y.codec for x, y in pairs):
@@ -285,7 +286,7 @@ class Freezing:
         raise self._not_ours(name, leaf, shape)
 
     def _values(self, name: str, tree: Any, known: TreeLayout) -> list[Any]:
-        """The full arrays of a tree inside a program, which must have the `known` shapes."""
+        """Check that a tree in a program has the `known` shapes; return its full arrays."""
         try:
             values = known.flatten_like(tree)
         except ValueError as error:
@@ -307,7 +308,7 @@ class Freezing:
 
 
 def _with_two_trees(f: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of `f`, whose first parameter is replaced by `active` and `frozen`."""
+    """Return the signature of `f` with `active` and `frozen` in place of its first parameter."""
     try:
         parameters = list(inspect.signature(f).parameters.values())
     except (TypeError, ValueError):

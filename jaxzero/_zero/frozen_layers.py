@@ -4,14 +4,14 @@ A path names where the layers are. `"layers"` is a stack, whose arrays have a le
 In `"layers.*"` the `*` stands for the number of a layer: a list of layers (`layers.0.kernel`), or
 names with numbers (`"block_*"`).
 
-[Note: when to freeze] PipeTransformer freezes, of the layers that still train, a share `alpha`
-after each epoch:
+[Note: when to freeze] After each epoch, PipeTransformer freezes a share `alpha` of the layers that
+still train. With L layers, this many are frozen in epoch T:
 
     frozen(T) = ceil(L (1 - (1 - alpha)^T)),  T = 0, 1, 2, ...
 
 Its released code has `ceil((1 - a)^T [a L / (1 - a) + sum_t a L / (1 - a)^t])`, t from 2 to T,
-which is the same. Each number of frozen layers is another program to compile. So layers are frozen
-only when the number of active ones can be halved: L, L // 2, L // 4, ..., 1.
+which is the same. Each number of frozen layers is another program to compile. So here layers are
+frozen only when the number of active layers can be halved: L, L // 2, L // 4, ..., 1.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ Names = str | Sequence[str]
 
 
 def freeze_schedule(num_layers: int, alpha: float = 1 / 3) -> Callable[[int], int]:
-    """A schedule for `Zero.freeze`: epoch, counted from 0, to the number of frozen layers.
+    """Return a schedule for `Zero.freeze`: a function from epoch to number of frozen layers.
 
-    It never freezes more layers than PipeTransformer's formula, nor all of them, and changes at
-    most `log2(num_layers)` times, which is how often the step is compiled again.
+    Epochs are counted from 0. The schedule never freezes more layers than PipeTransformer's
+    formula, and never all of them. It changes at most `log2(num_layers)` times, and each change
+    compiles the step again.
 
     Args:
         num_layers: layers of the model.
         alpha: the share of the active layers that the formula freezes in each epoch, in (0, 1).
 
     Raises:
-        ValueError: an argument is out of range; or, when called, an epoch is.
+        ValueError: an argument is out of range; or the schedule is called with a negative epoch.
 
     Example:
         >>> [jz.freeze_schedule(12)(epoch) for epoch in range(6)]
@@ -67,26 +68,27 @@ def freeze_schedule(num_layers: int, alpha: float = 1 / 3) -> Callable[[int], in
 
 
 class Prefix(NamedTuple):
-    """The first layers of a model: which part of each array belongs to them."""
+    """The number of layers of a model, and which part of each array is frozen."""
 
     num_layers: int  # of the whole model
     rows: tuple[Rows, ...]  # for each array: its first rows, 0 for nothing, None for all of it
 
 
 def find_prefix(leaves: Sequence[LeafSpec], prefix: int, layers: Names, before: Names) -> Prefix:
-    """Find which part of each array is in the first `prefix` layers, or before them.
+    """Find which part of each array is frozen: in the first `prefix` layers, or used before them.
 
     Args:
         leaves: the layouts of the arrays, with their paths.
-        prefix: the number of layers.
+        prefix: the number of layers to freeze.
         layers: paths of stacks or lists of layers, all of one length.
-        before: paths of what comes before layer 0.
+        before: paths of parameters that are used before layer 0, such as embeddings.
 
     Returns:
         The number of layers of the model, and for each leaf how much of it is frozen.
 
     Raises:
-        ValueError: a path fits no leaf, or too many; the lengths differ; `prefix` is out of range.
+        ValueError: a path fits no leaf, or too many; the lengths differ; or `prefix` is out of
+            range.
     """
     numbers: dict[str, int | None] = {}  # of a leaf's layer; None: it has rows of all layers
     lengths: dict[str, int] = {}
@@ -130,7 +132,7 @@ def _names(argument: str, names: Names) -> tuple[str, ...]:
 
 
 def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
-    """For each path under `name` the number that `*` stands for; None if `name` has no `*`."""
+    """Map each path under `name` to the number in place of `*`; to None if there is no `*`."""
     if name.count("*") > 1:
         raise ValueError(f"`layers` may have one `*`, for the number of a layer; got {name!r}.")
     pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"(\.|$)")
@@ -146,7 +148,7 @@ def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
 
 
 def _length(name: str, by_path: dict[str, int | None], leaves: Sequence[LeafSpec]) -> int:
-    """The number of layers of the stack or list at `name`, from the result of `_numbers_in`."""
+    """Return the number of layers at `name`, a stack or a list. `by_path` is from `_numbers_in`."""
     numbers = {number for number in by_path.values() if number is not None}
     if numbers:
         if numbers != set(range(len(numbers))):
@@ -168,7 +170,7 @@ def _length(name: str, by_path: dict[str, int | None], leaves: Sequence[LeafSpec
 
 
 def _check_is_no_list(name: str, paths: Sequence[str]) -> None:
-    """Raise `ValueError` if the paths are those of a list with equal entries."""
+    """Raise `ValueError` if `name` is a list of layers of one structure, not a stack."""
     entries: dict[str, set[str]] = {}
     for path in paths:
         number, _, rest = path[len(name) + 1 :].partition(".")

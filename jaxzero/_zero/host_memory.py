@@ -37,11 +37,12 @@ def check_offloaded(offload: Offload, layout: TreeLayout, matched: set[str]) -> 
     Args:
         offload: has the patterns.
         layout: the layout of a parameter tree.
-        matched: the patterns that matched a leaf of an earlier tree; those of this one are added.
-            So adapters (LoRA) may follow the weights that the patterns are for.
+        matched: the patterns that matched a leaf of an earlier tree. The patterns that match a leaf
+            of this tree are added. So adapters (LoRA) may be sharded after the weights that the
+            patterns are for.
 
     Raises:
-        ValueError: a pattern has matched no leaf.
+        ValueError: a pattern has matched no leaf of this tree or an earlier one.
         NotImplementedError: `specs` splits a leaf over further mesh axes.
     """
     paths = [leaf.path for leaf in layout.leaves]
@@ -64,7 +65,7 @@ def check_offloaded(offload: Offload, layout: TreeLayout, matched: set[str]) -> 
 
 
 def host_bytes(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """Bytes of host memory that the offloaded leaves take on this process's devices."""
+    """Return how many bytes of host memory the offloaded leaves take in this process."""
     held = sum(leaf.shard_bytes(mesh, axes) for leaf in leaves if leaf.memory_kind == HOST)
     return held * len(mesh.local_devices)
 
@@ -74,9 +75,9 @@ def check_room(what: str, leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[st
 
     Args:
         what: the name of the tree, for the error.
-        leaves: its layout.
-        mesh: the mesh.
-        axes: the axes that split the leaves.
+        leaves: the layouts of the tree's leaves.
+        mesh: the mesh that the leaves are on.
+        axes: the mesh axes that split the leaves.
     """
     check_host_bytes(what, host_bytes(leaves, mesh, axes))
 
@@ -92,13 +93,10 @@ def check_host_bytes(what: str, needed: int) -> None:
 
 
 def in_parts(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """Group leaves, to be made by one program for each group.
+    """Group leaves so that one program makes each group. Return the indices of each group's leaves.
 
-    All leaves in device memory form the first group. Offloaded leaves, which are on the device
-    while they are made, follow in groups of at most 1 GiB on a device, or of one leaf.
-
-    Returns:
-        For each group the indices of its leaves.
+    The first group is all leaves in device memory. Offloaded leaves are on the device while they
+    are made, so their groups are small: at most 1 GiB on a device, or a single larger leaf.
     """
     groups: list[list[int]] = [[i for i, x in enumerate(leaves) if x.memory_kind != HOST]]
     filled = math.inf

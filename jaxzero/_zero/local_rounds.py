@@ -1,4 +1,4 @@
-"""`LocalRounds`: what `Zero.local_steps` returns. It runs rounds of local steps on every node."""
+"""`LocalRounds`, the result of `Zero.local_steps`, runs rounds of local steps on every node."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _OF_OUTER = (
 
 
 class LocalRounds:
-    """Runs rounds of local steps on every node; returned by `Zero.local_steps`."""
+    """Runs rounds of local steps on every node; made by `Zero.local_steps`."""
 
     def __init__(self, step: Callable[..., Any], method: LocalSteps, zero: ShardedTrees):
         if not callable(step):
@@ -77,15 +77,15 @@ class LocalRounds:
         return self._mesh.shape[NODE]
 
     def init(self, params: Any, opt_state: Any) -> LocalState:
-        """The state before the first round: every node starts from these.
+        """Make the state before the first round. Every node starts from `params` and `opt_state`.
 
         Args:
             params: from `zero.init` or `zero.shard`.
             opt_state: from `zero.init_optimizer`, or any tree of arrays that `zero` has laid out.
 
         Raises:
-            ValueError: a tree did not come from this `Zero`, or `outer` cannot be cut into
-                fragments.
+            ValueError: a tree did not come from this `Zero`, or the state of `outer` cannot be cut
+                into fragments.
             NotImplementedError: a leaf is stored encoded or is split over further mesh axes.
         """
         tree_layouts = self._zero._layout_of(params), self._zero._layout_of(opt_state)
@@ -96,7 +96,7 @@ class LocalRounds:
             kept = layouts.kept["params"], layouts.kept["opt_state"]
             inner, state = (
                 [
-                    # On every node first: from there a copy for each node moves nothing.
+                    # Replicate over nodes first: then a copy for each node moves nothing.
                     constrain(pad_leaf(new, unpad_leaf(old, x)), mesh, new.spec(after.axes))
                     for old, new, x in zip(before.leaves, after.leaves, arrays, strict=True)
                 ]
@@ -108,13 +108,13 @@ class LocalRounds:
         return self._made(layouts, make, trees)
 
     def abstract(self, params: Any, opt_state: Any, *, nodes: int | None = None) -> LocalState:
-        """The result of `init` as `ShapeDtypeStruct`s with shardings, as the target of a restore.
+        """Return the result of `init` as `ShapeDtypeStruct`s: the target of a restore.
 
         Args:
             params: as for `init`, or from `zero.abstract`.
             opt_state: as for `init`, or `zero.init_optimizer` of abstract parameters.
-            nodes: the number of nodes that saved the state; by default that of the mesh. Give the
-                restored state of another number of nodes to `rejoin`.
+            nodes: the number of nodes that saved the state; by default the number in this mesh. If
+                they differ, give the restored state to `rejoin`.
         """
         tree_layouts = self._zero._layout_of(params), self._zero._layout_of(opt_state)
         layouts = self._lay_out(params, *tree_layouts)
@@ -135,19 +135,19 @@ class LocalRounds:
         like a training step: without these options GPUs wait for the messages.
 
         Args:
-            state: from `init`, `rejoin` or the round before.
+            state: from `init`, `rejoin` or the previous round.
             batches: the batches of all steps, stacked: a tree of arrays `[every, rows, ...]`. Rows
-                are split over all devices, as in `zero.value_and_grad`; a leaf without rows (a
-                number or a random key for each step) is `[every]`, and given to every node.
+                are split over all devices, as in `zero.value_and_grad`. A leaf without rows (a
+                number or a random key for each step) is `[every]`, and every node gets all of it.
 
         Returns:
             The next state; and the metrics that the step returned, `[every, nodes, ...]`. The
-            metrics of a node are those of its own parameters and rows.
+            metrics of a node come from that node's parameters and rows.
 
         Raises:
             ValueError: `state` is of other trees than those given to `init`; `batches` are not
-                stacked, or their rows cannot be split evenly; or the step does not return
-                `(params, opt_state, metrics)` with trees like those it was given.
+                stacked, or their rows cannot be split evenly; or the step does not return `(params,
+                opt_state, metrics)` with trees like those it was given.
         """
         layouts = self._checked(state)
         specs = batch_specs(batches, self.method.every, self._zero.num_devices)
@@ -180,10 +180,10 @@ class LocalRounds:
         return self._state(layouts, new), jax.tree.unflatten(noted["metrics"], metrics)
 
     def mean(self, state: LocalState) -> Any:
-        """The mean of all nodes' parameters, laid out as by `zero.init`: to evaluate or export.
+        """Return the mean of all nodes' parameters, for evaluation; laid out as by `zero.init`.
 
-        It sends parameters between nodes without a codec. Leaves that are not floats are those of
-        the first node; of state that gradients overwrite (fp8 layers), it is the maximum.
+        Nodes send their parameters without a codec. A leaf that is not of floats is taken from the
+        first node. State that gradients overwrite (fp8 layers) is reduced by maximum, not mean.
         """
         kept, layout = self._checked(state).kept["params"], self._params_layout
         mesh, axes = self._zero.mesh, self._zero._weight_axes
@@ -205,8 +205,8 @@ class LocalRounds:
     def rejoin(self, state: LocalState) -> LocalState:
         """Convert a state that was saved with another number of nodes to the nodes of this mesh.
 
-        All nodes go on from the mean of the old nodes: of parameters, of optimizer state and of
-        residuals. Leaves that are not floats are those of the first node.
+        Every new node starts from the mean over the old nodes, of parameters, optimizer state and
+        residuals. A leaf that is not of floats is taken from the first old node.
 
         Args:
             state: restored into `abstract(..., nodes=...)`.
@@ -224,9 +224,9 @@ class LocalRounds:
         return self._made(layouts, make, arrays)
 
     def report(self) -> LocalReport:
-        """Bytes that a device holds between rounds, and that enter a node in one round.
+        """Report the bytes that a device holds between rounds, and that enter a node in a round.
 
-        Call it after `init` or `abstract`, which tell the shapes.
+        Call `init` or `abstract` before, which tell the shapes.
 
         Raises:
             ValueError: neither has been called.
@@ -257,9 +257,9 @@ class LocalRounds:
         return self._layouts
 
     def _lay_out(self, params: Any, layout: TreeLayout, state_layout: TreeLayout) -> Layouts:
-        """Lay out all that the rounds of these trees keep, and remember it.
+        """Lay out all arrays that the rounds of these trees keep; remember and return the layouts.
 
-        The trees are also made known to the `Zero` of one node, whose layouts a step sees.
+        The layouts on one node are also registered with the `Zero` of one node, which a step uses.
         """
         kinds = of_arrays(params, trained_leaves(params))
         for leaf, kind in zip(layout.leaves, kinds, strict=True):
@@ -292,10 +292,11 @@ class LocalRounds:
         return layouts
 
     def _checked(self, state: Any, any_nodes: bool = False) -> Layouts:
-        """The layouts of `state`.
+        """Check that `state` is a `LocalState` of the known trees; return its layouts.
 
         Raises:
-            ValueError: it is not a `LocalState` of these trees.
+            ValueError: `state` is not a `LocalState` of these trees; or, unless `any_nodes`, it has
+                another number of nodes.
         """
         layouts = self._known()
         if not isinstance(state, LocalState):
@@ -317,7 +318,7 @@ class LocalRounds:
         return layouts
 
     def _made(self, layouts: Layouts, make: Callable[..., Any], arrays: Any) -> LocalState:
-        """Run `make(arrays)` so that devices make their own shards; return the `LocalState`."""
+        """Run `make(arrays)`; each device makes only its own shards. Return the `LocalState`."""
         mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
         shardings = layouts.each(
             lambda kept: [x.sharding(mesh, kept.axes) for x in kept.global_leaves(nodes)]
@@ -332,7 +333,7 @@ class LocalRounds:
     def _on_node(
         self, layouts: Layouts, noted: dict[str, Any], arrays: Arrays, batches: Any
     ) -> Any:
-        """Run the round of one node; `noted` gets the structure of the metrics."""
+        """Run the round of one node; store the structure of the metrics in `noted["metrics"]`."""
         # Arrays of each node have a leading dim of nodes; here it has length 1.
         mine = layouts.each(lambda kept, xs: [x[0] for x in xs] if kept.is_per_node else xs, arrays)
         inner = Inner(mine["params"], mine["opt_state"])

@@ -52,35 +52,38 @@ class Kept:
     build: Callable[[Sequence[Any]], Any]
 
     def global_leaves(self, nodes: int, *, split: bool = True) -> tuple[LeafSpec, ...]:
-        """The layouts of the global arrays; `split` is whether `node` splits the leading dim."""
+        """Return the layouts of the arrays of `nodes` nodes.
+
+        Per-node arrays are stacked on a leading dim, which the axis `node` splits if `split`.
+        """
         if not self.is_per_node:
             return self.leaves
         return tuple(stacked(leaf, nodes, split) for leaf in self.leaves)
 
     def tree(self, nodes: int, arrays: Sequence[Any]) -> Any:
-        """The tree of global arrays that users see."""
+        """Build the tree that users see from the global arrays of `nodes` nodes."""
         pairs = zip(self.global_leaves(nodes), arrays, strict=True)
         return self.build([stored_leaf(leaf, x) for leaf, x in pairs])
 
     @property
     def overwritten(self) -> list[bool]:
-        """Which arrays are state that gradients overwrite; see `overwritten_leaves`."""
+        """For each array, whether gradients overwrite it; see `overwritten_leaves`."""
         tree = self.build([leaf.stored for leaf in self.leaves])
         return of_arrays(tree, overwritten_leaves(tree))
 
     def device_bytes(self, mesh: AnyMesh) -> int:
-        """Bytes of these arrays on one device, which may be a simulated one."""
+        """Return the bytes that these arrays take on one device, which may be a simulated one."""
         num_shards = math.prod(mesh.shape[axis] for axis in self.axes)
         pairs = [(leaf.stored, num_shards if leaf.layout else 1) for leaf in self.leaves]
         return sum(x.size * x.dtype.itemsize // pieces for x, pieces in pairs)
 
     def spec(self) -> PartitionSpec:
-        """How `node` splits each of the arrays."""
+        """Return the `PartitionSpec` of each array over the axis `node`."""
         return PartitionSpec(NODE) if self.is_per_node else PartitionSpec()
 
 
 def stacked(leaf: LeafSpec, nodes: int, split: bool) -> LeafSpec:
-    """The layout of the arrays of all nodes, stacked on a new leading dim.
+    """Return the layout of an array that stacks one node's array over all nodes, on a new dim 0.
 
     Args:
         leaf: the layout of one node's array.
@@ -104,7 +107,7 @@ class Layouts:
         params: the layout of the parameters on one node, which a step sees.
         opt_state: the layout of the optimizer state on one node.
         exchanged: indices of the parameters that nodes exchange.
-        exchange: how nodes exchange them.
+        exchange: how nodes exchange these parameters.
     """
 
     kept: dict[str, Kept]
@@ -123,7 +126,7 @@ class Layouts:
         mesh: NodeMesh,
         config: ZeroConfig,
     ) -> Layouts:
-        """Lay out the arrays for trees that `Zero` has laid out over all nodes.
+        """Make the layouts from those of the parameters and the optimizer state over all nodes.
 
         Args:
             method: how local steps are exchanged.
@@ -171,7 +174,7 @@ class Layouts:
         return cls(kept, inner, state, numbers, exchange)
 
     def each(self, function: Callable[..., Any], *values: Mapping[str, Any]) -> dict[str, Any]:
-        """Call `function(kept, ...)` for each field, with the field's entry of each of `values`."""
+        """Call `function(kept[field], values[0][field], ...)` for each field; return a dict."""
         return {
             name: function(kept, *(value[name] for value in values))
             for name, kept in self.kept.items()
@@ -186,10 +189,10 @@ class Layouts:
 
 
 def _on_one_node(layout: TreeLayout, mesh: NodeMesh, config: ZeroConfig) -> TreeLayout:
-    """The layout of a tree on the devices of one node.
+    """Convert the layout of a tree over all nodes to its layout on the devices of one node.
 
-    A `StoredArray` without an array, which masked optimizers keep for a padded parameter, gets the
-    layout that the parameter has here, so that both still match in `jax.tree.map`.
+    Masked optimizers keep an empty `StoredArray` in place of a padded parameter. It gets the
+    parameter's layout on one node, so that state and parameters still match in `jax.tree.map`.
     """
     leaves = tuple(_leaf_on_one_node(leaf, mesh, config) for leaf in layout.leaves)
     statics = []
@@ -217,10 +220,10 @@ def _leaf_on_one_node(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> Lea
 
 
 def _exchanged_leaf(leaf: LeafSpec, mesh: NodeMesh, config: ZeroConfig) -> LeafSpec:
-    """The layout in which a leaf is exchanged: split inside a node, even if it is not stored so.
+    """Return the layout in which nodes exchange a leaf: split over the devices of a node.
 
-    Then each device sends only its own shard. A leaf that would need padding for this is not split,
-    and every device sends all of it.
+    So each device sends only its own shard, also of a leaf that is stored replicated. A leaf that
+    would need padding to be split stays replicated, and every device sends all of it.
     """
     if leaf.layout is not None:
         return leaf
@@ -252,7 +255,7 @@ def _exchange(
 
 
 def _outer_leaves(outer: OuterLayout, anchors: Sequence[LeafSpec]) -> tuple[LeafSpec, ...]:
-    """The layouts of the outer optimizer's state."""
+    """Return the layouts of the outer optimizer's state, from those of the outer parameters."""
     structs = jax.eval_shape(
         outer.init, [jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in anchors]
     )
@@ -274,10 +277,10 @@ class LocalState:
         opt_state: the optimizer states of all nodes, each array `[nodes, *shape]`.
         outer_params: the outer parameters (float32), equal on all nodes; None where a leaf is not
             trained.
-        outer_state: the state of the outer optimizer, equal on all nodes; leaves that have no
-            parameter's shape (counters) have a leading dim that counts fragments.
-        residuals: for each parameter whose exchange is encoded, the rounding errors that each node
-            has not sent yet, `[nodes, *shape]` (bfloat16); None for others.
+        outer_state: the state of the outer optimizer, equal on all nodes. A leaf that does not have
+            a parameter's shape (a counter) has a leading dim that counts fragments.
+        residuals: for each parameter that nodes exchange encoded, the rounding errors that each
+            node has not sent yet, `[nodes, *shape]` (bfloat16); None for other parameters.
     """
 
     params: Any
@@ -293,7 +296,7 @@ Arrays = dict[str, list[Array]]  # the arrays of a `LocalState`, by field
 
 
 def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) -> Arrays:
-    """The arrays of one node before the first round, from its parameters and optimizer state."""
+    """Make one node's arrays before the first round, from its parameters and optimizer state."""
     numbers = layouts.exchanged
     leaves = layouts.kept["outer_params"].leaves
     outer = [params[i].astype(leaf.dtype) for i, leaf in zip(numbers, leaves, strict=True)]
@@ -305,7 +308,7 @@ def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) 
 
 
 def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
-    """Copy the per-node arrays of one node for every node, on a new leading dim."""
+    """Copy the arrays that differ between nodes `nodes` times, along a new dim 0."""
 
     def copied(kept: Kept, xs: list[Array]) -> list[Array]:
         return [jnp.broadcast_to(x, (nodes, *x.shape)) for x in xs] if kept.is_per_node else xs
@@ -316,10 +319,11 @@ def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
 def mean_over_nodes(
     x: Shaped[Array, "nodes ..."], is_overwritten: bool = False
 ) -> Shaped[Array, ...]:
-    """The mean over nodes, the leading dim; of dtypes other than floats, the first node's value.
+    """Return the mean over nodes, the leading dim of `x`.
 
-    Of state that gradients overwrite, it is the maximum. Where all nodes are equal, the mean is
-    exactly their value: a sum of equal numbers divided by their count may be rounded.
+    If `x` is not of floats, return the first node's value. If `x` is state that gradients
+    overwrite, return the maximum. Where all nodes are equal, the mean is exactly their value,
+    although a sum of equal numbers divided by their count may be rounded.
     """
     if is_overwritten:
         return jnp.max(x, axis=0)
@@ -331,7 +335,7 @@ def mean_over_nodes(
 
 
 def gathered_mean(arrays: list[Array], kept: Kept, mesh: Mesh | SimulatedMesh) -> list[Array]:
-    """All-gather per-node arrays over the nodes; return `mean_over_nodes` of each on every node."""
+    """All-gather per-node arrays over `node`; return `mean_over_nodes` of each, on every node."""
     nodes = mesh.shape[NODE]
     specs = [leaf.spec(kept.axes) for leaf in kept.global_leaves(nodes)]
 

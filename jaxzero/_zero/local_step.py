@@ -1,4 +1,4 @@
-"""Check what local steps are given and what a step returns, and run a step on one node's trees."""
+"""Check the inputs of local steps and the results of a step; run a step on one node's arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REMEDY = "Return `(params, opt_state, metrics)`, with the trees that the step w
 
 
 def batch_specs(batches: Any, every: int, num_devices: int) -> list[PartitionSpec]:
-    """How each leaf of `batches` is split: rows over all devices; others not at all.
+    """Return how each leaf of `batches` is split: rows over all devices; leaves without rows not.
 
     Args:
         batches: a tree of arrays `[every, ...]`.
@@ -71,16 +71,16 @@ def batch_specs(batches: Any, every: int, num_devices: int) -> list[PartitionSpe
 
 
 def node_specs(specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
-    """`specs` from `batch_specs`, reduced to the mesh axis `node`."""
+    """Reduce the specs from `batch_specs` to the mesh axis `node`."""
     return [PartitionSpec(None, NODE) if spec == _STACKED else PartitionSpec() for spec in specs]
 
 
 def local_method(method: Any, options: Mapping[str, Any]) -> LocalSteps:
-    """`method` with the fields in `options` replaced; if it is None, `LocalSteps(**options)`.
+    """Return `method` with the fields in `options` replaced; for None, `LocalSteps(**options)`.
 
     Raises:
-        ValueError: `method` is no `LocalSteps`, a field is not known, or there is neither a method
-            nor `every`.
+        ValueError: `method` is no `LocalSteps`, `options` has an unknown field, or both `method`
+            and the option `every` are missing.
     """
     if method is not None and not isinstance(method, LocalSteps):
         raise ValueError(
@@ -101,12 +101,12 @@ def local_method(method: Any, options: Mapping[str, Any]) -> LocalSteps:
 
 
 def check_kept(name: str, tree: Any, wanted: Any, nodes: int | None) -> None:
-    """Raise `ValueError` unless a field of a `LocalState` has the right arrays.
+    """Raise `ValueError` unless a field of a `LocalState` has the structure and arrays of `wanted`.
 
     Args:
         name: the name of the field.
         tree: the value of the field.
-        wanted: the tree that it should be, with an array or struct for each array.
+        wanted: the expected tree, with an array or struct for each array.
         nodes: the size of the leading dim that counts nodes; None if there is no such dim.
     """
     (paths, leaves, treedef), (_, right, right_treedef) = flatten(tree), flatten(wanted)
@@ -131,7 +131,7 @@ def check_kept(name: str, tree: Any, wanted: Any, nodes: int | None) -> None:
 
 
 def check_local_steps(mesh: AnyMesh, config: ZeroConfig) -> None:
-    """Raise an error unless nodes of `mesh` can train by themselves with `config`."""
+    """Raise an error unless each node of `mesh` can train on its own with `config`."""
     if config.stages is not None:
         raise NotImplementedError(
             "`local_steps` does not work with `stages` of the config, which divides the layers "
@@ -233,17 +233,18 @@ class LocalStep:
     def _arrays(
         self, name: str, layout: TreeLayout, tree: Any, old: list[Array], axes: tuple[str, ...]
     ) -> list[Array]:
-        """The arrays of a tree that the step returns, laid out like those that it was given.
+        """Check a tree that the step returned; return its arrays, laid out like those of its input.
 
         Args:
             name: the name of the tree, for messages.
             layout: the layout of the tree that the step was given.
-            tree: the tree that it returns.
-            old: the arrays that it was given.
+            tree: the tree that the step returned.
+            old: the arrays of the tree that the step was given.
             axes: the mesh axes that split the arrays.
 
         Raises:
-            ValueError: it has another structure, or an array of another shape or dtype.
+            ValueError: `tree` has another structure, or an array of another shape or dtype, than
+                the input.
         """
         paths, leaves, treedef = flatten(tree)
         if treedef != layout.treedef:

@@ -1,4 +1,8 @@
-"""Two layouts of a stack of matrices: as it is stored, and split by layer into whole matrices."""
+"""The two layouts of a stack of matrices: the stored one, and one that splits it by layer.
+
+In the stored layout, devices share the rows or columns of each matrix. Split by layer, each device
+holds the whole matrices of some layers, which an optimizer such as Muon can multiply.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,17 @@ from .placement import constrain
 
 
 class Forms(NamedTuple):
-    """The two layouts of a stack of matrices."""
+    """The layout in which a stack of matrices is stored, and its layout split by layer."""
 
     stored: LeafSpec
     by_layer: LeafSpec
 
 
 def may_be_split_stack(leaf: LeafSpec) -> bool:
-    """Whether a parameter may be a stack of matrices that is stored split along a matrix dim.
+    """Return whether a parameter may be a stack of matrices that can be split by layer.
 
-    Pipeline stages may share its layers, if the number of layers of a stage is a multiple of the
-    number of devices of a stage.
+    It has three or more dims, and is stored split along another dim than dim 0. If pipeline stages
+    divide its layers, the devices of a stage must divide the layers of the stage evenly.
     """
     if len(leaf.shape) < 3 or not _is_split(leaf) or leaf.layout is None or leaf.layout.dim == 0:
         return False
@@ -36,7 +40,7 @@ def may_be_split_stack(leaf: LeafSpec) -> bool:
 
 
 def may_be_split_matrix(leaf: LeafSpec) -> bool:
-    """Whether a parameter is stored split, and may be a matrix or a stack of matrices."""
+    """Return whether a parameter is stored split, and may be a matrix or a stack of matrices."""
     if leaf.stages is not None:
         return may_be_split_stack(leaf)
     return len(leaf.shape) >= 2 and _is_split(leaf)
@@ -50,17 +54,19 @@ def _is_split(leaf: LeafSpec) -> bool:
 
 
 def by_layer_of(stack: LeafSpec, num_shards: int) -> LeafSpec:
-    """The layout of a stack that is split along dim 0, its layers, into `num_shards` shards."""
+    """Return the layout of a stack whose layers (dim 0) are split into `num_shards` shards."""
     return dataclasses.replace(stack, layout=DimSharding(0, stack.shape[0], num_shards))
 
 
 def forms_of_layers(stack: LeafSpec, num_shards: int, axes: tuple[str, ...]) -> Forms:
-    """The two layouts of a leaf that is a stack; with stages, a stage's layers stay on its devices.
+    """Return the two layouts of a parameter that is itself a stack: as stored, and split by layer.
+
+    With pipeline stages, the layers of a stage are shared by the devices of that stage only.
 
     Args:
-        stack: the layout in which it is stored.
+        stack: the layout in which the parameter is stored.
         num_shards: how many devices share the layers (of a stage, if there are stages).
-        axes: the mesh axes that split it.
+        axes: the mesh axes that split the parameter.
     """
     if stack.stages is None:
         return Forms(stack, by_layer_of(stack, num_shards))
@@ -69,10 +75,10 @@ def forms_of_layers(stack: LeafSpec, num_shards: int, axes: tuple[str, ...]) -> 
 
 
 def forms_of_stack(leaf: LeafSpec, num: int, num_shards: int) -> Forms:
-    """The two layouts of a stack that is made of `num` leaves, each stored as `leaf` is.
+    """Return the two layouts of a stack that is made of `num` leaves, one for each layer.
 
     Args:
-        leaf: the layout of each leaf; its dtype does not matter.
+        leaf: the layout in which each of the leaves is stored; its dtype does not matter.
         num: the number of leaves, which become the layers of the stack.
         num_shards: how many devices share the layers.
     """
@@ -84,16 +90,18 @@ def forms_of_stack(leaf: LeafSpec, num: int, num_shards: int) -> Forms:
 
 
 class Layouts:
-    """The arrays of a program's values, each in one or both layouts; converted when first needed.
+    """The arrays of a program's values, each in its stored layout, split by layer, or in both.
+
+    A value is converted to the other layout when it is first needed there.
 
     Args:
         forms: the two layouts of a value; the compiler chooses the layouts of all other values.
         mesh: the mesh of the layouts.
-        axes: the mesh axes that split them.
+        axes: the mesh axes that split the values.
 
     Attributes:
-        arrays: for each value its arrays, by whether they are split by layer.
-        finished: an array that must be computed before another value is split by layer; None: no
+        arrays: for each value its arrays, keyed by whether they are split by layer.
+        finished: an array that must be computed before another value is split by layer; None if no
             value has to wait.
     """
 
@@ -106,7 +114,7 @@ class Layouts:
         self.arrays[x] = {by_layer: array}
 
     def get(self, x: Atom, by_layer: bool | None) -> Any:
-        """The array of `x`, split by layer (True), as its leaf is stored (False), or either."""
+        """Return `x` split by layer (True), as stored (False), or in either layout (None)."""
         if isinstance(x, Constant):
             return x.value
         by_form = self.arrays[x]

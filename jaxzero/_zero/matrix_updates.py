@@ -1,19 +1,21 @@
 """Run an optimizer that multiplies whole matrices (Muon) on stacks of them, split by layer.
 
-A stack `[layers, rows, cols]` is stored split along a dim of its matrices, and an update that
-multiplies these would gather all of them on every device. Here each device gets all of some layers:
+A stack `[layers, rows, cols]` is stored split along a dim of its matrices. An update that
+multiplies the matrices would gather all of them on every device. Here each device gets the whole
+matrices of some layers:
 
     stored, split along rows --all-to-all--> split along layers: update --all-to-all--> stored
 
-Only the arrays that products read are sent, in their dtype, and those results of products that
-other operations read. All else, such as a momentum before the products and weight decay after them,
-is computed in the layout of storage. State that products read and replace, such as the statistics
-of Shampoo, is stored split by layer and never moves.
+Two kinds of arrays are sent: those that a matrix product reads, in their dtype, and results of
+products that other operations read. Operations before the products (momentum) and after them
+(weight decay) are computed in the stored layout. State that products both read and replace, such as
+the statistics of Shampoo, is stored split by layer and never moves.
 
-Matrices that are separate leaves, one for each layer, are stacked where they are first multiplied,
-with as many leaves in a stack as there are devices (`stack_alike_leaves`). The traced update runs
-with sharding constraints, so no value changes, up to the order in which sums are added. If the
-number of devices does not divide the layers, a device gets `ceil(layers / devices)` or fewer.
+Matrices may be separate leaves, one for each layer. They are stacked where they are first
+multiplied, with as many leaves in a stack as there are devices (`stack_alike_leaves`). The update
+is traced and then runs with sharding constraints, so no value changes, except by the order in which
+sums are added. If the number of devices does not divide the layers, a device gets `ceil(layers /
+devices)` or fewer.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ from .matrix_layouts import (
 
 
 class MatrixUpdate:
-    """`tx.update`, traced on arrays of true shapes, and rewritten to multiply stacks of matrices.
+    """`tx.update`, traced on arrays of true shapes and rewritten to multiply stacks by layer.
 
     Args:
         tx: the optimizer.
@@ -105,15 +107,15 @@ class MatrixUpdate:
 
     @property
     def moves(self) -> bool:
-        """Whether anything is split by layer."""
+        """Whether any array is split by layer."""
         return self._program.moves
 
     @property
     def state_by_layer(self) -> list[int | None]:
-        """For each array of the optimizer state the stack by whose layers it is split, or None.
+        """For each array of the optimizer state, the parameter whose layers split it, or None.
 
-        The stack is a parameter whose products read the array and make its new value, so it is
-        split as they are.
+        An index names a stack of matrices whose products read the array and make its new value. The
+        array is then split by the layers of that stack.
         """
         new = self._program.block.outputs[self._num_updates :]
         return list(map(self._program.replaced_by_products, self._state, new))
@@ -121,7 +123,7 @@ class MatrixUpdate:
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
     ) -> list[Any]:
-        """Run `tx.update` on the trees `flat`, filled with `arrays`; return its flat arrays."""
+        """Run `tx.update` on the trees `flat`, filled with `arrays`; return its arrays."""
         remaining = iter(arrays)
         grads, state, params, extras = (
             jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
@@ -134,7 +136,7 @@ class MatrixUpdate:
     def run(
         self, arrays: Sequence[Any], state: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]
     ) -> Any:
-        """`(updates, state)` in true shapes.
+        """Run the update; return `(updates, state)`, both with arrays of true shapes.
 
         Args:
             arrays: the arrays of the four trees that the update was traced for, in order.
@@ -165,9 +167,11 @@ class MatrixUpdate:
 
 
 def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
-    """The parameter that an array of the state belongs to, and the array's role; None without one.
+    """Find the parameter whose path ends the path of an array of the state.
 
-    It is the parameter whose path is the end of the array's path.
+    Returns:
+        The index of the parameter, and the rest of the path as the array's role; None if there is
+        no such parameter.
     """
     for i, name in enumerate(path_endings(path)):
         if name in by_path:
@@ -179,9 +183,9 @@ class _Run(NamedTuple):
     """The layouts and the mesh of one run of an update.
 
     Attributes:
-        layouts: for each parameter the layouts of it and of its state, by shape.
+        layouts: for each parameter, the layouts of the parameter and its state arrays, by shape.
         mesh: the mesh of the layouts.
-        axes: the mesh axes that split them.
+        axes: the mesh axes that split the arrays.
     """
 
     layouts: Sequence[Mapping[tuple[int, ...], LeafSpec]]
@@ -190,17 +194,17 @@ class _Run(NamedTuple):
 
 
 class _Program:
-    """The program of an update, or a branch of a `cond` in it, and its stacks of matrices.
+    """A traced update, or one branch of a `cond` in it, with its stacks of matrices.
 
     Args:
-        block: the program.
+        block: the traced program.
         roles: for each of the first inputs the parameter that it belongs to, or None.
         params: the layouts of the parameters.
 
     Attributes:
-        block: the program.
-        roles: for each input that belongs to a parameter which may be split by layer, that
-            parameter, and the input's role and layout.
+        block: the traced program.
+        roles: has an entry for each input whose parameter may be split by layer: that parameter,
+            with the input's role and layout.
         params: the layouts of the parameters.
     """
 
@@ -221,7 +225,7 @@ class _Program:
         }
 
     def _has_layers(self, leaf: int) -> bool:
-        """Whether a leaf is multiplied, and only as a stack of its layers."""
+        """Return whether a leaf is read by matrix products, and always as a stack of its layers."""
         if not may_be_split_stack(self.params[leaf]):
             return False
         products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]
@@ -232,12 +236,15 @@ class _Program:
         )
 
     def _is_stack(self, x: Value) -> bool:
-        """Whether a value that is made of a stack has the stack's layers as dim 0."""
+        """Return whether dim 0 of a value, which comes from a stack, is the stack's layers."""
         layers = self.params[self._values.leaf[x]].shape[0]
         return len(x.shape) > 1 and x.shape[0] == layers
 
     def replaced_by_products(self, x: Value, new: Atom) -> int | None:
-        """The stack whose products read input `x` and make `new`, its next value; or None."""
+        """Return the stack whose products read input `x` and make `new`; None if there is none.
+
+        `new` is the next value of `x`.
+        """
         leaf = self._values.leaf.get(x)
         stack = None if leaf is None else self._layers.get(leaf)
         if stack is None or x not in stack.given or not self._is_stack(x):
@@ -248,12 +255,12 @@ class _Program:
 
     @property
     def moves(self) -> bool:
-        """Whether anything is split by layer."""
+        """Whether any array is split by layer."""
         return bool(self._stacked[1] or self._branches)
 
     @functools.cached_property
     def _stacked(self) -> tuple[Block, list[MatrixStack]]:
-        """The program in which alike leaves are multiplied as stacks; and all its stacks."""
+        """The program, rewritten to multiply alike leaves as stacks; and all its stacks."""
         leaves = {
             role.leaf: None
             for role in self.roles.values()
@@ -265,7 +272,7 @@ class _Program:
 
     @functools.cached_property
     def _branches(self) -> dict[Operation, list[_Program]]:
-        """For each `cond` over several leaves, its branches, if one of them moves matrices."""
+        """The branches of each `cond` over several leaves, if a branch splits arrays by layer."""
         of_conds = {}
         for operation in self.block.operations:
             if operation.name != "cond" or operation.has_effects:
@@ -290,10 +297,10 @@ class _Program:
         inputs_by_layer: Collection[Value] = (),
         outputs_by_layer: Collection[int] = (),
     ) -> list[Any]:
-        """The outputs of the program.
+        """Run the program; return its outputs.
 
         Args:
-            arrays: its inputs.
+            arrays: the inputs of the program.
             run: the layouts of this run.
             inputs_by_layer: the inputs that are split by layer.
             outputs_by_layer: indices of the outputs that are to be split by layer.
@@ -338,7 +345,7 @@ class _Program:
         return jax.lax.switch(inputs[0], branches, *inputs[1:])
 
     def _forms(self, stack: MatrixStack, run: _Run) -> dict[Value, Forms]:
-        """The layouts of the values that the products of a stack read and make."""
+        """Return the two layouts of each value that the products of a stack read or make."""
         first = stack.leaves[0]
         leaf, num_shards = self.params[first], self._num_shards(first)
         by_shape = run.layouts[first]
@@ -354,9 +361,10 @@ class _Program:
         return forms
 
     def _groups(self) -> list[list[int]]:
-        """Indices of the outputs of each stack, the largest stack first; then all other outputs.
+        """Group the outputs by the stack that they belong to; return the indices in each group.
 
-        Stacks are updated one after the other, so that only one of them is held in both layouts.
+        The largest stack comes first, and outputs of no stack last. Stacks are updated one after
+        the other, so that only one of them is held in both layouts.
         """
         block, stacks = self._stacked
         number = {leaf: i for i, stack in enumerate(stacks) for leaf in stack.leaves}
@@ -370,9 +378,9 @@ class _Program:
 
 
 def _places(stacks: Sequence[MatrixStack]) -> dict[Operation, tuple[bool | None, bool]]:
-    """For each operation on stacks: whether it reads, and makes, arrays that are split by layer.
+    """Return for each operation on stacks whether its inputs, and its outputs, are split by layer.
 
-    It reads arrays of any layout if the first is None.
+    None in place of the first means that the operation reads arrays of any layout.
     """
     places: dict[Operation, tuple[bool | None, bool]] = {}
     for stack in stacks:

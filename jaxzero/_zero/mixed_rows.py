@@ -1,7 +1,7 @@
 """Warn where a loss mixes rows, with the user's line and the remedy.
 
 Each device runs the function on its own rows, and the loss is the mean of the devices' losses. This
-is the loss of one device with all rows only if rows meet in sums that reach the loss linearly.
+equals the loss of one device with all rows only if the loss is linear in every sum over rows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def warn_of_mixed_rows(
         num_stored: the number of parameters, which come before `inputs` among the program's inputs.
         inputs: this device's rows of the batch, and replicated values.
         specs: the `PartitionSpec` of each input.
-        outputs: tells how the other outputs are combined over devices, and the options of the call.
+        outputs: the reduction over devices of each output other than the loss, and the options of
+            the call.
         comm: sizes of the mesh axes.
     """
     try:
@@ -103,7 +104,7 @@ def messages(
     outputs: Outputs,
     comm: CommSpec,
 ) -> Iterator[tuple[str, str, int]]:
-    """The warnings, each as text, file and line. Arguments as those of `warn_of_mixed_rows`."""
+    """Yield each warning as `(text, file, line)`. Arguments are those of `warn_of_mixed_rows`."""
     options = outputs.options
     split = [{x for x in axes_of(spec) if x in AXES} for spec in specs]
     axes = frozenset(x for x in set().union(*split) if comm.sizes[x] > 1)
@@ -142,12 +143,12 @@ def messages(
 
 
 def _is_split_twice(spec: Any) -> bool:
-    """Whether two dims of one array are split, so that no single dim has the rows."""
+    """Return whether devices split two dims of one array, so that no single dim is the rows."""
     return sum(any(x in AXES for x in axes_of(type(spec)(entry))) for entry in spec) > 1
 
 
 def _of_weight(mixings: frozenset[Mixing]) -> frozenset[Mixing]:
-    """The mixings of a weight, except `jnp.maximum(num, 1)`, which guards against division by 0."""
+    """Leave out mixings by `jnp.maximum(weight, 1)`, which guards against division by 0."""
     return frozenset(x for x in mixings if (x.kind, x.at.name) != ("function", "max"))
 
 
@@ -159,7 +160,8 @@ def _by_line(mixings: Sequence[Mixing]) -> Iterator[tuple[Mixing, tuple[str, int
     """Yield one mixing of each kind for each line of the user's code.
 
     Yields:
-        The mixing, the user's file and line, and the line of a library that it calls, if any.
+        The mixing; the user's file and line; and, if that line calls a library, the line in the
+        library, else None.
     """
     lines: dict[tuple[str, int], dict[str, tuple[Mixing, str | None]]] = {}
     for mixing in sorted(mixings, key=_rank):
@@ -173,12 +175,12 @@ def _by_line(mixings: Sequence[Mixing]) -> Iterator[tuple[Mixing, tuple[str, int
 
 
 def _rank(mixing: Mixing) -> tuple[Any, ...]:
-    """A sort key: the most telling kinds come first; within a kind, means; then by line."""
+    """Return a sort key: by kind, the most telling first; then means before sums; then by line."""
     return _ORDER.index(mixing.kind), not mixing.is_mean, mixing.source.frames, mixing.at.name
 
 
 def _place(mixing: Mixing) -> tuple[tuple[str, int], str | None]:
-    """The user's line, and that of a library which it calls, if any."""
+    """Return the user's file and line; and the line of the library that it calls, or None."""
     frames = mixing.source.frames
     outside = [x for x in frames if "/jax/" not in x[0] and not x[0].startswith("<frozen")]
     own = next((x for x in frames if is_of_user(x[0])), None)
@@ -190,7 +192,7 @@ def _place(mixing: Mixing) -> tuple[tuple[str, int], str | None]:
 
 
 def _described(mixing: Mixing, rows: int, line: str, inside: str | None) -> str:
-    """What is mixed, and where: "mean over 64 rows of float32[64], ppo.py:41"."""
+    """Describe what is mixed, and where, such as `Mean over 64 rows of float32[64], ppo.py:41.`"""
     source: Operation = mixing.source
     at = f"{line} (in {inside})" if inside else line
     values = [x for x in source.inputs if isinstance(x, Value) and x.shape]
@@ -219,7 +221,7 @@ def _capital(name: str) -> str:
 
 
 def _meaning(mixing: Mixing, rows: int, who: str, where: str) -> str:
-    """What each device computes, and what one device would."""
+    """Describe what each device computes, and what one device with all rows would compute."""
     one = "one device would use all rows"
     match mixing.kind:
         case "pairs":

@@ -1,10 +1,11 @@
 """Shard optimizer state like the parameters, and give optimizers unpadded leaves where needed.
 
 An optax chain runs outside the `shard_map`, on global arrays, so norms over a leaf or the full
-model are right without knowing about devices. Only padding is visible to it: if the mesh divides
-no dim of a leaf, the leaf is padded with zeros (`StoredArray`), and `jax.tree.map` sees the padded
-array. Adam, LAMB and clipping give equal updates nevertheless. An optimizer that divides by the
-number of elements, or decides by shape (Adafactor, Muon), does not: `true_shapes` wraps it.
+model are right without knowing about devices. Only padding is visible to the chain: if the mesh
+divides no dim of a leaf, the leaf is padded with zeros (`StoredArray`), and `jax.tree.map` sees the
+padded array. Adam, LAMB and clipping compute the same updates on padded leaves. An optimizer that
+divides by the number of elements, or decides by shape (Adafactor, Muon), does not: `true_shapes`
+wraps it.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ from .programs import Initializer, Programs
 
 
 class TrueShapes(optax.GradientTransformationExtraArgs):
-    """The result of `true_shapes`; `inner` is the wrapped transform."""
+    """An optimizer wrapped by `true_shapes`; `inner` is the optimizer inside."""
 
     inner: optax.GradientTransformationExtraArgs
 
 
 def check_is_optimizer(tx: Any) -> None:
-    """Raise `TypeError` unless `tx` is an optimizer; `optax.adam` without arguments is none."""
+    """Raise `TypeError` unless `tx` is an optimizer, with methods `init` and `update`."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
             "`tx` must be an optimizer of optax, such as `optax.adamw(1e-3)`; got a "
@@ -70,9 +71,9 @@ def check_is_optimizer(tx: Any) -> None:
 
 
 def trained_part(tree: Any, layout: TreeLayout) -> tuple[Any, TreeLayout]:
-    """A tree and its layouts, with None for the leaves that no optimizer updates.
+    """Replace leaves that no optimizer updates by None; return the tree and its layout.
 
-    These are leaves that their module does not train, and those that gradients overwrite.
+    No optimizer updates a leaf that its module does not train, or that gradients overwrite.
     """
     kept = trained_tree(tree)
     pairs = zip(layout.leaves, of_arrays(tree, _trained(tree)), strict=True)
@@ -82,7 +83,7 @@ def trained_part(tree: Any, layout: TreeLayout) -> tuple[Any, TreeLayout]:
 
 
 def trained_tree(tree: Any) -> Any:
-    """The tree with None for the leaves that no optimizer updates: see `trained_part`."""
+    """Replace the leaves that no optimizer updates by None; see `trained_part`."""
     _, leaves, treedef = flatten(tree)
     # An empty `StoredArray` stays, as it does in gradients.
     pairs = zip(leaves, _trained(tree), strict=True)
@@ -93,7 +94,7 @@ def trained_tree(tree: Any) -> Any:
 
 
 def _trained(tree: Any) -> list[bool]:
-    """For each leaf, whether an optimizer updates it."""
+    """Return for each leaf whether an optimizer updates it."""
     pairs = zip(trained_leaves(tree), overwritten_leaves(tree), strict=True)
     return [kind is not False and not is_overwritten for kind, is_overwritten in pairs]
 
@@ -103,9 +104,10 @@ def state_layout(
 ) -> TreeLayout:
     """Lay out the state of `tx`.
 
-    A leaf whose path ends with that of a parameter, and that has its shape, is sharded like the
-    parameter; other leaves (row and column statistics, counters) by their own shape. If `tx` is
-    wrapped, state that the matrix products of a stack read and replace is split by layer.
+    A leaf of the state is sharded like a parameter if it has the parameter's shape and its path
+    ends with the parameter's path. Other leaves (row and column statistics, counters) are sharded
+    by their own shape. If `tx` is wrapped by `true_shapes`, state that the matrix products of a
+    stack read and replace is split by layer.
 
     Args:
         tx: the optimizer.
@@ -157,7 +159,7 @@ def _by_layer(
     state: Any,
     leaves: list[LeafSpec],
 ) -> list[LeafSpec]:
-    """The layouts of the state, with those arrays split by layer that matrix products replace."""
+    """Split by layer those arrays of the state that matrix products replace; return all layouts."""
     whole = params.whole(unpadded)
     try:
         owners = MatrixUpdate(tx, (whole, state, whole, {}), params).state_by_layer
@@ -168,7 +170,7 @@ def _by_layer(
         of_owner = None if owner is None else params.leaves[owner].layout
         if of_owner is not None and leaf.memory_kind is None:
             by_layer = by_layer_of(leaf, of_owner.num_shards)
-            # With few layers, padding would take more memory than moving it takes time.
+            # With few layers, padding would take so much memory that moving the state costs less.
             if by_layer.padded_shape[0] <= 2 * leaf.shape[0]:
                 leaf = by_layer
         laid_out.append(leaf)
@@ -200,7 +202,7 @@ def _check_shapes(state: Any) -> None:
 def _parameter_of(
     leaf: LeafSpec, path: tuple[Any, ...], parameters: dict[str, LeafSpec]
 ) -> LeafSpec | None:
-    """The parameter that has the shape of a leaf of the state, and whose path ends `path`."""
+    """Return the parameter of `leaf`'s shape whose path ends `path`, or None."""
     candidates = (parameters.get(name) for name in path_endings(path))
     return next((x for x in candidates if x is not None and leaf.shape == x.shape), None)
 
@@ -208,7 +210,7 @@ def _parameter_of(
 def _in_memory(
     leaf: LeafSpec, parameter: LeafSpec | None, mesh: AnyMesh, config: ZeroConfig
 ) -> LeafSpec:
-    """The layout of a leaf of the state in the memory where `config.offload` puts it."""
+    """Return the layout of a leaf of the state, with the memory that `config.offload` gives it."""
     offload = config.offload
     num_shards = config.num_shards(mesh)
     is_in_host = (
@@ -227,7 +229,7 @@ def init_state(
     programs: Programs,
     axes: tuple[str, ...],
 ) -> Any:
-    """`tx.init(params)`, with each leaf made on the devices that keep it.
+    """Return `tx.init(params)`. Each device makes only its own shards.
 
     Args:
         tx: the optimizer.
@@ -266,15 +268,15 @@ def true_shapes(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap `tx` so that its inputs are unpadded, and its outputs padded again.
 
-    A padded dim is stored in shards of `ceil(size / devices)`, which is also how XLA splits
-    an uneven dim, so padding and unpadding move no data. Matrices are multiplied by layer
-    (`MatrixUpdate`). Arrays among the extra arguments of `update` are unpadded too, and functions
-    among them (`value_fn`) are called with unpadded parameters.
+    A padded dim is stored in shards of `ceil(size / devices)`. XLA splits an uneven dim in the same
+    way, so padding and unpadding move no data. Matrices are multiplied by layer (`MatrixUpdate`).
+    Among the extra arguments of `update`, arrays are unpadded too, and functions (`value_fn`) are
+    called with unpadded parameters.
 
     Args:
         tx: the optimizer.
-        layout_of: the layout of a tree of parameters or gradients.
-        state_layout_of: the layout of an optimizer's state, from that of the parameters.
+        layout_of: returns the layout of a tree of parameters or gradients.
+        state_layout_of: returns the layout of an optimizer's state, given that of the parameters.
         programs: the cache of compiled programs, of the mesh that trees are laid out on.
         axes: the mesh axes that split optimizer state.
     """
@@ -343,7 +345,7 @@ def _check_in_device_memory(**trees: Any) -> None:
 
 
 def _unpadded(tree: Any) -> Any:
-    """The tree with every `StoredArray` as an array of its true shape."""
+    """Replace every `StoredArray` in a tree by an array of its true shape."""
     return jax.tree.map(_unpadded_leaf, tree, is_leaf=is_stored)
 
 
@@ -353,7 +355,7 @@ def _unpadded_leaf(x: Any) -> Any:
 
 
 def _padded_like(stored: Any, tree: Any) -> Any:
-    """The tree with each leaf padded like the leaf of `stored` in its place."""
+    """Pad each leaf of `tree` like the leaf at the same place in `stored`."""
     return jax.tree.map(_padded_leaf, stored, tree, is_leaf=is_stored)
 
 

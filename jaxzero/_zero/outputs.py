@@ -1,4 +1,4 @@
-"""Combine results over devices and micro-batches: outputs, and gradients that are no derivatives.
+"""Combine the outputs of a function over devices and micro-batches; likewise some gradients.
 
 Outputs are reduced by mean, sum, max, first, stack or concat. In place of a gradient, a
 `custom_vjp` may return the next value of a scale, of a history of maxima or of a counter. A mean
@@ -50,8 +50,8 @@ class Outputs:
 
     Attributes:
         treedef: the tree structure of the outputs.
-        statics: for each leaf a `Static` if it is no value that a program returns, else None.
-        how: for each value its reduction, one of `REDUCTIONS`.
+        statics: for each leaf None if it is an array or a number, else the leaf as a `Static`.
+        how: for each array or number its reduction, one of `REDUCTIONS`.
     """
 
     def __init__(self, options: Options, rows: int | None):
@@ -62,14 +62,17 @@ class Outputs:
         self.how: list[str] = []
 
     def record(self, tree: Any, doubled: _Doubled | None = None) -> list[Any]:
-        """Flatten what the user returned; decide how each leaf is combined over devices.
+        """Flatten what the user's function returned, and decide how devices combine each leaf.
 
-        Leaves that are neither arrays nor numbers, such as functions, are returned by `join`.
+        Leaves that are neither arrays nor numbers, such as functions, are kept here for `join`.
 
         Args:
             tree: the outputs.
-            doubled: gives the shapes that the leaves have with twice as many rows, or None; called
-                only where a leaf may have a value for each row.
+            doubled: returns the shape that each leaf has with twice as many rows, or None if that
+                is not known. It is called only if a leaf may have a value for each row.
+
+        Returns:
+            The arrays and numbers, as arrays.
         """
         pairs, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
         self.statics = [None if _is_value(x) else Static(x) for _, x in pairs]
@@ -89,7 +92,7 @@ class Outputs:
         return leaves
 
     def _may_be_rows(self, asked: str | None, leaf: Array) -> bool:
-        """Whether a dim of a leaf may be the rows, or the rows merged with other dims."""
+        """Return whether a dim of a leaf may be the rows, alone or merged with other dims."""
         if asked is not None or not self.rows:
             return False
         return any(size and size % self.rows == 0 for size in leaf.shape)
@@ -101,14 +104,14 @@ class Outputs:
         leaves: Sequence[Array],
         doubled: Sequence[tuple[int, ...]] | None,
     ) -> None:
-        """Raise `ValueError` for a leaf with a value for each row, whose mean would mix rows.
+        """Raise `ValueError` for a leaf with a value for each row, because a mean would mix rows.
 
         Args:
             paths: the path of each leaf.
-            asked: its reduction as the user says; None: the user does not say.
+            asked: the reduction that the user gives for each leaf; None if the user gives none.
             leaves: the arrays.
-            doubled: the shapes that they have with twice as many rows; None: not known. Then a leaf
-                with as many elements as rows along dim 0 is refused.
+            doubled: the shape of each leaf with twice as many rows. If it is None (not known), a
+                leaf is refused if its dim 0 has as many elements as there are rows.
         """
         for i, (path, how, leaf) in enumerate(zip(paths, asked, leaves, strict=True)):
             if not self._may_be_rows(how, leaf):
@@ -178,7 +181,7 @@ class Outputs:
         )
 
     def part(self, leaves: Sequence[Array], comm: CommSpec) -> tuple[list[Array], list[Array]]:
-        """Combine the outputs over micro-batches, and over devices where that sends something.
+        """Combine the outputs over micro-batches, and over devices if that needs messages.
 
         Args:
             leaves: this device's outputs `[microbatches, ...]`, in the order of `record`.
@@ -186,7 +189,8 @@ class Outputs:
 
         Returns:
             Two lists: the leaves that are now equal on all devices (mean, sum, max, first), and
-            this device's part of the others (stack, concat), which `join` gets as global arrays.
+            this device's part of the leaves that are stacked or concatenated. `join` gets both as
+            global arrays.
         """
         combined = [combine(x, how, comm) for x, how in zip(leaves, self.how, strict=True)]
         pairs = list(zip(combined, self.how, strict=True))
@@ -194,14 +198,14 @@ class Outputs:
         return [x for x, how in pairs if how not in ("stack", "concat")], rows
 
     def join(self, replicated: Sequence[Array], rows: Sequence[Array]) -> Any:
-        """Rebuild the tree that the function returned, from global arrays as `part` gives them."""
+        """Rebuild the tree that the function returned, from the two lists of `part`, now global."""
         remaining = {False: iter(replicated), True: iter(rows)}
         leaves = [next(remaining[how in ("stack", "concat")]) for how in self.how]
         return rebuild(self.treedef, self.statics, leaves)
 
 
 def values_of(tree: Any) -> list[Array]:
-    """The arrays and numbers of what a function returned, as arrays."""
+    """Return the arrays and numbers that a function returned, as a list of arrays."""
     return [jnp.asarray(x) for x in jax.tree.leaves(tree) if _is_value(x)]
 
 
@@ -211,7 +215,7 @@ def _is_value(x: Any) -> bool:
 
 
 def _proposal(leaf: Array) -> str:
-    """The most likely reduction of an output that has no mean, for the error message."""
+    """Return the most likely reduction of an output that has no mean, for the error message."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     if is_key or (leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))):
         return "'first' for a random key, which is the same on every device"
@@ -225,7 +229,7 @@ def _proposal(leaf: Array) -> str:
 def flat_reductions(
     argument: str, reduce: Any, known: Sequence[str] = REDUCTIONS
 ) -> tuple[tuple[str, ...], Any] | None:
-    """A tree of reduction names as `(names, treedef)`, which is hashable.
+    """Flatten a tree of reduction names into `(names, treedef)`, which is hashable.
 
     Raises:
         ValueError: a name is not in `known`.
@@ -243,11 +247,12 @@ def flat_reductions(
 
 
 def combined_leaves(call: Call, options: Options) -> dict[int, str]:
-    """The leaves whose gradients are combined like outputs, and how: "sum", "max" or "first".
+    """Find the leaves whose gradients are combined like outputs, by "sum", "max" or "first".
+
+    Without `gradient_reduce`, these are the leaves that their gradients overwrite, by "max".
 
     Returns:
-        By index of the leaf among those of all sharded arguments. Without `gradient_reduce`, the
-        leaves that their gradients overwrite, by "max".
+        The reduction, by the leaf's index among the leaves of all sharded arguments.
 
     Raises:
         ValueError: `gradient_reduce` is no tree prefix of the differentiated arguments, or asks for
@@ -269,14 +274,15 @@ def parameters_of(
     mesh: AnyMesh,
     combined: Mapping[int, str],
 ) -> Parameters:
-    """The leaves of all sharded arguments, for the program of one device.
+    """Describe the leaves of all sharded arguments, for the program of one device.
 
     Args:
         call: the arguments.
         options: the options of the call.
         config: stage, offload and activations.
         mesh: the devices.
-        combined: the leaves whose gradients the program returns as other outputs, by index.
+        combined: the indices of the leaves whose gradients are combined like outputs, from
+            `combined_leaves`.
     """
     leaves, differentiated = [], []
     numbers = options.argnums if options.has_gradients else ()
@@ -303,9 +309,10 @@ def combined_gradients(
     leaves: Sequence[LeafSpec],
     comm: CommSpec,
 ) -> list[Array]:
-    """Combine the gradients of the leaves `combined`, each `[microbatches, ...]`, and pad them.
+    """Combine the gradients of the leaves `combined` like outputs, and pad them.
 
-    All that are combined alike are sent as one array: an fp8 layer has six small ones.
+    Each gradient is `[microbatches, ...]`. Gradients with equal reduction and dtype are sent as one
+    array, because an fp8 layer has six small ones.
     """
     by_leaf, groups = {}, {}
     for (i, how), gradient in zip(combined.items(), gradients, strict=True):
@@ -342,7 +349,7 @@ def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpe
 
 
 def _reductions(call: Call, options: Options) -> dict[int, list[str]]:
-    """For each differentiated argument, by position, the reduction of each array."""
+    """Return the reductions of each differentiated argument's gradients, by position."""
     arguments = {number: call.arguments[number] for number in options.argnums}
     trees = tuple(  # with a number for each leaf
         jax.tree.unflatten(x.treedef, range(len(x.statics))) for x in arguments.values()

@@ -1,11 +1,11 @@
 """Warn if an optimizer's updates change when leaves are padded, by running it on tiny leaves.
 
-One update would not show a difference where learning rates start at 0, where gradients of several
-micro-batches make an update (`optax.MultiSteps`), or where only large gradients are clipped. So
+A single update would not show every difference: learning rates may start at 0, gradients of several
+micro-batches may make one update (`optax.MultiSteps`), and only large gradients may be clipped. So
 `NUM_UPDATES` updates are compared, by a program that is compiled once, and the second half of them
-has gradients of size `LARGE`. Of layers whose paths differ only by numbers, one is tried so; then
-all leaves are tried by one update. A difference can go unnoticed if more than `NUM_UPDATES / 2`
-micro-batches make an update, or if only larger gradients are clipped.
+has gradients of size `LARGE`. This is done for one layer of those whose paths differ only by
+numbers. Then all leaves are tried by one update. A difference can go unnoticed if more than
+`NUM_UPDATES / 2` micro-batches make an update, or if only larger gradients are clipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def warn_of_padding(
     remedy: str = _REMEDY,
     as_arrays: bool = False,
 ) -> None:
-    """Warn if `tx` gives, or may give, other updates because some of its leaves are padded.
+    """Warn if `tx` computes, or may compute, other updates for leaves because they are padded.
 
     An optimizer does so if it counts elements, decides by shape (Adafactor, Muon), or selects
     leaves by path: the path of a padded leaf has one more entry.
@@ -83,7 +83,10 @@ def _is_same(
     is_tried: list[bool],
     num_updates: int,
 ) -> bool:
-    """Whether `tx` computes the same updates for the leaves of `is_tried` if `widen` pads them."""
+    """Return whether `tx` computes equal updates for plain leaves and for leaves padded by `widen`.
+
+    Only the leaves that `is_tried` marks are compared.
+    """
     plain, wide = (
         _updates(programs, tx, layout, each, is_tried, num_updates) for each in (None, widen)
     )
@@ -92,9 +95,9 @@ def _is_same(
 
 
 def _num_before_overflow(updates: np.ndarray) -> int:
-    """The number of updates before the first one with squares that may overflow in a norm.
+    """Return how many updates come before the first one whose squares may overflow in a norm.
 
-    An optimizer that scales gradients by the norm of parameters, without a learning rate, lets
+    Without a learning rate, an optimizer that scales gradients by the norm of parameters lets
     parameters grow that far. Then rounding decides between a number, infinity and NaN.
     """
     if not jnp.issubdtype(updates.dtype, jnp.inexact):
@@ -105,23 +108,23 @@ def _num_before_overflow(updates: np.ndarray) -> int:
 
 
 def _kind(leaf: LeafSpec) -> Any:
-    """A key that is equal for leaves of different layers whose paths differ only by numbers."""
+    """Return a key that is equal for leaves whose paths differ only by numbers, such as layers."""
     path = re.sub("[0-9]+", "", leaf.path)
     return path, len(leaf.shape), leaf.dtype, tuple(x.dim for x in leaf.padded_dims)
 
 
 def one_of_each_kind(layout: TreeLayout) -> list[bool]:
-    """For each leaf, whether it is the first of its kind: the others would be slow to compile."""
+    """Mark the first leaf of each kind. Trying all leaves would be slow to compile."""
     kinds = list(map(_kind, layout.leaves))
     return [kinds.index(kind) == i for i, kind in enumerate(kinds)]
 
 
 def _are_equal(plain: np.ndarray, wide: np.ndarray) -> bool:
-    """Whether a padded leaf, once its padding is cut off, has the updates of the plain leaf.
+    """Return whether the updates `wide` of a padded leaf, cut to the plain shape, equal `plain`.
 
-    Both arrays are `[updates, *shape]`. Norms are sums in another order if leaves are padded,
-    which changes an update by some units in the last place of its largest element, and more once
-    parameters have moved with that.
+    Both arrays are `[updates, *shape]`. In padded leaves, norms add their terms in another order,
+    which changes an update by some units in the last place of its largest element, and by more once
+    parameters have moved. The tolerance allows for that.
     """
     wide = wide[tuple(slice(n) for n in plain.shape)]
     kind = np.complex128 if np.iscomplexobj(plain) else np.float64
@@ -141,9 +144,9 @@ def _updates(
     is_tried: list[bool],
     num_updates: int,
 ) -> list[Any]:
-    """The first updates of `tx`, an array `[num_updates, 2, 2, ...]` for each leaf.
+    """Return the first updates of `tx`, as an array `[num_updates, 2, 2, ...]` for each leaf.
 
-    There is one update only if `tx` needs more than gradients, such as the loss.
+    Only one update is returned if `tx` needs more than gradients, such as the loss.
 
     Args:
         programs: the cache of compiled programs.
@@ -172,7 +175,7 @@ def _updates(
 
 @contextlib.contextmanager
 def own_modes() -> Iterator[None]:
-    """A context for trials, in which the caller's modes and trace have no effect."""
+    """Open a context for trials, in which the caller's JAX modes and trace have no effect."""
     # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
     with (
         jax.numpy_dtype_promotion("standard"),
@@ -184,7 +187,10 @@ def own_modes() -> Iterator[None]:
 
 
 def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) -> np.ndarray:
-    """Random parameters `[2, 2, ...]`; or gradients `[*lead, 2, 2, ...]`, half of them large."""
+    """Return random parameters `[2, 2, ...]`; with `lead`, gradients `[*lead, 2, 2, ...]`.
+
+    The second half of the gradients is large.
+    """
     dtype = _dtype_of(leaf)
     shape = (*lead, *(2,) * len(leaf.shape))
     x = random.normal(size=shape)
@@ -196,12 +202,12 @@ def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) 
 
 
 def _dtype_of(leaf: LeafSpec) -> Any:
-    """The dtype of a leaf; float32 for narrower floats, whose rounding would hide a difference."""
+    """Return the leaf's dtype; float32 for narrower floats, whose rounding hides differences."""
     return np.dtype(np.float32) if has_16_bits(leaf) else leaf.dtype
 
 
 def has_16_bits(leaf: LeafSpec) -> bool:
-    """Whether a leaf is of floats of 16 bits or fewer."""
+    """Return whether the dtype of a leaf is a float of 16 bits or fewer."""
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
 
 
@@ -253,7 +259,7 @@ def _squared_norm(params: Any, grad_fn: Any = None, obj_fn: Any = None) -> Any:
 
 
 def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[str, Any]:
-    """The extra arguments of line searches, Polyak steps and SAM that `tx.update` accepts."""
+    """Return those extra arguments (for line searches, Polyak, SAM) that `tx.update` accepts."""
     arguments = {
         "value": jnp.float32(1),
         "grad": grads,
@@ -267,7 +273,7 @@ def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[s
 
 
 def _widened(x: np.ndarray, leaf: LeafSpec) -> np.ndarray:
-    """`x` with one element of padding in each padded dim of its leaf."""
+    """Pad `x` by one element in each padded dim of its leaf."""
     if not leaf.padded_dims or math.prod(x.shape) == 0:
         return x
     dims = [x.ndim - len(leaf.shape) + each.dim for each in leaf.padded_dims]
@@ -275,7 +281,7 @@ def _widened(x: np.ndarray, leaf: LeafSpec) -> np.ndarray:
 
 
 def _stored_wide(x: np.ndarray, leaf: LeafSpec) -> Any:
-    """`_widened` as a `StoredArray`, if its leaf is padded."""
+    """Pad `x` by `_widened`, and return it as a `StoredArray` if its leaf is padded."""
     wide = _widened(x, leaf)
     if wide is x:
         return x

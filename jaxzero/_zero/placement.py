@@ -39,12 +39,12 @@ from .transfers import InTransfer, Placed, Transfers, copy_slices, finished
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """The same mesh with all axes of type `Auto`, for programs that the compiler partitions."""
+    """Return `mesh` with all axes of type `Auto`, for programs that the compiler partitions."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def run_automatic(function: Any, out_shardings: Any, programs: Programs, *args: Any) -> Any:
-    """Run a function under `jit` with automatic axes; its outputs are sharded on the mesh.
+    """Run a function under `jit` with automatic axes; return outputs sharded on the original mesh.
 
     Args:
         function: a function of trees of arrays.
@@ -71,10 +71,10 @@ def run_automatic(function: Any, out_shardings: Any, programs: Programs, *args: 
 
 
 def stored_struct(leaf: LeafSpec, mesh: Mesh, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of a stored array.
+    """Return the shape, dtype and sharding of a stored array.
 
-    For devices without memories, as those of a topology, a sharding in host memory is on the
-    abstract mesh: JAX would drop its memory kind on the mesh of devices.
+    The sharding is on the abstract mesh if it is in host memory and the devices have no memories,
+    as those of a topology: on the mesh of such devices JAX would drop the memory kind.
     """
     sharding = leaf.sharding(mesh, axes)
     if sharding.memory_kind != leaf.memory_kind and leaf.memory_kind is not None:
@@ -91,14 +91,14 @@ def make_leaves(
 ) -> list[jax.Array]:
     """Run a function that makes one array for each leaf; every device makes its own shards.
 
-    Offloaded leaves are made by further programs, few at a time, so that they need not fit into
-    device memory together.
+    Offloaded leaves are made by further programs, a few leaves at a time, so that they need not fit
+    into device memory together.
 
     Args:
         function: returns a stored array for each leaf; it runs once for each program.
         leaves: the layouts.
         programs: the cache of compiled programs, of the mesh that the arrays are sharded on.
-        axes: the mesh axes that split them.
+        axes: the mesh axes that split the arrays.
         args: arguments of `function`.
     """
     mesh = programs.mesh
@@ -120,7 +120,7 @@ def _is_on(x: Any, mesh: Mesh) -> bool:
 
 
 def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """View `x` as sharded over `mesh`, which has the same devices as its mesh; copies nothing."""
+    """View `x` as sharded over `mesh`, without a copy. `x` must be on the same devices already."""
     assert isinstance(x.sharding, NamedSharding)
     memory_kind = memory_kind_of(x)
     sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=memory_kind)
@@ -146,14 +146,15 @@ def place(
 
     Args:
         leaf: the layout to shard by.
-        source: the full array of true shape, or anything with `shape`, `dtype` and `__getitem__`
-            for a tuple of slices, of which only the slices that this process's devices own are
-            read. Slices from a method `borrow` may share memory with a file, and are copied before
-            `transfers` ends. If `is_in_file` is true, all of `source` is borrowed once for all
-            devices, which maps each page of the file once. A method `astype` casts it where its
-            dtype is not that of the leaf.
+        source: the full array of true shape; or an object with `shape`, `dtype` and `__getitem__`
+            for a tuple of slices, such as a tensor in a file. Only the slices that this process's
+            devices own are read. The object may have three more members. Slices from a method
+            `borrow` may share memory with a file, and are copied before `transfers` ends. If
+            `is_in_file` is true, all of `source` is borrowed once for all devices, so that each
+            page of the file is mapped once. A method `astype` casts the object if its dtype is not
+            that of the leaf.
         programs: the cache of compiled programs.
-        axes: the mesh axes that split it.
+        axes: the mesh axes that split the array.
         transfers: the threads that copy to devices.
     """
     mesh = programs.mesh
@@ -166,7 +167,7 @@ def place(
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.device_put(source, sharding)
     if isinstance(source, jax.Array) and leaf.is_plain and _is_on(source, mesh):
-        return _alone(jax.device_put(source, sharding))  # between devices, or not at all
+        return _alone(jax.device_put(source, sharding))  # copied between devices, if at all
     if isinstance(source, jax.Array) and not source.is_fully_addressable:
         source = _without_explicit_axes(source)
         return _alone(
@@ -193,7 +194,7 @@ def _without_explicit_axes(x: Any) -> Any:
 
 
 def _alone(x: jax.Array) -> jax.Array:
-    """Wait for an array that collectives between processes make.
+    """Wait until `x` is computed, if other processes hold shards of it: collectives then make it.
 
     Programs with collectives that are in flight at once may deadlock on CPUs (JAX 0.10).
     """
@@ -229,7 +230,7 @@ def _place_map(
 def _targets(
     leaf: LeafSpec, sharding: NamedSharding
 ) -> Iterator[tuple[tuple[slice, ...], list[SingleDeviceSharding]]]:
-    """Each different slice that this process's devices hold, and the memories of those devices."""
+    """Yield each different slice that this process needs, and the device memories to put it in."""
     targets: dict[tuple[tuple[int | None, int | None], ...], list[SingleDeviceSharding]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.stored_shape).items():
         assert index is not None
@@ -242,7 +243,7 @@ def _targets(
 def _padded_slice(
     leaf: LeafSpec, get: Callable[[tuple[slice, ...]], Any], index: tuple[slice, ...]
 ) -> np.ndarray:
-    """A slice of the stored array, with padding; `get` returns slices of the true array."""
+    """Return the slice `index` of the padded array. `get` returns slices of the true array."""
     bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
     inside = tuple(
         slice(min(start, n), min(stop, n))
@@ -256,7 +257,7 @@ def _padded_slice(
 def place_tree(
     layout: TreeLayout, leaves: list[Any], programs: Programs, axes: tuple[str, ...]
 ) -> list[Any]:
-    """Shard arrays over `axes`: at once, or as part of the program if they are traced.
+    """Shard the arrays of a tree over `axes`; traced arrays by constraints in the program.
 
     Args:
         layout: layouts of the tree.
@@ -280,7 +281,7 @@ def place_tree(
 
 
 def gather_full(layout: TreeLayout, leaves: list[Any], programs: Programs) -> list[Any]:
-    """Gather every leaf in full, in its true shape, on every device."""
+    """Gather every leaf, in full and in its true shape, on every device."""
     float0 = jax.dtypes.float0  # the gradient of an integer: nothing to gather
     arrays = [i for i, x in enumerate(leaves) if x.dtype != float0]
     given = [leaves[i] for i in arrays]
@@ -302,11 +303,11 @@ def gather_full(layout: TreeLayout, leaves: list[Any], programs: Programs) -> li
 
 
 def constrain(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
-    """Shard `x` by `spec`, in the memory where it lies; a traced array by a constraint.
+    """Shard `x` by `spec`, in the memory that it is in. A traced array is sharded by a constraint.
 
-    If the mesh has explicit axes, a traced array is resharded over these only, since its type can
-    name no others; the compiler chooses its layout over the other axes. In a program of one node
-    it is split over the devices of that node.
+    If the mesh has explicit axes, a traced array is resharded over these axes only, since its type
+    cannot name other axes; the compiler chooses its layout over the rest. In a program of one node,
+    `x` is split over the devices of that node.
     """
     if is_one_node():
         spec = without_node(spec)
@@ -328,5 +329,5 @@ def constrain(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
 
 
 def constrain_tree(tree: Any, mesh: Mesh | AbstractMesh, specs: Any) -> Any:
-    """Shard each array of a tree, by `constrain`; `specs` is a tree prefix of `PartitionSpec`s."""
+    """Shard each array of a tree by `constrain`. `specs` is a tree prefix of `PartitionSpec`s."""
     return map_specs(lambda x, spec: constrain(x, mesh, spec), specs, tree)

@@ -1,7 +1,7 @@
-"""Run functions as programs: compiled and cached, in the order of a trace, differentiated by rules.
+"""Run functions as compiled programs that are cached, and differentiate programs by given rules.
 
 `jax.value_and_grad` traces at each call, so it sees attributes and closed-over arrays that have
-changed since the last one. `Programs`, for calls outside of `jax.jit`, also sees them: it lowers
+changed since the last call. `Programs`, for calls outside of `jax.jit`, also sees them: it lowers
 the program at each call, with the closed-over arrays as arguments, and reuses the compiled program
 of an equal StableHLO text. Tracing takes milliseconds where compiling takes seconds. A training
 step belongs in `jax.jit`, which traces and compiles once.
@@ -37,7 +37,7 @@ _MOST_KEPT = 64  # compiled programs of one `Zero`, for various functions, shape
 
 
 class Programs:
-    """The compiled programs of one `Zero`, without the arrays and functions they were made of.
+    """A cache of the compiled programs of one `Zero`. It holds neither their arrays nor functions.
 
     Args:
         mesh: the mesh that the programs run on.
@@ -49,17 +49,17 @@ class Programs:
         self._lock = threading.Lock()
 
     def run(self, program: Callable, *args: Any, out_shardings: Any = None) -> Any:
-        """Return `program(*args)`; an equal program that was compiled before is reused.
+        """Return `program(*args)`. If an equal program was compiled before, that one is reused.
 
-        If a transformation such as `jax.jit` is tracing the call, the program becomes part of that
-        trace, and nothing is cached. `jax.disable_jit` has no effect on it.
+        If a transformation such as `jax.jit` is tracing this call, the program becomes part of the
+        trace, and nothing is cached. `jax.disable_jit` has no effect on the program.
 
         Args:
-            program: a function of trees of arrays. It returns a tree, whose leaves that are not
-                arrays (strings, functions) are returned as they are.
+            program: a function of trees of arrays. It returns a tree. Leaves of this tree that are
+                not arrays (strings, functions) are returned as they are.
             args: trees of arrays or tracers.
             out_shardings: a sharding for each array that is returned, or one for all; None leaves
-                them to the compiler.
+                the shardings to the compiler.
         """
         # Inside a trace this call only traces. That makes so many objects that Python's garbage
         # collector would take a fifth of the time, and most are garbage only at the end.
@@ -68,9 +68,9 @@ class Programs:
             return self.ready(program, *args, out_shardings=out_shardings)(*args)
 
     def ready(self, program: Callable, *args: Any, out_shardings: Any = None) -> Callable:
-        """Trace and compile `program`; return a function for calls with arguments of these types.
+        """Trace and compile `program`; return a function for arguments of the types of `args`.
 
-        Arguments are those of `run`.
+        The arguments are those of `run`.
         """
         structure: dict[str, Any] = {}
 
@@ -127,7 +127,7 @@ class Programs:
 
 
 def _placed(constants: Sequence[Any], compiled: Any) -> list[Any]:
-    """The arrays that a function closes over, on the devices where the program takes them.
+    """Copy the arrays that a function closes over to the devices where the program needs them.
 
     So no call makes a transfer that `jax.transfer_guard("disallow")` would refuse.
     """
@@ -141,7 +141,10 @@ def _placed(constants: Sequence[Any], compiled: Any) -> list[Any]:
 
 
 def _after_tokens(program: Callable) -> Callable:
-    """`program` as a function of tokens and its arguments, which returns tokens: see `in_turn`."""
+    """Turn `program(*args)` into a function from `(tokens, *args)` to `(tokens, outputs)`.
+
+    The tokens keep programs in order; see `in_turn`.
+    """
 
     def call(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
         remember(tokens)
@@ -162,11 +165,11 @@ def run_with_tangents(
 
     Args:
         function: a function of trees of arrays.
-        args: its arguments.
-        rule_of: a function from the traced program to `(closed_over, rule)`: the arrays that the
-            function to differentiate closes over, and the rule for its tangents. JAX keeps the
-            rule, which should hold no arrays. The rule gets `SymbolicZero`s for tangents that are
-            known to be zero.
+        args: the arguments of `function`.
+        rule_of: maps the traced program to `(closed_over, rule)`. `closed_over` are the arrays that
+            the function to differentiate closes over. `rule` computes its tangents; it gets
+            `SymbolicZero`s for tangents that are known to be zero. JAX keeps the rule, so it should
+            hold no arrays.
     """
 
     def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
@@ -180,8 +183,8 @@ def run_with_tangents(
 def _differentiated_by(
     tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
 ) -> tuple[list[Any], Any]:
-    """Run a program of tokens and arguments; the rule gives the tangents of its results."""
-    # JAX keeps the rule, and with it all that the rule closes over: not the arrays, therefore.
+    """Run a program of tokens and arguments, whose tangents the rule `tangents_of` computes."""
+    # JAX keeps the rule and all that it closes over, so the rule must not close over arrays.
     bare = dataclasses.replace(program, constants=[])
     run, treedef = bare.run_without_refs, bare.treedef
     # JAX calls the rule later: outside of `map_nodes`, for a program of one node.
@@ -193,8 +196,8 @@ def _differentiated_by(
 
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (constants, closed_over), tokens, args = primals
-        # As a function of its own: one that its own rule refers to would only be freed by Python's
-        # collector, and what JAX caches for it, with the user's function, only by the next run.
+        # A new function, not `call`: one that its own rule refers to is freed only by Python's
+        # collector of cycles, and JAX's cache of it, with the user's function, one run later.
         at_primals = dataclasses.replace(bare, constants=constants)
         last, results = _differentiated_by(tangents_of, at_primals, closed_over, tokens, args)
 
@@ -209,7 +212,7 @@ def _differentiated_by(
 
 
 def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
-    """Run `program(*args)`; its tangents are those of `exact`, which encodes no messages.
+    """Run `program(*args)`. Its tangents are those of `exact`, which encodes no messages.
 
     Raises:
         NotImplementedError: JAX differentiates with respect to what the program closes over.
@@ -229,7 +232,7 @@ def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
 
 
 def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """`jax.jvp` of a function of a list of arrays, of which only some have a tangent."""
+    """Return `jax.jvp` of a function of a list of arrays, where only some arrays have a tangent."""
     varied = [i for i, x in enumerate(tangents) if x is not None and is_varied(x)]
 
     def of_varied(arrays: list[Any]) -> Any:
@@ -242,26 +245,26 @@ def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any])
 
 
 def tangents_like(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """A tangent for each result: the next of `tangents` for floats, zero for other dtypes."""
+    """Return a tangent for each result: for floats the next of `tangents`, for others zero."""
     more = iter(tangents)
     return [next(more) if jnp.issubdtype(x.dtype, jnp.inexact) else zeros(x) for x in results]
 
 
 def zeros(tree: Any) -> Any:
-    """Tangents that are known to be zero."""
+    """Return a symbolic zero tangent for each array of a tree."""
     return jax.tree.map(lambda x: zero_from_primal(x, symbolic_zeros=True), tree)
 
 
 def is_varied(tangent: Any) -> bool:
-    """Whether a tangent is an array of floats, and not known to be zero."""
+    """Return whether a tangent is an array of floats, not one that is known to be zero."""
     return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
 
 
 class Initializer:
-    """A function that calls `init_fn` and returns the list of its arrays, so that `jit` can run it.
+    """Calls `init_fn` and returns the list of its arrays, so that `jit` can run it.
 
-    Leaves of an `eqx.Module` or `nnx.Module` that are not arrays are returned by `shapes` only.
-    Elsewhere a Python number becomes an array, as it does when `jit` returns it.
+    An `eqx.Module` or `nnx.Module` may have leaves that are not arrays; only `shapes` returns them.
+    A Python number outside of a module becomes an array, as it does when `jit` returns it.
     """
 
     def __init__(self, init_fn: Callable):
@@ -277,7 +280,7 @@ class Initializer:
         return array_leaves(numbers_as_arrays(tree))
 
     def shapes(self, *args: Any) -> Any:
-        """The tree that `init_fn` returns, with `ShapeDtypeStruct`s for its arrays."""
+        """Return the tree that `init_fn` returns, with `ShapeDtypeStruct`s for its arrays."""
         _check_makes(self.init_fn, args)
         _check_arrays(args)
         kept: dict[str, Any] = {}
@@ -300,7 +303,7 @@ class Initializer:
 
 
 def numbers_as_arrays(tree: Any) -> Any:
-    """The tree with arrays for its Python numbers, except those in a module."""
+    """Convert the Python numbers in a tree to arrays, except numbers in a module."""
     _, leaves, treedef = flatten(tree)
     pairs = zip(leaves, trained_leaves(tree), strict=True)
     return jax.tree.unflatten(
@@ -313,7 +316,7 @@ def numbers_as_arrays(tree: Any) -> Any:
 
 
 def _check_makes(init_fn: Any, args: tuple[Any, ...]) -> None:
-    """Raise `TypeError` if `init_fn` is no function, but parameters or a module that has them."""
+    """Raise `TypeError` if `init_fn` is no function, but parameters or a module that has some."""
     if callable(init_fn):
         if not array_leaves(init_fn):
             return
@@ -332,7 +335,7 @@ def _check_makes(init_fn: Any, args: tuple[Any, ...]) -> None:
 
 
 def _check_arrays(args: tuple[Any, ...]) -> None:
-    """Raise `ValueError` unless all leaves are arrays and numbers, which `jit` can take."""
+    """Raise `ValueError` unless all leaves of `args` are arrays or numbers, as `jit` needs."""
     for i, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
             is_number = isinstance(leaf, int | float | complex)

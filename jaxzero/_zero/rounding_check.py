@@ -1,12 +1,14 @@
 """Warn if updates of parameters in 16 bits would round away, by running the optimizer.
 
 bfloat16 has 8 significant bits, so w + u is w if |u| < |w| / 512. The updates of Adam are about as
-large as the learning rate, whatever the gradients: at 1e-5 weights of 0.02 never change. So the
-optimizer is run on tiny leaves, all elements of which are as large as the median of a sample of the
-weights. Gradients keep their signs, which gives the largest steps, and are of size 1 or `LARGE`.
-Nothing is said if anything changes, as with optimizers whose updates follow the gradients (SGD) or
-are rounded stochastically; if all updates are exactly 0, as those of frozen leaves; and if the
-state holds a copy of the leaf with more bits.
+large as the learning rate, whatever the gradients: at 1e-5, weights of 0.02 never change. So the
+optimizer is run on tiny leaves. All elements of a leaf have the size of the median of a sample of
+the weights. Gradients keep their signs, which gives the largest steps, and are of size 1 or
+`LARGE`.
+
+No warning is given in three cases: an update changes the leaf, as with optimizers whose updates
+follow the gradients (SGD) or are rounded stochastically; all updates are exactly 0, as those of
+frozen leaves; or the state holds a copy of the leaf with more bits.
 
 Schedules are run at steps that grow by `_GROWTH` from update to update, so that the end of a
 warm-up is seen.
@@ -41,7 +43,7 @@ def warn_of_rounding(
     Args:
         tx: the optimizer.
         params: the trained parameters; nothing is done if they are abstract or traced.
-        layout: their layouts.
+        layout: the layouts of the parameters.
         programs: compiles the trials.
     """
     arrays = arrays_of(params)
@@ -57,7 +59,7 @@ def warn_of_rounding(
         ]
         try:
             stuck = _stuck(programs, tx, layout, sizes, tried)
-        except Exception:  # it needs more than gradients, or all leaves: it cannot be said
+        except Exception:  # `tx` needs more than gradients, or all leaves: not known
             return
     paths = [
         leaf.path
@@ -76,7 +78,7 @@ def warn_of_rounding(
 
 
 def _median(x: jax.Array) -> float:
-    """The median of the absolute values in a corner of the first shard of this process."""
+    """Return the median absolute value in a corner of the first shard of `x` in this process."""
     if not x.addressable_shards:
         return 0.0
     data = x.addressable_shards[0].data
@@ -85,7 +87,7 @@ def _median(x: jax.Array) -> float:
     sampled = [1] * (data.ndim - 2) + [_SAMPLED] * min(data.ndim, 2)
     values = np.abs(np.asarray(data[tuple(map(slice, sampled))], np.float32))
     values = values[np.isfinite(values)]
-    # An element, not the mean of two: the spacing of numbers depends on its power of 2.
+    # The median is an element, not the mean of two: rounding depends on its power of 2.
     return float(np.sort(values)[values.size // 2]) if values.size else 0.0
 
 
@@ -96,7 +98,16 @@ def _stuck(
     sizes: list[float],
     tried: list[bool],
 ) -> list[bool]:
-    """For each leaf, whether it gets updates other than 0, and no update changes it."""
+    """Return for each leaf whether no update changes it, although some update is not 0.
+
+    Args:
+        programs: compiles the trials.
+        tx: the optimizer.
+        layout: the layouts of the parameters.
+        sizes: for each leaf, the absolute value of all elements of the tiny leaf that stands for
+            it.
+        tried: for each leaf, whether it is tried; the result is False for other leaves.
+    """
     random = np.random.default_rng(0)
     trees = []
     for scale in (None, 1.0, LARGE):  # parameters, gradients
@@ -116,7 +127,10 @@ def _stuck(
 def _run(
     programs: Programs, tx: optax.GradientTransformation, params: Any, all_grads: list[Any]
 ) -> np.ndarray:
-    """Booleans `[2, leaves]`: whether an update changes a leaf, and whether an update is not 0."""
+    """Return booleans `[2, leaves]`: whether an update changes the leaf, and whether one is not 0.
+
+    A leaf of which the state holds a copy with more bits counts as changed.
+    """
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         updates, new = tx.update(grads, state, params)
@@ -144,7 +158,7 @@ def _run(
 
 
 def _copied(state: Any, params: Any) -> np.ndarray:
-    """For each leaf, whether a copy of it with more bits is in the state."""
+    """Return for each leaf whether the state holds a copy of it with more bits."""
     held = [np.asarray(x) for x in jax.tree.leaves(state)]
     wide = [x for x in held if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 4]
     narrow = [np.asarray(x) if x.dtype.itemsize < 4 else None for x in arrays_of(params)]
@@ -157,7 +171,7 @@ def _copied(state: Any, params: Any) -> np.ndarray:
 
 
 def _counters(state: Any) -> list[int]:
-    """Places of the counters in the state that schedules read.
+    """Return the indices, among the state's leaves, of the counters that schedules read.
 
     Counters beside the moments `mu` and `nu` are left out: bias correction reads them.
     """

@@ -1,9 +1,9 @@
-"""How the rows of a batch are shared: equally, or by `shares` in proportion to each node's speed.
+"""Share the rows of a batch between devices: equally, or in proportion to each node's speed.
 
-A batch is an array of equally many rows for every device, cut into `k` micro-batches. With shares
-`s` of the nodes, a device of node `i` runs the first `k * s[i] / max(s)` of its micro-batches. The
-rows of the others are padding. `pad_batch` adds the rows that are missing, with weights to mask
-them.
+A batch is an array with equally many rows for every device, cut into `k` micro-batches. With shares
+`s` of the nodes, a device of node `i` runs only the first `k * s[i] / max(s)` of its micro-batches.
+The rows of its other micro-batches are padding. `pad_batch` adds the missing rows, and weights that
+mask them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Shares = tuple[int, ...]
 
 
 def known_shares(shares: Sequence[int] | None, nodes: int, microbatches: int) -> Shares | None:
-    """Check shares, and divide them by their greatest common divisor; None if all are equal.
+    """Check `shares` and divide them by their greatest common divisor; None if all are equal.
 
     Args:
         shares: one for each node, or None.
@@ -35,7 +35,7 @@ def known_shares(shares: Sequence[int] | None, nodes: int, microbatches: int) ->
         microbatches: how many micro-batches the devices of the fastest node run.
 
     Raises:
-        ValueError: they are not one integer of at least 1 for each node, or the micro-batches
+        ValueError: `shares` are not one integer of at least 1 for each node, or the micro-batches
             cannot be divided in these proportions.
     """
     if shares is None:
@@ -59,7 +59,7 @@ def known_shares(shares: Sequence[int] | None, nodes: int, microbatches: int) ->
 
 
 def check_shares(shares: Shares | None, halves: bool, mesh: AnyMesh) -> None:
-    """Check that the other options of `value_and_grad` go with `shares`.
+    """Check that the mesh and the option `halves` of `value_and_grad` can be used with `shares`.
 
     Raises:
         NotImplementedError: half-batches are compared, or the mesh has axes beside `node` and
@@ -78,7 +78,10 @@ def check_shares(shares: Shares | None, halves: bool, mesh: AnyMesh) -> None:
 
 
 def check_share_nodes(mesh: AnyMesh, shares: Shares | None) -> None:
-    """Raise `ValueError` if a program of one node is given shares of several."""
+    """Raise `ValueError` unless `shares` has one entry for each node of `mesh`.
+
+    A program of one node, in `zero.local_steps`, has a mesh of one node.
+    """
     if shares is not None and mesh.shape[NODE] != len(shares):
         raise ValueError(
             f"`shares` has {len(shares)} entries, and this program has {mesh.shape[NODE]} node. "
@@ -89,7 +92,7 @@ def check_share_nodes(mesh: AnyMesh, shares: Shares | None) -> None:
 def counted_rows(
     rows: int, mesh: AnyMesh, microbatches: int, shares: Shares
 ) -> Bool[np.ndarray, " rows"]:
-    """Whether each row of a batch of `rows` rows is computed: those of micro-batches that run."""
+    """Return for each of `rows` rows of a batch whether it is in a micro-batch that runs."""
     nodes, local = mesh.shape[NODE], mesh.shape[LOCAL]
     of_device = rows // (nodes * local)
     counts = np.asarray(node_microbatches(microbatches, shares)) * (of_device // microbatches)
@@ -107,9 +110,9 @@ def pad_batch(
 ) -> tuple[Any, Float32[Array, " rows"] | Float32[np.ndarray, " rows"]]:
     """Pad a batch so that its rows divide over all devices, and mark which rows count.
 
-    The last batch of a data set is often short. Pad it, and take a weighted mean, and no row is
-    dropped or counted twice. The rows that are added repeat the last one, so a loss that is not
-    defined for zeros stays finite.
+    The last batch of a data set is often short. With a padded batch and a weighted mean, no row is
+    dropped or counted twice. The added rows repeat the last row, so a loss that is not defined for
+    zeros stays finite.
 
     Args:
         batch: a tree of arrays `[n, ...]`. Random keys and single numbers in it are unchanged.
@@ -122,7 +125,7 @@ def pad_batch(
 
     Returns:
         `(batch, weights)`: arrays `[rows, ...]`, and float32 weights, 1 for each of the n rows and
-        0 for those that were added, which are the last unless `shares` is given. For
+        0 for the added rows, which are the last unless `shares` is given. For
         `zero.value_and_grad(..., weighted=True)`: the loss returns `(sum(weights * losses),
         sum(weights))`.
 
@@ -170,7 +173,7 @@ def pad_batch(
 
 
 def num_rows(call: Call, arrays: Sequence[Sequence[Any]]) -> int | None:
-    """The number of rows of the batch; None if no argument has rows."""
+    """Return the number of rows of the batch; None if no argument has rows."""
     for argument, x, i in call.split(arrays):
         spec = argument.specs[i]
         dim = split_dim(spec)

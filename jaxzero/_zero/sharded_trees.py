@@ -109,7 +109,7 @@ class ShardedTrees:
     def abstract(
         self, init_fn: Callable[..., Any], *args: Any, specs: Any = None, codec: Codec | None = None
     ) -> Any:
-        """The result of `init` as `ShapeDtypeStruct`s with shardings; allocates nothing.
+        """Return `ShapeDtypeStruct`s with shardings like the result of `init`; allocate nothing.
 
         Use it as the target of a restore, or to load a checkpoint into. With `codec`, it describes
         the result of `shard` with that codec.
@@ -152,17 +152,17 @@ class ShardedTrees:
         model, use `Checkpoints` or an export, which never hold the full model in one place.
 
         Raises:
-            ValueError: an array in it was not laid out by this `Zero`.
+            ValueError: an array in `tree` was not laid out by this `Zero`.
         """
         layout = self._layout_of(tree)
         return layout.whole(gather_full(layout, arrays_of(tree), self._programs))
 
     def shardings(self, tree: Any) -> Any:
-        """The tree of `NamedSharding`s in which `tree` is stored, for `out_shardings` and the like.
+        """Return the `NamedSharding`s in which `tree` is stored, for `out_shardings` and the like.
 
         Args:
-            tree: parameters from `init`, or optimizer state from `init_optimizer`; or parts of
-                parameters.
+            tree: parameters from `init` or a part of them, or optimizer state from
+                `init_optimizer`.
         """
         layout, shardings = self.stored_layout(tree)
         return layout.stored(shardings)
@@ -170,13 +170,13 @@ class ShardedTrees:
     # Optimizers.
 
     def init_optimizer(self, tx: optax.GradientTransformation, params: Any) -> Any:
-        """`tx.init(params)`, with every leaf sharded like the parameter that it belongs to.
+        """Return `tx.init(params)`, with every leaf sharded like the parameter that it belongs to.
 
         In an `eqx.Module` or `nnx.Module`, `tx` gets `None` for the leaves that the module does not
         train, as in the gradients.
 
-        It warns if `tx`, which is tried on tiny leaves, would give padded leaves other updates than
-        their own (`zero.optimizer`), or leaves in 16 bits none that is not rounded away.
+        `tx` is tried on tiny leaves. You are warned if padding changes its updates (then wrap it by
+        `zero.optimizer`), or if its updates of leaves in 16 bits would all be rounded away.
 
         Raises:
             TypeError: `tx` is no optimizer.
@@ -193,18 +193,18 @@ class ShardedTrees:
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         """Wrap `tx` so that it sees leaves in their true shapes, and multiplies whole matrices.
 
-        Padded leaves, on meshes that divide no dim of them, need it for optimizers that use shapes,
-        such as Adafactor and Muon, or that compute with gradients or parameters given as extra
-        arguments, such as L-BFGS.
+        A leaf is padded if the mesh divides none of its dims. Then wrap optimizers that use shapes
+        (Adafactor, Muon), or gradients or parameters given as extra arguments (L-BFGS).
 
-        Of an optimizer that multiplies matrices, such as Muon, an all-to-all gives each device the
-        whole matrices of some layers, of a stack or of leaves of equal shape, and another returns
-        the products. Otherwise XLA gathers all matrices on every device (docs/howto/muon.md).
+        An all-to-all gives each device the whole matrices of some layers (of a stack, or of leaves
+        of equal shape); another all-to-all returns their products. So an optimizer such as Muon
+        does not gather all matrices on every device, as XLA would without the wrapper
+        (docs/howto/muon.md).
 
         Extra arguments of `update` are in true shapes too: `grad=grads` of a line search may hold
-        `StoredArray`s, and `value_fn` is called with ordinary arrays. A line search that
-        differentiates it (`optax.lbfgs` does) needs a function that JAX can differentiate, such as
-        the loss itself, with its batch: XLA then decides what is gathered.
+        `StoredArray`s, and `value_fn` is called with ordinary arrays. If the line search
+        differentiates `value_fn` (`optax.lbfgs` does), pass a function that JAX can differentiate,
+        such as the loss itself, with its batch. XLA then decides what is gathered.
         """
         return true_shapes(
             tx,
@@ -226,15 +226,15 @@ class ShardedTrees:
 
         Without arrays in host memory this is `tx.update` followed by `optax.apply_updates`. A leaf
         whose gradient, parameter or state is in host memory is copied to the device and back in
-        windows of 64 MiB, while the window before it is computed. Such leaves need an optimizer
-        that computes each element from those at its index and from reductions over leaves, as
-        Adam, Lion, SGD, LAMB, clipping, schedules, masks and weight decay do; their results are
-        those in device memory, except that reductions add in another order.
+        windows of 64 MiB, while the previous window is computed. For such leaves the optimizer must
+        compute each element from the elements at its index and from reductions over leaves, as
+        Adam, Lion, SGD, LAMB, clipping, schedules, masks and weight decay do. Results equal those
+        in device memory, except that reductions add in another order.
 
-        Call it in the jitted step, with `donate_argnums` for `params` and `opt_state`, and return
-        these two in the order of the step's arguments: then arrays in host memory are updated in
-        their place. JAX pairs donated arrays and results of one shape in order, and XLA copies
-        an array within host memory whose new value is to lie in another's place.
+        Call it in the jitted step, donate `params` and `opt_state`, and return these two in the
+        order of the step's arguments: then arrays in host memory are updated in place. (JAX pairs
+        donated arrays and results of one shape in order; XLA copies a new value that is paired with
+        another array.)
 
         Args:
             tx: the optimizer, given to `init_optimizer` before; also one from `zero.optimizer`.
@@ -259,8 +259,8 @@ class ShardedTrees:
     def report(self, params: Any, opt_state: Any = None, plan: Plan | None = None) -> Report:
         """Report how leaves are sharded, bytes held and sent, and the largest model that fits.
 
-        Bytes are those in the memory of a device, in host memory for each device (`jz.Offload`),
-        into nodes and devices in a step, and between host and device in a step.
+        Bytes are counted in device memory, in host memory (`jz.Offload`), into a node or device in
+        a step, and between host and device in a step.
 
         Args:
             params: the parameters, or their `ShapeDtypeStruct`s from `abstract`.
@@ -282,7 +282,7 @@ class ShardedTrees:
         return make_report(layout, of_gradients, state, plan, self._devices, axes)
 
     def init_wire_state(self, params: Any) -> WireState:
-        """Make the wire state, which hops keep from step to step, before the first step.
+        """Make the state that hops keep from step to step (the wire state), before the first step.
 
         Only hops such as `WeightDelta` (node slices of weights) and `ErrorFeedback` (residuals of
         gradients) need it (`config.needs_wire_state`). Pass it to the function from
@@ -306,8 +306,8 @@ class ShardedTrees:
 
         Devices encode and decode their shards of `grads`, and all-reduce three scalars. Call it in
         the jitted step, or only every few steps. `microbatches` is that of the `value_and_grad`
-        that returned `grads`. If it sends rows of tables, `rows` is `zero.plan(...).rows` of that
-        call: rows are encoded one by one, and what that adds cannot be seen in `grads`.
+        that returned `grads`. If that call sends rows of tables, pass `zero.plan(...).rows` as
+        `rows`: each row is encoded by itself, and the noise of that cannot be seen in `grads`.
 
         Raises:
             ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
@@ -323,7 +323,7 @@ class ShardedTrees:
 
     @functools.cached_property
     def _on_one_node(self) -> Any:
-        """The same configuration, on the devices of one node: for programs of one node."""
+        """A `Zero` with the same config on the devices of one node, for programs of one node."""
         assert not isinstance(self._devices, NodeMesh)
         return type(self)(NodeMesh(self._devices), self.config)
 
@@ -334,7 +334,7 @@ class ShardedTrees:
         return self._on_one_node if is_one_node() and not is_own else self
 
     def _layouts(self, params: Any, opt_state: Any, gradients: TreeLayout | None = None) -> Layouts:
-        """The layouts of an update; by default of the gradients that `value_and_grad` returns."""
+        """Return the layouts of an update. `gradients` defaults to those of `value_and_grad`."""
         of_params = self._layout_of(params)
         return Layouts(
             gradients=gradients or self._layout_of_gradients(of_params),
@@ -346,7 +346,7 @@ class ShardedTrees:
         )
 
     def _layout_of_gradients(self, params: TreeLayout) -> TreeLayout:
-        """The layout of gradients, each in the memory where `value_and_grad` leaves it."""
+        """Return the layout of the gradients that `value_and_grad` returns, with their memories."""
         resident = [dataclasses.replace(leaf, memory_kind=None) for leaf in params.leaves]
         gradients = dataclasses.replace(params, leaves=tuple(resident))
         num_shards, offload = self.config.num_shards(self._devices), self.config.offload
@@ -373,10 +373,10 @@ class ShardedTrees:
         return self._registry.add(offloaded(layout, offload, self.config.num_shards(self._devices)))
 
     def stored_layout(self, tree: Any) -> tuple[TreeLayout, list[NamedSharding]]:
-        """The layout of a stored tree, or of a part of one, and the sharding of each array.
+        """Return the layout of a stored tree, or of a part of one, and the sharding of each array.
 
         Raises:
-            ValueError: an array in it was not laid out by this `Zero`.
+            ValueError: an array in `tree` was not laid out by this `Zero`.
         """
         state = self._states.find(tree)
         layout, axes = (
@@ -385,7 +385,7 @@ class ShardedTrees:
         return layout, layout.shardings(self.mesh, axes)
 
     def find_layout(self, tree: Any) -> TreeLayout | None:
-        """The layout of a tree from `init`, `shard` or `init_optimizer`; None for any other."""
+        """Return the layout of a tree from `init`, `shard` or `init_optimizer`; None for others."""
         return self._registry.find(tree) or self._states.find(tree)
 
     def _layout_of(self, tree: Any) -> TreeLayout:

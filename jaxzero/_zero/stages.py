@@ -1,4 +1,4 @@
-"""A step on one pipeline stage, which has some of the layers, and a slice of every other leaf."""
+"""Run a step on one pipeline stage, which has some layers, and a slice of every other leaf."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .arguments import Options
 
 
 def on_stages(options: Options, config: ZeroConfig) -> Options:
-    """The options of a call, with the micro-batches that the config of stages asks for.
+    """Give a call with gradients the micro-batches of `config.stages`, unless it asks for several.
 
     Raises:
         NotImplementedError: an option does not work with stages.
@@ -56,7 +56,7 @@ def on_stages(options: Options, config: ZeroConfig) -> Options:
 
 
 def check_no_tangents(config: ZeroConfig) -> None:
-    """Raise `NotImplementedError` for tangents of a step of stages."""
+    """Raise `NotImplementedError` if the config has stages: a step with stages has no tangents."""
     if config.stages is not None:
         raise NotImplementedError(
             "`jax.jvp` of a step with `stages` is not possible. Take a config without stages, such "
@@ -78,10 +78,10 @@ def run_on_stage(
     *,
     lists: LayerLists,
 ) -> Result:
-    """`run_on_device` on a device of a stage, with the same arguments.
+    """Run the step on a device of a stage, with the arguments of `run_on_device` and `lists`.
 
-    `lists` says which leaves of `parameters` are layers, and how the stages divide them. Gradients
-    are returned for all leaves, in their stored layouts, as without stages.
+    `lists` says which leaves of `parameters` are layers, and how the stages divide the layers.
+    Gradients are returned for all leaves, in their stored layouts, as without stages.
     """
     assert share_of_loss is None and lists.stages is not None
     arrays, differentiated = lists.arrays, tuple(lists.numbers(parameters.differentiated))
@@ -131,7 +131,7 @@ def _of_step(
     staged: Staged,
     result: Result,
 ) -> Result:
-    """Convert the results of a stage, for its arrays, to results of the step for all leaves."""
+    """Convert the result of a stage, for its arrays, to a result of the step for all leaves."""
     others, num = [x[0] for x in result.others], len(staged.program.shapes[3])
     made = dict(zip(differentiated, result.gradients, strict=True))
     gradients = _of_leaves(lists, made, next(iter(others[num:]), None))
@@ -159,7 +159,7 @@ def _without_layers(lists: LayerLists) -> str:
 
 
 def _by_microbatch(inputs: Sequence[Array], specs: Sequence[Any], microbatches: int) -> list[Array]:
-    """The inputs that are rows as `[microbatches, ...]`, the others as they are."""
+    """Reshape inputs with rows to `[microbatches, ...]`; return the other inputs as they are."""
     return [
         x if split_dim(spec) is None else split_microbatches(x, spec, microbatches)
         for x, spec in zip(inputs, specs, strict=True)
@@ -167,9 +167,10 @@ def _by_microbatch(inputs: Sequence[Array], specs: Sequence[Any], microbatches: 
 
 
 def _of_stage(lists: LayerLists, stored: Sequence[Array], staged: Staged) -> list[Array]:
-    """The shards that a stage computes with: its layers of each stack, and other arrays whole.
+    """Return the shards of this device that a stage computes with, for each array of `lists`.
 
-    Those others are all-gathered over the stages, which store a slice each.
+    They are the stage's layers of each stack and list. Of a leaf outside of the layers, each stage
+    stores a slice; these slices are all-gathered over the stages.
     """
     arrays = []
     for j, (leaf, members) in enumerate(zip(lists.arrays, lists.members, strict=True)):
@@ -186,7 +187,10 @@ def _of_stage(lists: LayerLists, stored: Sequence[Array], staged: Staged) -> lis
 def _updates_of_arrays(
     lists: LayerLists, updates: Mapping[int, LeafUpdate]
 ) -> dict[int, LeafUpdate]:
-    """The updates by index of the array; without those of leaves that are one layer of a list."""
+    """Convert updates by index of the leaf to updates by index of the array in `lists`.
+
+    Updates of leaves that are one layer of a list are left out.
+    """
     own = {x[0]: j for j, x in enumerate(lists.members) if not lists.is_list(j)}
     return {own[i]: update for i, update in updates.items() if i in own}
 
@@ -194,10 +198,10 @@ def _updates_of_arrays(
 def _of_leaves(
     lists: LayerLists, gradients: Mapping[int, Array | None], arrived: Array | None = None
 ) -> dict[int, Any]:
-    """Convert a stage's gradients, of its arrays, to the gradients of all leaves as stored.
+    """Convert a stage's gradients, by array of `lists`, to gradients by index of the leaf.
 
-    Gradients of leaves outside of the layers are summed over stages, once `arrived` is known (see
-    `Pipeline.run`).
+    The gradients returned are in the layouts in which leaves are stored. Gradients of leaves
+    outside of the layers are summed over stages, once `arrived` is known (see `Pipeline.run`).
     """
     of_leaves: dict[int, Any] = {}
     for j, x in gradients.items():
@@ -219,7 +223,15 @@ def _of_all_stages(
     comm: CommSpec,
     sums: HalfSums,
 ) -> HalfSums:
-    """The sums over half-batches for all leaves, from those of one stage for its arrays."""
+    """Convert a stage's sums over half-batches, for its arrays, to the sums for all leaves.
+
+    Args:
+        lists: the arrays of a stage, and the leaves that they are made of.
+        on_stage: the layout of each array inside the stage.
+        parameters: says which leaves are differentiated.
+        comm: the number of devices and the axis of the halves.
+        sums: the sums of the stage.
+    """
     wanted = parameters.differentiated
     arrays = lists.numbers(wanted)
     is_flat = [on_stage[j].layout is None for j in arrays]
@@ -245,13 +257,16 @@ def _of_all_stages(
 
 
 def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:
-    """The layout of a leaf inside one stage: a stack has this stage's layers only."""
+    """Return the layout of a leaf inside one stage. A stack has the stage's layers only."""
     shape = (stored.shape[0], *leaf.shape[1:]) if layers else leaf.shape
     return dataclasses.replace(leaf, shape=shape, other_axes=PartitionSpec(), stages=None)
 
 
 def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
-    """All-gather a shard of a leaf outside of the layers over the stages, sent as `dtype`."""
+    """All-gather a leaf outside of the layers over the stages, each of which holds a slice `x`.
+
+    The slices are sent as `dtype`.
+    """
     if leaf.stages is None:
         return x
     with labelled("weights", leaf.path):
@@ -259,7 +274,10 @@ def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
 
 
 def _scattered(x: Array, leaf: LeafSpec, arrived: Array | None) -> Array:
-    """Reduce-scatter a shard of a gradient over the stages; all-reduce if they hold it whole."""
+    """Reduce-scatter a gradient over the stages; all-reduce it if each stage stores the whole leaf.
+
+    The sum waits for `arrived`, if it is given.
+    """
     if arrived is not None:
         x = x * number_after(1, arrived).astype(x.dtype)
     with labelled("gradients", leaf.path):

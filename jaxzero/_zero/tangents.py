@@ -1,11 +1,11 @@
-"""Tangents of sharded programs, for `jax.jvp` and `jax.linearize`.
+"""Compute tangents of sharded programs, for `jax.jvp` and `jax.linearize`.
 
 Messages are integers, packed bits, or floats sent as bits, and none of these have tangents. So JAX
-does not differentiate a sharded program. A second program computes the tangents, and is made like
-the first, from the `jax.jvp` of the function that was traced for it: the tangents of weights are
-further sharded weights, which are gathered where they are used, and the tangents of gradients are
-reduced as gradients are. It has no codecs: those of the first program are differentiated straight
-through, and everything in it travels in the precision of the leaf.
+does not differentiate a sharded program. Instead, a second program computes the tangents. It is
+made like the first, from the `jax.jvp` of the function that was traced for the first. The tangents
+of weights are further sharded weights, gathered where they are used. The tangents of gradients are
+reduced as gradients are. The second program has no codecs: the first program's codecs are
+differentiated straight through, and all messages have the precision of the leaf.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Derivative:
 
     @classmethod
     def along(cls, traced: OpenProgram, call: Call, primals: Any, tangents: Any) -> Derivative:
-        """The derivative at the point `primals`, along `tangents`.
+        """Make the derivative at the point `primals` along `tangents`.
 
         Args:
             traced: the function on one device, traced on flat lists.
@@ -61,9 +61,10 @@ class Derivative:
         return cls(traced, constants, of_constants, call, args[0], of_args[0])
 
     def arguments(self) -> tuple[Call, list[list[Any]]]:
-        """The call with two more arguments, and the arrays of all its arguments.
+        """Return the call with two more arguments, and the arrays of all its arguments.
 
-        The two are the tangents of weights and those of other arrays, as far as they are not zero.
+        The first is the tangents of weights, the second the tangents of other arrays. Tangents that
+        are known to be zero are left out.
         """
         leaves, weights, specs, others = [], [], [], []
         for argument, tangents in zip(self.call.arguments, self.of_arrays, strict=True):
@@ -84,7 +85,7 @@ class Derivative:
         return call, [*self.arrays, weights, others]
 
     def flat(self, stored: list[Any], inputs: list[Any], *_: Any) -> Any:
-        """The derivative on one device, on flat lists.
+        """Compute the derivative on one device, with flat lists of arrays in and out.
 
         Args:
             stored: the full weights, then the tangents that are not zero.
@@ -119,7 +120,7 @@ class Derivative:
         return loss, values[1], gradients, list(filter(is_varied, others))
 
     def floats(self, reductions: Sequence[str]) -> list[str]:
-        """The entries of `reductions` for the other outputs that are floats."""
+        """Select those `reductions` of outputs other than the loss whose output is of floats."""
         pairs = zip(reductions, self.traced.shapes[3], strict=True)
         return [how for how, x in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -127,7 +128,7 @@ class Derivative:
 def trace_along(
     run: Callable, arrays: list[list[Any]], state: Any, along: Sequence[int], num_arguments: int
 ) -> None:
-    """Trace `run(arrays, state)`, and its tangents along the arguments in `along`.
+    """Trace `run(arrays, state)`, and its tangents along the arguments at the positions `along`.
 
     Args:
         run: the function.
@@ -137,7 +138,7 @@ def trace_along(
         num_arguments: the number of positional arguments of the call.
 
     Raises:
-        ValueError: `along` has a number that is not below `num_arguments`.
+        ValueError: a position in `along` is negative, or not below `num_arguments`.
     """
     if any(not 0 <= number < num_arguments for number in along):
         raise ValueError(
@@ -165,13 +166,13 @@ def trace_along(
 def check_tangents(
     options: Options, combines: bool, updates: ProgramUpdates, tangents: Any
 ) -> None:
-    """Raise `NotImplementedError` for a program whose tangents are not computed.
+    """Raise `NotImplementedError` if the tangents of a program cannot be computed.
 
     Args:
         options: the options of the program.
-        combines: whether it reduces gradients otherwise than by their mean.
-        updates: the updates of the program.
-        tangents: the tangents of its arguments.
+        combines: whether the program reduces some gradients in another way than by their mean.
+        updates: the updates that the program runs.
+        tangents: the tangents of the program's arguments.
     """
     reasons = {
         "with `halves=True`. Leave it out there": options.halves,
@@ -190,7 +191,7 @@ def check_tangents(
 
 
 def _known_together(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """The same trees after `known_together`, so that `jax.linearize` keeps no full weights."""
+    """Apply `known_together` to all arrays, so that `jax.linearize` keeps no full weights."""
     leaves, treedef = jax.tree.flatten((primals, tangents))
     arrays = [i for i, x in enumerate(leaves) if is_varied(x)]
     for i, x in zip(arrays, known_together([leaves[i] for i in arrays]), strict=True):

@@ -1,9 +1,9 @@
-"""Move host arrays to devices in the background, while the next ones are read.
+"""Move host arrays to devices in background threads, while the next arrays are read.
 
-Transposing a matrix, and page faults of the memory it is written to, take most of the time of
-loading it. JAX does it during the transfer, outside of Python's lock, so two threads are faster
-than one. Reading stays in the calling thread, since the source may be of any kind, except for maps
-of files: a thread then moves all slices of an array without waiting for another thread.
+Loading a matrix spends most time on transposing it, and on page faults of the memory that it is
+written to. JAX does both during the transfer, outside of Python's lock, so two threads are faster
+than one. The calling thread reads, since the source may be of any kind. A map of a file is read by
+a background thread, which moves all slices of an array without waiting for another thread.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Placed = jax.Array | InTransfer | concurrent.futures.Future[jax.Array]
 
 
 def finished(placed: Placed) -> jax.Array:
-    """The array, after its transfer."""
+    """Wait for a transfer; return its array."""
     if isinstance(placed, concurrent.futures.Future):
         return placed.result()
     return placed.array() if isinstance(placed, InTransfer) else placed
 
 
 class Transfers:
-    """Threads that move arrays to devices. A context manager: leaving it ends the threads.
+    """Threads that move arrays to devices. Leaving this context manager ends the threads.
 
     Inside, Python's collector of cycles is off: the arrays of a large tree are enough to start it,
     and while it walks over all objects of the process (0.1 s) it holds the lock that the threads
@@ -97,7 +97,10 @@ class Transfers:
     def put(
         self, data: np.ndarray, targets: list[SingleDeviceSharding]
     ) -> concurrent.futures.Future[list[jax.Array]]:
-        """Begin to copy an array to memories of devices; it must not change until that is done."""
+        """Begin to copy `data` to each device memory of `targets`; return a future of the copies.
+
+        `data` must not change until the copies are done.
+        """
         if data.dtype.itemsize > 4:
             # The width of 64-bit types depends on `jax.enable_x64`, which may hold in one thread.
             done: concurrent.futures.Future[list[jax.Array]] = concurrent.futures.Future()
@@ -106,7 +109,7 @@ class Transfers:
         return self.run(lambda: put_copies([data] * len(targets), targets))
 
     def run(self, move: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Let a thread run `move`, which reads arrays and copies them to devices.
+        """Run `move` in a thread; return a future of its result. `move` copies arrays to devices.
 
         There is no need to call `make_room` first: `move` holds memory only while it runs.
         """
@@ -115,14 +118,14 @@ class Transfers:
         return running
 
     def spread_rows(self, data: np.ndarray) -> np.ndarray:
-        """Copy a transposed matrix whose rows in memory collide in the cache to rows that do not.
+        """Copy a transposed matrix whose rows collide in the cache to memory where they do not.
 
         A transpose reads a few bytes of many rows at once. If rows are a multiple of 4096 bytes
-        apart, these share one set of the cache, and each is fetched again for the next few bytes:
-        that takes longer than a copy with rows further apart. Other arrays are returned unchanged,
-        and so are large ones.
+        apart, they share one set of the cache. Then each row is fetched again for its next few
+        bytes, which takes longer than this copy. Arrays without this problem, and large ones, are
+        returned unchanged.
 
-        The copy is in memory of the calling thread, which its next call overwrites.
+        The copy is in memory of the calling thread, and the thread's next call overwrites it.
         """
         itemsize = data.dtype.itemsize
         if data.ndim != 2 or data.strides[0] != itemsize or data.strides[1] % _CACHE_PERIOD:
@@ -144,14 +147,14 @@ def copy_slices(
     sharding: NamedSharding,
     get: Callable[[tuple[slice, ...]], np.ndarray],
 ) -> jax.Array:
-    """Make a global array of host arrays, and wait for it; it shares no memory with them.
+    """Copy host arrays to the shards of one global array, and wait. No memory is shared.
 
     JAX is called once for all shards: for arrays of a few MB, calls take as long as their copies.
 
     Args:
         shape: the shape of the global array.
-        sharding: its sharding.
-        get: returns a slice of it; it is called once for each different slice.
+        sharding: the sharding of the global array.
+        get: returns the slice at an index; it is called once for each different slice.
     """
     held: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
 
@@ -171,17 +174,17 @@ def copy_slices(
 
 
 def put_copies(data: list[np.ndarray], targets: list[SingleDeviceSharding]) -> list[jax.Array]:
-    """Copy each array to its target and wait for the copies, which share no memory with `data`.
+    """Copy each array to its target, and wait. The copies share no memory with `data`.
 
-    The CPU backend uses an aligned host array in place. If that is the map of a file, the values
-    would change with the file.
+    The CPU backend would use an aligned host array in place. If that is the map of a file, the
+    values would change with the file.
     """
     moved = jax.block_until_ready(jax.device_put(data, targets))
     return jax.block_until_ready([_apart(x, y) for x, y in zip(moved, data, strict=True)])
 
 
 def _apart(moved: Any, data: np.ndarray) -> jax.Array:
-    """`moved`, which JAX has made of `data`; a copy of it if it uses the memory of `data`."""
+    """Return `moved`, which JAX made of `data`; or a copy, if it uses the memory of `data`."""
     (device,) = moved.devices()
     if device.platform != "cpu" or moved.unsafe_buffer_pointer() != data.ctypes.data:
         return moved

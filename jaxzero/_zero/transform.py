@@ -43,7 +43,7 @@ from .user_function import (
 
 
 class Transform:
-    """A user's function for the arguments of one call: its sharded program, and the plan of it."""
+    """The sharded program of a user's function for the arguments of one call, and its plan."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Transform:
             along: positions of the arguments along which tangents are traced too.
 
         Raises:
-            ValueError: `along` names no arguments of the call.
+            ValueError: `along` has a position that no argument of the call has.
         """
         trace_along(run, arrays, state, along, self.call.num_positional)
         assert self._plan is not None
@@ -99,8 +99,8 @@ class Transform:
         """Run the step on global arrays.
 
         Returns:
-            Loss, flat gradients, other outputs, the next wire state, half-batch products, and for
-            each leaf of `updates` its new arrays, or None if its gradient is returned instead.
+            Loss, flat gradients, other outputs, next wire state, half-batch products; and for each
+            leaf of `updates` its new arrays, or None if its gradient is returned instead.
         """
         updates = updates or ProgramUpdates(None)
         wire_state, unread = wire_state.without(self.combined)
@@ -132,7 +132,7 @@ class Transform:
         outputs: Outputs,
         updates: ProgramUpdates,
     ) -> Any:
-        """Run the program on every device; its results are global arrays."""
+        """Run the program on every device; return its results as global arrays."""
         state_specs = self._state_specs(wire_state)
         gradient_specs = [
             self.parameters.leaves[i].spec(self._gradient_axes, manual_only=True)
@@ -171,7 +171,7 @@ class Transform:
         return run_with_tangents(mapped, (arrays, wire_state, given), rule_of)
 
     def _tangents(self, derivative: Derivative, outputs: Outputs, results: Any) -> Any:
-        """The tangents of what `_run` returns, by a program without codecs."""
+        """Compute the tangents of the results of `_run`, by a program without codecs."""
         call, arrays = derivative.arguments()
         hpz = self.config.hpz and HpZ(codec=None)
         config = dataclasses.replace(self.config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz)
@@ -197,19 +197,19 @@ class Transform:
 
     @property
     def differentiated(self) -> tuple[int, ...]:
-        """The leaves that get gradients, by index; those of `combined` too."""
+        """The indices of the leaves that get gradients, including the leaves of `combined`."""
         return tuple(sorted((*self.parameters.differentiated, *self.combined)))
 
     @property
     def _shares_loss(self) -> bool:
-        """Whether a device differentiates its share of the loss of the full batch.
+        """Whether each device differentiates its loss times its share of the full batch.
 
-        Then a `custom_vjp` sees the cotangents that it would see on one device.
+        Then a `custom_vjp` sees the cotangents that it would see on one device with all rows.
         """
         return bool(self.combined) or self.options.gradient_reduce is not None
 
     def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:
-        """The gradients of all leaves of `differentiated`, in the layout that is returned."""
+        """Merge gradients of reduced and of combined leaves, in the layout that is returned."""
         leaves, axes = self.parameters.leaves, self._gradient_axes
         reduced = [
             constrain(x, self.mesh, leaves[i].spec(axes))
@@ -224,7 +224,7 @@ class Transform:
         return self._in_order(reduced, combined)
 
     def _in_order(self, reduced: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
-        """Values for reduced and for combined leaves, merged into the order of `differentiated`."""
+        """Merge values for reduced and for combined leaves into the order of `differentiated`."""
         by_leaf = dict(zip(self.parameters.differentiated, reduced, strict=True))
         by_leaf |= zip(self.combined, combined, strict=True)
         return [by_leaf[i] for i in self.differentiated]
@@ -304,13 +304,13 @@ class Transform:
 
     @property
     def _step(self) -> Callable[..., Result]:
-        """The step of one device."""
+        """The function that runs a step on one device, with or without stages."""
         if self.config.stages is None:
             return run_on_device
         return functools.partial(run_on_stage, lists=self.layers)
 
     def _share_of_loss(self, inputs: list[Any], specs: list[PartitionSpec]) -> Array | float | None:
-        """What a device's loss is multiplied by to be its share of the loss of the full batch."""
+        """Return the factor from a device's loss to its share of the full batch's loss."""
         if not self._shares_loss:
             return None
         if not self.options.weighted:
@@ -336,11 +336,11 @@ class Transform:
         """Call the user's function on one device, and differentiate it if requested.
 
         Args:
-            stored: the full arrays of all sharded trees, in the order of arguments, with a stack
-                in place of a list of layers.
+            stored: the full arrays of all sharded trees, in the order of arguments, with a stack in
+                place of a list of layers.
             inputs: the arrays of all other arguments, in order.
-            specs: how these are split over devices.
-            outputs: records the structure of the auxiliary outputs (or of all, for `apply`).
+            specs: how `inputs` are split over devices.
+            outputs: records the structure of the auxiliary outputs (of all outputs, for `apply`).
 
         Returns:
             Loss, weight, gradients, and auxiliary outputs followed by gradients that are combined.

@@ -1,9 +1,9 @@
-"""Cut a sharded tree in two, by leaves and by rows of stacks: the frozen part and the active one.
+"""Cut a sharded tree into an active and a frozen part, by leaves and by rows of stacks.
 
-Each part is a tree of the same structure, with None for the leaves that are in the other. A stack
-whose first rows are frozen is a leaf of both. Parts are ordinary sharded trees, each leaf in the
-layout of its own shape. They are made leaf by leaf, so that a device holds at most one leaf in
-full. An optimizer's state is cut like the parameters that it belongs to (`cut_of_state`).
+Each part is a tree of the same structure, with None for the leaves that only the other part has. A
+stack whose first rows are frozen is a leaf of both parts. Parts are ordinary sharded trees, each
+leaf in the layout of its own shape. Parts are made leaf by leaf, so that a device holds at most one
+leaf in full. An optimizer's state is cut like the parameters that it belongs to (`cut_of_state`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rows = int | None
 
 @dataclasses.dataclass(frozen=True)
 class TreeCut:
-    """The layout of a tree, and of its two parts.
+    """The layout of a tree, and the layouts of its active and its frozen part.
 
     Attributes:
         whole: the layout of the whole tree.
@@ -46,7 +46,7 @@ class TreeCut:
     frozen: TreeLayout
 
     def pairs(self, active: Sequence[Any], frozen: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """For each array of the whole tree its active and frozen parts; None where there is none.
+        """Pair the active and the frozen part of each array of the whole tree; None for no part.
 
         Args:
             active: one value for each array of the active part.
@@ -67,15 +67,15 @@ def make_cut(
     codec: Codec | None = None,
     config_of_frozen: ZeroConfig | None = None,
 ) -> TreeCut:
-    """Lay out the two parts of a tree.
+    """Lay out the active and the frozen part of a tree.
 
     Args:
         whole: the layout of the tree.
-        rows: for each array, what is frozen.
+        rows: for each array, how much of it is frozen.
         mesh: gives the number of shards.
         config: gives axes, stage and the persistence threshold.
-        codec: stores large float leaves of the frozen part; a stack only if each of its layers is a
-            message of its own, so that a loop can decode one layer at a time.
+        codec: encodes large float leaves of the frozen part. It encodes a stack only if each layer
+            is a message of its own, so that a loop can decode one layer at a time.
         config_of_frozen: the config of the frozen part; by default `config`.
 
     Raises:
@@ -109,7 +109,7 @@ def _lay_out(
     config: ZeroConfig,
     codec: Codec | None = None,
 ) -> TreeLayout:
-    """The layout of one part of a tree, which has None for the leaves of the other part.
+    """Lay out one part of a tree. It has None for the leaves of the other part.
 
     Args:
         whole: the layout of the whole tree.
@@ -118,7 +118,7 @@ def _lay_out(
         has_statics: whether the part has the leaves that are not arrays (strings, functions).
         mesh: gives the number of shards.
         config: gives axes, stage and the persistence threshold.
-        codec: stores large float leaves.
+        codec: encodes large float leaves.
     """
     triples = zip(whole.leaves, kept, shapes, strict=True)
     structs = [jax.ShapeDtypeStruct(s, leaf.dtype) if k else None for leaf, k, s in triples]
@@ -145,24 +145,24 @@ def _lay_out(
 
 
 def _specs_of(leaf: LeafSpec) -> PartitionSpec:
-    """How `specs` splits a leaf; nothing for an ungathered leaf, which the config splits."""
+    """Return how `specs` splits a leaf; not at all if it is ungathered, which the config says."""
     return PartitionSpec() if LOCAL in leaf.other_axes else leaf.other_axes
 
 
 def split_arrays(
     cut: TreeCut, arrays: Sequence[Any], programs: Programs, axes: tuple[str, ...]
 ) -> tuple[list[Any], list[Any]]:
-    """Cut the stored arrays of a tree.
+    """Cut the stored arrays of a tree into those of the active and of the frozen part.
 
     Args:
         cut: the layouts.
         arrays: the stored arrays (or `ShapeDtypeStruct`s) of the whole tree.
         programs: the cache of compiled programs, of the mesh that the arrays are sharded on.
-        axes: the mesh axes that split them.
+        axes: the mesh axes that split the arrays.
 
     Returns:
-        The stored arrays of the active and of the frozen part. An array that is in one part, and
-        not encoded, is the given one.
+        The stored arrays of the active and of the frozen part. An array that is in one part only,
+        and is not encoded, is returned without a copy.
     """
     active, frozen = [], []
     layouts = cut.pairs(cut.active.leaves, cut.frozen.leaves)
@@ -189,7 +189,7 @@ def join_arrays(
     programs: Programs,
     axes: tuple[str, ...],
 ) -> list[Any]:
-    """The stored arrays of the whole tree, decoded; the reverse of `split_arrays`."""
+    """Join the stored arrays of both parts to those of the whole tree, decoded."""
     layouts = cut.pairs(cut.active.leaves, cut.frozen.leaves)
     leaves = zip(cut.whole.leaves, layouts, cut.pairs(active, frozen), strict=True)
     return [_join_leaf(old, parts, arrays, programs, axes) for old, parts, arrays in leaves]
@@ -202,7 +202,7 @@ def _cut_leaf(
     programs: Programs,
     axes: tuple[str, ...],
 ) -> list[Any]:
-    """Cut a stored array into `parts`, rows of it with the layout to store them in."""
+    """Cut a stored array. `parts` are slices of its rows, each with the layout to store it in."""
     if len(parts) == 1 and parts[0][0].codec is None:
         return [x]
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -241,7 +241,7 @@ def _join_leaf(
 
 
 def check_untraced(arrays: Sequence[Any]) -> None:
-    """Raise `ValueError` for traced arrays: a cut changes shapes between steps, not in one."""
+    """Raise `ValueError` for traced arrays: a tree can be cut or joined only between steps."""
     if any(is_traced(x) for x in arrays):
         raise ValueError(
             "A tree to cut or to join is traced. Call this outside of `jax.jit`, between steps: "
@@ -266,8 +266,8 @@ def cut_of_state(
         config: gives axes, stage and the persistence threshold.
 
     Raises:
-        NotImplementedError: an array of the state belongs to a stack that is cut, and has no rows
-            for its layers.
+        NotImplementedError: an array of the state belongs to a stack that is cut, and cannot be cut
+            by layers; or `tx` keeps an array for the active parameters only.
     """
     whole = _state_layout(tx, params.whole, mesh, config)
     active = _state_layout(tx, params.active, mesh, config)
@@ -302,7 +302,7 @@ def cut_of_state(
 
 
 def _parameter_of(path: str, parameters: Iterable[str]) -> str | None:
-    """The longest path of a parameter that ends `path`: `a.w` for `0.mu.a.w`, not `w`."""
+    """Return the longest path of a parameter that ends `path`: `a.w` for `0.mu.a.w`, not `w`."""
     found = (name for name in parameters if f".{path}".endswith(f".{name}"))
     return max(found, key=len, default=None)
 

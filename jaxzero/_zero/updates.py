@@ -1,4 +1,4 @@
-"""Update parameters and optimizer state, of which some leaves may be in host memory.
+"""Update parameters and optimizer state. Some of their leaves may be in host memory.
 
 `apply_gradients` updates all leaves at the end of a step. `ProgramUpdates` are the updates that the
 program of a step may run in its loops, layer by layer.
@@ -38,10 +38,10 @@ class Layouts:
     Attributes:
         gradients: the layout of the gradients.
         state: the layout of the optimizer state.
-        params: the layout of the parameters, with leaves that are not trained.
+        params: the layout of the parameters, including leaves that are not trained.
         mesh: the mesh.
         state_axes: the axes that split the state.
-        weight_axes: the axes that split the parameters: the same, or none.
+        weight_axes: the axes that split the parameters: `state_axes`, or none.
     """
 
     gradients: TreeLayout
@@ -61,7 +61,7 @@ def apply_gradients(
     extra_args: Mapping[str, Any],
     programs: Programs,
 ) -> tuple[Any, Any]:
-    """The new parameters and the new state; see `Zero.apply_gradients`."""
+    """Return the new parameters and the new state; see `Zero.apply_gradients`."""
     check_is_optimizer(tx)
     _check_same_leaves(layouts.gradients, layouts.params)
     trees = (grads, state, params)
@@ -98,7 +98,7 @@ def _apply(
     layouts: Layouts,
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """The update of `(gradients, state, parameters)`, traced."""
+    """Update the traced trees `(gradients, state, parameters)`; return `(parameters, state)`."""
     (grads, state, params), (of_grads, of_state, of_params) = trees, tree_layouts
     trained, layout = trained_part(params, of_params)
     if any(in_host(x) for tree in trees for x in arrays_of(tree)):
@@ -113,7 +113,7 @@ def _apply(
             extra_args=extra_args,
         )
         new = split(layout, new, mesh, layouts.weight_axes)
-        if isinstance(tx, TrueShapes):  # some of it may be split by layer
+        if isinstance(tx, TrueShapes):  # some of the state may be split by layer
             new_state = split(of_state, new_state, mesh, axes)
     else:
         run = optax.with_extra_args_support(tx).update
@@ -126,14 +126,14 @@ def _apply(
 
 
 def split(layout: TreeLayout, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """The tree with its arrays in device memory split over `axes`; others stay as they are."""
+    """Split the arrays of a tree over `axes`; leave arrays in host memory as they are."""
     return layout.stored(split_arrays(layout, arrays_of(tree), mesh, axes))
 
 
 def split_arrays(
     layout: TreeLayout, arrays: Sequence[Any], mesh: Mesh, axes: tuple[str, ...]
 ) -> list[Any]:
-    """`split` for the arrays of the tree, of which some may be None."""
+    """Split the arrays of a tree, or None in place of some, as `split` does."""
     pairs = zip(layout.leaves, arrays, strict=True)
     return [
         x if x is None or in_host(x) else constrain(x, mesh, leaf.spec(axes)) for leaf, x in pairs
@@ -141,14 +141,14 @@ def split_arrays(
 
 
 def with_untrained(params: Any, trained: Any, new: Any, grads: Any) -> Any:
-    """Add to the tree `new` the leaves that the optimizer did not update.
+    """Add the leaves that the optimizer did not update to the tree `new`.
 
     Args:
         params: all parameters.
-        trained: the tree that the optimizer got: None for a leaf that it does not update.
+        trained: the tree that the optimizer got, with None for each leaf that it does not update.
         new: the updated tree, like `trained`.
-        grads: the gradients. That of a leaf which gradients overwrite is its new value; any other
-            leaf that is not updated stays as in `params`.
+        grads: the gradients. If gradients overwrite a leaf, its gradient is its new value; any
+            other leaf that is not updated stays as in `params`.
     """
     _, old, treedef = flatten(params)
     given = zip(overwritten_leaves(params), treedef.flatten_up_to(grads), strict=True)
@@ -166,12 +166,12 @@ def with_untrained(params: Any, trained: Any, new: Any, grads: Any) -> Any:
 
 
 class ProgramUpdates:
-    """The updates of the leaves that can be updated layer by layer.
+    """The updates that the program of a step can run layer by layer, in its loops.
 
     Args:
         update: the update of all leaves, traced with the program; None: nothing is updated.
-        positions: for each leaf of `update`, the index of its gradient among those that the program
-            returns.
+        positions: for each leaf of `update`, the index of its gradient among the gradients that the
+            program returns.
 
     Raises:
         NotImplementedError: as `layer_updates`.
@@ -185,17 +185,17 @@ class ProgramUpdates:
 
     @property
     def arguments(self) -> list[list[Array]]:
-        """Global arrays for the program: of each leaf its state, and last the scalars."""
+        """Global arrays for the program: the state arrays of each leaf, and last the scalars."""
         return [*(leaf.arrays[1:] for leaf in self.leaves.values()), self._scalars]
 
     @property
     def in_specs(self) -> list[PartitionSpec]:
-        """The specs of `arguments`, each for all arrays of an entry."""
+        """The `PartitionSpec` of each list in `arguments`."""
         return [*self.out_specs, PartitionSpec()]
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
-        """For each leaf the `PartitionSpec` of its new arrays."""
+        """The `PartitionSpec` of the new arrays of each leaf."""
         return [x.update.layouts.spec(x.leaf.spec) for x in self.leaves.values()]
 
     def on_device(
@@ -204,10 +204,10 @@ class ProgramUpdates:
         arguments: Sequence[Sequence[Array]],
         differentiated: Sequence[int],
     ) -> dict[int, LeafUpdate]:
-        """The updates on one device, by index of the leaf among those of all sharded arguments.
+        """Return the updates on one device, by index of the leaf in `stored`.
 
         Args:
-            stored: this device's shards of the sharded arguments, of which the first is updated.
+            stored: this device's shards of the sharded arguments. The first argument is updated.
             arguments: this device's shards of the property `arguments`.
             differentiated: indices in `stored` of the leaves that get gradients.
         """

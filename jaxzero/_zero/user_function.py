@@ -1,13 +1,13 @@
 """Call the user's function, and check what it does and returns.
 
-JAX's errors where it reads values of arrays in Python, as in `if loss > 1:`, are explained; changes
-to modules in place that would be lost are refused. What it returns is split into a loss, or
-`(sum, weight)`, and `aux`.
+JAX raises errors where the function reads values of arrays in Python, as in `if loss > 1:`; they
+are explained. Changes to modules in place that would be lost are refused. The return value is split
+into a loss, or `(sum, weight)`, and `aux`.
 
 [Note: values of rows] A float leaf of `aux` is averaged over devices unless the user says
-otherwise. For the loss of each row that would be a mean of different rows. Its dim 0 is the number
-of rows, but so may be that of batch statistics. So the function is traced again with twice as many
-rows: only the first grows.
+otherwise. If the leaf has the loss of each row, that would average different rows. Its dim 0 is the
+number of rows, but the dim 0 of batch statistics may by chance be equal. So the function is traced
+again with twice as many rows: only values of rows grow.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def explaining_values(
 
     Args:
         function: the user's function, which is called inside.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        names: the names of all of them in error messages.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+        names: the names of all arguments in error messages, positional ones first.
 
     Raises:
         ValueError: in place of JAX's error.
@@ -83,9 +83,9 @@ def explaining_values(
 def _read_arguments(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[str]:
-    """The names of the arguments that the value depends on, as far as JAX tells.
+    """Return the names of the arguments that the value read in Python depends on, if JAX tells.
 
-    JAX tells it of a function that is not being differentiated, so it is traced again.
+    JAX tells only for a function that is not being differentiated, so the function is traced again.
     """
     values = [*args, *kwargs.values()]
     leaves, treedef = jax.tree.flatten(values)
@@ -101,14 +101,14 @@ def _read_arguments(
 
     try:
         jax.eval_shape(again, *(bare(leaves[i]) for i in numbers))
-    except Exception as error:  # the same one
+    except Exception as error:  # JAX's error again
         found = [owners[numbers[int(i)]] for i in _ARRAY.findall(str(error))]
         return list(dict.fromkeys(found))
     return []
 
 
 def _line(error: Exception) -> str:
-    """The innermost line of the user's code, if there is one, or else of another library."""
+    """Describe the innermost line of the user's code in a traceback, else of another library."""
     frames = [
         summary
         for (frame, _), summary in zip(
@@ -131,13 +131,13 @@ def call_checked(
 
     Args:
         function: the user's function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        names: the names of all of them in error messages.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        names: the names of all arguments in error messages, positional ones first.
 
     Raises:
-        ValueError: it reads values of arrays in Python; or it has changed an `nnx.Module` or
-            `nnx.Rngs` in place, and does not return the new value.
+        ValueError: the function reads values of arrays in Python; or it has changed an `nnx.Module`
+            or `nnx.Rngs` in place, and does not return the new value.
     """
     values = [*args, *kwargs.values()]
     before = [nnx_leaves(value) for value in values]
@@ -160,7 +160,7 @@ def call_checked(
 
 
 def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Split what the function returned into `(loss, aux)`; `aux` is None without `has_aux`."""
+    """Split the function's return value into `(loss, aux)`; `aux` is None without `has_aux`."""
     if not has_aux:
         return output, None
     if not isinstance(output, (tuple, list)) or len(output) != 2:
@@ -174,8 +174,8 @@ def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
 def split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
     """Split a loss into `(sum of losses, sum of weights)`; the second is None without `weighted`.
 
-    The weight gets no gradient: the mean's derivative treats it as constant. For a derivative of
-    the mean's derivative see `constant_weight`.
+    The weight gets no gradient: the derivative of the mean treats the weight as constant.
+    `constant_weight` guards second derivatives, which would need its tangent.
     """
     if not weighted:
         return value, None
@@ -197,7 +197,7 @@ def split_weight(value: Any, weighted: bool) -> tuple[Any, Array | None]:
 
 @jax.custom_jvp
 def constant_weight(weight: Array) -> Array:
-    """Return `weight`; differentiating with respect to it raises `NotImplementedError`."""
+    """Return `weight`. Differentiating with respect to `weight` raises `NotImplementedError`."""
     return weight
 
 
@@ -231,7 +231,7 @@ def check_loss(value: Any) -> None:
 def shapes_with_twice_the_rows(
     outputs: Callable[[list[Any]], Any], inputs: Sequence[Any], specs: Sequence[PartitionSpec]
 ) -> list[tuple[int, ...]] | None:
-    """The shapes of the outputs if the batch had twice as many rows.
+    """Return the shapes that the outputs would have if the batch had twice as many rows.
 
     Args:
         outputs: a function from the inputs to a tree of arrays.
@@ -239,7 +239,7 @@ def shapes_with_twice_the_rows(
         specs: how each input is split over devices.
 
     Returns:
-        One shape for each leaf; None if the function takes no other number of rows.
+        One shape for each leaf; None if the function fails with another number of rows.
     """
     more = [_with_twice_the_rows(x, spec) for x, spec in zip(inputs, specs, strict=True)]
     try:

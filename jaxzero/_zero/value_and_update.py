@@ -1,6 +1,6 @@
-"""A training step as one program: loss, gradients, and the update of each leaf when it is due.
+"""Run a training step as one program: loss, gradients, and the update of parameters and state.
 
-A scanned stack in host memory is updated layer by layer in the loop that makes its gradient; other
+A scanned stack in host memory is updated layer by layer in the loop that makes its gradient. Other
 leaves are updated at the end, by the same traced update.
 """
 
@@ -34,7 +34,7 @@ from .updates import Layouts, ProgramUpdates, apply_gradients, split, split_arra
 
 
 def check_one_program(tx: Any, config: ZeroConfig, microbatches: int, weighted: bool) -> None:
-    """Check the optimizer, and refuse options with which gradients are final only at the end.
+    """Check `tx`, and refuse options that delay the final gradients to the end of the step.
 
     Raises:
         TypeError: `tx` is no optimizer.
@@ -63,7 +63,7 @@ def check_one_program(tx: Any, config: ZeroConfig, microbatches: int, weighted: 
 def check_plan(
     tx: Any, opt_state: Any, wire_state: Any, options: Options, config: ZeroConfig
 ) -> None:
-    """Check the arguments of `Zero.plan` that concern `value_and_update`, which `tx` asks for.
+    """Check those arguments of `Zero.plan` that ask for a plan of `value_and_update`.
 
     Raises:
         TypeError: `tx` is no optimizer.
@@ -99,7 +99,7 @@ def check_plan(
 
 
 class ValueAndUpdate:
-    """One call of a function from `value_and_update`.
+    """One call of a step made by `Zero.value_and_update`.
 
     Args:
         transform: the transform of the loss; its first argument has the parameters.
@@ -127,7 +127,7 @@ class ValueAndUpdate:
         self._programs = programs
 
     def run(self, arrays: list[list[Any]], opt_state: Any) -> tuple[Any, ...]:
-        """Run the step; return `(loss, params, opt_state)`, or `(loss, aux)` in place of the loss.
+        """Run the step; return `(loss or (loss, aux), params, opt_state)`.
 
         Args:
             arrays: the arrays of each argument of the loss.
@@ -138,7 +138,7 @@ class ValueAndUpdate:
         return value, *(layout.stored(x) for layout, x in pairs)
 
     def plan(self, arrays: list[list[Any]], opt_state: Any, along: Sequence[int]) -> Plan:
-        """The plan of the step, and of its tangents; arguments as of `run` and `Transform.plan`."""
+        """Return the plan of the step and its tangents. Arguments are as for `Transform.plan`."""
         return self._transform.plan(self._traced, arrays, arrays_of(opt_state), along)
 
     def _traced(self, arrays: list[list[Array]], state: list[Array]) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ class ValueAndUpdate:
     def _with_offload(
         self, arrays: list[list[Array]], params: Any, opt_state: Any
     ) -> tuple[Any, Any, Any]:
-        """The step where some arrays lie in host memory."""
+        """Run the step if some of its arrays are in host memory."""
         layouts, tx = self._layouts, self._tx
         mesh, axes = layouts.mesh, layouts.state_axes
         trained, layout = trained_part(params, self._tree_layouts[0])
@@ -186,24 +186,25 @@ class ValueAndUpdate:
                 done |= dict(zip(leaf.values, new, strict=True))
         gradients = split_arrays(of_grads, gradients, mesh, axes)
         at_once = _fit_at_once(update, updates, [x is None for x in gradients])
-        # Otherwise XLA may add a term of the update before the gradient itself is summed up.
-        if at_once:  # each of them, so that none waits for the others
+        # Without a barrier, XLA may add a term of the update before the gradient is summed up.
+        if at_once:  # a barrier for each, so that no gradient waits for another
             gradients = [x if x is None else lax.optimization_barrier(x) for x in gradients]
         else:
             gradients = lax.optimization_barrier(gradients)
         new, new_state = update.apply(gradients, done, at_once=at_once)
         new = split(layout, new, mesh, layouts.weight_axes)
-        if isinstance(tx, TrueShapes):  # some of it may be split by layer
+        if isinstance(tx, TrueShapes):  # some of the state may be split by layer
             new_state = split(self._tree_layouts[1], new_state, mesh, axes)
         value = (loss, aux) if self._transform.options.has_aux else loss
         return value, with_untrained(params, trained, new, next_states), new_state
 
 
 def _fit_at_once(update: TracedUpdate, updates: ProgramUpdates, are_done: Sequence[bool]) -> bool:
-    """Whether the leaves in host memory that are left can be updated at once, not in windows.
+    """Return whether the remaining leaves in host memory can be updated at once, not in windows.
 
-    All of them are then on the device at one time. They can if that takes no more memory than the
-    loop that updates layers, which holds two layers: one that is fetched and one that is written.
+    Remaining are the leaves that the program has not updated in its loops. All of them are then on
+    the device at one time. They fit if they take no more memory than the loop that updates layers,
+    which holds two layers: one that is fetched and one that is written.
 
     Args:
         update: the update of all leaves.

@@ -1,4 +1,4 @@
-"""`Zero.verify`: run a step as configured, and compare it with plain JAX on one device."""
+"""`Zero.verify` runs a step as configured, and compares it with plain JAX on one device."""
 
 from __future__ import annotations
 
@@ -48,48 +48,50 @@ class VerifiedTrees(ShardedTrees):
     ) -> VerifyReport:
         """Compare one step with plain JAX on one device with all rows.
 
-        Loss, `aux` leaves, gradients and updated parameters of the step, as configured, are
-        compared with `jax.value_and_grad` and optax. A difference is right up to a bound that is
-        derived, not chosen:
+        The step runs as configured. Its loss, `aux` leaves, gradients and updated parameters are
+        compared with those of `jax.value_and_grad` and optax. A difference is right up to a bound
+        that is derived, not chosen:
 
-        - *Roundings.* Plain JAX's program is run with the result of each operation moved by its
-          rounding error, for a sum of n terms `sqrt(n) eps/2 sum |a_i b_i|` in any order, up or
-          down at random, 8 times. The bound is the spread times Student's quantile for 1e-6.
-        - *Codecs.* The step is run without codecs, under the bound of roundings, and with them,
-          where gradients may be off by `Codec.error_bound` at each hop, and weights are moved by
-          it in the 8 runs. So an error of a codec is told from one of the step.
+        - *Roundings.* Plain JAX's program is run 8 times. Each time, the result of every operation
+          is moved up or down at random by the operation's rounding error: for a sum of n terms, in
+          any order, `sqrt(n) eps/2 sum |a_i b_i|`. The bound is the spread of the results times
+          Student's quantile for 1e-6.
+        - *Codecs.* The step is run without codecs, under the bound of roundings, and with codecs,
+          under a wider bound: gradients may be off by `Codec.error_bound` at each hop, and in the 8
+          runs weights are moved by it too. So a codec's error is told from an error of the step.
         - *Updates* are compared with optax on the step's own gradients: Adam would turn a rounding
           of a gradient near zero into a step of its full size.
-        - *Random numbers* that rows draw are others on one device. The bound then includes what
-          other random numbers change, and the step is also compared, under the first bound, with
-          plain JAX on the rows of each device.
+        - *Random numbers* that rows draw differ between the step and one device. The bound then
+          includes what other random numbers change. The step is also compared, under the bound of
+          roundings, with plain JAX on the rows of each device.
 
-        Where a result is beyond its bound, plain JAX also runs on the rows of each device: if that
-        gives what the step gives, the loss is no mean of rows, and the report names the first
-        operation of the loss whose value on a device's rows is not what one device has for them.
+        If a result is beyond its bound, plain JAX also runs on the rows of each device. If that
+        gives the result of the step, the loss is no mean of rows. The report then names the first
+        operation of the loss whose value for a device's rows differs from the value that one device
+        with all rows computes.
 
-        Of a round of local steps, plain JAX and optax run every node in turn, and the outer
-        optimizer on the mean of their pseudo-gradients. Losses, parameters and optimizer states of
-        all nodes are compared, and outer parameters and state; without the codecs of the config,
-        and with and without the codec of `local_steps`.
+        To verify a round of local steps, plain JAX and optax run every node in turn, and the outer
+        optimizer on the mean of the nodes' pseudo-gradients. Compared are losses, parameters and
+        optimizer states of all nodes, and outer parameters and state. The round runs without the
+        codecs of the config, once with and once without the codec of `local_steps`.
 
-        It costs 3 steps (one more with codecs), and 9 runs of plain JAX, with codecs or random
-        numbers 8 more of each; every program is compiled once. One device holds all parameters,
-        gradients and activations of all rows; where a result fails, numbers are random, or there
-        are codecs, each device holds them all for its own rows. If a device lacks the memory, plain
-        JAX runs on the host's CPU. Call it on all processes: each computes the reference by itself.
+        `verify` costs 3 steps (one more with codecs) and 9 runs of plain JAX; with codecs or random
+        numbers, 8 more of each. Every program is compiled once. One device holds all parameters,
+        gradients and activations of all rows. If a result fails, numbers are random, or there are
+        codecs, each device holds them for its own rows. If a device lacks the memory, plain JAX
+        runs on the host's CPU. Call it on all processes: each computes the reference by itself.
 
         Args:
             f: the loss, as for `value_and_grad`.
-            args: its arguments.
+            args: the arguments of `f`.
             tx: also compare the parameters that this optimizer updates; `argnums` is then one
                 position.
             reference: the device on which plain JAX runs, or "cpu".
             float64: also run plain JAX in float64, which says whose rounding a difference is.
-            variations: also run the step with another number of micro-batches and with rows on
-                other devices. What changes then depends on which rows are together.
-            codecs: also run the step with the codecs of the config. Without, only what does not
-                come from codecs is verified.
+            variations: also run the step with another number of micro-batches, and with rows on
+                other devices. A result that then changes depends on which rows are together.
+            codecs: also run the step with the codecs of the config. If False, the step is verified
+                only as it is without codecs.
             in_one_program: compare the parameters that `value_and_update` makes, in place of those
                 of `value_and_grad` and `apply_gradients`. Needs `tx`.
             local_steps: compare a round of local steps that nodes exchange in this way, such as
@@ -104,12 +106,12 @@ class VerifiedTrees(ShardedTrees):
             A `VerifyReport`: `print` it, ask for `ok`, or call `raise_if_wrong` in a test.
 
         Raises:
-            NotImplementedError: with `local_steps` there is another sharded tree than the
-                parameters; or, with these or `halves`, state that gradients overwrite; or stages
-                encode `messages`, and `codecs` is not False.
-            ValueError: `f` is a round; `local_steps` has several fragments, or sends nothing in
-                its first round; no device has the memory; `reference` is no device; `float64` is
-                set and `f` does not run in float64; or as `value_and_grad`.
+            NotImplementedError: `local_steps` is given, and an argument other than the parameters
+                is a sharded tree; gradients overwrite state, and `local_steps` or `halves` is
+                given; or stages encode `messages`, and `codecs` is not False.
+            ValueError: `f` is a round; `local_steps` has several fragments, or sends nothing in its
+                first round; no device has the memory; `reference` is no device; `float64` is set
+                and `f` does not run in float64; or as `value_and_grad`.
         """
         more = bool(halves or shares)
         _check(f, tx, argnums, in_one_program, more)
@@ -163,7 +165,7 @@ def _check(
     in_one_program: bool,
     more: bool,
 ) -> None:
-    """Raise the errors of `verify` that concern its own arguments; `more`: `halves` or `shares`."""
+    """Raise errors for wrong arguments of `verify`; `more` means `halves` or `shares`."""
     if isinstance(f, LocalRounds):
         raise ValueError(
             "`verify` takes the loss and the optimizer of a round, which plain JAX can run, not a "

@@ -1,4 +1,4 @@
-"""`VerifiedCall`: one call of a loss that is verified, for plain JAX and as a configured step."""
+"""`VerifiedCall`: one call of a loss that `Zero.verify` runs as plain JAX and as configured."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class VerifiedCall:
     Args:
         zero: the `Zero` that is verified.
         f: the loss.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        args: the positional arguments of `f`.
+        kwargs: the keyword arguments of `f`.
         transform: the transform of the call.
         arrays: the stored arrays of each argument.
         tx: the optimizer, or None.
@@ -84,14 +84,14 @@ class VerifiedCall:
         )
 
     def _counted(self) -> Any:
-        """Whether each row is computed, if `shares` leaves out some; else None."""
+        """Return for each row whether it is computed, if `shares` leaves out some; else None."""
         options = self.transform.options
         if options.shares is None or self.rows is None:
             return None
         return counted_rows(self.rows, self.zero._devices, options.microbatches, options.shares)
 
     def _places(self) -> list[int]:
-        """Indices, among the arrays of all arguments, of the leaves that get gradients."""
+        """Return the indices, among all arguments' arrays, of the leaves that get gradients."""
         places = []
         for number in sorted(self.transform.options.argnums):
             first = sum(self.sizes[:number])
@@ -125,7 +125,7 @@ class VerifiedCall:
 
     @property
     def runs(self) -> Runs:
-        """The configured step."""
+        """The configured step, with its mesh and codecs, as `Verification` runs it."""
         return Runs(
             step=self.step,
             extras=self.extras,
@@ -139,7 +139,7 @@ class VerifiedCall:
     def step(
         self, arrays: Sequence[Any], microbatches: int, encoded: bool
     ) -> tuple[list[Any], Any]:
-        """Run the configured step: see `Runs.step`."""
+        """Run the configured step on `arrays`, with or without codecs: see `Runs.step`."""
         zero = self.zero if encoded else self.without_codecs
         args, kwargs = self._arguments(arrays)
         options = {**self.options, "microbatches": microbatches}
@@ -153,14 +153,14 @@ class VerifiedCall:
         return results, (zero, args, kwargs, *outputs[1:])
 
     def tables(self) -> dict[str, bool]:
-        """The tables whose rows the configured step sends: see `Runs.tables`."""
+        """Return the tables whose rows the configured step sends: see `Runs.tables`."""
         args, kwargs = self._arguments(self.problem.arrays)
         kwargs |= self._wire_state(self.zero, args)
         plan = self.zero.plan(self.f, *args, **self.options, **kwargs)
         return {x.name: not x.is_alone for x in plan.rows}
 
     def _wire_state(self, zero: Any, args: Sequence[Any]) -> dict[str, Any]:
-        """The keyword argument `wire_state` with a new state; none if the config needs no state."""
+        """Return `{"wire_state": a new state}`, or `{}` if the config needs no state."""
         if not zero.config.needs_wire_state:
             return {}
         number = self.options["argnums"]
@@ -169,17 +169,17 @@ class VerifiedCall:
         return {"wire_state": states[0] if isinstance(number, int) else states}
 
     def extras(self, outcome: Any) -> tuple[Update | None, list[Any] | None]:
-        """The update and the half-batches of a run of `step`: see `Runs.extras`.
+        """Return the update and the half-batch products of a run of `step`: see `Runs.extras`.
 
         Args:
-            outcome: the second value that `step` has returned.
+            outcome: the second value that `step` returned.
         """
         zero, args, kwargs, grads, *more = outcome
         halves = self._halves(more[0]) if self.options["halves"] else None
         return self._update(zero, args, kwargs, grads), halves
 
     def _halves(self, halves: GradientHalves) -> list[Any]:
-        """The fields of `halves` as one list: three inner products of all leaves, and the share."""
+        """Flatten `halves` into one list: three inner products for all leaves, and the share."""
         *products, share = halves
         leaves = []
         for product in products:
@@ -199,7 +199,7 @@ class VerifiedCall:
 
     @functools.cached_property
     def without_codecs(self) -> Any:
-        """The `Zero` without codecs, with the same layouts; one object, so it compiles once."""
+        """A `Zero` with the same layouts and no codecs, made once so that it compiles once."""
         config = self.zero.config
         hpz = config.hpz and HpZ(codec=None)
         stages = config.stages and dataclasses.replace(config.stages, messages=None)
@@ -209,14 +209,14 @@ class VerifiedCall:
         if config == self.zero.config:
             return self.zero
         zero = type(self.zero)(self.zero._devices, config)
-        zero._programs = self.zero._programs  # many are the same
+        zero._programs = self.zero._programs  # many compiled programs are the same
         for argument in self.transform.call.arguments:
             if argument.layout is not None:
                 zero._registry.add(argument.layout)
         return zero
 
     def _arguments(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of the call, with `arrays` in place of all but the sharded trees."""
+        """Return the call's arguments: sharded trees as given, other arguments made of `arrays`."""
         remaining = iter(arrays)
         parts = [[next(remaining) for _ in range(size)] for size in self.sizes]
         values = [
@@ -270,12 +270,12 @@ class VerifiedCall:
 
 
 def _floats(tree: Any) -> list[Any]:
-    """The arrays of a tree of gradients, without those of type `float0`."""
+    """Return the arrays of a tree of gradients, without those of dtype `float0`."""
     return [x for x in flatten(tree)[1] if is_array(x) and x.dtype != jax.dtypes.float0]
 
 
 def fetched(x: Any) -> Any:
-    """Copy an array to the host; a random key that is on this process's devices stays there."""
+    """Copy an array to the host. A random key that is on this process's devices stays there."""
     if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         return on_host(x)
     if x.is_fully_addressable:

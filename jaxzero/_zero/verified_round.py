@@ -1,4 +1,4 @@
-"""`VerifiedRound`: a round of local steps that is verified, as configured and for plain JAX."""
+"""`VerifiedRound`: a round of local steps that `verify` runs as plain JAX and as configured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def check_round(
     Args:
         zero: the mesh and the config.
         method: how nodes exchange.
-        given: the arguments and keyword arguments of the loss, batches stacked over the steps.
+        given: the arguments and the keyword arguments of the loss; batches are stacked over the
+            steps.
         is_plain: whether there is an optimizer, and no option that rounds do not take.
     """
     args, kwargs = given
@@ -78,16 +79,16 @@ def check_round(
 
 
 def first_step(tree: Any) -> Any:
-    """The first batch of a tree of batches that are stacked on a leading dim."""
+    """Return the first batch of a tree of batches that are stacked on a leading dim."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 class VerifiedRound:
-    """The first round of local steps, from the state that `LocalRounds.init` makes.
+    """The first round of local steps, starting from the state that `LocalRounds.init` makes.
 
     Args:
         call: the loss of the first step.
-        batches: the arguments of the loss after the parameters, and its keyword arguments, each
+        batches: the arguments of the loss after the parameters, and its keyword arguments. Each is
             stacked over the steps.
         method: how nodes exchange.
     """
@@ -107,7 +108,7 @@ class VerifiedRound:
             )
 
     def _rounds(self, method: LocalSteps, own: bool = False) -> LocalRounds:
-        """Rounds whose metrics are the loss and, with `own`, the parameters after each step."""
+        """Make rounds with the loss as metric and, if `own`, the parameters after each step."""
         call, zero = self.call, self.call.without_codecs
         gradients = zero.value_and_grad(call.f, **call.options)
 
@@ -122,7 +123,7 @@ class VerifiedRound:
 
     @property
     def problem(self) -> Round:
-        """The round that plain JAX computes."""
+        """The round as plain JAX computes it, on one device."""
         of_step, nodes = self.call.problem, self.rounds.num_nodes
         fields = {x.name: getattr(of_step, x.name) for x in dataclasses.fields(of_step)}
         args, kwargs = self.batches
@@ -145,7 +146,7 @@ class VerifiedRound:
 
     @property
     def runs(self) -> RoundRuns:
-        """The round as configured."""
+        """The round as configured, with its codecs and mesh."""
         exchange = self.layouts.exchange
         return RoundRuns(
             run=self.run,
@@ -158,7 +159,7 @@ class VerifiedRound:
     def report(
         self, reference: Any, codecs: bool, float64: bool, say: Callable[[str], None]
     ) -> VerifyReport:
-        """Run everything: see `Zero.verify`."""
+        """Run both rounds, compare them, and return the report: see `Zero.verify`."""
         notes = {
             "aux is not compared in a round of local steps: verify the loss for it.": (
                 self.call.options["has_aux"]
@@ -171,7 +172,7 @@ class VerifiedRound:
         return verification.report(float64, [note for note, holds in notes.items() if holds])
 
     def run(self, method: LocalSteps, own: bool) -> dict[str, list[Any]]:
-        """The results of the round by kind: see `RoundRuns`."""
+        """Run the round; return its results by kind, on the host: see `RoundRuns`."""
         rounds = self._rounds(method, own)
         state, (losses, of_nodes) = rounds(rounds.init(self.params, self.opt_state), self.batches)
         layouts, num = rounds._known(), rounds.num_nodes

@@ -1,4 +1,4 @@
-"""`Zero`, the public class: sharded parameters in, loss and sharded gradients out."""
+"""`Zero`, the public class: it runs functions of full parameters on sharded parameters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Zero(VerifiedTrees):
     ) -> Freezing:
         """Freeze the first layers of a model: no gradients, no reductions, no optimizer state.
 
-        The model stays as it is, also if it scans one stack of layers. `print` the result.
+        The model's code stays as it is, also if it scans one stack of layers. `print` the result.
 
         Args:
             params: the parameters, from `init` or `shard`.
@@ -76,9 +76,9 @@ class Zero(VerifiedTrees):
             layers: where the layers are, as a path in `params`: `"encoder.layers"` for a stack with
                 a leading dim of layers; for a list of layers, with `*` for the number,
                 `"encoder.layers.*"`; or several such paths.
-            before: paths of what is computed before layer 0, and is frozen with it, such as
-                `"embeddings"`; `()` if there is nothing. If it is not frozen, gradients pass
-                through the frozen layers to it.
+            before: paths of parameters that are used before layer 0, and are frozen with it, such
+                as `"embeddings"`; `()` if there are none. If such a parameter is not named here,
+                its gradients pass through the frozen layers.
             codec: store large frozen leaves encoded by this codec, such as `jz.Int8()`, and gather
                 them without encoding them again, as `shard` does; without `stages` only.
 
@@ -105,7 +105,7 @@ class Zero(VerifiedTrees):
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
     ) -> Callable[..., Any]:
-        """`jax.value_and_grad` on sharded parameters.
+        """Return a function for loss and gradients: `jax.value_and_grad` on sharded parameters.
 
         `f` is written for one device: it sees full parameters and this device's rows of the batch,
         and returns the mean loss over those rows. It may use collectives over the axes `("node",
@@ -132,8 +132,8 @@ class Zero(VerifiedTrees):
             gradient_reduce: for leaves whose gradient is a value that a `custom_vjp` returns, such
                 as the next scale of fp8 weights: a tree prefix of the parameters of "mean", "max",
                 "sum" and "first". Codecs apply to leaves of "mean" only, which hold derivatives.
-                With this argument a device's loss is multiplied by its share in the mean before it
-                is differentiated, so that `f` sees the cotangents of the full batch. By default,
+                With this argument each device multiplies its loss by its share in the mean, and
+                then differentiates it: so `f` sees the cotangents of the full batch. By default,
                 Flax's collection `_overwrite_with_gradient` is reduced by "max".
             halves: also compare the gradients of two halves of the nodes (or of the devices, if
                 there is one node), for `jz.simigrad`. This sends three numbers for each leaf, and
@@ -141,13 +141,13 @@ class Zero(VerifiedTrees):
                 reduce-scatters add in the order of devices, except with `split="local"`.
             shares: for nodes of different speeds, such as `(2, 1)`: the proportions in which nodes
                 share the micro-batches; see `jz.Cluster.shares`. Devices of the fastest node run
-                `microbatches`, a multiple of the largest share, and the others fewer. Arrange the
-                batch by `jz.pad_batch`: rows of micro-batches that a device does not run are
-                ignored. Means are over those that run. Each device keeps its node slices of weights
-                (`jz.HpZ`) and of the sums of gradients for the step. `f` may use collectives over
-                `local`, but none over `node`. `aux_reduce` cannot be "stack" or "concat".
-            row_statistics: "device" says that what `f` computes of a device's rows alone, such as
-                statistics of BatchNorm, is meant: no `jz.RowsMixedWarning` for it.
+                `microbatches`, a multiple of the largest share; other devices run fewer. Arrange
+                the batch by `jz.pad_batch`: rows of micro-batches that do not run are ignored, and
+                means are over rows that do. Each device keeps its node slices of weights (`jz.HpZ`)
+                and of the sums of gradients for the step. `f` may use collectives over `local`, but
+                none over `node`. `aux_reduce` cannot be "stack" or "concat".
+            row_statistics: "device" says that `f` computes values of a device's rows alone, such as
+                statistics of BatchNorm, on purpose: then there is no `jz.RowsMixedWarning`.
             batch_argnums: the argument that is the batch, split on dim 0 over all devices
                 (`batch_spec`): a position, a name, or several. By default the one argument that can
                 be: it holds an array with rows, and is neither a sharded tree nor a random key.
@@ -157,10 +157,10 @@ class Zero(VerifiedTrees):
 
         Returns:
             A function of the same arguments that returns `(loss, grads)`, or `((loss, aux),
-            grads)`: the mean over all devices, and its gradient, split like the parameters; then,
-            with `halves`, a `GradientHalves`; and, given `wire_state=` (`init_wire_state`), the
-            next one. `f` is traced at every call, as by `jax.value_and_grad`. Leaves that are not
-            arrays (strings, functions, Python numbers) are passed to `f` unchanged.
+            grads)`. The loss is the mean over all devices; its gradient is split like the
+            parameters. With `halves` follows a `GradientHalves`; with `wire_state=` (from
+            `init_wire_state`), the next state. `f` is traced at every call, as by
+            `jax.value_and_grad`. Leaves that are no arrays are passed to `f` unchanged.
 
             The gradient of an `eqx.Module` or `nnx.Module` is such a module, with None for each
             leaf that is not a floating-point array or, in an `nnx.Module`, not an `nnx.Param`.
@@ -210,16 +210,16 @@ class Zero(VerifiedTrees):
         batch_argnums: BatchArgnums = None,
         in_specs: Sequence[Any] | None = None,
     ) -> Callable[..., Any]:
-        """A training step: the loss, and the update of the parameters, in one program.
+        """Return a training step: loss, gradient and update of the parameters, in one program.
 
-        With offload (`jz.Offload`), a scanned stack whose parameter and state are in host memory
-        is updated layer by layer in the backward loop, as soon as a layer's gradient is reduced.
-        Its gradient is never stored. Other leaves are updated at the end. The results are those of
-        `value_and_grad` and `apply_gradients`, bit for bit where XLA rounds the programs alike.
+        With offload (`jz.Offload`), a scanned stack whose parameter and state are in host memory is
+        updated layer by layer in the backward loop, as soon as a layer's gradient is reduced. The
+        stack's gradient is never stored. Other leaves are updated at the end. The results are those
+        of `value_and_grad` and `apply_gradients`, bit for bit where XLA rounds alike.
 
-        The update of a leaf in the loop cannot wait for all gradients, so `tx` must need no
-        reduction (norm) of it. Such leaves need no `Offload(gradients=...)`. Call the step under
-        `jax.jit`, and donate `params` and `opt_state`: otherwise XLA copies arrays in host memory.
+        The update in the loop cannot wait for all gradients, so `tx` must need no reduction (norm)
+        of such a stack. Its leaves need no `Offload(gradients=...)`. Call the step under `jax.jit`,
+        and donate `params` and `opt_state`: otherwise XLA copies arrays in host memory.
 
         Args:
             f: `f(params, batch, ...) -> loss`, as for `value_and_grad`.
@@ -276,30 +276,30 @@ class Zero(VerifiedTrees):
         out_reduce: Any = None,
         row_statistics: str | None = None,
     ) -> Callable[..., Any]:
-        """Run a function of sharded parameters, without gradients: for evaluation.
+        """Return a function that runs `f` on sharded parameters without gradients, for evaluation.
 
         Args:
             f: `f(params, batch, ...) -> outputs`, written as for `value_and_grad`.
             argnums: positions of the arguments that must be sharded trees.
             batch_argnums: the argument that is the batch, as in `value_and_grad`.
             in_specs: `PartitionSpec`s of arguments, as in `value_and_grad`.
-            out_reduce: how outputs are combined over devices: a tree prefix of "mean",
-                "sum", "max", "first", "stack" and "concat". By default, an output with one row
-                for each row of this device's batch is concatenated over devices, and a
-                float scalar is averaged. For any other output, `out_reduce` is required.
+            out_reduce: how outputs are combined over devices: a tree prefix of "mean", "sum",
+                "max", "first", "stack" and "concat". By default, an output with one row for each
+                row of this device's batch is concatenated over devices, and a float scalar is
+                averaged. For any other output, `out_reduce` is required.
             row_statistics: as in `value_and_grad`.
 
         Returns:
-            A function of the same arguments. Where the config keeps slices of the weights from
-            step to step (`WeightDelta`), it also takes `wire_state=`, and reads the weights that
-            the next training step would read from this state, which it does not change.
+            A function of the same arguments. Where the config keeps slices of the weights from step
+            to step (`WeightDelta`), it also takes `wire_state=`, and reads the weights that the
+            next training step would read from this state, which it does not change.
 
         Raises:
             ValueError: as `value_and_grad`; among others for a wire state of other parameters.
 
         Warns:
-            UserWarning: once, if the config keeps such slices and `wire_state` is not given: the
-                weights are then read in full, which differ a little from those of a training step.
+            UserWarning: once, if the config keeps such slices and `wire_state` is not given. Full
+                weights are then read, which differ a little from the slices of a training step.
         """
         numbers = argument_numbers(argnums)
         reduce = flat_reductions("out_reduce", out_reduce)
@@ -340,9 +340,9 @@ class Zero(VerifiedTrees):
     ) -> Plan:
         """Plan one call of `value_and_grad(f)`: what it gathers and reduces, and when.
 
-        Nothing is compiled or run. Options are as for `value_and_grad`; other keyword arguments
-        are those of `f`. `print` the result. With `tx` and `opt_state`, it is the plan of
-        `value_and_update(f, tx)`. `tangent_argnums` adds the traffic of `jax.jvp` along arguments.
+        Nothing is compiled or run; `print` the result. Options are as for `value_and_grad`; other
+        keyword arguments are passed to `f`. Given `tx` and `opt_state`, plan `value_and_update(f,
+        tx)` instead. `tangent_argnums` adds the traffic of `jax.jvp` along these arguments.
         """
         options = gradient_options(
             self._devices,
@@ -371,8 +371,8 @@ class Zero(VerifiedTrees):
     ) -> LocalRounds:
         """Train every node by itself, and average the nodes' parameters every few steps.
 
-        Inside a node everything is as `config` says; between nodes nothing is sent but fragments of
-        parameters. Each node has its own parameters and optimizer state, split over its devices.
+        Inside a node, devices shard as `config` says. Between nodes, only fragments of parameters
+        are sent. Each node has its own parameters and optimizer state, split over its devices.
 
         Args:
             step: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, a training step
