@@ -281,7 +281,7 @@ def _targets(
 
 
 def _as_value(target: GradientTarget) -> GradientTarget:
-    """Return the target of a gradient that is a value, not a derivative: its mean is not encoded."""
+    """Return the target of a gradient that is a value, not a derivative: no codec encodes it."""
     spec = target.reduce_spec and dataclasses.replace(target.reduce_spec, exact=True)
     return dataclasses.replace(target, reduce_spec=spec, size=0, is_value=True)
 
@@ -322,7 +322,7 @@ def _with_means(
 def _final_gradients(
     shapes: Any, targets: Sequence[GradientTarget], parameters: Parameters
 ) -> dict[int, int]:
-    """Return the outputs that are gradients and final once reduced, with indices of their leaves."""
+    """Return the outputs that are gradients and final once reduced, by index, with their leaves."""
     leaves = zip(parameters.differentiated, targets, strict=True)
     found = zip(_outputs(shapes, targets), leaves, strict=True)
     # A weight with a twin is not final: the twin's gradient is added at the end of the step.

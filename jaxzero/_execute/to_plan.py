@@ -36,9 +36,10 @@ def to_plan(
 ) -> tuple[Chosen, Any, Parameters]:
     """Rewrite a traced program into the program that is planned.
 
-    Devices exchange rows of tables where these are fewer bytes than the table. A `cond` becomes
-    branches, each of which gathers its own weights. Loops scan the stacks that they index. Values
-    made of weights are computed where they are used. What forward keeps for backward is chosen.
+    Devices exchange rows of tables where these are fewer bytes than the table. A `cond` in which
+    all devices take the same branch becomes branches that gather their own weights. Loops scan the
+    stacks that they index. Values made of weights are computed where they are used. What forward
+    keeps for backward is chosen.
 
     Args:
         block: the traced program of one micro-batch.

@@ -75,7 +75,7 @@ class StateArray:
 
 
 def slice_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
-    """Describe the array that stores a leaf's node slices; None if no differences of it are sent."""
+    """Describe the array that stores a leaf's node slices; None if no differences are sent."""
     if not has_kept_slice(leaf, comm):
         return None
     assert leaf.layout is not None and comm.hpz is not None
@@ -147,7 +147,7 @@ def specs_of(leaves: Sequence[LeafSpec], comm: CommSpec) -> DeviceWireState:
 
 
 def to_tree(layout: TreeLayout, wire_state: DeviceWireState, start: int = 0) -> WireState:
-    """Return the `WireState` of one argument, with its first leaf at index `start` of `wire_state`."""
+    """Return the `WireState` of one argument, with its first leaf at index `start`."""
     numbers = range(start, start + len(layout.leaves))
     return WireState(
         layout.whole([wire_state.slices.get(i) for i in numbers]),

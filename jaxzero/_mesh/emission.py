@@ -1,8 +1,8 @@
-"""Put equations that were traced before into the trace under way, without tracing them again.
+"""Copy equations that have been traced already into the current trace, without tracing them again.
 
 When an equation is bound again (`per_device.bind`), JAX infers the types of its results again. JAX
 copies the body of a `jit` with `inline=True` into the trace equation by equation, and keeps their
-types. That takes less than half of the time, so equations are wrapped in such a `jit` here.
+types, in less than half of the time. So equations are wrapped in such a `jit` here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, Any]:
-    """Put equations into the trace under way, in their order.
+    """Copy equations into the current trace, in their order.
 
     Args:
-        equations: each with the names of its inputs and of its outputs. A name is hashable, and
-            each value has its own. An input that no earlier equation produces comes from `read`.
+        equations: each is a triple: the equation, names of its inputs, names of its outputs. A name
+            may be any hashable value, and two different values have different names. An input that
+            no earlier equation produces is obtained from `read`.
         read: returns the array or number for a name, of the type of the equation's input.
 
     Returns:
@@ -64,16 +65,16 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
 
 
 def _is_high(equation: Any) -> bool:
-    """Whether JAX replaces an equation by others before XLA sees it, such as a `custom_root`."""
+    """Return whether JAX replaces an equation by others before XLA sees it, as a `custom_root`."""
     avals = (x.aval for x in equation.invars)
     return equation.primitive.is_high(*avals, **equation.params)
 
 
 class Recording:
-    """The jaxpr of a function, which can be put into any other trace for arrays of its types.
+    """A recorded function: its jaxpr, which can be copied into other traces for other arrays.
 
     Attributes:
-        is_closed: whether it reads no array of the trace that it was recorded in.
+        is_closed: whether the jaxpr reads no array of the trace that it was recorded in.
     """
 
     def __init__(self, function: Callable[..., Any], arrays: Sequence[Any]):
@@ -85,7 +86,10 @@ class Recording:
         self.is_closed = not any(map(is_traced, self._constants))
 
     def put(self, arrays: Sequence[Any]) -> Any:
-        """Put the equations into the trace under way, for other arrays of the same types.
+        """Copy the recorded equations into the current trace, for other arrays of the same types.
+
+        Returns:
+            The results of the function for `arrays`.
 
         Returns:
             What the function returns for `arrays`.
@@ -95,7 +99,7 @@ class Recording:
 
 
 def _call(jaxpr: Any, values: list[Any]) -> Any:
-    """Bind a `jit` of a jaxpr without constants, which JAX inlines into the trace."""
+    """Bind a `jit` whose body is a jaxpr without constants; JAX inlines it into the trace."""
     equation, inline = _a_call()
     num, params = len(values), equation.params
     per_input = {x: params[x] * num for x in ("in_shardings", "in_layouts", "donated_invars")}
@@ -106,7 +110,10 @@ def _call(jaxpr: Any, values: list[Any]) -> Any:
 
 @functools.cache
 def _a_call() -> tuple[Any, Any]:
-    """A call of a `jit`, as an equation to copy; and the value of `inline` that inlines it."""
+    """Make a call of a `jit`, as an equation to copy, and return it with the value for `inline`.
+
+    JAX inlines a `jit` whose parameter `inline` has that value.
+    """
     traced = jax.make_jaxpr(jax.jit(lambda x: x))(jax.ShapeDtypeStruct((), "float32"))
     kinds: Any = getattr(jax, "Inline", None)  # from JAX 0.12 on
     inline = True if kinds is None else kinds.JAX_EARLY

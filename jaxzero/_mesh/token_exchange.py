@@ -1,19 +1,22 @@
-"""Send tokens to the devices of a node that have their experts, and the results back.
+"""Send tokens to the devices of a node that have their experts, and send the results back.
 
-Of E experts, device i of the n of a node has the E / n from i E / n on (`Ungathered`). With the
-tokens x, of which each chose k experts e with weights w,
+A node of n devices divides its E experts among them: device i has E / n experts, from number i E /
+n on (`Ungathered`). Each token x has chosen k experts e with weights w, and its result is
 
     y = sum over the k experts that a token chose of w_e expert_e(x).
 
-Without a capacity the result is exact: every device of a node receives all tokens of the node, once
+Without a capacity the result is exact. Every device of a node receives all tokens of the node, once
 each, with their choices. It sums the results of its own experts for each token and returns these
-partial sums, n of which each device adds up for each of its own tokens. With T tokens on each
-device that is `n T` rows, as many as could at most be routed to one device. With a capacity, pairs
-of token and expert are sent, up to `factor` times as many as a device would get if choices were
-even, and the others are dropped.
+partial sums. Each device adds up the n partial sums of each of its own tokens. With T tokens on
+each device that is `n T` rows, as many as could at most be routed to one device. With a capacity,
+pairs of token and expert are sent: up to `factor` times as many as a device would get if choices
+were even. The other pairs are dropped.
 
 Within a device, rows are sorted by expert. Every permutation is a gather in backward as in forward:
 no scatter adds rows in an order of its own.
+
+Legend: t = tokens of a device, n = all tokens that a device has received, k = choices of a token, d
+= features, m = rows.
 
 Legend: t tokens of a device, n of all that a device has received, k choices of a token, d features,
 m rows.
@@ -165,7 +168,7 @@ def _check_devices(num_experts: int, num_local: int) -> None:
 
 
 def _entering_bytes(tokens: Any) -> int:
-    """Bytes that enter a device if all tokens of its node are sent to it."""
+    """Return the bytes that enter a device if all tokens of its node are sent to it."""
     try:
         return tokens.nbytes * (lax.axis_size(LOCAL) - 1)
     except NameError:  # outside of a step
@@ -175,10 +178,10 @@ def _entering_bytes(tokens: Any) -> int:
 def _own_choices(
     choices_nk: Int[Array, "n k"], weights_nk: Float[Array, "n k"], num_local: int
 ) -> tuple[Int[Array, "n m"], Float[Array, "n m"]]:
-    """The choices that are experts of this device, for all tokens of the node, and their weights.
+    """Return the choices, by all tokens of the node, of this device's experts, and their weights.
 
-    Choices count from this device's first expert; `num_local` marks one of another device. A token
-    has at most `num_local` of this device's experts, so `m = min(k, num_local)`.
+    Choices count from this device's first expert; `num_local` stands for an expert of another
+    device. A token has at most `num_local` of this device's experts, so `m = min(k, num_local)`.
     """
     if num_local > choices_nk.shape[1]:
         is_here = (choices_nk >= 0) & (choices_nk < num_local)
@@ -196,7 +199,7 @@ def _grouped(
     weights_nk: Float[Array, "n k"],
     num_local: int,
 ) -> Shaped[Array, "n d"]:
-    """Sum, for each token, the results of its experts on this device; `num_local` adds 0."""
+    """Sum, for each token, the results of its experts on this device; choice `num_local` adds 0."""
     num, k = choices_nk.shape
     choices_m = choices_nk.reshape(-1)
     with jax.named_scope(ROWS_APART):
@@ -263,7 +266,7 @@ def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
 def _rows(
     x: Shaped[Array, "n d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
 ) -> Shaped[Array, "m d"]:
-    """Rows `order // k` of `x`; `order` is a permutation of `k` copies of each row."""
+    """Return rows `order // k` of `x`; `order` is a permutation of `k` copies of each row."""
     return x[order_m // k]
 
 
@@ -282,7 +285,7 @@ _rows.defvjp(_rows_forward, _rows_backward)
 def _sums(
     x: Shaped[Array, "m d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
 ) -> Shaped[Array, "n d"]:
-    """The sum of the `k` rows of each token, which are in the order of `_rows`."""
+    """Sum the `k` rows of each token; in `x` they are in the order that `_rows` gives."""
     return _sum_of_copies(x[inverse_m], k)
 
 
@@ -303,8 +306,8 @@ def _sent(
 ) -> Shaped[Array, "s d"]:
     """Fill each slot with row `pair // k` of `x`, or with 0 if its `pair` is out of range.
 
-    `pair_s` is the pair in each slot, and `slot_p` the slot of each pair, out of range if it has
-    none: the derivative reads by it.
+    `pair_s` is the pair in each slot. `slot_p` is the slot of each pair, out of range if the pair
+    has no slot; the derivative reads rows by it.
     """
     return _read(x, pair_s, k)
 
@@ -338,13 +341,13 @@ def _sum_of_copies(x: Shaped[Array, "m d"], k: int) -> Shaped[Array, "n d"]:
 
 @jax.custom_vjp
 def _gathered(x: Shaped[Array, "t d"]) -> Shaped[Array, "n d"]:
-    """The rows of all devices of the node."""
+    """All-gather the rows of all devices of the node."""
     return _all_rows(x)
 
 
 @jax.custom_vjp
 def _summed(x: Shaped[Array, "n d"]) -> Shaped[Array, "t d"]:
-    """Reduce-scatter over the devices of the node: the sums for this device's own tokens."""
+    """Reduce-scatter over the devices of the node: return the sums for this device's own tokens."""
     return _sum_over_devices(x)
 
 
