@@ -1,4 +1,4 @@
-"""`Cast`: floats in another float type."""
+"""`Cast`: send floats in another float type."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Cast(Codec):
     """Send floats in `dtype`.
 
     Use it to gather float32 weights, or to reduce float32 gradients, in 16 bits; or to reduce
-    gradients that are made in 16 bits in float32, so that the sum over a node is not rounded before
-    it is sent on. Sums are taken in float32 in any case. Weights that are not wider than `dtype`
-    are sent in their own dtype: they are not added up, so more bits would carry nothing.
+    16-bit gradients in float32, so that the sum over a node is not rounded before it is sent on.
+    Sums are taken in float32 in any case. Weights that are not wider than `dtype` are sent in their
+    own dtype: they are not added up, so more bits would carry nothing.
 
     Args:
         dtype: the float type on the wire, such as `jnp.bfloat16`.
@@ -61,7 +61,7 @@ class Cast(Codec):
         return True
 
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
-        """Whether `dtype` is another float type than the one on the wire.
+        """Return whether `dtype` is another float type than the one on the wire.
 
         Arrays of any size are cast: `num` and `min_quantized_size` matter only to other codecs.
         """
@@ -93,7 +93,7 @@ class Cast(Codec):
         *,
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
-        """The pieces in their own shape, and in the float type on the wire."""
+        """Return the pieces in their own shape, and in the float type on the wire."""
         return kernels.pieces_of(x, dim, num).astype(self.dtype)
 
     def decode_tiled(

@@ -76,7 +76,7 @@ class FormatCodec(Codec):
 
     @property
     def format(self) -> kernels.Format:
-        """The format of the messages, as an argument of kernels."""
+        """The format of the messages, as kernels take it."""
         return kernels.Format(
             kind=self._kind,
             block=self.block,
@@ -277,7 +277,7 @@ class FormatCodec(Codec):
         )
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Half a step between codes, or a full one if rounding is stochastic, times the scale.
+        """Return a bound: half a step between codes times the scale; a full step if stochastic.
 
         In a rotated block, a number's error is at most the sum of the errors in its group.
         """
@@ -301,7 +301,7 @@ class FormatCodec(Codec):
     def _is_kept(
         self, x: Float64[np.ndarray, "*rows n"], zero: float
     ) -> Bool[np.ndarray, "*rows n"]:
-        """Whether each number's block is not rotated, if numbers up to `zero` count as zeros."""
+        """Return whether each number's block is unrotated; numbers up to `zero` count as zeros."""
         is_zero = (np.abs(x) <= zero).astype(np.float64)
         is_zero[..., x.shape[-1] // ROTATED * ROTATED :] = 0
         return largest_of_blocks(is_zero, self.block) > 0
@@ -309,7 +309,7 @@ class FormatCodec(Codec):
     def _code_bound(
         self, x: Float64[np.ndarray, "*rows n"], doubt: Float64[np.ndarray, "*rows n"]
     ) -> Float64[np.ndarray, "*rows n"]:
-        """The error bound of `x`, encoded without rotation; each number may be off by `doubt`."""
+        """Return the error bound of `x` without rotation; each number may be off by `doubt`."""
         largest = largest_of_blocks(np.abs(x) + doubt, self.block)
         least = np.maximum(largest_of_blocks(x, self.block) / self.format.limit, _TINY)
         # The constant 1/limit and a product with it are rounded, and a bfloat16 upwards.
