@@ -143,7 +143,7 @@ class BlockCodec(Codec):
 def largest_of_blocks(
     x: Float[np.ndarray, "*rows n"], block: int
 ) -> Float64[np.ndarray, "*rows n"]:
-    """Return, for each number, the largest magnitude in its block; infinite unless all are finite."""
+    """Return, for each number, its block's largest magnitude; infinite unless all are finite."""
     sizes = np.abs(x.astype(np.float64))
     sizes = np.where(np.isfinite(sizes), sizes, np.inf)
     starts = range(0, sizes.shape[-1], block)

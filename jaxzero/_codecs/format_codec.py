@@ -301,7 +301,7 @@ class FormatCodec(Codec):
     def _is_kept(
         self, x: Float64[np.ndarray, "*rows n"], zero: float
     ) -> Bool[np.ndarray, "*rows n"]:
-        """Return whether each number's block is unrotated; numbers up to `zero` count as zeros."""
+        """Return whether each number's block is not rotated, if numbers up to `zero` are zeros."""
         is_zero = (np.abs(x) <= zero).astype(np.float64)
         is_zero[..., x.shape[-1] // ROTATED * ROTATED :] = 0
         return largest_of_blocks(is_zero, self.block) > 0

@@ -175,7 +175,7 @@ class CommSpec:
         return self.num_devices if self.mean_divisor is None else self.mean_divisor
 
     def num_runs(self, microbatches: int) -> int:
-        """Return the micro-batches of all devices in a step; `microbatches` is for one device."""
+        """Return how many micro-batches all devices run in a step, if one runs `microbatches`."""
         if self.node_microbatches is None:
             return self.num_devices * microbatches
         return self.sizes[LOCAL] * sum(self.node_microbatches)

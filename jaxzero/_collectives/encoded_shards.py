@@ -200,7 +200,7 @@ class EncodedShards:
     def layer(
         self, data: Shaped[Array, ...], kept: Shaped[Array, ...] | None = None
     ) -> EncodedShards:
-        """Return the shards of one layer of the stack that these are the shards of.
+        """Return the shards of one layer, where these are the shards of a stack.
 
         Args:
             data: the layer's slice of `data` in a loop's body.
@@ -214,7 +214,7 @@ class EncodedShards:
         )
 
     def stack(self, data: Shaped[Array, ...]) -> EncodedShards:
-        """Return the shards of a stack of such layers, whose data are `data`; reverses `layer`."""
+        """Return the shards of a stack of layers like this one, with `data`; reverses `layer`."""
         shape = (len(data), *self.shape)
         return dataclasses.replace(
             self, data=data, shape=shape, dim=self.dim + 1, lead=self.lead + 1

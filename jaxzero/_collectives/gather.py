@@ -106,7 +106,7 @@ def _encoded(
 
 
 def _codec(shards: EncodedShards, size: int, comm: CommSpec) -> Codec | None:
-    """Return the codec for the next axis; the present one if no axis is left, or it is pinned."""
+    """Return the codec for the next axis; the present one if none is left, or shards are pinned."""
     axis = _next_axis(shards, comm)
     if shards.pinned or axis is None:
         return shards.codec
@@ -170,7 +170,7 @@ def encode_node_slice(
 
 
 def _difference(shard: EncodedShards, kept: EncodedShards, comm: CommSpec) -> EncodedShards:
-    """Return the difference between a shard and the part of the node slice that it had before."""
+    """Return the difference of a shard to its part of the node slice that the devices keep."""
     size = shard.shape[shard.dim]
     start = lax.axis_index(NODE) * size
     mine = lax.dynamic_slice_in_dim(_finite(kept), start, size, axis=shard.dim)

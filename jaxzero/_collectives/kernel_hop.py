@@ -189,5 +189,5 @@ def _note(
 
 
 def lead_parts(shape: tuple[int, ...], lead: int) -> tuple[int, ...]:
-    """Return the size of each layer of a stack of `shape`, which are encoded one by one."""
+    """Return, for each layer of a stack, its number of elements; layers are encoded one by one."""
     return (math.prod(shape[lead:]),) * math.prod(shape[:lead])

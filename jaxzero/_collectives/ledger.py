@@ -216,9 +216,9 @@ def labelled(purpose: str, *names: str) -> Iterator[None]:
 
 
 def _scope(purpose: str, names: tuple[str, ...]) -> str:
-    """Return the scope's name: a verb, and the path prefix that the leaves have in common.
+    """Return the name of a label's scope: a verb, and the path prefix that all leaves share.
 
-    Leaves without a common prefix are named by the first and the number of the others.
+    Leaves without a common prefix are named by the first one and the number of the others.
     """
     if purpose == "activations":
         return "jaxzero/send activations"
@@ -255,7 +255,7 @@ def picked(numbers: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Transfer]]:
-    """Yield a list that gets the collectives traced here, for `note_again`; none is recorded."""
+    """Yield a list of the collectives traced here, for `note_again`, instead of recording them."""
     outer, (purpose, names) = _ledger.get(), _label.get()
     ledger = outer and Ledger(outer.sizes)
     numbered = tuple(map(str, range(len(names))))  # `note_again` puts names for the numbers
@@ -316,7 +316,7 @@ def repeated(
 
 
 def current_ledger() -> Ledger | None:
-    """The ledger that records what is traced now; None if nothing is recorded."""
+    """Return the ledger that records what is traced now; None if nothing is recorded."""
     return _ledger.get()
 
 

@@ -156,7 +156,7 @@ class BlockRunner:
         return self._tie(self._loop_tie, carry)
 
     def _tie(self, tie: instructions.Tie | None, arrays: list[Any]) -> list[Any]:
-        """Pass `arrays` through the barrier of a tie; before a loop, of its first gathers."""
+        """Pass `arrays` through a tie's barrier, or through that of a loop's first gathers."""
         if self.tick is not None and self.tick.before_loop is not None:
             return self.tick.before_loop(arrays)
         if tie is None or not arrays:
@@ -272,7 +272,7 @@ class BlockRunner:
     # Operations.
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
-        """Return whether an instruction only copies an equation, on arrays that are final."""
+        """Return whether an instruction runs an equation as it is, on arrays as they are."""
         if type(each) is not instructions.Run or is_simulating():
             return False
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views
@@ -369,7 +369,7 @@ class BlockRunner:
         there[each.value] = x
 
     def output(self, i: int, lag: int) -> Any:
-        """Return output `i` of the block; reduce it if it is a gradient that still has to be."""
+        """Return output `i` of the block; a gradient that is not reduced yet is reduced here."""
         x = jax.tree.map(jnp.asarray, self.read(self.plan.block.outputs[i], lag))
         spec = self.plan.gradients.at_end.get(i)
         if spec is None:

@@ -180,7 +180,7 @@ def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
 
 
 def number_after(number: jax.Array | int, x: jax.Array) -> jax.Array:
-    """Return the integer `number`, as one that XLA cannot know before `x`, floats, is computed.
+    """Return the integer `number`, but so that XLA knows it only once the floats `x` are computed.
 
     XLA drops barriers before it schedules, so this adds a zero that is computed from an element of
     `x`. The bits of the element's absolute value are no negative integer, also for NaN, so their

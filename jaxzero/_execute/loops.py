@@ -97,7 +97,7 @@ class LoopRun(LoopInputs):
         return len(self.pipeline.cuts) > 2
 
     def carries(self, key: pipeline.Key) -> bool:
-        """Return whether the loop carries a stack and writes its elements, not `lax.scan`.
+        """Return whether the loop carries a stack and fills it itself, instead of `lax.scan`.
 
         A stack is carried if it is filled after the iteration's own tick, if the loop reads it or
         adds to it, or if it lies in host memory, where JAX 0.10 writes the outputs of a reversed

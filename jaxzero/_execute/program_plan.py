@@ -61,7 +61,7 @@ class ProgramPlan:
 
     @property
     def means(self) -> frozenset[int]:
-        """The gradients, by index of the target, that the program leaves as means."""
+        """The indices of the targets whose gradients the program leaves as means."""
         return frozenset(i for i, target in enumerate(self.targets) if target.is_mean)
 
 

@@ -118,7 +118,7 @@ def with_rows(
 def _candidates(
     block: Block, shapes: Any, parameters: Parameters, first: int, comm: CommSpec
 ) -> tuple[dict[Value, int], dict[int, int]]:
-    """Return the weights whose rows can be sent, and the outputs that are their gradients."""
+    """Return the weights whose rows can be sent, and their gradients' outputs, with leaf indices."""
     values = block.inputs[first : first + len(parameters.leaves)]
     weights = {x: i for i, x in enumerate(values) if _may_move(i, parameters, comm)}
     if shapes[0] is None:
@@ -135,7 +135,7 @@ def _with_twins(
     weights: Mapping[Value, int],
     first: int,
 ) -> tuple[Block, Any, Parameters]:
-    """Return the program, its shapes and its parameters, with twins as the last leaves."""
+    """Add twins, as the last leaves, to a program, its shapes and its parameters; return all three."""
     if not twins:
         return block, shapes, parameters
     loss, weight, gradients, others = shapes

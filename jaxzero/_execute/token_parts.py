@@ -177,7 +177,7 @@ def note_exchanges(block: Block) -> None:
 
 
 def _note(collective: str, fulls: Sequence[Array | None]) -> None:
-    """Record the collective that the compiler adds for each of the arrays; None: none."""
+    """Record the collective that the compiler adds for each array; None stands for no array."""
     for i, x in enumerate(fulls):
         if x is not None:
             with picked([i]):

@@ -280,5 +280,5 @@ def _names_an_axis(equation: Any) -> bool:
 
 
 def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Return a jaxpr without its constants, and these; from JAX 0.11 on all jaxprs have them."""
+    """Return the open form of a jaxpr, and its constants; from JAX 0.11 on all are closed."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())

@@ -286,7 +286,7 @@ class _Emitter:
     # Gradients.
 
     def _is_reduced(self, group: int) -> bool:
-        """Return whether a `Reduce` of a group is emitted; in a pipeline, the last iteration's."""
+        """Return whether the list has a `Reduce` of a group; in a pipeline, of an earlier lag."""
         return any(isinstance(x, Reduce) and x.group == group for x in self.done)
 
     def _num_axes(self, group: int) -> int:

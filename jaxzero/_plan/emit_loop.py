@@ -207,12 +207,12 @@ class _LoopEmitter:
 
     @functools.cached_property
     def _fetches_after(self) -> Value | None:
-        """The value that copies from the stacks updated by the loop wait for; None: for nothing."""
+        """The value after which layers are copied from stacks that the loop updates, or None."""
         return known_after(self.plan.body, 1 / 4, in_any_order=True) if self.copies_wait else None
 
     @functools.cached_property
     def _writes_after(self) -> Value | None:
-        """The value that the last tick's copies to the stacks updated by the loop wait for.
+        """The value after which the last tick copies layers to stacks that the loop updates.
 
         It exists after 5/6 of the body's work: with 3/4, earlier copies would have to end sooner,
         and the step would wait for them 1.1 ms longer (Llama-7B, ZeRO-3, 2 x 8 H200, predicted).

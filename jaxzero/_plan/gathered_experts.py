@@ -23,7 +23,7 @@ _AGAIN = "rematted_computation"  # the scope of `jax.checkpoint`
 
 @dataclasses.dataclass(frozen=True)
 class GatheredExperts:
-    """Experts whose weights are gathered, and the bytes of that and of sending tokens instead.
+    """Gathered experts, with the bytes of gathering them and of sending tokens instead.
 
     Attributes:
         names: the names of the leaves.

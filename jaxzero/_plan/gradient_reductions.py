@@ -240,7 +240,7 @@ class _Search:
 
 
 def _most_at_once(body: Block, carried: CarriedSum) -> int:
-    """Return the bytes of a sum's largest term; of a stack by an inner loop, one layer counts."""
+    """Return the bytes of a sum's largest term, where a stack of an inner loop is one layer."""
     layers: dict[Value, int] = {}
     for operation in body.operations:
         source = operation.source

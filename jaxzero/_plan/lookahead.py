@@ -118,7 +118,7 @@ def issued_early(
     boundary: int,
     room: Room,
 ) -> list[tuple[int, ...]]:
-    """Send groups as early as `wanted` and `room` allow; those of backward not before it begins.
+    """Send groups as early as `wanted` and `room` allow, but groups of backward only in backward.
 
     Args:
         groups: the groups of weights.

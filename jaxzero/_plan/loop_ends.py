@@ -45,7 +45,7 @@ def separate_ends(plan: BlockPlan, comm: CommSpec) -> BlockPlan:
 
 
 def _separate_ends(plan: BlockPlan, comm: CommSpec, are_cut: bool) -> BlockPlan:
-    """Cut the ends off the loops inside the loops of a block; if `are_cut`, off the latter too."""
+    """Cut the ends off loops inside a block's loops and, if `are_cut`, off the block's own."""
     loops = {}
     for index, loop in plan.loops.items():
         operation = plan.block.operations[index]

@@ -166,7 +166,7 @@ class Pipeline:
                 yield Hold(at=step.at, tie=getattr(step, "tie", None), pin=step.pin)
 
     def carried(self, ticks: range) -> list[Entry]:
-        """Return what a loop over `ticks` carries: each value that one tick leaves for a later."""
+        """Return what a loop over `ticks` carries: values that one tick leaves for a later one."""
         span = 1 + self.last_tick - self.length - self.first_lag
         # Far from both ends all ticks find the same.
         near = {*ticks[: span + 1], *ticks[-span:], ticks.stop}
@@ -188,7 +188,7 @@ class Pipeline:
         return entries
 
     def _outlives(self, key: Key, iteration: int, lag: int) -> bool:
-        """Return whether a value of `iteration` is made before lag `lag`, and next read later."""
+        """Return whether a value is made before lag `lag` and read after it, before it is remade."""
         # Past the end it is an iteration of the loop that goes on, which does the same with it.
         known = min(iteration, self.length - 1)
         events = [x for x in self._events[key] if known in self.iterations(x[2])]

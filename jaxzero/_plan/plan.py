@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """The arrays that backward reads of forward, and their fate, if it was chosen."""
+        """What backward reads of forward, and how each is kept; empty if nothing was chosen."""
         return self.activations.residuals if self.activations else ()
 
     @property

@@ -127,7 +127,7 @@ class _Copies:
 
 
 def steps_of(plan: BlockPlan, transfers: Sequence[HostTransfer]) -> Iterator[PlanStep]:
-    """The steps of a program, in order.
+    """Yield the steps of a program, in order.
 
     Args:
         plan: the plan of the program.
@@ -204,14 +204,14 @@ class _BlockSteps:
 
     @functools.cached_property
     def _at_end(self) -> list[tuple[Value, ReduceSpec]]:
-        """The outputs that are reduced last, in pairs: two leaves may have the same gradient."""
+        """Pairs of an output that is reduced last and its reduction; two leaves may share one."""
         outputs, specs = self.plan.block.outputs, self.plan.gradients.at_end
         pairs = ((outputs[i], spec) for i, spec in specs.items())
         return [(x, spec) for x, spec in pairs if isinstance(x, Value)]
 
     @functools.cached_property
     def _hops(self) -> dict[tuple[type[Instruction], int], tuple[Hop, ...]]:
-        """By kind of instruction, `Send` or `Reduce`, and number of group: the group's hops."""
+        """The hops of each group, by kind of instruction (`Send` or `Reduce`) and number."""
         names = [*self._names[:-1], ""]
         hops: dict[tuple[type[Instruction], int], tuple[Hop, ...]] = {}
         for instruction in itertools.chain.from_iterable(x.parts for x in self.listed):
