@@ -18,7 +18,8 @@ from .blockwise import ROTATED, largest_of_blocks, rotated_groups, to_float32
 from .codec import Codec
 from .rows import cut, joined
 
-# Divides what full groups leave of a rotated row; near sqrt(32), by which rotation shrinks numbers.
+# Divides the numbers after the last full group of a rotated row; near sqrt(32), by which rotation
+# shrinks numbers.
 _TAIL = 8.0
 _TINY = 2.0**-126  # the smallest scale
 _EPS = 2.0**-24  # relative error of one rounding in float32

@@ -254,6 +254,10 @@ def _sum_plain(
 
     With half-batch sums the all-reduce is an all-to-all, a sum and an all-gather, because the sum
     over the first half needs the shards of each peer.
+
+    Returns:
+        The sums; and for each of them, if half-batch sums are requested, a shard of the flattened
+        sum as a `HalfBatchSum`, otherwise None.
     """
     half, num = comm.first_half_size(axis), comm.sizes[axis]
     if comm.sums_in_tree:

@@ -194,7 +194,10 @@ def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
 def _split_by_codec(
     specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """Return the indices of gradients that `axis` scatters: with a codec, and others by dtype."""
+    """Return the indices of gradients that `axis` scatters: those with a codec, and the others.
+
+    The others are grouped by dtype, or alone if they are sent alone.
+    """
     coded: list[int] = []
     summed: dict[str, list[int]] = {}
     for i, spec in enumerate(specs):

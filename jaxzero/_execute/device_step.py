@@ -311,7 +311,11 @@ def _trace(
     microbatches: int,
     comm: CommSpec,
 ) -> tuple[Block, OpenProgram]:
-    """Trace one micro-batch with the shapes of the full parameters; nothing is gathered."""
+    """Trace one micro-batch with the shapes of the full parameters; nothing is gathered.
+
+    Returns:
+        The program as a block, and as an open program with the shapes of its outputs.
+    """
     full = []
     avals: dict[Any, Any] = {}  # computed once for the equal layers of an unrolled program
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):

@@ -117,8 +117,8 @@ class LoopRun(LoopInputs):
     def _shapes(self, carry: list[Any], state: LoopState) -> dict[Any, Any]:
         """Return the shapes of the arrays that ticks pass on: of the state, outputs, node slices.
 
-        They are found by tracing one iteration, from its own tick to the last tick that works on
-        it.
+        Keys of the state are entries, others are keys of stacks. The shapes are found by tracing
+        one iteration, from its own tick to the last tick that works on it.
         """
         last = max((x.lag for x in self.pipeline.instructions), default=0)
         if not last and not self.is_cut and not self.plan.host_gradients:

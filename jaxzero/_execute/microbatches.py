@@ -162,6 +162,9 @@ def _scan_first(body: Callable, start: Any, scanned: Any, num: Array) -> tuple[A
 
     It is a `fori_loop`, because a `scan` has a length that is known when it is traced, and `num`
     differs between nodes. It cannot deadlock: nothing in the body waits for devices of other nodes.
+
+    Returns:
+        The last carry, and the stacked outputs, as `lax.scan` returns them.
     """
 
     def at(index: Any) -> Any:
@@ -216,7 +219,7 @@ def combine(x: Array, how: str, comm: CommSpec) -> Array:
     if how == "sum":
         return sum_over_devices(jnp.sum(x, axis=0), comm)
     if how == "max":
-        if comm.node_microbatches is not None:  # the zeros of those left out must not count
+        if comm.node_microbatches is not None:  # zeros of those not run must not count
             ran = jnp.arange(len(x)) < num_here(comm.node_microbatches)
             x = jnp.where(ran.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1])
         return all_max(jnp.max(x, axis=0), AXES)

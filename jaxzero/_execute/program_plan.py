@@ -104,7 +104,7 @@ def plan_program(
         targets = _targets(parameters, weights, depths, wire_state, microbatches, comm)
         targets = [_as_value(x) if i in not_derived else x for i, x in enumerate(targets)]
     output = block.outputs[0] if shapes[0] is not None else None
-    loss = output if isinstance(output, Value) else None  # a constant ends no region
+    loss = output if isinstance(output, Value) else None  # no operation makes a constant
     kept_weights = _slices_to_keep(parameters, weights, depths, wire_state, microbatches, comm)
 
     def planned(keeps_slices: bool) -> BlockPlan:
@@ -148,6 +148,9 @@ def _choose_layouts(
     the next best dim is used, and an all-to-all moves the split of the weight before the program,
     and the split of its gradient after it. Weights in `host` are fetched from host memory by the
     program, unless their split is moved.
+
+    Returns:
+        The weights as the program sees them, by index of the leaf; and where it uses them.
     """
     choices = {}
     for i, leaf in enumerate(parameters.leaves):
@@ -304,7 +307,11 @@ def _with_means(
     parameters: Parameters,
     updates: Collection[int],
 ) -> tuple[BlockPlan, list[GradientTarget]]:
-    """Mark the gradients that are final once reduced, both in the plan and in their targets."""
+    """Mark the gradients that are final once reduced, both in the plan and in their targets.
+
+    Returns:
+        The plan and the targets, with marks.
+    """
     final = _final_gradients(shapes, targets, parameters)
     top = mark_final_gradients(
         top,
@@ -322,7 +329,7 @@ def _with_means(
 def _final_gradients(
     shapes: Any, targets: Sequence[GradientTarget], parameters: Parameters
 ) -> dict[int, int]:
-    """Return the outputs that are gradients and final once reduced, by index, with their leaves."""
+    """Return the output index of each gradient that is final once reduced, with its leaf index."""
     leaves = zip(parameters.differentiated, targets, strict=True)
     found = zip(_outputs(shapes, targets), leaves, strict=True)
     # A weight with a twin is not final: the twin's gradient is added at the end of the step.

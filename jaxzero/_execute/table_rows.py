@@ -118,7 +118,11 @@ def with_rows(
 def _candidates(
     block: Block, shapes: Any, parameters: Parameters, first: int, comm: CommSpec
 ) -> tuple[dict[Value, int], dict[int, int]]:
-    """Return the weights whose rows can be sent, and their gradients' outputs, with leaf indices."""
+    """Find the weights whose rows can be sent, and the outputs that are their gradients.
+
+    Returns:
+        The index of the leaf, for each such weight; and the same, for the index of each output.
+    """
     values = block.inputs[first : first + len(parameters.leaves)]
     weights = {x: i for i, x in enumerate(values) if _may_move(i, parameters, comm)}
     if shapes[0] is None:
@@ -135,7 +139,7 @@ def _with_twins(
     weights: Mapping[Value, int],
     first: int,
 ) -> tuple[Block, Any, Parameters]:
-    """Add twins, as the last leaves, to a program, its shapes and its parameters; return all three."""
+    """Add twins, as the last leaves, to a program, its shapes and its parameters; return these."""
     if not twins:
         return block, shapes, parameters
     loss, weight, gradients, others = shapes
@@ -163,7 +167,12 @@ def _choose(
     comm: CommSpec,
     as_means: bool,
 ) -> tuple[dict[int, MovedRows], dict[int, TableOperations]]:
-    """Choose the tables whose rows are sent, and for each the functions that read and add rows."""
+    """Choose the tables whose rows are sent.
+
+    Returns:
+        For each table, by index of the leaf: its line in the plan; and the functions that read and
+            add its rows.
+    """
     block, _, parameters = program
     num = len(parameters.leaves) - len(parameters.twins)
     moved, chosen = {}, {}

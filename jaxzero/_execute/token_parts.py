@@ -168,7 +168,7 @@ def note_exchanges(block: Block) -> None:
     if num_token_parts() == 1:
         return
     for collective, x, trips in token_exchanges(block):
-        if collective in ("all-to-all", "permute"):  # what a device has of it is sent
+        if collective in ("all-to-all", "permute"):  # a device sends its own part
             x = jax.ShapeDtypeStruct((x.size // num_token_parts(),), x.dtype)
         run, done = repeated(lambda x=x, name=collective: note(name, TOKENS, x), trips)
         with labelled("activations"):

@@ -33,7 +33,7 @@ from .per_device import without_mesh
 from .tokens import TOKENS, check_tokens_axis
 
 AXES = (NODE, LOCAL)  # the batch is split in this order, so that a host's rows are contiguous
-REDUCTION_HOPS = (LOCAL, NODE)  # in this order, only sums over a node cross between nodes
+REDUCTION_HOPS = (LOCAL, NODE)  # so that only sums over a node cross between nodes
 
 _microbatch: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
     "jaxzero_microbatch", default=None

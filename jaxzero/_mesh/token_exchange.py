@@ -42,8 +42,8 @@ Compute = Callable[[Array, Array, Array], Array]
 # The scope of operations along rows that the analysis of mixed rows (`_program.row_mixing`) passes
 # over: a sort that is undone, and places in messages of limited capacity, a limit for each device.
 ROWS_APART = "jaxzero_rows_apart"
-# The scope of what uses experts that are gathered, followed by their number, and by the bytes that
-# would enter a device each time that the tokens of the call are sent (`_plan.gathered_experts`).
+# The scope of operations that use gathered experts, followed by the number of experts, and by the
+# bytes that would enter a device each time that the tokens of the call are sent (`_plan.gathered_experts`).
 GATHERED_EXPERTS = "jaxzero_gathered_experts"
 
 

@@ -159,7 +159,7 @@ class _Emitter:
         for i in sorted(first):
             self._decode(i)
         loops = {i: x for i, x in self.plan.loops.items() if self._starts(x)}
-        # What is needed first is sent first.
+        # Messages that are needed first are sent first.
         for i, group in groups:
             if not loops or group.at <= min(loops):
                 self._send(i, group)

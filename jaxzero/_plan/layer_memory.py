@@ -28,8 +28,8 @@ from .block_plan import BlockPlan, ReduceGroup
 from .held_by_loops import WORK_PER_BYTE
 from .param_uses import BlockUses
 
-_HIGH = 0.75  # of the most that is held: what holds more belongs to the peak
-_LOW = 0.25  # what holds less, before the peak, has room for the gradients of a layer
+_HIGH = 0.75  # share of the most bytes held; operations that hold more are the peak
+_LOW = 0.25  # operations before the peak that hold less have room for a layer's gradients
 # A gather after the peak overlaps with this share of the layer's arithmetic, or more.
 _ENOUGH = 0.15
 # In a loop, a reduction over the first axis overlaps with so many multiplications for each byte, or

@@ -69,12 +69,12 @@ def latest_issues(
             which the group is sent.
     """
     rates = np.array([_WORK_BETWEEN if axis == NODE else _WORK_INSIDE for axis in axes])
-    costs = np.zeros((len(starts), len(axes)), np.int64)  # of gathers, by their first use
+    costs = np.zeros((len(starts), len(axes)), np.int64)  # of each gather, at its first use
     for group in groups:
         num_bytes = sum(gather.num_bytes for gather in group)
         costs[bisect.bisect_left(starts, group[0].at)] += num_bytes * rates + _WORK_TO_LAUNCH
-    others = np.zeros(len(starts) + 1, np.int64)  # of reductions, which are sent before gathers
-    for reduce in reduces:  # once they are made, so not before those of the next start
+    others = np.zeros(len(starts) + 1, np.int64)  # of reductions, sent before gathers
+    for reduce in reduces:  # once made: not before the gathers of the next start
         num_bytes = sum(value.num_bytes for value in reduce.values)
         after = min(bisect.bisect_right(starts, reduce.at) + 1, len(starts))
         others[after] += num_bytes * rates.sum() + len(axes) * _WORK_TO_LAUNCH
@@ -87,7 +87,7 @@ def latest_issues(
         for i in reversed(range(len(starts))):
             arrived = min(arrived, used[i])
             if costs[i].any():
-                left = np.cumsum(costs[i][::-1])[::-1]  # of the group's way, from each axis on
+                left = np.cumsum(costs[i][::-1])[::-1]  # cost of the hops from each axis on
                 sent = [bisect.bisect_right(used, time) - 1 for time in (arrived - left).tolist()]
                 found = tuple(starts[max(x, 0)] for x in sent)
                 issues[starts[i]] = tuple(map(min, issues.get(starts[i], found), found))

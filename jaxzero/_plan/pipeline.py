@@ -188,7 +188,7 @@ class Pipeline:
         return entries
 
     def _outlives(self, key: Key, iteration: int, lag: int) -> bool:
-        """Return whether a value is made before lag `lag` and read after it, before it is remade."""
+        """Return whether a value is made before lag `lag` and read after it, until made again."""
         # Past the end it is an iteration of the loop that goes on, which does the same with it.
         known = min(iteration, self.length - 1)
         events = [x for x in self._events[key] if known in self.iterations(x[2])]

@@ -70,10 +70,11 @@ def overwritten_leaves(tree: Any) -> list[bool]:
 
 
 def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
-    """Replace the `nn.Partitioned` boxes of Flax Linen in a tree by their arrays, and return specs.
+    """Replace the `nn.Partitioned` boxes of Flax Linen in a tree by the arrays that they hold.
 
-    A box names mesh axes of GSPMD. If `specs` is None, the named axes that are among `axes` become
-    the specs.
+    Returns:
+        The tree, and `specs`. If `specs` is None, those of the mesh axes that boxes name (for
+        GSPMD) which are among `axes` become the specs.
     """
     meta = sys.modules.get("flax.core.meta")
     if meta is None:
