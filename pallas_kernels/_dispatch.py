@@ -232,5 +232,5 @@ def _implementation(
 
 
 def _for(module: Any, message: UInt8[Array, "n m"] | InPlace) -> Any:
-    """Return messages as `module` reads them: the reference an array, kernels also in place."""
+    """Cut messages out of a larger array for the reference; only kernels read them in place."""
     return cut_out(message) if module is _reference else message

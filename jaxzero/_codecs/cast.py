@@ -71,7 +71,7 @@ class Cast(Codec):
         return num * jnp.dtype(self.dtype).itemsize
 
     def message(self, num: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        """One element for each number; floats of 8 and 16 bits become unsigned integers."""
+        """Describe one element for each number; narrow floats become unsigned integers."""
         return jax.ShapeDtypeStruct((num,), bits_dtype(self.dtype))
 
     def encode(
@@ -107,7 +107,7 @@ class Cast(Codec):
         return kernels.add_up(message.astype(jnp.float32))
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Half a step of `dtype`; infinite outside its range."""
+        """Return half a step of `dtype`; infinity for numbers outside its range."""
         info, given = jnp.finfo(self.dtype), jnp.finfo(x.dtype)
         wide = np.abs(x.astype(np.float64))
         if info.nmant >= given.nmant and info.nexp >= given.nexp:

@@ -321,7 +321,7 @@ class Codec(abc.ABC):
         divisor: int,
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
-        """Like `recode`, for messages of `encode_tiled`, which the result has the form of too."""
+        """Like `recode`, from messages of `encode_tiled` to new messages of that form."""
         total = source.sum_tiled(message, shape)
         mean = total if divisor == 1 else total / jnp.float32(divisor)
         return self.encode_tiled(mean, dim, num, seed=seed)

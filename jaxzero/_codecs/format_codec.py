@@ -18,8 +18,7 @@ from .blockwise import ROTATED, largest_of_blocks, rotated_groups, to_float32
 from .codec import Codec
 from .rows import cut, joined
 
-# Divides the numbers after the last full group of a rotated row; near sqrt(32), by which rotation
-# shrinks numbers.
+# Divides what follows the full groups of a rotated row; near sqrt(32), by which rotation shrinks.
 _TAIL = 8.0
 _TINY = 2.0**-126  # the smallest scale
 _EPS = 2.0**-24  # relative error of one rounding in float32
@@ -278,7 +277,7 @@ class FormatCodec(Codec):
         )
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Return a bound: half a step between codes times the scale; a full step if stochastic.
+        """Return half a step between codes (a full one if stochastic) times the scale.
 
         In a rotated block, a number's error is at most the sum of the errors in its group.
         """

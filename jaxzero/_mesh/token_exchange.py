@@ -43,7 +43,7 @@ Compute = Callable[[Array, Array, Array], Array]
 # over: a sort that is undone, and places in messages of limited capacity, a limit for each device.
 ROWS_APART = "jaxzero_rows_apart"
 # The scope of operations that use gathered experts, followed by the number of experts, and by the
-# bytes that would enter a device each time that the tokens of the call are sent (`_plan.gathered_experts`).
+# bytes that enter a device each time the call's tokens are sent (`_plan.gathered_experts`).
 GATHERED_EXPERTS = "jaxzero_gathered_experts"
 
 

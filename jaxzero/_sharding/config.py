@@ -174,7 +174,7 @@ class CommSchedule:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a limit is set on which weights, or how long weights, are held between uses."""
+        """Whether a limit is set on the weights that are held between uses, or on how long."""
         bounds = (self.max_reuse_distance, self.max_live_parameters, self.live_bytes)
         return any(bound is not None for bound in bounds)
 
@@ -359,9 +359,10 @@ class ZeroConfig:
         return ("local", "node") if self.split == "all" else ("local",)
 
     def axes_at(self, stage: int) -> tuple[str, ...]:
-        """Return the axes that split what ZeRO splits from `stage` on; none if ours is lower.
+        """Return the axes that split the arrays which ZeRO splits from `stage` on.
 
-        Stage 1 splits optimizer state, 2 also gradients, 3 also parameters.
+        Stage 1 splits optimizer state, 2 also gradients, 3 also parameters. Without axes nothing is
+        split: the config's own stage is lower.
         """
         return self.axes if self.stage >= stage else ()
 

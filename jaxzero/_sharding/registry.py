@@ -86,7 +86,7 @@ class Registry:
         return layout
 
     def layout_of_parts(self, tree: Any) -> TreeLayout | None:
-        """Return the layout of a tree in which only some arrays are sharded, not statistics.
+        """Return the layout of a tree in which only some arrays are sharded.
 
         An array counts as sharded if it is a `StoredArray`, if its sharding is that of a parameter,
         or, for a traced array without sharding, if an array of its shape and dtype was laid out

@@ -160,7 +160,7 @@ def compiler_options(
     nvlink: bool = False,
     stages: bool = False,
 ) -> Options:
-    """The options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
+    """Return options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
 
     Without them results are the same, but GPUs wait longer for collectives, and CPUs hold the
     weights of more layers at a time.
