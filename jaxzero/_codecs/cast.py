@@ -71,7 +71,7 @@ class Cast(Codec):
         return num * jnp.dtype(self.dtype).itemsize
 
     def message(self, num: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        """Describe one element for each number; narrow floats become unsigned integers."""
+        """Describe the message: one element for each number, narrow floats as unsigned integers."""
         return jax.ShapeDtypeStruct((num,), bits_dtype(self.dtype))
 
     def encode(

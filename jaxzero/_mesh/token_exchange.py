@@ -255,7 +255,7 @@ def _with_capacity(
 
 
 def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
-    """Send the i-th part of the rows to device i."""
+    """Send part i of the rows to device i; return the received parts, in order of senders."""
     return lax.all_to_all(varying(x, LOCAL), LOCAL, 0, 0, tiled=True)
 
 

@@ -55,7 +55,7 @@ def pipeline_of(
         goes_on: whether the next loop takes over the gathers in flight at the end of this one.
         in_host: the weights whose shards each iteration copies from host memory.
         host_rows: the indices of the stacks that the program scans and that lie in host memory.
-        copies_wait: whether copies to and from stacks that the loop updates wait for a product in
+        copies_wait: whether copies to and from stacks that the loop updates wait for products in
             the middle of the body ([Note: write, then fetch] in `_execute.ticks`).
     """
     emitter = _LoopEmitter(plan, loop, uses, tuple(in_host), host_rows, copies_wait)
