@@ -60,29 +60,31 @@ def exchange_tokens(
     """Send tokens to the devices that have their experts, compute there, and combine the results.
 
     Call it inside a loss for `zero.value_and_grad` or `zero.apply`, where a leaf of `jz.Ungathered`
-    has the experts of this device only. Where all experts are here (one device, or experts that are
-    gathered) nothing is sent, so that the same loss runs anywhere. Forward and backward are exact.
-    Each device of a node runs `compute` for all tokens of the node.
+    has the experts of this device only. If all experts are on this device (one device, or experts
+    that are gathered), nothing is sent, so that the same loss runs anywhere. Forward and backward
+    are exact. Each device of a node runs `compute` for all tokens of the node.
 
     Args:
-        compute: `compute(rows, group_sizes, row_weights)`, of rows `[m, d]` sorted by expert, of
-            which the first `group_sizes[0]` are for this device's first expert, and so on,
-            `group_sizes` being `[num_local]`, int32, as `jax.lax.ragged_dot` takes it. It returns
-            `[m, d_out]`: what the experts make of rows, times `row_weights`, `[m]`. Rows after the
-            last group are 0, and what they become is not read. `models.apply_by_group` does it.
-        tokens: `[t, d]`, those of this device.
+        compute: a function `compute(rows, group_sizes, row_weights)`. `rows` is `[m, d]`, sorted by
+            expert: the first `group_sizes[0]` rows are for this device's first expert, and so on.
+            `group_sizes` is `[num_local]`, int32, as `jax.lax.ragged_dot` takes it, and
+            `row_weights` is `[m]`. The function returns the experts' results for the rows, times
+            `row_weights`, as `[m, d_out]`. Rows after the last group are 0, and their results are
+            not read. `models.apply_by_group` computes this.
+        tokens: `[t, d]`, the tokens of this device.
         experts: `[t, k]`, integers: the experts that each token chose, from 0 to `num_experts - 1`.
             Any other number, such as -1, is no choice, and adds 0 to the result.
-        weights: `[t, k]`, floats: the weight of each choice. Results are added in float32, or
-            wider if they are, and sent in the dtype that `compute` returns.
-        num_experts: of all devices together, from the model's config: with the number that this
-            device has, nothing would be sent, and choices beyond it would add 0.
-        num_local: experts that this device has: the size of the leaf's dim of experts.
+        weights: `[t, k]`, floats: the weight of each choice. Results are added in float32, or in a
+            wider dtype of their own, and sent in the dtype that `compute` returns.
+        num_experts: the number of experts of all devices together, from the model's config. If the
+            number on this device were given, nothing would be sent, and choices beyond it would add
+            0.
+        num_local: the number of experts of this device: the size of the leaf's dim of experts.
         capacity_factor: None sends all tokens. A number limits the rows that a device sends to each
-            device to so many times `t k / n`, the number with even choices among n devices; the
-            choices beyond, those of the last tokens, are dropped, and add 0 to the result. It
-            limits what is computed too: `m` is that times n, and otherwise `min(k, num_local)` for
-            each token of the node.
+            device to this number times `t k / n`, the rows if choices were even among n devices.
+            Choices of the last tokens that exceed the limit are dropped, and add 0 to the result.
+            The limit also bounds computation: `m` is the limit times n; without one, it is `min(k,
+            num_local)` for each token of the node.
 
     Returns:
         `(results, dropped)`: `[t, d_out]` in the dtype that `compute` returns, and the number of

@@ -2,8 +2,8 @@
 
 The printed plan has a line for them. Where all experts of a `jz.exchange_tokens` call are on the
 device, the call leaves a scope in the program with the number of experts and the bytes that tokens
-would take (`GATHERED_EXPERTS`). The experts are the weights that are used in such a scope and whose
-first dim has that number there.
+would take (`GATHERED_EXPERTS`). The experts are those weights that are used in such a scope and
+whose first dim is as large as the number of experts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 With hpZ (ZeRO++, https://arxiv.org/abs/2306.10209) each device keeps its node slice of every
 weight, and gathers the weight inside its node. The first gather of a weight crosses nodes in any
-case, so the slice is what it delivers over `node`; later gathers, in forward and backward, start
-from the slice. No gather of all slices has to come before the first layer.
+case, and its result over `node` is the slice. Later gathers, in forward and backward, start from
+the slice. No gather of all slices has to come before the first layer.
 """
 
 from __future__ import annotations

@@ -3,30 +3,30 @@
 A plan is data. It is made from two analyses (`param_uses`, `gradient_reductions`) and carried out
 by `_execute` without further decisions. `lifetimes` decides how long a gathered weight is held,
 `bucketing` which weights are sent together. The groups of a block and its loops form a sequence in
-program order; with prefetch distance `n`, a group is sent where the group `n` places before it is
-first used, or earlier if it would be late (`lookahead`). What it waits for there is in [Note: ties]
-in `ties`.
+program order. With prefetch distance `n`, a group is sent where the group `n` places before it is
+first used, or earlier if it would arrive late (`lookahead`). The value that it waits for there is
+explained in [Note: ties] in `ties`.
 
 Each mesh axis gets the time of one group: a group that is gathered over two axes is sent over the
 first of them one group earlier, so that no collective waits for another while nothing computes.
 
 [Note: loops] A loop over stacked layers is pipelined. Its carry holds the messages of the next
-layer's first `n` groups, and the previous layer's last gradients, encoded but not yet sent; with a
-second axis, also those of the layer after next and of the layer before the previous one. The
-messages of the first layers are sent before the loop, as if the loop were a group; or they are the
-messages that the loop before it, which runs in the other direction, sent last. In the last
-iteration, where there is no next layer, the last layer is sent again, and in the first zeros are
-reduced, unless the ends of the loop are cut off (`loop_ends`).
+layer's first `n` groups, and the previous layer's last gradients, encoded but not yet sent. With a
+second axis, it also holds messages of the layer after next, and gradients of the layer before the
+previous one. The messages of the first layers are sent before the loop, as if the loop were a
+group. Or they are the last messages of the loop before it, if that runs in the other direction. The
+last iteration has no next layer, and sends the last layer again; the first iteration reduces zeros.
+Neither happens if the ends of the loop are cut off (`loop_ends`).
 
 [Note: peaks] At the operation where a layer holds most memory (`layer_memory`), the previous
 layer's gradients have been reduced over their first axis, and the next layer's weights are not yet
 gathered over the last axis.
 
 [Note: host memory] Shards in host memory are copied to the device before they are sent, which is
-one more hop: `window` groups before the first, or in a pipelined loop `window` layers before. XLA
-would merge the copies of forward and backward too, so each is tied as a gather is. In a loop the
-carry holds the shards that have been copied, and a barrier joins the new ones with the end of the
-iteration, without which XLA waits for some of the copies before the layer computes.
+one more hop: `window` groups before the first send, or in a pipelined loop `window` layers before.
+XLA would merge the copies of forward and backward too, so each copy is tied as a gather is. In a
+loop the carry holds the shards that have been copied. A barrier joins newly copied shards with the
+end of the iteration; without it, XLA waits for some of the copies before the layer computes.
 """
 
 from __future__ import annotations

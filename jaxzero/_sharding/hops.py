@@ -50,7 +50,7 @@ class WeightHop(Hop, abc.ABC):
     def updated(
         self, kept: Float32[Array, ...], received: Float32[Array, ...]
     ) -> Float32[Array, ...]:
-        """Return the slice to keep, from the old slice and the decoded message; equal everywhere."""
+        """Return the new slice, from the old one and the decoded message; equal on every node."""
 
 
 @dataclasses.dataclass(frozen=True)

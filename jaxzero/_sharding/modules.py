@@ -73,8 +73,8 @@ def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
     """Replace the `nn.Partitioned` boxes of Flax Linen in a tree by the arrays that they hold.
 
     Returns:
-        The tree, and `specs`. If `specs` is None, those of the mesh axes that boxes name (for
-        GSPMD) which are among `axes` become the specs.
+        The tree, and `specs`. If `specs` is None, they are made of the mesh axes that boxes name
+        for GSPMD, as far as these are among `axes`.
     """
     meta = sys.modules.get("flax.core.meta")
     if meta is None:
