@@ -271,10 +271,6 @@ def rotate(
     Returns:
         The blocks; whether each is unchanged; and its largest magnitude. That is computed for both
         forms of a block, so that XLA:CPU does not write the chosen form to memory.
-
-    Returns:
-        The blocks; whether each was left as it is; and its largest magnitude, which is taken of
-        both forms of a block, so that XLA:CPU does not write the chosen one to memory.
     """
     whole = num // GROUP * GROUP
     tested_kb = x_kb

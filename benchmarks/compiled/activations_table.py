@@ -17,6 +17,7 @@ from benchmarks.shared._rows import RESULTS, read_rows
 
 _LINK = "400 GB/s between nodes"
 _PANELS = 3  # side by side
+_TICKS = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 80)  # GiB; those of a logarithm overlap
 _PROGRAM = ("model", "layers", "nodes", "local", "batch", "tokens", "token_parts")
 _NAMES = {
     "nothing": "nothing saved",
@@ -120,6 +121,10 @@ def figure(found: Mapping[tuple, Sequence[Row]]) -> Figure:
                 text = _kind(row).replace("`", "")
                 axes.annotate(text, (_memory(row), _seconds(row)), fontsize=7, rotation=20)
         axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        ticks = [x for x in _TICKS if low <= x <= high]
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axes.set_xticks([], minor=True)
         axes.set_xlabel("temporaries of a device, GiB")
         axes.set_ylabel("predicted step at 400 GB/s into a node, s")
         axes.set_title(_label(program), fontsize=9)

@@ -16,13 +16,13 @@ _TRIES = 5
 
 
 def back_memory(num_bytes: int) -> float:
-    """Write memory and free it, until that is fast: what is allocated next is backed.
+    """Write memory and free it until that is fast, so that the next allocations are backed.
 
     Args:
-        num_bytes: how much.
+        num_bytes: bytes to write.
 
     Returns:
-        Seconds that it took in the end; more than 0.2 for each GB if it did not become fast.
+        Seconds of the last try; more than 0.2 for each GB if it did not become fast.
 
     Raises:
         OSError: the system is no Linux of version 5.14 or newer.

@@ -1,9 +1,9 @@
 """A small decoder over bytes in plain JAX.
 
-Pre-norm transformer: RMSNorm, rotary positions, causal attention, squared ReLU (exact
-and cheap on a CPU), tied embeddings. The
-layers are stacked and scanned, so that gathers and reductions run inside the loop. A matrix of
-one layer holds at least 2**14 numbers: smaller ones cross the wire as they are.
+Pre-norm transformer: RMSNorm, rotary positions, causal attention, squared ReLU (exact and cheap on
+a CPU), tied embeddings. The layers are stacked and scanned, so that gathers and reductions run
+inside the loop. A matrix of one layer has at least 2**14 elements, so that codecs encode it
+(`min_quantized_size`).
 
 Shapes: b rows, t positions, d width, h heads, k width of a head.
 """

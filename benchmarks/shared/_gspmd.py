@@ -16,10 +16,11 @@ from ._llama import EXPERTS
 
 
 def shardings(tree: Any, mesh: Mesh, experts: Sequence[str] = ()) -> Any:
-    """Each leaf over all devices, on its largest dim that they divide; whole if there is none.
+    """Shardings that split each leaf over all devices, along its largest dim that they divide.
 
-    Leaves `[layers, experts, ...]` whose names are in `experts` are split over `local` on their
-    second dim, and over `node` on the largest one after it.
+    A leaf without such a dim is replicated. Leaves `[layers, experts, ...]` whose names are in
+    `experts` are split over `local` on their second dim, and over `node` on the largest one after
+    it.
 
     That is how FSDP is commonly written with GSPMD. Where matrices are cut on their first dim, as
     jaxzero does, the compiler sends more: with 40M parameters 704 MB for a step of
@@ -40,16 +41,17 @@ def shardings(tree: Any, mesh: Mesh, experts: Sequence[str] = ()) -> Any:
 
 
 def init(function: Callable, *args: Any, mesh: Mesh) -> Any:
-    """What `function(*args)` makes, made on the devices and split there."""
+    """Run `function(*args)` on all devices, with its results sharded by `shardings`."""
     split = shardings(jax.eval_shape(function, *args), mesh)
     return jax.jit(function, out_shardings=split)(*args)
 
 
 def lowered(variant: str, model: Any, mesh: Mesh, batch: Any) -> Any:
-    """The step of a model of `_models`; but for `gspmd`, with sharding constraints on activations.
+    """Lower the loss and gradients of a model of `_models` as one GSPMD program.
 
-    With `gspmd-experts` a device has the experts that it computes, sent from other nodes for each
-    layer, and tokens are exchanged as with jaxzero, in a `jax.shard_map` around the experts.
+    All variants except `gspmd` have sharding constraints on activations. With `gspmd-experts`
+    experts are split over the devices of a node, gathered over nodes for each layer, and tokens are
+    exchanged as with jaxzero, in a `jax.shard_map` around the experts.
     """
     names = EXPERTS if variant == "gspmd-experts" else ()
     of_rows, is_long = jz.Zero(mesh).batch_spec, "tokens" in mesh.axis_names

@@ -249,9 +249,12 @@ def _experts(
     x: Array,
     weights: Params,
 ) -> Array:
-    """Every expert on every token, the best of each weighted: the weights are those of a mixture,
-    the arithmetic is more (Switch Transformers, https://arxiv.org/abs/2101.03961). Or each token
-    on its experts only, where they stay on their devices or `size.sorts_tokens`."""
+    """A mixture of experts (Switch Transformers, https://arxiv.org/abs/2101.03961).
+
+    Every expert computes every token, and the best `size.choices` of a token are weighted: more
+    arithmetic than a mixture needs, with the same weights. Experts that stay on their devices, or
+    `size.sorts_tokens`, compute their own tokens only.
+    """
     y = _norm(x, weights["norm2"])
     scores = jax.nn.softmax((y @ weights["router"]).astype(jnp.float32))
     best, numbers = jax.lax.top_k(scores, size.choices)

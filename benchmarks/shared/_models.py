@@ -135,7 +135,7 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        """Trained or not."""
+        """The number of all parameters, trained or frozen."""
         makers = [x for x in (self.init, self.frozen) if x is not None]
         trees = [jax.eval_shape(make, jax.random.key(0)) for make in makers]
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trees))

@@ -43,6 +43,7 @@ class TwoTower:
 
 
 def init_recommender(model: Recommender, key: Array) -> Any:
+    """Parameters in float32."""
     keys = jax.random.split(key, 3)
     shape = (model.rows, model.width)
     tables = [jax.random.normal(k, shape) / 16 for k in jax.random.split(keys[0], model.tables)]
@@ -70,6 +71,7 @@ def recommender_loss(
 
 
 def init_two_tower(model: TwoTower, key: Array) -> Any:
+    """Parameters in float32."""
     keys = jax.random.split(key, 4)
     sizes = (model.hidden, model.width)
     return {
@@ -94,8 +96,7 @@ def two_tower_loss(
         params: of `init_two_tower`.
         batch: `users` `[b]`, `seen` `[b, seen]` and `items` `[b]`, integers.
         constrain: called on activations.
-        gather: collects the items of all devices, where each has its own rows of the batch; the
-            own ones are found by their id.
+        gather: all-gathers the items, if each device has its own rows of the batch.
     """
     seen = constrain(params["items"][batch["seen"]]).mean(1)
     of_user = jnp.concatenate([constrain(params["users"][batch["users"]]), seen], axis=1)

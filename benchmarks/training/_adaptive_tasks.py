@@ -38,7 +38,8 @@ class Task(abc.ABC):
 
     Attributes:
         name: of the task, in rows and files.
-        has_predicted_time: whether an example stands for a sequence, as in `_step_costs`.
+        has_predicted_time: whether rows have a predicted time, in which an example counts as a
+            sequence of Llama-7B (`_step_costs`).
         metric: what `evaluate` gives, with its unit.
         budget: examples in all, a multiple of `rows * per_call`.
         rows: examples in a micro-batch.
@@ -46,7 +47,8 @@ class Task(abc.ABC):
         sizes: fixed batches, in micro-batches; the first and last bound the others.
         target: similarity for the walk and the jump.
         learning_rate: the highest, for the smallest batch; where it is tuned, the first trial.
-        lr_scaling: what it goes with in larger ones: their size, or its square root.
+        lr_scaling: what the rate of a larger batch is proportional to: the size of the batch
+            ("linear"), or the square root of it.
     """
 
     name: ClassVar[str]
@@ -73,12 +75,12 @@ class Task(abc.ABC):
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Those that are tried for each variant; one: nothing is tuned."""
+        """The learning rates that are tried for each variant; one: nothing is tuned."""
         return (self.learning_rate,)
 
     @property
     def budgets(self) -> dict[Equal, int]:
-        """How much all variants have, of what is compared."""
+        """How many examples, and how many updates, every variant gets where these are equal."""
         return {"examples": self.budget}
 
     @property
@@ -88,7 +90,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
-        """With a rate, or a function of the number of updates."""
+        """The optimizer, with a learning rate or a schedule that counts updates."""
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> Tree: ...
@@ -99,11 +101,11 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, seed: int) -> Iterator[Tree]:
-        """As many as any run takes: `per_call` micro-batches, stacked."""
+        """Yield `per_call` stacked micro-batches at a time, enough for every variant."""
 
     @abc.abstractmethod
     def evaluate(self, params: Tree) -> dict[str, float]:
-        """On what was held out; `metric` first."""
+        """Held-out loss and further scores, by name; `metric` describes the first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,7 +258,7 @@ def _read_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shifted(images: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Each image by -1, 0 or 1 pixels in both directions."""
+    """Shift each image by -1, 0 or 1 pixels in both directions."""
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)))
     rows, columns = generator.integers(0, 3, (2, len(images), 1, 1))
     i, j = np.arange(8)[None, :, None], np.arange(8)[None, None]

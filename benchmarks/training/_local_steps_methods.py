@@ -1,8 +1,8 @@
 """The methods of the study of local steps, by name.
 
-A name is one of `_SETTINGS`, then, if it is another, the outer optimizer, then, if it is another,
-how many times the learning rate of synchronous training the nodes take:
-`diloco10 sgd(0.7, momentum=0.6, nesterov=True) rate 1.4`.
+A name has up to three parts, such as `diloco10 sgd(0.7, momentum=0.6, nesterov=True) rate 1.4`: a
+key of `_SETTINGS`; an outer optimizer in place of the one there; and the learning rate of the nodes
+over that of synchronous training, if it is not 1.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def method(name: str) -> Method | None:
     Raises:
         ValueError: there is none.
     """
-    if name == BASELINE[0]:
+    if name == BASELINE:
         return None
     found = _NAME.fullmatch(name)
     if found is None or found["settings"] not in _SETTINGS:
         raise ValueError(
-            f"`methods` must be {BASELINE[0]} or among {', '.join(_SETTINGS)}, each with an outer "
+            f"`methods` must be {BASELINE} or among {', '.join(_SETTINGS)}, each with an outer "
             f"optimizer ({_PRESET}) and a rate (rate 1.4) after it, if any; got {name!r}."
         )
     local, outer = _SETTINGS[found["settings"]]
@@ -115,7 +115,7 @@ _WITH_OTHER_OUTER = ("diloco10", "diloco30", "streaming10", "streaming30")
 
 # The methods that run unless others are named.
 DEFAULT = (
-    BASELINE[0],
+    BASELINE,
     *_SETTINGS,
     *(f"{name} {outer}" for outer in _OTHER_OUTER for name in _WITH_OTHER_OUTER),
     *(f"{name} rate {rate}" for name in _TUNED for rate in _RATES),

@@ -132,13 +132,13 @@ def _may_rotate(codec: Any) -> bool:
 
 
 def _blocks(codec: Any, blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of `blocks` that a codec can have."""
+    """The sizes of blocks, out of `blocks`, that a codec accepts."""
     least = _SMALLEST_BLOCK if _may_rotate(codec) else 0
     return tuple(block for block in blocks if block >= least)
 
 
 def _bits(blocks: tuple[int, ...], num: int = 2**20) -> Errors:
-    """Bits for each number of a long row."""
+    """Bits per number of an encoded row of `num` numbers."""
     return {
         name: {
             str(block): 8 * dataclasses.replace(codec, block=block).num_bytes(num, "float32") / num

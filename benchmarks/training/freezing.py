@@ -169,7 +169,7 @@ class Variant:
         )
 
     def _call(self, batch: PairTokens, key: Any, *, is_run: bool = True) -> float:
-        """Run a step, or only compile it; its FLOPs without those of filling the cache."""
+        """Run a step, or only compile it. Return its FLOPs, without those that fill the cache."""
         found = () if self._cache is None else (self._cache(key, batch),)
         args = (self._active, self._state, self._frozen, *found, batch)
         step, flops = self._task.step(self._freezing, self._cache, args)
@@ -179,7 +179,7 @@ class Variant:
         return flops
 
     def run(self, number: int, batch: PairTokens) -> None:
-        """One step, with the cache's part of it, timed."""
+        """Run one step, and add its time to the epoch's, that of the cache included."""
         record, hits = self.epochs[-1], 0 if self._cache is None else self._cache.hits
         wall, cpu = time.perf_counter(), time.process_time()
         record["flops"] += self._call(batch, number)

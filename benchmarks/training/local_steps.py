@@ -11,9 +11,9 @@ of nodes, and so is the global batch; methods are compared seed by seed. All nod
 one device. As in DiLoCo's own experiments, the first steps are synchronous, and every method goes
 on from the same parameters and optimizer state. The learning rate is tuned for synchronous training
 (`--learning-rate`); a method multiplies it, after the synchronous steps, by a factor that is tuned
-for it. Judged is the mean of the nodes' parameters, in
-float32, on held-out modules. A row is appended as each run ends; a run whose row is there, for the
-same settings and code, is not run again.
+for it. The mean of the nodes' parameters, in float32, is judged on held-out modules or packages. A
+row is appended as each run ends; a run whose row is there, for the same settings and code, is not
+run again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Study:
 
     Attributes:
         steps: of the inner optimizer, a multiple of 100.
-        synchronous_steps: so many of them, before the others, are synchronous; a multiple of 100.
+        synchronous_steps: how many of them, the first ones, are synchronous; a multiple of 100.
         rows: windows in a step, over all nodes.
         learning_rate: the highest, after the warm-up.
         inner: the optimizer of synchronous training and of the nodes.
@@ -136,11 +136,11 @@ def _zero(nodes: int) -> jz.Zero:
     return jz.Zero(jz.make_mesh(nodes, simulate=nodes), jz.zero3())
 
 
-@functools.cache
-def _step(study: Study, nodes: int, rate: float = 1.0) -> Callable:
+def training_step(study: Study, zero: jz.Zero, rate: float = 1.0) -> Callable:
+    """A step of the inner optimizer: `(params, opt_state, tokens) -> (params, opt_state, loss)`."""
     # Whole states are sharded by shape below, which pads Muon's coefficients.
-    tx = _zero(nodes).optimizer(study.tx(rate))
-    value_and_grad = _zero(nodes).value_and_grad(
+    tx = zero.optimizer(study.tx(rate))
+    value_and_grad = zero.value_and_grad(
         lambda params, tokens: losses(study.size, params, tokens).mean()
     )
 
@@ -155,7 +155,7 @@ def _step(study: Study, nodes: int, rate: float = 1.0) -> Callable:
 @functools.cache
 def _synchronous(study: Study, nodes: int) -> Callable:
     """Many steps in one call: `(state, tokens) -> (state, losses)`."""
-    step = _step(study, nodes)
+    step = training_step(study, _zero(nodes))
 
     def one(state, tokens):
         *state, loss = step(*state, tokens)
@@ -169,7 +169,8 @@ def _rounds(study: Study, name: str, nodes: int) -> tuple[Any, Callable]:
     """The rounds, and one round compiled."""
     settings = method(name)
     assert settings is not None
-    rounds = _zero(nodes).local_steps(_step(study, nodes, settings.rate), settings.local)
+    step = training_step(study, _zero(nodes), settings.rate)
+    rounds = _zero(nodes).local_steps(step, settings.local)
     return rounds, jax.jit(rounds, donate_argnums=0)
 
 
@@ -320,7 +321,7 @@ def _run_all(study: Study) -> None:
     }
     for seed in study.seeds:  # outermost: when stopped, what is there can be compared
         for name in study.methods or DEFAULT:
-            for nodes in study.nodes[:1] if name == BASELINE[0] else study.nodes:
+            for nodes in study.nodes[:1] if name == BASELINE else study.nodes:
                 if (name, nodes, seed) not in done:
                     append_row(_NAME, _run(study, name, nodes, seed))
 

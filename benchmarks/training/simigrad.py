@@ -56,7 +56,7 @@ class Study:
 
     Attributes:
         tasks: what is trained.
-        seeds: how many runs of every variant; by default 5 of the short task, 3 of the long.
+        seeds: how many runs of every variant; by default 5 of digits and 3 of bytes.
         variants: their names ("fixed 8", "doubling", "walk", "jump", ...); none: all.
         equal: what the variants have in common: the number of examples, or of updates (bytes only).
         summary: run nothing; print the tables and draw the figures.
@@ -143,7 +143,8 @@ def _optimizer(
     def of_seen(seen):
         return cosine(seen + task.rows)
 
-    def of_updates(count):  # what is made of the last call, after the last update, changes nothing
+    # Micro-batches that the last call has after the last update that counts must change nothing.
+    def of_updates(count):
         return rate * jnp.where(count < budget, cosine(count + 1), 0.0)
 
     return jz.simigrad(
@@ -182,7 +183,7 @@ def _several(task: Task, variant: str, equal: Equal) -> Callable:
 
 
 def run(task: Task, of: Run) -> dict[str, Any]:
-    """Train once; what a row holds."""
+    """Train once, and return the results for its row."""
     start = time.perf_counter()
     several, limit = _several(task, of.variant, of.equal), task.budgets[of.equal]
     params = task.init(jax.random.key(of.seed))
@@ -272,7 +273,7 @@ def _run_all(task: Task, seeds: int, variants: tuple[str, ...], equals: tuple[Eq
 
 
 def _newest(task: Task) -> dict[Run, dict[str, Any]]:
-    """The results of the newest row of each run; of those with the data of the last row of all."""
+    """The results of the newest row of each run, among rows with the corpus of the last row."""
     rows = [row["results"] for row in _rows(task)]
     return {_key(task, x): x for x in rows if x.get("corpus") == rows[-1].get("corpus")}
 

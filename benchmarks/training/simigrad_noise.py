@@ -47,8 +47,8 @@ class Study:
         nodes: of the simulated mesh.
         devices: on all nodes.
         microbatches: in a batch; 1: it is measured by halves of the devices.
-        noise_over_batch: noise scales, in units of the weight of a batch. A similarity s is that
-            of (1 - s) / 2s: these are 0.98, 0.83, 0.5, 0.2 and 0.06.
+        noise_over_batch: noise scales N in units of the weight B of a batch. The similarity s of
+            a batch has N / B = (1 - s) / 2s: here it is 0.98, 0.83, 0.5, 0.2 and 0.06.
     """
 
     dim: int = 2**15

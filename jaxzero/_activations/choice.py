@@ -14,16 +14,17 @@ from .costs import RATES, bytes_of
 from .priced import Chosen, Point, PricedProgram
 from .residuals import by_kind, described, kept_bytes
 
-# Seconds for a byte: what it takes to write and to read it, and so much that of a layer only what
-# is tiny beside the work to make it again is kept, such as a sum.
+# The lowest and the highest price of a kept byte, in seconds. The lowest is the time to write and
+# read it. At the highest only values are kept that are tiny beside the work of recomputing them,
+# such as the sums of a reduction.
 _PRICES = 2 / RATES.memory, 1e-8
-# Tried before a budget is refused, and for the least: then not even such values are kept.
+# At this price not even those are kept. Tried for a budget of 0, and before a budget is refused.
 _LAST_PRICE = 1e-7
-_STEPS = 12  # of the search for a price
-_NEAR = 0.98  # of the budget: near enough
-_TRIED = 8  # values that are kept one by one, where the next price keeps too much
-_POINTS = 5  # of a frontier
-_APART = 1.1  # times the bytes of the next point
+_STEPS = 12  # most steps of a bisection of prices
+_NEAR = 0.98  # share of the budget: a choice that keeps as much ends the bisection
+_TRIED = 8  # values that are tried one by one with what the bisection leaves of the budget
+_POINTS = 5  # most points of a frontier
+_APART = 1.1  # no point is sought between two of which one keeps less than 1.1 times the other
 
 
 def choose_activations(
@@ -39,11 +40,12 @@ def choose_activations(
     Args:
         block: a program of loss and gradients.
         weights: its inputs that are gathered where they are used.
-        results: its outputs that are no gradients.
+        results: its outputs that are not gradients: the loss, and what the loss returns beside.
         activations: the budget; None leaves the program as it is.
-        layer_sets: how many times the residuals of all layers are on a device, if it runs only
-            loops over layers; None: it runs all of the program once.
-        token_parts: devices that share each row.
+        layer_sets: with pipeline stages, what a device holds at once of the residuals of all
+            layers: micro-batches in flight times the share of the layers that a stage has. None
+            without stages.
+        token_parts: devices that share each row, and so hold a part of each value.
 
     Raises:
         ValueError: the program cannot keep as little as the budget allows.
@@ -67,34 +69,44 @@ def choose_activations(
 
 
 def _frontier(program: PricedProgram) -> tuple[Point, ...]:
-    """Points of the lower convex hull of seconds over bytes, the least first.
+    """Points of the lower convex hull of seconds over bytes, that of the fewest bytes first.
 
-    The price at which two points are equally good gives the one farthest below their line.
+    Between two points lies the choice at the price at which both cost the same; if that is one of
+    the two, the hull has no point between them.
     """
     low, high = _PRICES
-    found = [program.at(high), program.at(low)]
-    closed: set[tuple[int, int]] = set()
-    while len(found) < _POINTS:
+    choices = [program.at(high), program.at(low)]
+    closed: set[tuple[int, int]] = set()  # gaps without a point, by the bytes of both ends
+    while len(choices) < _POINTS:
         gaps = [
             (less, more)
-            for less, more in itertools.pairwise(found)
+            for less, more in itertools.pairwise(choices)
             if more.num_bytes > _APART * less.num_bytes
             and (less.num_bytes, more.num_bytes) not in closed
         ]
         if not gaps:
             break
-        less, more = max(gaps, key=lambda x: x[1].num_bytes - x[0].num_bytes)
+        less, more = max(gaps, key=lambda gap: gap[1].num_bytes - gap[0].num_bytes)
         gained = less.seconds_in_all - more.seconds_in_all
         between = program.at(max(gained / (more.num_bytes - less.num_bytes), low))
         if less.num_bytes < between.num_bytes < more.num_bytes:
-            found = sorted([*found, between], key=lambda x: x.num_bytes)
+            choices = sorted([*choices, between], key=lambda choice: choice.num_bytes)
         else:
             closed.add((less.num_bytes, more.num_bytes))
-    return tuple(dict.fromkeys(x.point for x in found))
+    return tuple(dict.fromkeys(choice.point for choice in choices))
 
 
 def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
-    """The choice that takes the least time under a budget; `link`: see `PricedProgram.at`."""
+    """The choice of the least predicted time that keeps at most `budget` bytes.
+
+    Args:
+        program: the program.
+        budget: in bytes; 0 for as little as possible.
+        link: 1 to let values wait in host memory, 0 not to; as for `PricedProgram.at`.
+
+    Raises:
+        ValueError: the program cannot keep as little.
+    """
     low, high = _PRICES
     most = program.at(low)
     if most.num_bytes <= budget:
@@ -112,10 +124,11 @@ def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
     if least.num_bytes > budget:
         raise ValueError(_too_little(budget, least))
     logarithms = math.log(low), math.log(high)
-    fits, at, over = _search(
+    fits, logarithm, over = _search(
         lambda x: program.at(math.exp(x), link), *logarithms, most, least, budget
     )
-    price = math.exp(at)
+    price = math.exp(logarithm)
+    # Prices give only points of a convex hull. Between two of them, keep single values as well.
     kept = {x for _, choice in fits.choices for x in choice.kept}
     more = [x for _, choice in over.choices for x in choice.kept if x not in kept]
     keep: list[Value] = []
@@ -137,7 +150,19 @@ def _search(
     fits: Chosen,
     budget: int,
 ) -> tuple[Chosen, float, Chosen]:
-    """Bisect prices: the costliest choice that fits, its price, and the cheapest that does not."""
+    """Bisect for the choice that keeps most within the budget.
+
+    Args:
+        at: the choice for an argument: the logarithm of a price, or a share of the link.
+        over_at: an argument whose choice, `over`, keeps more than the budget.
+        fits_at: one whose choice, `fits`, does not.
+        over: see `over_at`.
+        fits: see `fits_at`.
+        budget: in bytes.
+
+    Returns:
+        The choice nearest to the budget that fits, its argument, and the nearest that does not fit.
+    """
     for _ in range(_STEPS):
         if budget * _NEAR <= fits.num_bytes:
             break

@@ -1,7 +1,7 @@
 """How many bytes a value takes, and how long it takes to repeat an operation, by the cost model.
 
-The rates are those of `Rates`, as for compiled programs. What XLA fuses is not known yet: each
-result that is not merely a view of another is taken to be written once.
+The rates are those of `Rates`, as for compiled programs. What XLA will fuse is not known before it
+compiles: each result that is not a view of an operand is taken to be written to memory once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from .._hlo import Rates
 from .._program import Loop, Operation, Value, is_broadcast, is_elementwise
 
 RATES = Rates()
-# Seconds for a byte that a loop stacks up: forward copies it into the stack, and backward copies it
-# out of there. XLA fuses neither with a product that makes or reads the value.
+# Seconds for each byte that a loop stacks up. Forward copies it into the stack and backward copies
+# it out, each of which reads and writes it. XLA fuses neither copy with a matrix product.
 STACKED = 4 / RATES.memory
-_TURN = 5e-6  # seconds of an iteration in which nothing takes long
+_TURN = 5e-6  # seconds that each iteration of a loop takes beside its operations
 _KEY_BYTES = 16  # of a random key
-_PLACED = {"concatenate", "pad"}  # elementwise but for where they put what they read
+_PLACED = {"concatenate", "pad"}  # each element of the result is one of an operand
 _VIEWS = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "split", "slice"}
 
 
@@ -39,7 +39,7 @@ def copies_in_host(operation: Operation) -> list[Value]:
 
 
 def is_view(operation: Operation) -> bool:
-    """Whether what an operation makes takes no time, and no bytes beside those that it is of."""
+    """Whether the result is a view of an operand: it takes no time, and no bytes of its own."""
     return operation.name in _VIEWS or is_broadcast(operation)
 
 
@@ -51,7 +51,7 @@ def is_pointwise(operation: Operation) -> bool:
 def is_fused(operation: Operation) -> bool:
     """Whether XLA fuses an operation with those that make its operands.
 
-    It does so with pointwise operations and reductions, such as those of a softmax or a norm.
+    True of pointwise operations, and of reductions such as those of a softmax or a norm.
     """
     return is_pointwise(operation) or operation.name.startswith("reduce_")
 
@@ -63,7 +63,7 @@ def flops_of(operation: Operation) -> int:
 
 
 def seconds_of(operation: Operation) -> float:
-    """How long it takes to repeat an operation."""
+    """Predicted seconds of an operation: the longer of its arithmetic and its memory traffic."""
     if is_view(operation):
         return 0.0
     written = sum(map(bytes_of, operation.outputs))

@@ -1,9 +1,10 @@
 """Loops inside of layers, such as those over experts, blocks of tokens or steps in time.
 
-What such a loop stacks up for backward leaves the layer's loop as a stack of stacks. A trip of the
-layer's forward loop and the trip of the backward loop that reads it are joined into one block, in
-which the loops inside are loops of forward and backward like any others. Once these do as chosen,
-the block is divided again: what backward reads of forward are the stacks of the layer's loop.
+What such a loop stacks up for backward leaves the loop over layers as a stack of stacks. To choose
+what the loops inside keep, one trip of the forward loop over layers and the trip of the backward
+loop that reads its stacks are joined into one block, a program of forward and backward in which
+they are loops like any others. Then the block is divided again into the bodies of both loops over
+layers: each value of the forward half that the backward half reads becomes a stack.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from .loops import Pair, stacked_values
 
 
 class Trip(NamedTuple):
-    """A trip of a pair's two loops.
+    """One trip of a forward loop and of the backward loop that reads its stacks, as one block.
 
     Attributes:
-        block: the operations of both bodies; of its inputs those of the forward loop come first, of
-            its outputs likewise, without what the forward loop stacks up.
+        block: the operations of both bodies. Its inputs and outputs are those of the forward body,
+            without the outputs that are stacked up for backward, and then those of the backward
+            body.
         end: how many of the operations are forward.
-        own: the inputs of the backward loop that are not of the forward loop, by index.
+        own: indices of the backward loop's inputs that the forward loop neither reads nor makes.
     """
 
     block: Block
@@ -32,7 +34,7 @@ class Trip(NamedTuple):
 
 
 def joined(pair: Pair) -> Trip:
-    """Join a trip of the forward loop with that of the one backward loop that reads its stacks."""
+    """Join the bodies of a pair that has one backward loop."""
     forward, (backward,) = pair.forward, pair.readers
     first, num = forward.first_stack, forward.num_constants
     constants = dict(zip(forward.inputs[:num], forward.body.inputs, strict=False))
@@ -58,11 +60,12 @@ def joined(pair: Pair) -> Trip:
 
 
 def divided(pair: Pair, trip: Trip) -> Pair:
-    """Divide a trip, whose loops inside may be others by now, into the two loops of its pair."""
+    """Divide a joined trip, after its block was rewritten, into the two loops of its pair."""
     forward, (backward,) = pair.forward, pair.readers
     before, after = trip.block.operations[: trip.end], trip.block.operations[trip.end :]
     results = trip.block.outputs[-len(backward.outputs) :]
-    after = without_dead_code(Block((), results, after)).operations  # nor stacks that it reads
+    # Loops inside may stack up values that nothing reads any more; those must not cross.
+    after = without_dead_code(Block((), results, after)).operations
     of_forward = {*forward.body.inputs, *(x for operation in before for x in operation.outputs)}
     read = [*(x for operation in after for x in operation.values), *results]
     crossing = [x for x in dict.fromkeys(read) if x in of_forward]
@@ -96,8 +99,8 @@ def _stacking(
     """The loop with a body of `operations` that also stacks up `values`.
 
     Returns:
-        The loop; and what each value of the body, but for its carry, is outside: the array that the
-        loop reads, or the stack that it makes.
+        The loop; and for each value of its body, but for carried ones, the value outside of which
+        it is a layer: an input of the loop, or a stack that it makes.
     """
     first = loop.first_stack
     outside = dict(zip(loop.body.inputs, loop.inputs, strict=True))

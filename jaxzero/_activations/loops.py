@@ -1,7 +1,8 @@
 """Residuals of loops: what the body of a forward loop stacks up for the body of a backward loop.
 
-The body of the forward loop is a part whose inputs cost nothing, if they are layers of stacks that
-exist anyway. What is repeated moves into the body of the backward loop:
+The body of the forward loop is one part of the program, for which a cut is chosen (`min_cut.Part`).
+Operations that backward repeats are copied into the body of the backward loop. As it is traced, and
+with only `a` kept:
 
     for layer:            a, b, c = forward(x)      stacks of a, b and c
     for layer, reversed:  backward(a, b, c)
@@ -26,25 +27,27 @@ from .._program import (
     Loop,
     Operation,
     Value,
+    fixed_of,
     is_elementwise,
     like,
     rewritten,
+    without_dead_code,
 )
 from .costs import bytes_of, copies_in_host, seconds_of
 from .min_cut import Choice, Cost, Part
 
-_SMALLER = 8  # times: a constant that is made of so much smaller ones is made in the loop
+_SMALLER = 8  # a constant of a loop is made in its body if it is so many times what it is made of
 
 
 class Pair(NamedTuple):
-    """A loop, what it stacks up for loops of backward, and these.
+    """A loop of forward, and the loops of backward that scan what it stacks up.
 
     Attributes:
-        forward: the loop.
-        saved: the stacks, by index of its output.
-        readers: the loops that scan them.
-        held: other stacks that backward reads or that are results, by index of its output: they
-            are there whatever is chosen.
+        forward: the loop of forward.
+        saved: the stacks that backward only scans, as indices of the loop's outputs.
+        readers: the loops of backward that scan them.
+        held: the stacks that are results or that backward reads otherwise, likewise: they are held
+            whatever is chosen.
     """
 
     forward: Loop
@@ -53,10 +56,33 @@ class Pair(NamedTuple):
     held: tuple[int, ...] = ()
 
 
-def find_pairs(block: Block, end: int, results: Collection[Atom]) -> list[Pair]:
-    """The loops of forward that stack up values of which backward only scans the stacks.
+def stacked_once(block: Block) -> tuple[Block, dict[Atom, Atom]]:
+    """Let loops stack up each value of their bodies once, in loops inside too.
 
-    Forward may read them too, such as for statistics, or since it hands them to other layers.
+    A value that a scan returns is often a residual as well, for which JAX makes a second stack.
+
+    Returns:
+        The block, and for each stack that is dropped the one that is read in its place.
+    """
+    instead: dict[Atom, Atom] = {}
+    operations = []
+    for operation in block.operations:
+        operation = operation.reading(instead)
+        if isinstance(operation, Loop):
+            operation = dataclasses.replace(operation, body=stacked_once(operation.body)[0])
+            first: dict[Value, Value] = {}
+            for x, stack in stacked_values(operation):
+                if first.setdefault(x, stack) is not stack:
+                    instead[stack] = first[x]
+        operations.append(operation)
+    outputs = tuple(instead.get(x, x) for x in block.outputs)
+    return without_dead_code(Block(block.inputs, outputs, tuple(operations))), instead
+
+
+def find_pairs(block: Block, end: int, results: Collection[Atom]) -> list[Pair]:
+    """The loops of forward that have stacks which backward scans, and reads in no other way.
+
+    Forward may read these stacks too, as a decoder reads the states of an encoder.
 
     Args:
         block: a program.
@@ -100,7 +126,11 @@ def _scans(reader: Operation, i: int, loop: Loop) -> bool:
 
 
 def part_of(
-    pair: Pair, outside: dict[Value, Cost], never: Collection[Operation], times: int = 1
+    pair: Pair,
+    outside: dict[Value, Cost],
+    never: Collection[Operation],
+    weights: Collection[Value],
+    times: int = 1,
 ) -> Part:
     """The body of the forward loop of a pair.
 
@@ -108,24 +138,42 @@ def part_of(
         pair: the pair.
         outside: what values of the block cost that do not exist in backward anyway.
         never: operations of the body that are not repeated.
+        weights: stacks of weights of the block, and views of them.
         times: how often the loop runs, in a loop around it.
     """
     loop = pair.forward
     body = loop.body
+    saved, stored = (
+        {x for i in indices if isinstance(x := body.outputs[i], Value)}
+        for indices in (pair.saved, pair.held)
+    )
+    fixed = fixed_of(body, layers_of(loop, weights))
+    views = saved & fixed.views
+    # A layer of which backward reads a view, such as a cast one, is gathered there anyway.
+    gathered = {x for view in views for x in fixed.of(view) or ()}
     read = {x for reader in pair.readers for x in reader.inputs}
     entering = zip(loop.inputs, body.inputs, strict=True)
-    inputs = {x: outside[given] for given, x in entering if given in outside and given not in read}
-    wanted, stored = ((body.outputs[i] for i in x) for x in (pair.saved, pair.held))
+    inputs = {
+        x: outside[given]
+        for given, x in entering
+        if given in outside and given not in read and x not in gathered
+    }
     return Part(
         body.operations,
-        {x for x in wanted if isinstance(x, Value)},
+        saved,
         body.inputs[loop.num_constants : loop.first_stack],
         inputs,
-        {x for x in stored if isinstance(x, Value)},
+        stored,
         never,
         times * loop.length,
         is_stacked=True,
+        views=views,
     )
+
+
+def layers_of(loop: Loop, stacks: Collection[Value]) -> list[Value]:
+    """What the body of a loop reads of stacks that it scans: one layer of each."""
+    return [inside for outside, inside in loop.stacks if outside in stacks]
 
 
 def repeating(
@@ -135,20 +183,23 @@ def repeating(
     stack_of: dict[Value, Value],
     in_host: Collection[Value] = (),
 ) -> Block:
-    """The block in which the loops of a pair do as chosen. Stacks that are not read remain.
+    """Rewrite the loops of a pair: forward stacks up what is kept, backward repeats the rest.
+
+    Stacks that nothing reads any more remain, until `without_dead_code` drops them.
 
     Args:
         block: the program.
         pair: loops of it.
         choice: for the body of the forward loop.
-        stack_of: the stacks of values, to which new ones are added.
+        stack_of: the stack of each value that some choice keeps and the loop did not stack up;
+            added to here, so that all prices have the same stacks.
         in_host: the kept values that are in host memory between forward and backward.
     """
     made_inside = _made_inside(block, pair.forward)
+    # Forward repeats nothing, but makes large constants in its body too.
     loop = _Recomputing(pair.forward, pair.forward, {}, made_inside, []).result()
     copies = [_to_host_and_back(loop, x) for x in in_host]
     at = dict(stacked_values(loop))
-    at |= {x: loop.outputs[i] for i in pair.held if isinstance(x := loop.body.outputs[i], Value)}
     kept = [x for x in choice.kept if x not in in_host] + [to.outputs[0] for to, _ in copies]
     new = [x for x in kept if x not in at]
     stacks = {x: stack_of.setdefault(x, like(x, (loop.length, *x.shape))) for x in new}
@@ -176,9 +227,10 @@ def _with_others(block: Block, others: Mapping[Any, Operation]) -> Block:
 
 
 def _made_inside(block: Block, loop: Loop) -> list[Operation]:
-    """Operations that make constants of a loop in its body: of much smaller ones, such as masks.
+    """Operations that make large constants of a loop, such as masks, of much smaller values.
 
-    A mask that is broadcast before the loop would be read in full in each iteration.
+    They are copied into its body. As a constant of the loop a broadcast mask would be read from
+    memory in full in each iteration.
     """
     operations: dict[Operation, None] = {}
     for outside, inside in zip(loop.inputs[: loop.num_constants], loop.body.inputs, strict=False):
@@ -211,7 +263,7 @@ def _made_of_small(block: Block, value: Atom, most: int) -> list[Operation]:
 
 
 def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:
-    """The copy of a value to host memory, and that to the device, which makes the value again."""
+    """A copy of a value to host memory, and the copy back, whose output is the value itself."""
 
     def copy(x: Array) -> Array:
         host = jax.device_put(x, jax.memory.Space.Host)
@@ -231,9 +283,10 @@ def stacked_values(loop: Loop) -> list[tuple[Value, Value]]:
 def _before_readers(
     made_inside: Sequence[Operation], repeated: Sequence[Operation]
 ) -> list[Operation]:
-    """Merge both lists: what makes a constant comes right before the first operation to read it.
+    """Merge both lists, so that a constant is made right before the first operation to read it.
 
-    Where masks of all scores are made counts: the plan takes them for arrays that a layer holds.
+    The plan counts constants, such as masks of all attention scores, among the arrays that a layer
+    holds from where they are made.
     """
     makers = {x: operation for operation in made_inside for x in operation.outputs}
     ordered: dict[Operation, None] = {}
@@ -250,7 +303,7 @@ def _before_readers(
 
 
 class _Recomputing(Copies):
-    """A loop whose body computes values of the forward loop's body again."""
+    """Copies operations of a forward loop's body into the body of another loop."""
 
     def __init__(
         self,
@@ -297,11 +350,7 @@ class _Recomputing(Copies):
         )
 
     def _replaced(self) -> dict[Atom, Atom]:
-        """What the body reads in place of its inputs.
-
-        Values of the forward loop's body that are computed again; and of a value that is stacked up
-        twice, such as one that is a result too, the one stack that is kept.
-        """
+        """The inputs of the body that repeated operations compute, and the values they compute."""
         forward, loop = self.forward, self.loop
         replaced: dict[Atom, Atom] = {}
         made: dict[Atom, Value] = {stack: x for x, stack in stacked_values(forward)}
@@ -309,8 +358,6 @@ class _Recomputing(Copies):
             x = made.get(stack)
             if x in self._makers:
                 replaced[inside] = x
-            elif x is not None and self.stacks.get(x, stack) is not stack:
-                replaced[inside] = self._scan(self.stacks[x], x)
         given = zip(forward.inputs, forward.body.inputs, strict=True)
         constants = {outside: inside for outside, inside in given if inside in self._makers}
         for outside, inside in zip(

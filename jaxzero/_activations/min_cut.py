@@ -33,7 +33,12 @@ _SOURCE, _SINK = 0, 1
 
 
 class Cost(NamedTuple):
-    """What it costs that a part reads a value: bytes that live longer, seconds to make it again."""
+    """What it costs if backward reads an input of a part.
+
+    Attributes:
+        bytes: of the value, if it has to be held until then.
+        seconds: to make it again, such as to gather a weight.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
@@ -41,20 +46,21 @@ class Cost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of forward, such as the body of a loop.
+    """A part of forward for which one cut is chosen: a loop's body, or all outside of loops.
 
     Attributes:
         operations: in program order.
-        wanted: the values made by them, or entering the part, that backward reads.
-        carried: values that enter the part and are kept for each trip.
-        inputs: what other values that enter the part cost; those left out cost nothing.
-        stored: values that are kept whatever is chosen, and count nothing.
+        wanted: the values that backward reads of those that operations make or that are carried.
+        carried: inputs of the part that can be kept for each trip: the carry of a loop.
+        inputs: what it costs if backward reads another input; those left out cost nothing.
+        stored: values that are held whatever is chosen, and so cost nothing to keep.
         never: operations that are not repeated.
         trips: how often the part runs.
-        layer_sets: how many times what all trips keep is on a device; less, if it runs a part.
-        segments: into how many the part is cut, which backward repeats one after the other.
-        token_parts: among how many devices each value is split, beside the rows.
+        layer_sets: how many times what all trips keep is on a device: see `choose_activations`.
+        segments: into how many segments the part is cut, which backward repeats one by one.
+        token_parts: devices that share each row, and so hold a part of each value.
         is_stacked: whether what is kept is stacked up by a loop.
+        views: wanted values that are views of weights, such as cast ones, and no activations.
     """
 
     operations: Sequence[Operation]
@@ -68,10 +74,11 @@ class Part:
     segments: int = 1
     token_parts: int = 1
     is_stacked: bool = False
+    views: Collection[Value] = ()
 
     @functools.cached_property
     def _fused(self) -> set[Operation]:
-        """Pointwise operations that XLA fuses with all that reads them: it writes no result."""
+        """Pointwise operations that XLA fuses with all readers, so that no result is written."""
         readers: dict[Value, list[Operation]] = {}
         for operation in self.operations:
             for x in operation.values:
@@ -90,16 +97,16 @@ class Part:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of what backward reads of one trip and segment."""
+        """Bytes on a device of all values that backward reads of one trip, or of one segment."""
         return sum(map(bytes_of, self.wanted)) // (self.segments * self.token_parts)
 
     def kept_bytes(self, value: Value) -> int:
-        """Bytes on a device, if a value is kept, beside those that are kept anyway."""
+        """Bytes on a device that it takes to keep a value in all trips; 0 if it is held anyway."""
         num = 0 if value in self.stored else bytes_of(value)
         return round(num * self.trips * self.layer_sets / self.token_parts)
 
     def seconds_to_keep(self, value: Value) -> float:
-        """How long copies take, in all trips, if a value is kept."""
+        """Seconds, in all trips, of the copies into a stack and out of it if a value is kept."""
         num = 0 if value in self.stored or not self.is_stacked else bytes_of(value)
         return STACKED * num * self.trips / self.token_parts
 
@@ -113,7 +120,7 @@ class Choice:
 
 
 def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
-    """The cheapest choice for a part; of equally cheap ones that which repeats least.
+    """The cheapest choice for a part; of equally cheap choices the one that repeats least.
 
     Args:
         part: a part of forward.
@@ -166,7 +173,11 @@ class _Graph:
         return self.nodes.setdefault(x, len(self.nodes) + 2)
 
     def cut(self) -> set[Value | Operation]:
-        """The nodes on the side of the sink of a minimum cut, as few as possible."""
+        """The nodes on the sink's side of a minimum cut, as few as possible.
+
+        Seconds are scaled to integers, which the solver needs: each is rounded up to a part in 2^30
+        of their sum.
+        """
         from scipy.sparse import csr_array  # slow to import, and needed here alone
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 

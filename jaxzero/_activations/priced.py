@@ -1,4 +1,4 @@
-"""What is cheapest to keep of a program if a byte that is kept has a price."""
+"""The cheapest choice of what a program keeps, if each kept byte costs so many seconds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .._program import (
     Value,
     calls_python,
     exchanged_or_effect,
+    fixed_of,
     operations_for,
     without_dead_code,
 )
@@ -26,16 +27,16 @@ from .costs import RATES, bytes_of, flops_of, is_host_copy, seconds_of
 from .min_cut import Choice, Cost, Part, cheapest
 from .residuals import Residual, kept_bytes, residuals_of
 
-_MIN_HOST = 2**20  # bytes of a layer below which a value is not worth a copy
+_MIN_HOST = 2**20  # bytes of one layer: smaller values are not worth a copy to host memory
 
 
 class Point(NamedTuple):
-    """One choice: the bytes that it keeps, and the time that backward takes for the rest.
+    """The figures of one choice, for one device and one micro-batch.
 
     Attributes:
-        num_bytes: kept by a device from forward to backward, of one micro-batch.
-        seconds: to repeat operations for one micro-batch, by the cost model.
-        working: bytes of all that backward reads of one layer, kept or not.
+        num_bytes: kept from forward to backward.
+        seconds: predicted, to repeat operations in backward.
+        working: bytes of all values that backward reads of one layer, kept or repeated.
     """
 
     num_bytes: int
@@ -45,13 +46,13 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """A program, and what it keeps.
+    """What a program keeps, and that program.
 
     Attributes:
-        emit: makes the program.
+        emit: makes the program in which forward and backward do as chosen.
         choices: the parts of forward, and what was chosen for each.
         in_host: the kept values that are in host memory between forward and backward.
-        frontier: computes what other budgets give, the least first.
+        frontier: computes the points that other budgets give, that of the fewest bytes first.
     """
 
     emit: Callable[[], Block]
@@ -83,20 +84,20 @@ class Chosen:
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """What is kept, and what was and is recomputed, in program order."""
+        """All values that are kept, in host memory or recomputed, in program order."""
         return tuple(
             x for part, choice in self.choices for x in residuals_of(part, choice, self.in_host)
         )
 
     @property
     def point(self) -> Point:
-        """Its bytes and seconds, which compare it with other choices."""
+        """The figures of this choice."""
         working = max((part.working_bytes for part, _ in self.choices), default=0)
         return Point(self.num_bytes, self.seconds, working)
 
 
 class PricedProgram:
-    """A program, for which prices of a byte give choices."""
+    """A program, and the cheapest choice for each price of a kept byte."""
 
     def __init__(
         self,
@@ -106,17 +107,19 @@ class PricedProgram:
         layer_sets: float | None,
         token_parts: int,
     ):
-        self.block = block
+        self.block, instead = loops.stacked_once(block)
         self.token_parts = token_parts
         self.layer_sets = 1.0 if layer_sets is None else layer_sets
         self.outside_loops = layer_sets is None
         self.weights = {*weights}
-        self.results = results
+        self.views = fixed_of(self.block, weights).views
+        self.results = [instead.get(x, x) for x in results]
         self.inputs = {*block.inputs}
         self._unrolled: tuple[unrolled.Forward, Part] | None = None
         self._is_bound: dict[Operation, bool] = {}
-        self._stack_of: dict[Value, Value] = {}  # the same for all prices
-        self.outside = _costs_to_keep(block.operations)
+        # Stacks are the same values for all prices, so that choices can be compared by them.
+        self._stack_of: dict[Value, Value] = {}
+        self.outside = _costs_to_keep(self.block.operations)
         self.outside |= {x: Cost(0, bytes_of(x) / RATES.local) for x in self.weights}
 
     def at(self, price: float, link: float = 0.0, keep: Collection[Value] = ()) -> Chosen:
@@ -124,12 +127,20 @@ class PricedProgram:
 
         Args:
             price: the price of a byte, in seconds.
-            link: the share of the time of forward that may be spent on copies to host memory.
+            link: the share of the products' time in forward beside which copies to host memory may
+                run, from 0 to 1.
             keep: values that are kept at no price.
         """
         end = self._end(self.block)
         block, choices, in_host = self._of_loops(
-            self.block, end, self.outside, price, keep, self.block.outputs, link=link
+            self.block,
+            end,
+            self.outside,
+            price,
+            keep,
+            self.block.outputs,
+            weights=self.views,
+            link=link,
         )
         block = without_dead_code(block) if choices else block
         if not self.outside_loops:
@@ -152,25 +163,27 @@ class PricedProgram:
         keep: Collection[Value],
         results: Collection[Atom],
         *,
+        weights: Collection[Value],
         times: int = 1,
         link: float = 0.0,
     ) -> tuple[Block, list[tuple[Part, Choice]], set[Value]]:
         """A block whose loops keep what is cheapest, the choices, and what is in host memory.
 
         Args:
-            block: the program, or a trip of its loops.
+            block: the program, or a joined trip of its loops over layers.
             end: how many of its operations are forward.
-            outside: what its values cost that do not exist in backward anyway.
+            outside: what its values cost if backward reads them and does not do so anyway.
             price: of a byte.
             keep: values that are kept at no price.
             results: its outputs that are kept whatever is chosen.
+            weights: its values that are weights, or views of one.
             times: how often the block runs.
             link: as for `at`.
         """
         choices, done, in_host = [], set(), set()
         while pair := self._next_pair(block, end, results, done):
             done.add(pair.forward.outputs[0])
-            changed, of_pair = self._cheapest(pair, outside, price, keep, times)
+            changed, of_pair = self._cheapest(pair, outside, price, keep, weights, times)
             hosted = _in_host(changed, *of_pair[-1], link)
             block = loops.replaced(block, pair, changed)
             block = loops.repeating(block, changed, of_pair[-1][1], self._stack_of, hosted)
@@ -184,41 +197,49 @@ class PricedProgram:
         outside: dict[Value, Cost],
         price: float,
         keep: Collection[Value],
+        weights: Collection[Value],
         times: int,
     ) -> tuple[loops.Pair, list[tuple[Part, Choice]]]:
-        """A pair whose loops inside keep what is cheapest, and the choices, that of its body last.
+        """Choose for a pair, and for the loops inside of its bodies.
 
-        Where backward repeats a loop inside from its start, that loop is left as it is, so that
-        nothing is repeated twice, unless what it stacks up in one layer is worth more.
+        Where backward repeats a loop inside as a whole, that loop does not also repeat parts of
+        itself in its backward loop, unless what it would stack up for one layer costs more.
+
+        Returns:
+            The pair, with the loops inside rewritten, and the choices, that of the pair's body
+            last.
         """
         stacks = {*loops.stacked_values(pair.forward), *self._stack_of.items()}
         keep = {*keep, *(x for x, stack in stacks if stack in keep)}
-        part = self._part(pair, outside, times)
+        part = self._part(pair, outside, weights, times)
         alone = pair, [(part, cheapest(part, price, keep))]
         if len(pair.readers) > 1 or not any(isinstance(x, Loop) for x in part.operations):
             return alone
         trip, trips = inner_loops.joined(pair), times * pair.forward.length
         costs = {**part.inputs, **_costs_to_keep(trip.block.operations[: trip.end], trips)}
         costs |= {x: Cost(trips * bytes_of(x)) for x in part.carried}
+        layers = loops.layers_of(pair.forward, weights)
         block, inside, _ = self._of_loops(
-            trip.block, trip.end, costs, price, keep, part.stored, times=trips
+            trip.block, trip.end, costs, price, keep, part.stored, weights=layers, times=trips
         )
         if not any(choice.repeated for _, choice in inside):
             return alone
         changed = inner_loops.divided(pair, trip._replace(block=block))
-        part = self._part(changed, outside, times)
+        part = self._part(changed, outside, weights, times)
         choices = [_repeated_alone(*x) for x in inside]
         choices.append((part, cheapest(part, price, keep)))
         return min(alone, (changed, choices), key=lambda x: _cost(x[1], price, keep))
 
-    def _part(self, pair: loops.Pair, outside: dict[Value, Cost], times: int) -> Part:
-        part = loops.part_of(pair, outside, self._bound(pair.forward.body), times)
+    def _part(
+        self, pair: loops.Pair, outside: dict[Value, Cost], weights: Collection[Value], times: int
+    ) -> Part:
+        part = loops.part_of(pair, outside, self._bound(pair.forward.body), weights, times)
         return dataclasses.replace(part, layer_sets=self.layer_sets, token_parts=self.token_parts)
 
     def _outside_of_loops(
         self, block: Block, counted: Collection[Value]
     ) -> tuple[unrolled.Forward, Part]:
-        """The operations outside of loops, for the cut; those of the program itself are kept."""
+        """The part outside of loops; that of the program as traced is made once for all prices."""
         if block is self.block and self._unrolled is not None:
             return self._unrolled
         forward = unrolled.Forward(block, self.weights, self._end(block), counted)
@@ -237,7 +258,7 @@ class PricedProgram:
 
     @functools.cached_property
     def pairs(self) -> list[loops.Pair]:
-        """The loops of the program as it is, which are the same for all prices."""
+        """The pairs of the program as traced, which are the same for all prices."""
         return loops.find_pairs(self.block, self._end(self.block), self.block.outputs)
 
     def _next_pair(
@@ -248,16 +269,16 @@ class PricedProgram:
         return next((x for x in pairs if x.forward.outputs[0] not in done), None)
 
     def _end(self, block: Block) -> int:
-        """The number of operations in forward, which ends with the last result to be made."""
+        """How many operations are forward: up to the one that makes the last of the results."""
         needed = operations_for(block, self.results, self.inputs)
         return block.operations.index(needed[-1]) + 1 if needed else 0
 
 
 def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Value, Cost]:
-    """What it costs to keep each value that operations make, which run so often."""
+    """What it costs to keep each value that operations make, if they run `times` times."""
     costs: dict[Value, Cost] = {}
     for operation in operations:
-        # What a view is of is kept in its place.
+        # To keep a view is to keep what it is a view of, where that has fewer bytes.
         sources = sum(costs[x].bytes for x in operation.values if x in costs)
         is_view = seconds_of(operation) == 0
         for x in operation.outputs:
@@ -267,7 +288,10 @@ def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Valu
 
 
 def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection[Value]) -> float:
-    """Seconds to repeat, and the cost of what the last part keeps and repeated loops stack up."""
+    """Seconds to repeat, and the price of the bytes that are held.
+
+    Those are what the last part keeps, and what loops that are repeated as a whole stack up.
+    """
     part, choice = choices[-1]
     kept = [x for x in choice.kept if x not in keep]
     of_kept = sum(price * part.kept_bytes(x) + part.seconds_to_keep(x) for x in kept)
@@ -276,7 +300,7 @@ def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection
 
 
 def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
-    """Bytes of what loops stack up for one layer, where backward repeats them as a whole."""
+    """Bytes of what loops that backward repeats as a whole stack up for one layer at a time."""
     return sum(
         bytes_of(x) // part.token_parts
         for part, choice in choices
@@ -288,7 +312,7 @@ def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
 
 
 def _repeated_alone(part: Part, choice: Choice) -> tuple[Part, Choice]:
-    """A choice inside of a loop: what it keeps is kept, or not, by the loop around it."""
+    """The choice for a loop inside without what it keeps, which the loop around it counts."""
     repeated = {x for operation in choice.repeated for x in operation.outputs}
     wanted = [x for x in part.wanted if x in repeated]
     return dataclasses.replace(part, wanted=wanted), Choice([], choice.repeated)
@@ -301,9 +325,9 @@ def _in_host(pair: loops.Pair, part: Part, choice: Choice, link: float) -> list[
     behind the products in between.
     """
     loop = pair.forward
-    if loop.is_reversed and not COUNTERS_INDEX_HOST:
+    if loop.is_reversed and not COUNTERS_INDEX_HOST:  # XLA would write the stack in wrong order
         return []
-    idle, left = 0.0, {}  # bytes that can be copied from when a value is made to the end
+    idle, left = 0.0, {}  # bytes that can be copied between the making of a value and the end
     for operation in reversed(loop.body.operations):
         left |= dict.fromkeys(operation.outputs, idle)
         idle += link * flops_of(operation) / RATES.flops * RATES.host
@@ -321,8 +345,8 @@ def _in_host(pair: loops.Pair, part: Part, choice: Choice, link: float) -> list[
 def _is_bound(operation: Operation) -> bool:
     """Whether an operation is never repeated, for its side effects or its unknown cost.
 
-    It has an effect, calls Python, is a collective, copies to host memory, makes no data, or runs
-    for a time that cannot be told.
+    True of effects, calls of Python, collectives, barriers, copies between device and host,
+    operations that make tokens or references, and kernels and `while` loops of unknown cost.
     """
     if isinstance(operation, Barrier) or operation.name == "while" or is_host_copy(operation):
         return True

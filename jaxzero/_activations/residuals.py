@@ -19,14 +19,15 @@ class Residual:
     """A value that forward makes, and that backward reads or computes again.
 
     Attributes:
-        shape: the shape of the value; in a loop that of one layer.
+        shape: the shape of the value on one device, as if it held its rows alone; in a loop that
+            of one layer.
         dtype: the dtype of the value.
-        layers: how many of them there are; 1 outside of loops.
-        num_bytes: the bytes of all layers, on one device.
+        layers: how many such values there are: iterations of the loops around it, 1 without.
+        num_bytes: the bytes of all of them on one device.
         where: file, line and function that made it.
-        action: what becomes of it.
-        flops: operations of the matrix products that recompute it, in all layers; those of a
-            product that several residuals need count for the first.
+        action: whether it is kept, recomputed in backward, or kept in host memory.
+        flops: floating-point operations of the matrix products that recompute it, in all layers. A
+            product that several residuals need counts for the first of them.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +40,12 @@ class Residual:
 
 
 def kept_bytes(residuals: Iterable[Residual], action: str = "keep") -> int:
-    """Bytes of the residuals that are kept, or of those of another action."""
+    """Bytes of the residuals of one action, on one device."""
     return sum(x.num_bytes for x in residuals if x.action == action)
 
 
 def by_kind(residuals: Iterable[Residual]) -> list[list[Residual]]:
-    """Residuals of equal shape, action and line, such as those of unrolled layers, together."""
+    """Group residuals of equal action, dtype, shape and line, such as those of unrolled layers."""
     kinds: dict[Any, list[Residual]] = {}
     for x in residuals:
         kinds.setdefault((x.action, x.dtype, x.shape, x.where), []).append(x)
@@ -52,23 +53,36 @@ def by_kind(residuals: Iterable[Residual]) -> list[list[Residual]]:
 
 
 def described(alike: Sequence[Residual]) -> tuple[str, ...]:
-    """What becomes of residuals of one kind, their array, bytes and products, and their line."""
+    """A printed row for residuals of one kind: action, array, bytes, FLOPs to recompute, line."""
     first, layers = alike[0], sum(x.layers for x in alike)
     array = f"{first.dtype}{list(first.shape)}{f' x{layers}' if layers > 1 else ''}"
-    flops = sum(x.flops for x in alike)
-    again = f"{flops / 1e9:.3g} GFLOP" if flops else ""
     size = readable_bytes(sum(x.num_bytes for x in alike))
-    return f"activation {_DONE[first.action]}", array, size, again, first.where
+    return f"activation {_DONE[first.action]}", array, size, _products(alike), first.where
+
+
+def described_total(residuals: Sequence[Residual]) -> str:
+    """The bytes of each action, and the products of what is recomputed, for one micro-batch."""
+    parts = [
+        f"{readable_bytes(kept_bytes(residuals, action))} {done}"
+        for action, done in _DONE.items()
+        if action == "keep" or any(x.action == action for x in residuals)
+    ]
+    return "activations in all: " + ", ".join([*parts, *filter(None, [_products(residuals)])])
+
+
+def _products(residuals: Iterable[Residual]) -> str:
+    flops = sum(x.flops for x in residuals)
+    return f"{flops / 1e9:.3g} GFLOP" if flops else ""
 
 
 def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iterator[Residual]:
-    """What a part keeps, and what else backward reads of it."""
+    """The values that a part keeps, and those that backward reads of it and recomputes."""
     makers = {x: operation for operation in part.operations for x in operation.outputs}
     repeated = {*choice.repeated}
     flops = _flops_by_residual(part, choice)
     for value in dict.fromkeys((*choice.kept, *part.wanted)):
         maker = makers.get(value)
-        if maker is None and value not in part.carried:
+        if value in part.views or (maker is None and value not in part.carried):
             continue
         again = maker in repeated
         kept = "host" if value in in_host else "keep"
@@ -84,7 +98,7 @@ def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iter
 
 
 def _flops_by_residual(part: Part, choice: Choice) -> dict[Value, int]:
-    """What is repeated for each residual: its product, and those before it that no other needed."""
+    """The FLOPs to recompute each residual, of operations that no residual before it needed."""
     makers = {x: operation for operation in choice.repeated for x in operation.outputs}
     left, flops = {*choice.repeated}, {}
     wanted = {*part.wanted}

@@ -1,10 +1,10 @@
-"""Residuals outside of loops: what forward keeps for backward in a program without loops.
+"""Residuals outside of loops, such as those of a network whose layers are unrolled.
 
-If backward started by repeating all of forward, everything would be held at once all the same. So
+If backward began by repeating all of forward, everything would be held at once all the same. So
 forward is cut into segments where little is alive; what crosses a cut is kept, and backward repeats
-a segment when it comes to it, as of https://arxiv.org/abs/1604.06174. Fewer segments keep less, and
-more of them have smaller ones: of the cuts that keep least with segments of at most `m` bytes of
-residuals, those are taken, over `m`, for which both together are least.
+a segment when it comes to it, as in https://arxiv.org/abs/1604.06174. With few cuts little is kept,
+but segments are long, and hold much while backward repeats them. For several bounds on a segment's
+bytes the cuts that keep least are found; of these the ones with the lowest peak are taken.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from .costs import bytes_of, copies_in_host
 from .loops import Pair, find_pairs, stacks_in_host
 from .min_cut import Choice, Cost, Part
 
-_LEAST_GAIN = 4  # times the bytes that the last cut keeps, which the last segment drops
-_RATHER = 16  # a part of what is alive at a cut
-_PARTS = tuple(1.25**i for i in range(20))  # of all residuals is the most of a segment, as tried
+_LEAST_GAIN = 4  # the last cut pays if its segment's residuals are so many times what it keeps
+# A cut costs in addition this part of all that is alive there. Where two cuts keep as much, the one
+# between layers is taken.
+_RATHER = 16
+_PLACES = 1000  # where segments may end: finding the best takes time and memory by their square
+# Bounds that are tried: a segment has at most the bytes of all residuals, divided by one of these.
+_PARTS = tuple(1.25**i for i in range(20))
 
 
 class Forward:
     """The forward part of a program, in segments.
 
     Attributes:
-        end: how many of the operations are forward.
-        wanted: the values that they make and backward reads, but for stacks that count as residuals
-            of their loops, what is in host memory, and what is made at the end of forward and read
-            at the start of backward.
+        block: the program.
+        end: how many of its operations are forward.
+        wanted: the values that forward makes and backward reads. Left out are stacks that are
+            residuals of their loops, values in host memory, weights, and what is made at the end of
+            forward and read at the start of backward.
     """
 
     def __init__(
@@ -44,9 +49,9 @@ class Forward:
             block: the program.
             weights: its inputs that are gathered where they are used.
             end: how many of its operations are forward.
-            counted: values of bodies whose stacks are residuals of their loops. A stack that a
-                later loop of forward reads, and that one's backward again, is none of these: the
-                choices of both loops leave it out.
+            counted: values that the bodies of loops keep, whose stacks are residuals of the loops.
+                Other stacks that backward reads are wanted here, such as an encoder's states that
+                only a decoder and its backward loop read.
         """
         self.block = block
         self.end = end
@@ -76,7 +81,9 @@ class Forward:
         self.wanted = [x for x in self.wanted if x not in turn]
 
     def part(self, outside: Mapping[Value, Cost], never: Collection[Operation]) -> Part:
-        """The forward part, where nothing is repeated of which a result crosses a cut.
+        """The part of the program for which a cut is chosen.
+
+        What crosses a cut of segments is kept: the operations that make it are never repeated.
 
         Args:
             outside: what the inputs cost that backward does not read anyway.
@@ -98,13 +105,13 @@ class Forward:
         return bool(self._fixed.of(value))
 
     def segment(self, operation: Operation) -> int:
-        """The number of the segment that an operation is in: of a join, that which reads it."""
+        """The number of an operation's segment; of a join, that of the last to read it."""
         made = operation.outputs[0]
         at = self._last[made] if made in self._joined else self._at[made]
         return bisect.bisect_left(self._cuts, at)
 
     def last_segment(self, value: Value) -> int:
-        """The number of the last segment that reads a value, and else of that which makes it."""
+        """The number of the last segment that reads a value; of the one that makes it, if none."""
         return bisect.bisect_left(self._cuts, self._last.get(value, self._at[value]))
 
     def _crosses(self, value: Value) -> bool:
@@ -116,9 +123,9 @@ class Forward:
         return value in self._derived or value in self._joined or self.is_weight(value)
 
     def _joins(self) -> set[Value]:
-        """Arrays that are joined of others, which are kept in their place: skip connections, say.
+        """Concatenated arrays, such as those of skip connections: their operands are kept instead.
 
-        What they are joined of is there as long as they are.
+        So the operands are alive as long as the joined array is read.
         """
         joined = set()
         for operation in reversed(self.block.operations[: self.end]):
@@ -131,10 +138,10 @@ class Forward:
         return joined
 
     def _around_turn(self, pairs: Sequence[Pair]) -> set[Value]:
-        """What backward reads at once, which would be held all the same if it were repeated.
+        """Values that backward reads when it begins: to repeat them would not save memory.
 
-        It is made behind the last loop over layers, and read before the loop of its gradients; or
-        in the last segment.
+        They are made behind the last loop over layers, or in the last segment, and are not read by
+        the loop of gradients of layers or anything behind it.
         """
         operations = self.block.operations
         last = max((self._at[x] for x in self.wanted), default=0)
@@ -161,7 +168,8 @@ class Forward:
     def _segments(self) -> list[int]:
         """Where segments end: the indices of their last operations, but for the last segment.
 
-        Without a loop the last segment is as short as can be: a head, say, without the last layer.
+        A segment may end where fewer bytes are alive than before, and no more than behind. Without
+        a loop the last segment is as short as pays, such as a head without the last layer.
         """
         made = np.zeros(self.end, np.int64)
         for value in self.wanted:
@@ -177,6 +185,9 @@ class Forward:
         alive = changes.cumsum()
         inner = range(1, self.end - 1)
         ends = [i for i in inner if alive[i - 1] > alive[i] <= alive[i + 1] and alive[i]]
+        if len(ends) > _PLACES:
+            groups = np.array_split(ends, _PLACES)
+            ends = [int(group[alive[group].argmin()]) for group in groups]
         short = [i for i in ends if made[-1] - made[i] >= _LEAST_GAIN * alive[i]]
         if short and not self._loops:
             return _cuts(ends[: ends.index(short[-1]) + 1], spans, made)
@@ -187,27 +198,31 @@ def _cuts(ends: list[int], spans: list[tuple[int, int, int]], made: np.ndarray) 
     """Cut forward into segments, the last cut at the last of `ends`.
 
     Of cuts whose segments have no more than so many bytes of residuals, a shortest path finds those
-    that keep least. Of several such bounds that is taken for which what cuts keep is least together
-    with the peak: a segment, and what the cuts before it keep.
+    that keep least. Of the paths for several such bounds the one is taken for which the sum of two
+    is least: the bytes that all cuts keep; and the peak, of a segment's bytes and those that the
+    cuts before it keep.
 
     Args:
         ends: where segments may end: the indices of their last operations.
-        spans: of each value that cuts may keep, the indices of the operation that makes it and of
-            the last to read it in forward, and its bytes.
-        made: bytes of the residuals that are made up to each operation.
+        spans: of each value that cuts may keep, the index of the operation that makes it, that of
+            the last to read it in forward, and its bytes; in the order in which they are made.
+        made: for each operation, the bytes of the residuals that are made up to it.
+
+    Returns:
+        The chosen ones of `ends`, with the last.
     """
     num, at = len(ends), np.array(ends)
     starts = np.array([-1, *ends[:-1]])
     up_to = np.array([0, *made[at]])  # bytes of residuals up to where a segment starts
     first, last, size = np.array(spans).T
-    # `kept[i, j]`: the bytes that the cut at `ends[j]` keeps of what its segment, from `starts[i]`
-    # on, makes. What is older is counted by the cut at `starts[i]`.
+    # `kept[i, j]`: of what the segment from behind `starts[i]` to `ends[j]` makes, the bytes that
+    # the cut at its end keeps. Older values that cross this cut are counted by the cut before.
     kept = np.zeros((num, num), np.int64)
     for j, end in enumerate(ends):
         crossing = (first <= end) & (last > end)
         sums = np.array([0, *size[crossing].cumsum()])
         kept[:, j] = sums[-1] - sums[first[crossing].searchsorted(starts, "right")]
-        kept[:, j] += sums[-1] // _RATHER  # between layers, where both keep as much
+        kept[:, j] += sums[-1] // _RATHER
     options = []
     for part in _PARTS:
         least, came_from = np.zeros(num + 1, np.int64), np.zeros(num, int)
@@ -233,7 +248,10 @@ def repeating(forward: Forward, choice: Choice) -> Block:
     again = _Again(forward, choice)
     for operation in block.operations[end:]:
         again.add(operation)
-    outputs = tuple(again.of(x) if isinstance(x, Value) else x for x in block.outputs)
+    at = block.positions  # results are those that forward makes, not what backward repeats
+    outputs = tuple(
+        again.of(x) if isinstance(x, Value) and at.get(x, 0) >= end else x for x in block.outputs
+    )
     operations = (*block.operations[:end], *again.operations)
     return dataclasses.replace(block, outputs=outputs, operations=operations)
 
@@ -241,10 +259,10 @@ def repeating(forward: Forward, choice: Choice) -> Block:
 class _Again(Copies):
     """The operations of backward, and segments of forward that it repeats.
 
-    A barrier ties what a segment is repeated from to what backward has reached, so that XLA neither
-    repeats it earlier nor merges it with the first computation. What is kept for backward's own
-    operations passes it too: XLA would keep a transposed copy that forward makes for a product
-    beside the value itself, if backward could use it.
+    A barrier (`optimization_barrier`) ties the kept values from which a segment is repeated to the
+    newest gradient. Without it XLA could repeat the segment earlier, or merge it with the first
+    computation. Values that backward's own operations read pass the barrier too: otherwise XLA
+    keeps the transposed copy that forward made for a product beside the value itself.
     """
 
     def __init__(self, forward: Forward, choice: Choice):
@@ -266,6 +284,11 @@ class _Again(Copies):
             of_segment = self._read_by.setdefault(forward.segment(operation), {})
             of_segment |= dict.fromkeys(x for x in kept if not forward.is_weight(x))
         self._tied: dict[int, dict[Value, Value]] = {}
+        self._unread: dict[Value, int] = {}  # by gradient, how many operations have yet to read it
+        for operation in forward.block.operations[forward.end :]:
+            for x in {*operation.values}:
+                self._unread[x] = self._unread.get(x, 0) + 1
+        self._gradients: list[Value] = []  # those made since the last segment's barrier
 
     def add(self, operation: Operation) -> None:
         for x in operation.values:
@@ -274,6 +297,9 @@ class _Again(Copies):
             elif x in self._kept and x not in self._made:
                 self._made[x] = self._tie(x, self._kept[x], operation)
         super().add(operation)
+        for x in {*operation.values}:
+            self._unread[x] -= 1
+        self._gradients += (x for x in operation.outputs if x.is_array and x.shape)
 
     def read(self, value: Value, copied: Operation) -> Atom:
         return self._tie(value, self._forward.segment(copied), copied)
@@ -281,8 +307,8 @@ class _Again(Copies):
     def _read_early(self) -> set[Value]:
         """Kept values that backward reads before it has come to their segments.
 
-        They may be residuals of a `jax.custom_vjp`, which its forward does not read. A barrier of
-        the whole segment would come too early with them.
+        They may be residuals of a `jax.custom_vjp`, which its forward does not read. With them, the
+        barrier of their whole segment would come too early; so they have barriers of their own.
         """
         block, segment_of = self._forward.block, self._forward.last_segment
         first: dict[Value, int] = {}
@@ -301,17 +327,24 @@ class _Again(Copies):
 
     def _tie(self, value: Value, segment: int, reader: Operation) -> Value:
         if segment not in self._tied:
-            self._tied[segment] = self._barrier(reader, [*self._read_by[segment]])
+            # Gradients that are still read pass the barrier, and so become arrays. XLA for CPUs
+            # would fuse a sum of gradients along residual connections into each of its readers, and
+            # hold the terms of all layers.
+            passing = [x for x in self._gradients if self._unread.get(x)]
+            self._gradients = []
+            self._tied[segment] = self._barrier(reader, [*self._read_by[segment]], passing)
         return self._tied[segment].get(value, value)
 
-    def _barrier(self, copied: Operation, kept: list[Value]) -> dict[Value, Value]:
+    def _barrier(
+        self, copied: Operation, kept: Sequence[Value], passing: Sequence[Value] = ()
+    ) -> dict[Value, Value]:
         if not kept:
             return {}
         made = (x for operation in reversed(self.operations) for x in operation.outputs)
         reached = next((x for x in made if x.is_array and x.shape), None)
-        inputs = (*kept, *((self.of(reached),) if reached else ()))
-        outputs = tuple(like(x) for x in inputs if isinstance(x, Value))
+        after = dict.fromkeys((*passing, *((reached,) if reached else ())))
+        inputs = (*kept, *map(self.of, after))
+        outputs = tuple(map(like, inputs))
         self.operations.append(Barrier("optimization_barrier", inputs, outputs, copied.equation))
-        if reached:
-            self._made[reached] = outputs[-1]
+        self._made |= dict(zip(after, outputs[len(kept) :], strict=True))
         return dict(zip(kept, outputs, strict=False))

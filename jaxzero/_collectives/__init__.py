@@ -44,6 +44,7 @@ from .primitives import in_loop as in_loop
 from .primitives import in_region as in_region
 from .primitives import note_moves as note_moves
 from .primitives import permute as permute
+from .primitives import reduce_nodes as reduce_nodes
 from .primitives import reduce_scatter as reduce_scatter
 from .reduce_hop import reduce_over_node as reduce_over_node
 from .reduce_hop import shard_shape as shard_shape

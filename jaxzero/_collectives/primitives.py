@@ -47,6 +47,12 @@ def gather_nodes(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
     return full
 
 
+def reduce_nodes(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
+    """Sum the arrays of all nodes, also in a program of one node."""
+    note("all-reduce", NODE, x)
+    return lax.psum(x, NODE)
+
+
 def all_to_all(
     x: Shaped[Array, ...],
     axis: Axes,

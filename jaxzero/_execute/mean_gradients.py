@@ -168,6 +168,8 @@ def mean_of_one_microbatch(x: Array, dtype: Any, divisor: int | float) -> Array:
 
 def rounded_mean(mean: Array, dtype: Any) -> Array:
     """Cast a mean gradient from the dtype of the sum to `dtype`, in a way that XLA cannot undo."""
+    if mean.dtype == dtype:
+        return mean
     stored, summed = jnp.finfo(dtype), jnp.finfo(mean.dtype)
     if stored.bits < summed.bits and stored.nexp == summed.nexp:
         # XLA may leave out a cast to fewer bits and back; a mean that is stored has fewer bits.

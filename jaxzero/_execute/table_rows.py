@@ -83,14 +83,18 @@ def with_rows(
     weights, gradients = _candidates(block, shapes, parameters, first, comm)
     if not weights:
         return block, shapes, parameters
-    lookups_alone = find_tables(with_lookups(block, weights, gradients), weights, gradients)
-    mixed = {x: i for x, i in weights.items() if i not in lookups_alone}
+    without_twins = find_tables(with_lookups(block, weights, gradients), weights, gradients)
+    mixed = {x: i for x, i in weights.items() if i not in without_twins}
     twins = find_twins(block, mixed, gradients)
     as_means = divides and microbatches == 1 and shapes[1] is None
     while True:
         program = _with_twins(block, shapes, parameters, twins, weights, first)
         weights, gradients = _candidates(*program, first, comm)
-        moved, chosen = _choose(program, weights, gradients, microbatches, comm, as_means)
+        tables = without_twins
+        if twins:
+            looked_up = with_lookups(program[0], weights, gradients)
+            tables = find_tables(looked_up, weights, gradients)
+        moved, chosen = _choose(tables, program[2], microbatches, comm, as_means)
         # Twins that do not pay are left out. The others then have other indices, so all are chosen
         # again.
         left = [x for i, x in enumerate(twins, len(parameters.leaves)) if i in chosen]
@@ -160,9 +164,8 @@ def _with_twins(
 
 
 def _choose(
-    program: tuple[Block, Any, Parameters],
-    weights: Mapping[Value, int],
-    gradients: Mapping[int, int],
+    tables: Mapping[int, Table],
+    parameters: Parameters,
     microbatches: int,
     comm: CommSpec,
     as_means: bool,
@@ -173,11 +176,9 @@ def _choose(
         For each table, by index of the leaf: its line in the plan; and the functions that read and
             add its rows.
     """
-    block, _, parameters = program
     num = len(parameters.leaves) - len(parameters.twins)
     moved, chosen = {}, {}
-    looked_up = with_lookups(block, weights, gradients)
-    for i, table in find_tables(looked_up, weights, gradients).items():
+    for i, table in tables.items():
         leaf = parameters.leaves[i]
         assert leaf.layout is not None
         # As in a gather, values are never encoded, and what is stored encoded is not again.

@@ -1,11 +1,11 @@
 """Exchange fragments between nodes: pseudo-gradients out, new outer parameters in.
 
-Everything here runs in a program of one node (`map_nodes`). Arrays are global over its devices;
-what is cut, encoded and merged is done on shards.
+Everything here runs in the program of one node (`map_nodes`), whose arrays are global over the
+node's devices. Each device cuts, encodes and merges its own shards (`map_devices`).
 
-The outer optimizer's state is laid out like the parameters, and cut into fragments like them. A
-leaf of it that has the path and shape of a parameter (momentum) is laid out and cut like it. Any
-other leaf (a counter) is kept once for each fragment, because every fragment has its own turn.
+A leaf of the outer optimizer's state that has the path and shape of a parameter (momentum) is laid
+out like this parameter, and cut into fragments like it. Any other leaf (a counter) is kept once for
+each fragment, because the optimizer runs once for each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from .._collectives import accumulator_dtype, gather_nodes, labelled
+from .._collectives import accumulator_dtype, gather_nodes, labelled, reduce_nodes
 from .._mesh import LOCAL, NODE, NodeMesh, map_devices
 from .._sharding import LeafSpec, path_endings, path_name
 from .fragments import Cut, Part, decode, encode, mean_of_nodes
@@ -39,7 +39,8 @@ class OuterLayout:
         tx: the optimizer.
         as_tree: builds the tree that the optimizer sees, from one value for each exchanged leaf.
         treedef: the structure of its state.
-        owners: for each leaf of the state, the exchanged leaf that it belongs to, or None.
+        owners: for each leaf of the state, the index of the exchanged leaf that has its path and
+            shape; None: the leaf has a copy for each fragment.
         fragments: the number of fragments.
     """
 
@@ -58,11 +59,18 @@ class OuterLayout:
         parts: Sequence[jax.ShapeDtypeStruct],
         fragments: int,
     ) -> OuterLayout:
-        """Plan the state of `tx` for leaves that are like `full`, with fragments like `parts`.
+        """Match the leaves of the state of `tx` with the exchanged leaves.
+
+        Args:
+            tx: the optimizer.
+            as_tree: as in the class.
+            full: for each exchanged leaf, its global shape on one node and its dtype.
+            parts: the same of the part of the leaf that is in one fragment.
+            fragments: their number.
 
         Raises:
-            ValueError: for a fragment, `tx` keeps an array that is not a part of the one that it
-                keeps for all.
+            ValueError: `tx`, given a fragment, keeps an array that is neither shaped like the
+                fragment of a leaf nor like the array that it keeps for full leaves.
         """
         paths = jax.tree_util.tree_flatten_with_path(as_tree(full))[0]
         leaves = {path_name(path): i for i, (path, _) in enumerate(paths)}
@@ -85,7 +93,7 @@ class OuterLayout:
         return cls(tx, as_tree, treedef, tuple(owners), fragments)
 
     def init(self, anchors: Sequence[Array]) -> list[Array]:
-        """The leaves of the state before the first round."""
+        """The leaves of the state before the first round; those without an owner are stacked."""
         state = jax.tree.leaves(self.tx.init(self.as_tree(anchors)))
         return [
             jnp.broadcast_to(x, (self.fragments, *jnp.shape(x))) if owner is None else x
@@ -95,7 +103,7 @@ class OuterLayout:
     def update(
         self, gradients: Sequence[Array], state: Sequence[Array], anchors: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """The new outer parameters and the new state of a fragment."""
+        """Run the optimizer on one fragment: its new outer parameters, and the new state."""
         params = self.as_tree(anchors)
         old = jax.tree.unflatten(self.treedef, state)
         updates, new = self.tx.update(self.as_tree(gradients), old, params)
@@ -106,11 +114,12 @@ class Sent(NamedTuple):
     """A fragment on its way.
 
     Attributes:
-        messages: the messages of all nodes, `[nodes, bytes]` on each device.
+        messages: on each device the messages of all nodes, `[nodes, bytes]`; or their sum,
+            `[1, elements]`, if the exchange is a reduction.
         parts: what this node had in the fragment when it was sent, if that is needed to merge.
     """
 
-    messages: Shaped[Array, "nodes _"]
+    messages: Shaped[Array, "rows _"]
     parts: list[Array]
 
 
@@ -133,7 +142,7 @@ class Exchange:
     """The exchange of the fragments of some leaves.
 
     Attributes:
-        method: how often, in how many fragments and bits.
+        method: the user's settings.
         leaves: the leaves, with their layouts on the devices of one node.
         cuts: how each device's shard of a leaf is cut into fragments.
         mesh: the devices of one node.
@@ -153,7 +162,8 @@ class Exchange:
     @functools.cached_property
     def parts(self) -> list[Part]:
         dtypes = [accumulator_dtype(leaf.dtype) for leaf in self.leaves]
-        in_floats = jnp.result_type(*dtypes) if self.has_tangents else None
+        are_floats = self.has_tangents or self.is_reduced
+        in_floats = max(dtypes, key=lambda dtype: dtype.itemsize) if are_floats else None
         return [
             Part(
                 cut.part_shape,
@@ -178,9 +188,30 @@ class Exchange:
         return [i for i, leaf in enumerate(self.leaves) if self.codec_of(leaf) is not None]
 
     @property
+    def num_nodes(self) -> int:
+        return self.mesh.mesh.shape[NODE]
+
+    @functools.cached_property
+    def is_reduced(self) -> bool:
+        """Whether an all-reduce sums the messages of the nodes; otherwise each gathers all of them.
+
+        With n nodes and messages of B bytes, (n - 1) B enter a device that gathers, 2 (n - 1) / n B
+        one that reduces. For two nodes this is the same. Codes cannot be summed. A message with
+        encoded leaves is gathered with its leaves that have no codec: these are small, and a second
+        collective would add its latency.
+        """
+        return self.num_nodes > 2 and not self.encoded
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a device's message for one fragment."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
     def message_bytes(self) -> int:
-        """Bytes of the messages of all nodes, which a device holds while a fragment travels."""
-        return sum(part.num_bytes for part in self.parts) * self.mesh.mesh.shape[NODE]
+        """Bytes of the messages that a device holds while a fragment travels."""
+        # XLA writes the sum over the message that is reduced.
+        return self.sent_bytes * (1 if self.is_reduced else self.num_nodes)
 
     @property
     def kept_bytes(self) -> int:
@@ -193,9 +224,9 @@ class Exchange:
     @property
     def node_bytes(self) -> int:
         """Bytes that enter one node in a round."""
-        mesh = self.mesh.mesh
-        of_device = sum(part.num_bytes for part in self.parts) * self.method.fragments
-        return of_device * (mesh.shape[NODE] - 1) * mesh.shape[LOCAL]
+        others = self.sent_bytes * (self.num_nodes - 1)
+        into_device = 2 * others // self.num_nodes if self.is_reduced else others
+        return into_device * self.method.fragments * self.mesh.mesh.shape[LOCAL]
 
     def _specs(self, numbers: Sequence[int] | None = None) -> list[PartitionSpec]:
         chosen = range(len(self.leaves)) if numbers is None else numbers
@@ -215,7 +246,8 @@ class Exchange:
             message = encode(self.parts, deltas)
             residuals = self._left_out(deltas, message, residuals, number)
             with labelled("fragments", *(leaf.path for leaf in self.leaves)):
-                return gather_nodes(message), own if self._keeps_progress else [], residuals
+                messages = reduce_nodes(message) if self.is_reduced else gather_nodes(message)
+            return messages, own if self._keeps_progress else [], residuals
 
         specs, encoded = self._specs(), self._specs(self.encoded)
         run = self._on_devices(
@@ -236,6 +268,7 @@ class Exchange:
             delta = _difference(cut.read(anchor, number), x.astype(anchor.dtype))
             if i in left_out:
                 delta += cut.read(left_out[i], number).astype(delta.dtype)
+            # What an earlier fragment holds too is not written back; zeros do not widen a scale.
             new = cut.is_new(number)
             deltas.append(delta if new is None else jnp.where(new, delta, 0))
         return deltas
@@ -266,9 +299,9 @@ class Exchange:
         everywhere, kept_specs = PartitionSpec(), specs if self._keeps_progress else []
 
         def read(
-            messages: Shaped[Array, "nodes _"], anchors: list[Array], state: list[Array], number
+            messages: Shaped[Array, "rows _"], anchors: list[Array], state: list[Array], number
         ) -> Any:
-            means = mean_of_nodes(self.parts, messages)
+            means = mean_of_nodes(self.parts, messages, self.num_nodes)
             anchors = [cut.read(x, number) for cut, x in zip(self.cuts, anchors, strict=True)]
             return means, anchors, self._state_part(state, number)
 
@@ -311,7 +344,10 @@ class Exchange:
         return params, Outer(anchors, state, outer.residuals)
 
     def _merged(self, now: Array, own: Array, anchor: Array) -> Array:
-        """The node's parameters, which were `own` when they were sent and are `now` by now."""
+        """Merge a fragment of the new outer parameters, `anchor`, with the node's own parameters.
+
+        These were `own` when they were sent, and are `now` after the steps of the delay.
+        """
         dtype = anchor.dtype
         if self.method.mixing is None:
             return anchor + _difference(now.astype(dtype), own.astype(dtype))

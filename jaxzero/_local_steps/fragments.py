@@ -1,9 +1,10 @@
 """Fragments of parameters: equal parts of each device's shards, and the message of a fragment.
 
-A message has the pseudo-gradients of all leaves, encoded. It is one array of bytes because XLA:GPU
-keeps a collective under way across a loop only then: with codes and scales in arrays of their own,
-or as an all-reduce, it waits for them before the loop. So a node gathers the messages of all nodes,
-and adds them up itself, in the order of nodes.
+A message has the pseudo-gradients of all leaves, encoded, and is one array, because XLA:GPU keeps a
+collective under way across a loop only then: with codes and scales in arrays of their own it waits
+for them before the loop. A message with codes is an array of bytes: each node gathers the messages
+of all nodes, decodes them, and adds them up in the order of nodes. A message of more than two nodes
+that has no codes is an array of floats, which an all-reduce sums.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class Cut:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], num: int) -> Cut:
-        """Cut along the first dim that divides evenly, otherwise along the largest."""
+        """Cut along the first dim that divides evenly, otherwise along the largest.
+
+        The first dim of a stack counts layers, so that a part then has whole layers.
+        """
         even = [dim for dim, size in enumerate(shape) if size and size % num == 0]
         largest = max(range(len(shape)), key=lambda dim: shape[dim], default=0)
         return cls(shape, even[0] if even else largest, num)
@@ -82,7 +86,7 @@ class Cut:
         return lax.dynamic_update_slice_in_dim(x, part, self._start(number), self.dim)
 
     def is_new(self, number: Array) -> Bool[Array, ...] | None:
-        """Which elements of a part are in none before it; None: all of them."""
+        """A mask of the elements of part `number` that no earlier part holds; None: all."""
         if not self.shape:
             return number == 0 if self.num > 1 else None
         if self.shape[self.dim] % self.num == 0:
@@ -116,11 +120,13 @@ class Part:
 
     @property
     def columns(self) -> int:
-        """The number of elements in the message."""
+        """Elements of a row of the message: bytes, or floats."""
         return self.num_bytes if self.in_floats is None else self.num
 
     @property
     def num_bytes(self) -> int:
+        if self.in_floats is not None:
+            return self.num * self.in_floats.itemsize
         if self.codec is None:
             return self.num * self.dtype.itemsize
         return self.codec.num_bytes(self.num, self.dtype)
@@ -164,7 +170,7 @@ def decode(parts: Sequence[Part], message: Shaped[Array, "n m"]) -> list[Float[A
 
 
 def mean_of_nodes(
-    parts: Sequence[Part], messages: Shaped[Array, "nodes m"]
+    parts: Sequence[Part], messages: Shaped[Array, "rows m"], num_nodes: int
 ) -> list[Float[Array, ...]]:
-    """The mean over nodes of each part, added up in the order of nodes, the same on every node."""
-    return [add_up(x) / jnp.asarray(len(messages), x.dtype) for x in decode(parts, messages)]
+    """The mean over nodes of each part; rows are added up in the order of nodes."""
+    return [add_up(x) / jnp.asarray(num_nodes, x.dtype) for x in decode(parts, messages)]

@@ -31,13 +31,15 @@ class LocalSteps:
         outer: the outer optimizer, any optax chain. It runs once for each fragment and round; what
             it reduces (a norm), it reduces over the fragment.
         codec: encodes the pseudo-gradients; the rounding error is added to the next one of that
-            fragment (error feedback). None: they are sent in float32.
+            fragment (error feedback). Each node receives the encoded messages of all others, so
+            many nodes send more than without a codec (4 bits: from 16 nodes on). None: they are
+            sent in float32, and more than two nodes sum them by an all-reduce.
         mixing: the weight of the node's own parameters when the new outer ones arrive:
             `mixing * own + (1 - mixing) * outer`. None: the node's parameters are moved by the
             difference between the new outer parameters and what the node had when it sent; so the
             progress of the `delay` steps is kept, as LOSCAR-SGD does. Without a delay, 0 and None
-            are the same. With a codec, take it small: what the codec leaves out is sent later,
-            while the node's own parameters still hold it, with this weight.
+            are the same. With a codec, take a small weight: the next message sends the rounding
+            error of the last, which the node's own parameters, with this weight, still hold.
 
     Raises:
         ValueError: a number is out of range, `fragments` does not divide `every`, or `delay` is

@@ -7,6 +7,7 @@ package above may use the names listed here.
 
 from . import gloo_workaround as gloo_workaround
 from .emission import Recording as Recording
+from .emission import bind as bind
 from .emission import emit as emit
 from .gloo_workaround import reduce_scatter as reduce_scatter
 from .loop_order import NAMING_ONLY as NAMING_ONLY
@@ -50,7 +51,6 @@ from .per_device import CALLS_AND_REMAT as CALLS_AND_REMAT
 from .per_device import HOST as HOST
 from .per_device import REMAT as REMAT
 from .per_device import bare as bare
-from .per_device import bind as bind
 from .per_device import empty_in_host as empty_in_host
 from .per_device import equations_inside as equations_inside
 from .per_device import evaluate as evaluate

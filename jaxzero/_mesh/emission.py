@@ -1,24 +1,25 @@
 """Copy equations that have been traced already into the current trace, without tracing them again.
 
-When an equation is bound again (`per_device.bind`), JAX infers the types of its results again. JAX
-copies the body of a `jit` with `inline=True` into the trace equation by equation, and keeps their
-types, in less than half of the time. So equations are wrapped in such a `jit` here.
+When an equation is bound again (`bind`), JAX infers the types of its results again, and makes a
+tracer of each. So, while a program is traced, one equation, a call, stands for many equations.
+`with_copies` then replaces the call by these equations, which keep their types.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core as jex
-
-from .per_device import is_traced, with_inputs_alone
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 # An equation, the names of its inputs, and the names of its outputs.
 Named = tuple[Any, Sequence[Any], Sequence[Any]]
+JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
@@ -34,34 +35,170 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
     Returns:
         The outputs of all equations, by name.
     """
-    atoms: dict[Any, Any] = {}
-    inputs, values, outputs, copies = [], [], {}, []
+    equations, known = list(equations), set()
+    numbers, inputs, outputs = {}, {}, {}
     for equation, read_names, made_names in equations:
-        operands = []
         for var, name in zip(equation.invars, read_names, strict=True):
-            if name not in atoms:
-                value = read(name)
-                if isinstance(var, jex.Literal):
-                    atoms[name] = var
-                elif isinstance(value, _NUMBERS):
-                    atoms[name] = jex.Literal(value, var.aval)
-                else:
-                    atoms[name] = new = jex.Var(var.aval)
-                    inputs.append(new)
-                    values.append(value)
-            operands.append(atoms[name])
-        made = [jex.Var(var.aval) for var in equation.outvars]
-        outputs.update(zip(made_names, made, strict=True))
-        atoms.update(zip(made_names, made, strict=True))
-        copies.append(equation.replace(invars=operands, outvars=made))
-    jaxpr = _a_call()[0].params["jaxpr"].jaxpr
-    jaxpr = jaxpr.replace(
-        invars=inputs,
-        outvars=list(outputs.values()),
-        eqns=copies,
-        is_high=any(map(_is_high, copies)),
-    )
-    return dict(zip(outputs, _call(jaxpr, values), strict=True))
+            if isinstance(var, jex.Literal) or name in known:
+                continue
+            known.add(name)
+            value = read(name)
+            if isinstance(value, _NUMBERS):
+                numbers[name] = jex.Literal(value, var.aval)
+            else:
+                inputs[name] = value
+        known.update(made_names)
+        outputs.update(zip(made_names, (x.aval for x in equation.outvars), strict=True))
+    copies = _Copies(equations, list(inputs), outputs, numbers)
+    return dict(zip(outputs, copies.bind(list(inputs.values())), strict=True))
+
+
+def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
+    """Apply the primitive of an equation, with some of its parameters changed."""
+    params = equation.primitive.get_bind_params({**equation.params, **changes})
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        out = equation.primitive.bind(*functions, *inputs, **params)
+    return list(out) if equation.primitive.multiple_results else [out]
+
+
+class Recording:
+    """The equations of a function, which can be copied into other traces for other arrays.
+
+    Attributes:
+        is_closed: whether they can be copied. They cannot if they read an array of the trace that
+            they were recorded in, or if the function returns a number that is known.
+    """
+
+    def __init__(self, function: Callable[..., Any], arrays: Sequence[Any]):
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(jax.typeof, arrays))
+        jaxpr = closed.jaxpr
+        self._treedef = jax.tree.structure(shapes)
+        self._constants = list(closed.consts)
+        self._inputs = [*jaxpr.constvars, *jaxpr.invars]
+        self._outputs = list(jaxpr.outvars)
+        given = {*self._inputs}
+        is_known = [isinstance(x, jex.Literal) for x in self._outputs]
+        made = {} if any(is_known) else {x: x.aval for x in self._outputs if x not in given}
+        equations = [(x, x.invars, x.outvars) for x in jaxpr.eqns]
+        self._copies = _Copies(equations, self._inputs, made, {})
+        reads_trace = any(isinstance(x, Tracer) for x in self._constants)
+        self.is_closed = not (reads_trace or any(is_known))
+
+    def put(self, arrays: Sequence[Any]) -> Any:
+        """Copy the recorded equations into the current trace, for other arrays of the same types.
+
+        Returns:
+            The results of the function for `arrays`.
+        """
+        values = [*self._constants, *arrays]
+        known = dict(zip(self._inputs, values, strict=True))
+        known.update(zip(self._copies.outputs, self._copies.bind(values), strict=True))
+        return jax.tree.unflatten(self._treedef, [known[x] for x in self._outputs])
+
+
+class _Copies:
+    """Equations that are replaced by one call while a program is traced.
+
+    Args:
+        equations: the equations, with the names of their inputs and outputs.
+        inputs: the names of the inputs of the call.
+        outputs: the types of the outputs of the call, by name.
+        numbers: literals, by name, that equations read in addition to the inputs.
+    """
+
+    def __init__(
+        self,
+        equations: Sequence[Named],
+        inputs: Sequence[Any],
+        outputs: Mapping[Any, Any],
+        numbers: Mapping[Any, Any],
+    ):
+        self.equations = equations
+        self.inputs = inputs
+        self.outputs = outputs
+        self.numbers = numbers
+        self.effects = {effect for x, *_ in equations for effect in x.effects}
+        self.is_high = any(_is_high(x) for x, *_ in equations)
+
+    def bind(self, values: Sequence[Any]) -> list[Any]:
+        """Add the call to the current trace, and return its outputs."""
+        return _copies_p.bind(*values, copies=self)
+
+    def in_place_of(self, call: Any) -> Iterator[Any]:
+        """Yield the equations, changed to read the inputs of a call and to make its outputs."""
+        atoms = {**self.numbers, **dict(zip(self.inputs, call.invars, strict=True))}
+        outputs = dict(zip(self.outputs, call.outvars, strict=True))
+        source = call.source_info
+        for equation, read, made in self.equations:
+            pairs = zip(equation.invars, read, strict=True)
+            operands = [x if isinstance(x, jex.Literal) else atoms[name] for x, name in pairs]
+            results = []
+            for var, name in zip(equation.outvars, made, strict=True):
+                atoms[name] = outputs.get(name) or jex.Var(var.aval)
+                results.append(atoms[name])
+            inner, info = equation.source_info.name_stack, source
+            if inner.stack:
+                info = source.replace(name_stack=source.name_stack + inner)
+            copy = equation.replace(invars=operands, outvars=results, source_info=info)
+            yield from _expanded(copy)
+
+    def run(self, values: Sequence[Any]) -> list[Any]:
+        """Return the outputs for `values`, by binding each equation."""
+        known = dict(zip(self.inputs, values, strict=True))
+        known.update((name, x.val) for name, x in self.numbers.items())
+        for equation, read, made in self.equations:
+            pairs = zip(equation.invars, read, strict=True)
+            operands = [x.val if isinstance(x, jex.Literal) else known[name] for x, name in pairs]
+            known.update(zip(made, bind(equation, operands), strict=True))
+        return [known[x] for x in self.outputs]
+
+
+def with_copies(jaxpr: Any) -> Any:
+    """Return a jaxpr, closed or not, whose calls are replaced by the equations they stand for."""
+    if not isinstance(jaxpr, jex.Jaxpr):
+        inner = with_copies(jaxpr.jaxpr)
+        return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
+    equations = [y for x in jaxpr.eqns for y in _expanded(x)]
+    if len(equations) == len(jaxpr.eqns) and all(map(_is, equations, jaxpr.eqns)):
+        return jaxpr
+    return jaxpr.replace(eqns=_without_dead(equations, jaxpr.outvars))
+
+
+def with_inner(equation: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to the jaxprs inside an equation; return the same object if none changes."""
+    new = {}
+    for name, param in equation.params.items():
+        several = isinstance(param, tuple)
+        before = param if several else (param,)
+        if not any(isinstance(x, JAXPRS) for x in before):
+            continue
+        after = [change(x) if isinstance(x, JAXPRS) else x for x in before]
+        if any(x is not y for x, y in zip(before, after, strict=True)):
+            # A tuple may be a named one, such as that of `custom_linear_solve`.
+            made = param._make if hasattr(param, "_fields") else tuple
+            new[name] = made(after) if several else after[0]
+    return equation.replace(params={**equation.params, **new}) if new else equation
+
+
+def _is(x: Any, y: Any) -> bool:
+    return x is y
+
+
+def _expanded(equation: Any) -> Iterable[Any]:
+    if equation.primitive is _copies_p:
+        return equation.params["copies"].in_place_of(equation)
+    return (with_inner(equation, with_copies),)
+
+
+def _without_dead(equations: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
+    """Return the equations that have effects or whose results are read, as JAX's tracing keeps."""
+    live, kept = {id(x) for x in outputs}, []
+    for equation in reversed(equations):
+        if equation.effects or not live.isdisjoint(map(id, equation.outvars)):
+            live.update(map(id, equation.invars))
+            kept.append(equation)
+    return kept[::-1]
 
 
 def _is_high(equation: Any) -> bool:
@@ -70,55 +207,16 @@ def _is_high(equation: Any) -> bool:
     return equation.primitive.is_high(*avals, **equation.params)
 
 
-class Recording:
-    """A recorded function: its jaxpr, which can be copied into other traces for other arrays.
+class _CopiesPrimitive(Primitive):
+    multiple_results = True
 
-    Attributes:
-        is_closed: whether the jaxpr reads no array of the trace that it was recorded in.
-    """
-
-    def __init__(self, function: Callable[..., Any], arrays: Sequence[Any]):
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(jax.typeof, arrays))
-        jaxpr = closed.jaxpr
-        self._treedef = jax.tree.structure(shapes)
-        self._constants = list(closed.consts)
-        self._jaxpr = with_inputs_alone(jaxpr)
-        self.is_closed = not any(map(is_traced, self._constants))
-
-    def put(self, arrays: Sequence[Any]) -> Any:
-        """Copy the recorded equations into the current trace, for other arrays of the same types.
-
-        Returns:
-            The results of the function for `arrays`.
-
-        Returns:
-            What the function returns for `arrays`.
-        """
-        outputs = _call(self._jaxpr, [*self._constants, *arrays])
-        return jax.tree.unflatten(self._treedef, outputs)
+    def is_high(self, *avals: Any, copies: _Copies) -> bool:
+        return copies.is_high
 
 
-def _call(jaxpr: Any, values: list[Any]) -> Any:
-    """Bind a `jit` whose body is a jaxpr without constants; JAX inlines it into the trace."""
-    equation, inline = _a_call()
-    num, params = len(values), equation.params
-    per_input = {x: params[x] * num for x in ("in_shardings", "in_layouts", "donated_invars")}
-    per_output = {x: params[x] * len(jaxpr.outvars) for x in ("out_shardings", "out_layouts")}
-    changed = {**per_input, **per_output, "inline": inline, "jaxpr": jex.ClosedJaxpr(jaxpr, [])}
-    return equation.primitive.bind(*values, **{**params, **changed})
-
-
-@functools.cache
-def _a_call() -> tuple[Any, Any]:
-    """Make a call of a `jit`, as an equation to copy, and return it with the value for `inline`.
-
-    JAX inlines a `jit` whose parameter `inline` has that value.
-    """
-    traced = jax.make_jaxpr(jax.jit(lambda x: x))(jax.ShapeDtypeStruct((), "float32"))
-    kinds: Any = getattr(jax, "Inline", None)  # from JAX 0.12 on
-    inline = True if kinds is None else kinds.JAX_EARLY
-    (equation,) = traced.jaxpr.eqns
-    called = equation.params["jaxpr"]
-    jaxpr = with_inputs_alone(called.jaxpr)
-    params = {**equation.params, "jaxpr": called.replace(jaxpr=jaxpr)}
-    return equation.replace(params=params), inline
+_copies_p = _CopiesPrimitive("copies")
+_copies_p.def_effectful_abstract_eval(
+    lambda *avals, copies: ([*copies.outputs.values()], copies.effects)
+)
+_copies_p.def_impl(lambda *values, copies: copies.run(values))
+mlir.register_lowering(_copies_p, mlir.lower_fun(lambda *values, copies: copies.run(values)))

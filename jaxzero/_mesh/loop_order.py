@@ -26,13 +26,12 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 from jaxtyping import Array, Int32
 
-from .emission import Recording
+from .emission import Recording, bind, with_copies
 from .mesh_kinds import LOCAL, NODE
 from .per_device import (
     CALLS_AND_REMAT,
     appended,
     bare,
-    bind,
     equations_inside,
     evaluate,
     inner_jaxprs,
@@ -104,7 +103,7 @@ def in_order(program: Any, tokens: list[Token]) -> Any:
             order.wait_for_all()
         return [*([] if order.token is None else [order.token]), *outputs]
 
-    return jax.make_jaxpr(run)(*map(bare, tokens), *inputs)
+    return with_copies(jax.make_jaxpr(run)(*map(bare, tokens), *inputs))
 
 
 def _with_token(program: Any, sent: Sequence[Any]) -> Any:
@@ -117,7 +116,8 @@ def _with_token(program: Any, sent: Sequence[Any]) -> Any:
         return _Order(None, list(arrays)).wait_for_all()
 
     read = [equation.outvars[0] for equation in sent]
-    return appended(program, jax.make_jaxpr(last)(*(x.aval for x in read)), read)
+    token = with_copies(jax.make_jaxpr(last)(*(x.aval for x in read)))
+    return appended(program, token, read)
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:

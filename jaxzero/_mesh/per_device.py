@@ -34,6 +34,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from .._without_gc import without_gc
+from .emission import JAXPRS, with_copies, with_inner
 
 _ASK_FOR_THE_DEVICE = {"axis_index", "debug_callback", "debug_print"}
 HOST = "pinned_host"
@@ -74,6 +75,7 @@ def without_mesh(function: Callable, order: Callable | None = None) -> Callable:
         # Tracing makes so many objects that Python's collector takes a fifth of its time.
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(automatic)), without_gc():
             closed, shapes = jax.make_jaxpr(per_device, return_shape=True)(*map(bare, leaves))
+            closed = with_copies(closed)
             treedef = jax.tree.structure(shapes)
             if order:
                 closed, leaves = order(closed, tokens), [*tokens, *leaves]
@@ -235,7 +237,6 @@ def _with_mesh_context(mesh: Any, closed: Any) -> Any:
     return rewrite(closed, change)
 
 
-_JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -245,15 +246,6 @@ CALLS = {
 }
 REMAT = {"checkpoint", "remat", "remat2"}
 CALLS_AND_REMAT = CALLS | dict.fromkeys(REMAT, "jaxpr")
-
-
-def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
-    """Apply the primitive of an equation, with some of its parameters changed."""
-    params = equation.primitive.get_bind_params({**equation.params, **changes})
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
-        out = equation.primitive.bind(*functions, *inputs, **params)
-    return list(out) if equation.primitive.multiple_results else [out]
 
 
 def evaluate(
@@ -311,7 +303,7 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
     """Yield the jaxprs among the parameters of an equation, without their constants."""
     for param in equation.params.values():
         for x in param if isinstance(param, tuple | list) else (param,):
-            if isinstance(x, _JAXPRS):
+            if isinstance(x, JAXPRS):
                 yield getattr(x, "jaxpr", x)
 
 
@@ -331,24 +323,9 @@ def rewrite(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
     if not isinstance(jaxpr, jex.Jaxpr):
         inner = rewrite(jaxpr.jaxpr, change)
         return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
-    equations = [change(_rewrite_inside(x, change)) for x in jaxpr.eqns]
+    equations = [change(with_inner(x, lambda inner: rewrite(inner, change))) for x in jaxpr.eqns]
     is_same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True))
     return jaxpr if is_same else jaxpr.replace(eqns=equations)
-
-
-def _rewrite_inside(equation: Any, change: Callable[[Any], Any]) -> Any:
-    new = {}
-    for name, param in equation.params.items():
-        several = isinstance(param, tuple)
-        before = param if several else (param,)
-        if not any(isinstance(x, _JAXPRS) for x in before):
-            continue
-        after = [rewrite(x, change) if isinstance(x, _JAXPRS) else x for x in before]
-        if any(x is not y for x, y in zip(before, after, strict=True)):
-            # A tuple may be a named one, such as that of `custom_linear_solve`.
-            made = param._make if hasattr(param, "_fields") else tuple
-            new[name] = made(after) if several else after[0]
-    return equation.replace(params={**equation.params, **new}) if new else equation
 
 
 def is_traced(x: Any) -> bool:

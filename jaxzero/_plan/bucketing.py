@@ -117,7 +117,10 @@ def find_repetition(
     best = None
     # A run of n positions where `ids[i] == ids[i + period]` holds n // period + 1 repetitions.
     for period in range(1, min(len(ids) // 2, _MAX_PERIOD) + 1):
-        same = np.concatenate([[False], ids[:-period] == ids[period:], [False]])
+        same = ids[:-period] == ids[period:]
+        if best and np.count_nonzero(same) + period <= best[1] * best[2]:
+            continue  # not even one run of all of them would be longer
+        same = np.concatenate([[False], same, [False]])
         edges = np.flatnonzero(same[1:] != same[:-1])
         starts, ends = edges[::2], edges[1::2]
         for start, length in zip(starts.tolist(), (ends - starts).tolist(), strict=True):

@@ -56,11 +56,6 @@ def instructions_of(plan: BlockPlan, *, in_pipeline: bool = False) -> tuple[Inst
         in_pipeline: whether the block is the body of a pipelined loop. The instructions that a loop
             adds for each iteration, such as copies of its layers, are not in the list (see
             `pipeline`).
-
-    Args:
-        plan: the plan of the block.
-        in_pipeline: whether it is the body of a pipelined loop. What the loop adds for each
-            iteration (`pipeline`) is not in the list.
     """
     known = _emitted.setdefault(plan, {})
     if in_pipeline not in known:

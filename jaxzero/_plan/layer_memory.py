@@ -148,9 +148,6 @@ class LayerMemory:
 
         Returns:
             For each, the index of the operation after it, and its output.
-
-        Returns:
-            For each, the index of the operation after it, and its output.
         """
         candidates = []
         operations = self._block.operations

@@ -296,9 +296,6 @@ class Room:
 
         Returns:
             The operation at which the wait begins, `issue` at the earliest.
-
-        Returns:
-            The operation at which the wait begins, `issue` at the earliest.
         """
         num_bytes = sum(gather.num_bytes for gather in group)
         full = np.flatnonzero(self._left[issue:stop] < num_bytes)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from .._activations import Chosen, Residual, by_kind, described
+from .._activations import Chosen, Residual, by_kind, described, described_total
 from .._collectives import HostTransfer, Transfer, readable_bytes
 from .._program import Fork, Loop, Operation, kept_values
 from .block_plan import BlockPlan
@@ -159,7 +159,9 @@ class Plan:
         lines += map(str, self.rows)
         lines += map(str, self.gathered_experts)
         lines += map(str, self.held_whole)
-        lines += _in_columns([*map(described, by_kind(self.residuals))])
+        if self.residuals:
+            lines += _in_columns([*map(described, by_kind(self.residuals))])
+            lines.append(described_total(self.residuals))
         if self.at_end:
             lines.append(f"at the end: all-reduce {', '.join(self.at_end)}")
         lines += [f"at the end: {x}" for x in self.described_combined]

@@ -181,6 +181,8 @@ def views_after(operation: Operation, views: Mapping[Any, TableView]) -> dict[Va
 def find_reads(block: Block, views: Mapping[Any, TableView]) -> dict[Operation, Lookup]:
     """The lookups in a block, each by its `gather`."""
     views, lookups = {**views}, {}
+    if not any(map(takes_rows, block.operations)):
+        return lookups
     readers: dict[Any, list[Operation]] = {}
     for operation in block.operations:
         for table in operation.inputs:

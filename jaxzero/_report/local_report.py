@@ -22,8 +22,8 @@ class LocalReport:
         num_nodes: the number of nodes.
         num_elements: elements of the parameters that are exchanged.
         device_bytes: bytes that one device holds between rounds, by field of `LocalState`.
-        message_bytes: bytes of the messages of all nodes, which a device holds beside these while
-            a fragment travels.
+        message_bytes: bytes of the messages that a device holds beside these while a fragment
+            travels: those of all nodes, or one where an all-reduce sums them.
         kept_bytes: bytes of the node's own part of a fragment, which a device also holds while it
             travels; 0 without a delay, or with `mixing`.
         bytes_between_nodes: bytes that enter one node in a round.

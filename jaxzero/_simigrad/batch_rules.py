@@ -237,6 +237,7 @@ def _add_to_average(
     value: Float[Array, ""], memory: tuple[Float32[Array, ""], ...], window: int, average: str
 ) -> tuple[Float32[Array, ""], tuple[Float32[Array, ""], ...]]:
     if average == "ema":
+        # The weights of this average have the mean age of those over the last `window` values.
         weight = (1 - 2 / (window + 1)) * memory[0] + 1
         mean = memory[1] + (value - memory[1]) / weight
         return mean, (weight, mean)

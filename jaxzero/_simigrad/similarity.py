@@ -73,9 +73,10 @@ class GradientHalves(NamedTuple):
 
 
 class CodecNoise(NamedTuple):
-    """Noise that codecs add to one micro-batch, with gradient G and covariance of trace T.
+    """The expected square of what codecs change of the gradient of one micro-batch.
 
-    It is `of_noise * T + of_signal * |G|^2`.
+    It is `of_noise * T + of_signal * |G|^2`, where G is the expectation of this gradient and T the
+    trace of its covariance.
     """
 
     of_noise: Float32[Array, ""]  # in units of T
@@ -103,6 +104,9 @@ def leaf_products(mean: Any, first_mean: Any, halves: Halves) -> tuple[list[Arra
 
     The mean of the second half is derived from these two. Leaves may be sharded: each product is
     a sum over shards, so only scalars are communicated.
+
+    Returns:
+        |g1|^2, |g2|^2 and g1.g2, each a list with a float32 scalar for each leaf.
     """
     first, second, cross = [], [], []
     pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(first_mean), strict=True)
@@ -135,6 +139,9 @@ def without_codec_noise(
         microbatch: weight of one micro-batch.
     """
 
+    # With weight m of a micro-batch and T of one unit of weight, codecs make of |G|^2 + T/w
+    #     |G|^2 + (1 + of_noise) T/w + of_signal |G|^2 m/w,
+    # and leave the product of two halves, whose errors are independent, at |G|^2.
     def corrected(square: Array, weight: Array) -> Array:
         added = noise.of_signal * microbatch / weight * products.cross
         return products.cross + (square - products.cross - added) / (1 + noise.of_noise)

@@ -190,9 +190,11 @@ def simigrad(
 
 
 def _zeros(new: Any, updates: Any) -> Any:
-    """Zeros of the types of `new`: split as it is, or else like `updates`, on explicit axes.
+    """Zeros with the shapes and dtypes of `new`, for the other branch of the `cond`.
 
-    The two differ at stage 1, where gradients are whole and the optimizer's state is split.
+    On explicit mesh axes, where the branches must have the same shardings, they are sharded like
+    `new`, otherwise like `updates`. The two differ at stage 1, where gradients are replicated and
+    the optimizer's state is split.
     """
 
     def zeros(x: jax.ShapeDtypeStruct, g: Array) -> Array:
@@ -280,6 +282,7 @@ def _without_codec_noise(
 def _measure(state: SimigradState, measurement: _Measurement, settings: Settings) -> SimigradState:
     """Compare the halves of a full batch, and set the size of the next one."""
     halves, whole, groups, is_possible, fewest = measurement
+    # The mean age of a measurement is then as in an average over the last `noise_window` of them.
     decay = 1 - 2 / (settings.noise_window + 1)
     similarity, by_group = _similarity(whole, groups, halves, settings.combine)
     moments = add_to_moments(state.moments, whole, halves, decay)

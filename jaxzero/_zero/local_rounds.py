@@ -35,7 +35,7 @@ from .local_state import (
     gathered_mean,
     mean_over_nodes,
 )
-from .local_step import LocalStep, batch_specs, check_kept, node_specs
+from .local_step import LocalStep, batch_specs, check_kept, node_specs, warn_of_codec
 from .padding_check import warn_of_padding
 from .placement import (
     auto_mesh,
@@ -283,6 +283,7 @@ class LocalRounds:
         layouts = Layouts.of(
             self.method, layout, state_layout, trained, inner._devices, inner.config
         )
+        warn_of_codec(layouts.exchange)
         inner._registry.add(layouts.params)
         inner._states.add(layouts.opt_state)
         outer, programs = self.method.outer, self._zero._programs

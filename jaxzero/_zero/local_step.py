@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from .._local_steps import Inner, LocalSteps
+from .._collectives import readable_bytes
+from .._local_steps import Exchange, Inner, LocalSteps
 from .._mesh import AXES, NODE, AnyMesh
 from .._sharding import StoredArray, TreeLayout, ZeroConfig, data_of, flatten, is_array, path_name
+from .._warnings import warn
 from .arguments import BATCH
 from .batch_choice import is_split, rows_of
 from .local_state import Layouts
@@ -166,6 +168,19 @@ def check_local_steps(mesh: AnyMesh, config: ZeroConfig) -> None:
     if config.offload is not None:
         raise NotImplementedError(
             "`local_steps` cannot keep arrays in host memory yet. Leave out `offload`."
+        )
+
+
+def warn_of_codec(exchange: Exchange) -> None:
+    """Warn if messages are larger with the codec than without: see `Exchange.is_reduced`."""
+    method = exchange.method
+    exact = dataclasses.replace(exchange, method=dataclasses.replace(method, codec=None))
+    encoded, unencoded = (readable_bytes(x.node_bytes) for x in (exchange, exact))
+    if exchange.node_bytes > exact.node_bytes:
+        warn(
+            f"`codec={method.codec}` of `LocalSteps` brings {encoded} into each of "
+            f"{exchange.num_nodes} nodes in a round, and float32 {unencoded}, because encoded "
+            "messages cannot be summed on their way. Take `codec=None`."
         )
 
 

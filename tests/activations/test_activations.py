@@ -123,22 +123,28 @@ def test_the_least_of_a_scanned_model_is_what_its_layers_pass_on():
 
 
 def test_memory_of_the_compiled_step():
-    """XLA holds less by most of what the plan does not keep; one layer is computed again at once.
+    """What XLA holds grows with the layers as what the plan keeps, which is a third of everything.
 
-    For CPUs it drops the barriers that this takes outside of loops: see `test_aot`.
+    Beside it XLA holds what one layer takes, forward and backward, which differs between versions.
+    Outside of loops that is tested in `test_repeated` and `test_aot`.
     """
-    loss, params = MODELS["scanned"], init()
+    loss, zero = MODELS["scanned"], zero_of(0)
     ids = np.zeros((64 * ROWS, TOKENS), np.int32)
     temporaries, kept = [], []
-    for budget in (0, 10**9):
-        zero = zero_of(budget)
-        step = jax.jit(zero.value_and_grad(loss)).lower(zero.abstract(lambda: params), ids)
-        memory = step.compile().memory_analysis()
-        temporaries.append(memory.temp_size_in_bytes)
-        residuals = zero.plan(loss, zero.abstract(lambda: params), ids).residuals
-        kept.append(bytes_of(x for x in residuals if x.action == "keep"))
-    one_layer = (kept[1] - kept[0]) / LAYERS
-    assert temporaries[1] - temporaries[0] >= kept[1] - kept[0] - 1.5 * one_layer
+    for times in (1, 3):
+        params = init()
+        params["layers"] = jax.tree.map(
+            lambda w, n=times: np.tile(w, (n, 1, 1)[: w.ndim]), params["layers"]
+        )
+        params = zero.abstract(lambda p=params: p)
+        step = jax.jit(zero.value_and_grad(loss)).lower(params, ids)
+        temporaries.append(step.compile().memory_analysis().temp_size_in_bytes)
+        kept.append(
+            bytes_of(x for x in zero.plan(loss, params, ids).residuals if x.action == "keep")
+        )
+    assert temporaries[1] - temporaries[0] == pytest.approx(kept[1] - kept[0], rel=1e-2)
+    everything = zero_of(10**9).plan(loss, params, ids).residuals
+    assert 3 * kept[1] < bytes_of(x for x in everything if x.action == "keep")
 
 
 @pytest.mark.parametrize(
@@ -252,24 +258,6 @@ def test_loops_of_hardly_any_layers(length):
     _check(zero_of(0), loss)
 
 
-def test_cross_attention_to_an_encoder():
-    """Two loops, of which the second reads what the first returns, also layer by layer."""
-
-    def loss(p, ids):
-        first, states = lax.scan(lambda x, w: (_layer(x, w),) * 2, p["embed"][ids], p["layers"])
-
-        def layer(x, given):
-            w, state = given
-            mixed = jnp.einsum("btd,bsd->bts", x @ w["mix"], first)
-            return _layer(x + jnp.einsum("bts,bsd->btd", jnp.tanh(mixed), state), w), None
-
-        x, _ = lax.scan(layer, p["embed"][ids], (p["layers"], states))
-        return head(p, x, ids)
-
-    for budget in (0, 10**9):
-        _check(zero_of(budget), loss)
-
-
 @pytest.mark.parametrize(
     ("preset", "mesh"), [(lambda: jz.pipeline(2), {}), (jz.zero3, {"simulate": 4})]
 )
@@ -347,8 +335,10 @@ def test_copies_in_host_memory(monkeypatch):
 
 
 def test_a_plan_names_each_residual_and_its_line():
-    text = str(zero_of(24_000).plan(MODELS["scanned"], zero_of(0).abstract(init), batch()))
-    lines = [x for x in text.splitlines() if x.startswith("activation")]
+    plan = zero_of(24_000).plan(MODELS["scanned"], zero_of(0).abstract(init), batch())
+    lines = [x for x in str(plan).splitlines() if x.startswith("activation")]
+    kept = bytes_of(x for x in plan.residuals if x.action == "keep") / 2**10
+    assert f"{kept:.2f} KiB kept" in lines[-1] and "GFLOP" in lines[-1]
     assert any("kept" in x and __file__ in x for x in lines)
     assert any("recomputed" in x and "GFLOP" in x and "(_layer)" in x for x in lines)
 

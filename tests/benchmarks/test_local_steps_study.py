@@ -17,7 +17,7 @@ from benchmarks.shared import _corpus, _rows
 from benchmarks.shared._byte_training import held_out_losses, optimizer
 from benchmarks.training import _local_steps_methods as methods
 from benchmarks.training import _local_steps_summary as summary
-from benchmarks.training import local_steps
+from benchmarks.training import equal_time, local_steps
 
 pytestmark = pytest.mark.standard_promotion  # the schedules of optax
 
@@ -124,6 +124,8 @@ def test_methods_are_compared_seed_by_seed():
     assert found["diloco30", 8].losses == [2.02, 3.96]
     assert found["diloco1", 2].percent == {2: np.inf}
     assert found["synchronous", 2].percent == {1: 0.0, 2: 0.0}
+    on_eight = [_row("synchronous", 8, 1, 2.0), _row("diloco30", 8, 1, 2.02)]
+    assert summary.summarize(on_eight, (1,))[1].percent == pytest.approx({1: 1.0})
     cells = [column._cells for column in summary.table(list(found.values())).columns]
     assert list(zip(*cells, strict=True))[1] == (
         "diloco30", "8", "2.9900", "+0.00%", "-1.00 .. +1.00", "+0.00%", "2",
@@ -222,3 +224,35 @@ def test_settings_that_do_not_fit_are_refused():
         local_steps.Study(methods=("diloco10 sgd(0.7, 0.9)",))
     with pytest.raises(ValueError, match="a multiple of the 30 steps in a round of diloco30"):
         local_steps.main(dataclasses.replace(TINY, methods=("diloco30",)))
+
+
+def test_equal_times_are_those_of_links_and_losses_those_of_runs_as_long(tmp_path, monkeypatch):
+    def row(method, steps, seed, loss):
+        settings = dataclasses.replace(equal_time._STUDY, steps=steps).settings
+        return {"results": {**_row(method, 8, seed, loss)["results"], "settings": settings}}
+
+    ten, thirty = equal_time._METHODS
+    rows = [
+        row("synchronous", 1100, 1, 2.0),
+        row("synchronous", 1100, 2, 3.0),
+        row(ten, 1500, 1, 1.5),
+        row(thirty, 1500, 1, None),  # diverged
+    ]
+    (tmp_path / "local_steps.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(
+        equal_time, "read_rows", functools.partial(_rows.read_rows, directory=tmp_path)
+    )
+    seconds = {"synchronous": 0.1, ten: 0.054, thirty: 0.02}
+    costs = {
+        name: {"megabytes_into_a_node": 1.0, "seconds": {"100 Mbit/s": x, "1 Gbit/s": x / 10}}
+        for name, x in seconds.items()
+    }
+    # 600 synchronous steps and 900 others: 60 + 48.6 and 60 + 18 seconds; a synchronous one is 0.1.
+    cells = [column._cells for column in equal_time._table(costs).columns]
+    assert [*zip(*cells, strict=True)] == [
+        ("synchronous", "1500", "0", "1.000", "150.0", "15.0", "not run", "0"),
+        (ten, "1500", "900", "1.000", "108.6", "10.9", "1.5000", "1"),
+        ("synchronous", "1100", "0", "1.000", "110.0", "11.0", "2.5000 ± 0.5000", "2"),
+        (thirty, "1500", "900", "1.000", "78.0", "7.8", "inf", "1"),
+        ("synchronous", "800", "0", "1.000", "80.0", "8.0", "not run", "0"),
+    ]

@@ -12,7 +12,7 @@ from jaxzero._collectives import Ledger, for_alike, labelled, recording
 from jaxzero._collectives.alike import alike_once
 from jaxzero._collectives.primitives import all_gather
 from jaxzero._execute import block, token_parts
-from jaxzero._mesh import emit, loop_order
+from jaxzero._mesh import emit, equations_inside, loop_order
 from jaxzero._program import Operation, trace
 
 WIDTH = 16
@@ -64,8 +64,10 @@ def test_operations_are_traced_once(monkeypatch):
     bound = _counting(monkeypatch, Operation, "bind")
     evaluated = _counting(monkeypatch, loop_order._Order, "run")
     runs = _counting(monkeypatch, block, "emit")
-    _traced(6, jz.zero3())
+    equations = _traced(6, jz.zero3()).jaxpr.eqns
     assert runs and not evaluated
+    names = {y.primitive.name for x in equations for y in equations_inside(x)}
+    assert "dot_general" in names and "copies" not in names, "what stands for others is left"
     assert not {x.name for (x, *_) in bound} & {"dot_general", "tanh", "mul"}
 
 

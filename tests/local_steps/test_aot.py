@@ -19,13 +19,20 @@ def _needs_compiler():
 
 
 @pytest.mark.parametrize(
-    ("preset", "every", "fragments", "delay", "bits"),
-    [("zero3", 6, 2, 2, 4), ("zeropp", 4, 2, 2, 8), ("hsdp", 4, 1, 4, 32)],
+    ("preset", "nodes", "every", "fragments", "delay", "bits"),
+    [("zero3", 2, 6, 2, 2, 4), ("zeropp", 2, 4, 2, 2, 8), ("hsdp", 4, 4, 1, 4, 32)],
     ids=["two loops", "one loop", "no codec, no outer loop"],
 )
-def test_messages_span_the_delay(preset, every, fragments, delay, bits):
+def test_messages_span_the_delay(preset, nodes, every, fragments, delay, bits):
     settings = local_steps.Settings(
-        model="tiny", tokens=256, every=every, fragments=fragments, delay=delay, bits=bits
+        model="tiny",
+        nodes=nodes,
+        local=16 // nodes,
+        tokens=256,
+        every=every,
+        fragments=fragments,
+        delay=delay,
+        bits=bits,
     )
     mesh = h200_mesh(settings.nodes, settings.local)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -33,7 +40,7 @@ def test_messages_span_the_delay(preset, every, fragments, delay, bits):
     options = jz.compiler_options("cuda", local_steps=True)
     text = program.compile(compiler_options=options).as_text()
     found = crossings(text, settings.local)
-    assert [x.op for x in found] == ["all-gather"]
+    assert [x.op for x in found] == ["all-reduce" if bits == 32 else "all-gather"]
     assert found[0].spans == (delay,)
     assert found[0].node_bytes * found[0].trips == report.bytes_between_nodes
     # A collective of a step that had the message's stream would wait for it.

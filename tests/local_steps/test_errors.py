@@ -252,3 +252,15 @@ def test_an_outer_optimizer_that_counts_padding_warns(zero):
         rounds.init(params, {"count": jnp.zeros(())})
     rounds = zero.local_steps(step, every=2, outer=optax.adam(0.1))
     rounds.init(params, {"count": jnp.zeros(())})
+
+
+def test_a_codec_that_sends_more_than_float32_warns():
+    """Eight nodes: 7 messages of 2 bytes a number, or 2 * 7 / 8 of 4 bytes by an all-reduce."""
+    eight = jz.Zero(jz.make_mesh(8))
+    params = eight.init(lambda: {"w": jnp.ones((128, 128))})
+    rounds = eight.local_steps(step, every=2, codec=jz.Cast(jnp.bfloat16))
+    with pytest.warns(UserWarning, match=r"bfloat16` .* 224.00 KiB into .* 8 nodes .* 112.00 KiB"):
+        rounds.init(params, jnp.zeros(()))
+    exact = eight.local_steps(step, every=2)
+    exact.init(params, jnp.zeros(()))
+    assert exact.report().bytes_between_nodes == 112 * 2**10

@@ -14,7 +14,7 @@ import pytest
 
 import jaxzero as jz
 
-NODES, EVERY, FRAGMENTS, ROUNDS = 2, 6, 2, 3
+NODES, EVERY, FRAGMENTS, ROUNDS = 3, 6, 2, 3  # more than two nodes: messages are reduced
 LAYERS, WIDTH, ROWS = 4, 3, 8  # rows of one node
 RATE, DECAY, B1, B2, EPS = 0.05, 0.1, 0.9, 0.95, 1e-8
 

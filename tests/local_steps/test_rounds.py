@@ -159,6 +159,40 @@ def test_a_node_trains_as_a_mesh_of_its_own(config):
             np.testing.assert_allclose(metrics["loss"][i, node], one["loss"], rtol=1e-6)
 
 
+@pytest.mark.ci
+def test_each_node_adapts_its_own_batch():
+    """ZeRO++ inside a node and SimiGrad in the step: a node does what a mesh of its own does."""
+    config, every = dataclasses.replace(jz.zeropp(), min_quantized_size=0), 6
+    tx = jz.simigrad(optax.sgd(0.1), target_similarity=0.8, initial=1, max_steps=4)
+
+    def adaptive(zero):
+        def step(params, opt_state, batch):
+            _, grads, halves = zero.value_and_grad(loss, halves=True)(params, batch)
+            new = zero.apply_gradients(tx, grads, opt_state, params, halves=halves)
+            stats = jz.simigrad_stats(new[1])
+            return *new, {name: stats[name] for name in ("steps", "similarity")}
+
+        return step
+
+    zero, full = jz.Zero(make_mesh("Auto"), config), jax.device_get(init(jax.random.key(0)))
+    params = zero.shard(full)
+    rounds = zero.local_steps(adaptive(zero), every=every)
+    state = rounds.init(params, zero.init_optimizer(tx, params))
+    found = jax.device_get(jax.jit(rounds)(state, batches(0, every=every))[1])
+    for node in range(NODES):
+        alone = jz.Zero(jz.make_mesh(1, devices=jax.devices()[2 * node : 2 * node + 2]), config)
+        params = alone.shard(full)
+        opt_state, step = alone.init_optimizer(tx, params), jax.jit(adaptive(alone))
+        for i in range(every):
+            batch = {name: x[i, 8 * node : 8 * node + 8] for name, x in batches(0, every).items()}
+            params, opt_state, one = step(params, opt_state, batch)
+            assert int(found["steps"][i, node]) == int(one["steps"])
+            # A ratio of sums of float32 products, which XLA fuses otherwise.
+            np.testing.assert_allclose(found["similarity"][i, node], one["similarity"], rtol=1e-5)
+    assert len(np.unique(found["steps"])) > 1
+    assert (found["similarity"][:, 0] != found["similarity"][:, 1]).all()
+
+
 def test_one_program_for_gradients_and_update_inside():
     """`value_and_update` means the devices of one node, as `value_and_grad` does."""
     zero = jz.Zero(make_mesh("Auto"))

@@ -93,19 +93,22 @@ def _replace(patch, module, name, make):
 
 
 def mean_of_the_first_node(patch):
-    _replace(patch, exchange, "mean_of_nodes", lambda mean: lambda parts, x: mean(parts, x[:1]))
+    def make(mean):
+        return lambda parts, x, nodes: mean(parts, x[:1], 1)
+
+    _replace(patch, exchange, "mean_of_nodes", make)
 
 
 def message_of_a_node_lost(patch):
     def make(mean):
-        return lambda parts, x: mean(parts, x.at[1].set(0))
+        return lambda parts, x, nodes: mean(parts, x.at[1].set(0), nodes)
 
     _replace(patch, exchange, "mean_of_nodes", make)
 
 
 def sums_for_means(patch):
     def make(mean):
-        return lambda parts, x: [len(x) * y for y in mean(parts, x)]
+        return lambda parts, x, nodes: mean(parts, x, 1)
 
     _replace(patch, exchange, "mean_of_nodes", make)
 

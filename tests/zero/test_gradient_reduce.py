@@ -111,6 +111,23 @@ def test_flax_fp8_has_the_numbers_of_one_device(one_device, config, mesh, option
         assert all(x == 0 for x in jax.tree.leaves(products.first[OWG]))
 
 
+@pytest.mark.ci
+def test_flax_fp8_under_the_codecs_of_zeropp(one_device):
+    """Gradients in 4 bits change no bit of the state; weights in 8 bits change their maxima."""
+    expected = one_device[1]
+    for weights, is_exact in ((jz.PerAxis(), True), (jz.zeropp().weights, False)):
+        config = jz.zero3(weights=weights, gradients=jz.zeropp().gradients)
+        zero = jz.Zero(jz.make_mesh(nodes=2), dataclasses.replace(config, min_quantized_size=0))
+        grads = jax.jit(zero.value_and_grad(_loss))(zero.shard(_variables()), _batch())[1]
+        found = jax.device_get(zero.unshard(grads))
+        of_state, of_params = (
+            jax.tree.leaves(jax.tree.map(np.array_equal, found[kind], expected[kind]))
+            for kind in (OWG, "params")
+        )
+        assert all(of_state) == is_exact and not all(of_params)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+
+
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_state_is_never_encoded(microbatches):
     """With codecs of 4 bits for arrays of any size, and a wire state."""
