@@ -281,7 +281,7 @@ class _Emitter:
     # Gradients.
 
     def _is_reduced(self, group: int) -> bool:
-        """Return whether the list has a `Reduce` of a group; in a pipeline, of an earlier lag."""
+        """Return whether a group's `Reduce` is listed; in a pipeline, the previous iteration's."""
         return any(isinstance(x, Reduce) and x.group == group for x in self.done)
 
     def _num_axes(self, group: int) -> int:
