@@ -1,8 +1,8 @@
 """All-gather of quantized numbers as one kernel: compiles, never executed.
 
-Each device reads and quantizes each of its tiles once and stores the codes into the inboxes of
-all devices. It decodes each tile that arrives into the gathered array while later tiles are in
-flight. `_protocol` describes the synchronization and why it is correct.
+Each device reads each of its tiles once, quantizes it, and stores the codes into the inboxes of all
+devices. It decodes each tile that arrives into the gathered array while later tiles are in flight.
+`_protocol` describes the synchronization and why it is correct.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._tile import clipped
 
 
 class AllGather(Block):
-    """One thread block of the all-gather kernel."""
+    """A thread block of the all-gather kernel."""
 
     name: ClassVar[str] = "quantized_all_gather"
 
@@ -33,7 +33,7 @@ class AllGather(Block):
         self.keep(self.of_piece(self.result, peer, tile), parts_w)
 
     def store(self, tile: Any, total: None) -> None:
-        """Do nothing: `read` has already stored every tile."""
+        """Do nothing: `read` has stored every tile already."""
 
 
 def all_gather(
@@ -45,7 +45,7 @@ def all_gather(
     dtype: DTypeLike,
     parts: Sequence[int] = (),
 ) -> Float[Array, "o n i"]:
-    """All-gather `x_oi`, like `_collectives.gather_reference`; compiles, never executed."""
+    """All-gather `x_oi` as `_collectives.gather_reference` does; compiles, never executed."""
     outer, inner = x_oi.shape
     tiling = Tiling.of(outer, inner, format, config, parts)
     source = tiling.cut(x_oi[:, None])

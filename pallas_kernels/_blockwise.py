@@ -1,17 +1,20 @@
 """Arithmetic of the block codecs: scales, rounding, rotation and packing, in float32.
 
-A row of numbers is cut into blocks of `b` elements, the last filled up with zeros. Each block has
-a scale `s = max|x| / limit`, where `limit` is the largest code, so that nothing clips. The code of
+A row of numbers is cut into blocks of `b` elements, the last filled up with zeros. Each block has a
+scale `s = max|x| / limit`, where `limit` is the largest code, so that nothing clips. The code of
 `x` is the one nearest to `x / s`, or with stochastic rounding one of the two around it.
 
 [Note: exact zeros] A rotation would turn an exact zero among other numbers into a rounding error,
 and Adam moves a weight by its rate for a gradient of any size. So a block that holds an exact zero
 is not rotated: zero has the code 0, and a number that is 0 on every device stays 0 in the sum. The
-sign of the scale, which is free, says so: it is negative for a block that a rotating format left as
-it is. Receivers add up the two kinds of blocks apart, and rotate back the sum of one of them.
+sign of the scale, which is not needed otherwise, tells the two kinds of blocks apart: in a format
+that rotates, the scale of an unrotated block is negative. Receivers add up rotated and unrotated
+blocks separately, and rotate back the sum of the rotated ones.
 
 Quotients are written as products with a reciprocal. XLA turns some quotients into such products but
 not all, and codes would then depend on what an encoder is compiled together with.
+
+Legend: k = blocks of a row, b = elements of a block, m = bytes, `rows` = any leading dims.
 
 Legend: k = blocks of a row, b = elements of a block, m = bytes, `rows` = any leading dims.
 
@@ -62,7 +65,7 @@ def join(x_kb: Shaped[Array, "*rows k b"], num: int) -> Shaped[Array, "*rows n"]
 
 
 def add_up(rows: Shaped[Array, "num ..."]) -> Shaped[Array, ...]:
-    """Sum over the leading dim: if it has at most 16 rows, one after the other, as kernels do.
+    """Sum over the leading dim; up to 16 rows are added one after the other, as kernels do.
 
     `jnp.sum` gives the same sum, but XLA:CPU runs it as a separate pass, which takes 5 times as
     long as additions that are fused with the computation of the rows.
@@ -74,7 +77,7 @@ def add_up(rows: Shaped[Array, "num ..."]) -> Shaped[Array, ...]:
 
 
 def _index(x_kb: Shaped[Array, "*rows k b"]) -> UInt32[Array, "*rows k b"]:
-    """The position of each element in its row."""
+    """Return the position of each element in its row."""
     shape, dims = x_kb.shape, x_kb.ndim
     block = lax.broadcasted_iota(jnp.uint32, shape, dims - 2)
     return block * jnp.uint32(shape[-1]) + lax.broadcasted_iota(jnp.uint32, shape, dims - 1)
@@ -83,13 +86,13 @@ def _index(x_kb: Shaped[Array, "*rows k b"]) -> UInt32[Array, "*rows k b"]:
 def scales(
     largest: Float32[Array, "*shape"], limit: float, dtype: DTypeLike, divisor: int = 1
 ) -> Float32[Array, "*shape"]:
-    """The scale of each block of `x / divisor`, exactly as it is sent, from the largest `|x|`.
+    """Return the scale of each block of `x / divisor`, exactly as sent, given its largest `|x|`.
 
     It is NaN for a block that is not all finite. `x / divisor` itself is never computed (`divide`).
 
-    A bfloat16 scale is rounded up: one that is too small would clip the largest number. It
-    is rounded on its bits, and stays a float32 here: XLA may drop a cast to bfloat16 and
-    back, and the codes would then belong to another scale than the one sent.
+    A bfloat16 scale is rounded up: one that is too small would clip the largest number. It is
+    rounded on its bits, and stays a float32 here: XLA may drop a cast to bfloat16 and back, and the
+    codes would then belong to another scale than the one sent.
     """
     exact = jnp.maximum(largest * not_above(1 / (limit * divisor)), TINY)
     scale = jnp.where(jnp.isfinite(largest), exact, jnp.nan)
@@ -101,33 +104,33 @@ def scales(
 
 
 def not_above(x: float) -> np.float32:
-    """The largest float32 that is not above `x`.
+    """Return the largest float32 that is not above `x`.
 
     With `not_above(1 / limit)` as the factor, a block whose largest number is `limit * s`, for a
-    bfloat16 `s`, has the scale `s`, and is not rounded up to the next one.
+    bfloat16 `s`, gets the scale `s`, which is not rounded up to the next bfloat16.
     """
     nearest = np.float32(x)
     return nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0))
 
 
 def has_zero(x: Float[Array, "*shape"], axis: int) -> Bool[Array, "*rest"]:
-    """Whether there is a zero along `axis`, which is kept as a dim of 1.
+    """Return whether there is a zero along `axis`, which is kept as a dim of 1.
 
-    On platforms that treat numbers below 2**-126 as zeros, these count.
+    On platforms that treat numbers below 2**-126 as zeros, such numbers count as zeros.
     """
     return jnp.min(jnp.abs(x), axis=axis, keepdims=True) == 0
 
 
 def scales_of(scale: Float32[Array, "*shape"], *, rotated: bool) -> Float32[Array, "*shape"]:
-    """The scales of the blocks that are rotated, or of those that are not, and 0 for the others.
+    """Return the scales of rotated blocks, and 0 for unrotated ones; or the other way round.
 
-    NaN stays NaN. See [Note: exact zeros].
+    `rotated` says which. NaN stays NaN. See [Note: exact zeros].
     """
     return jnp.maximum(scale if rotated else -scale, 0)
 
 
 def write_scales(scale_k: Float32[Array, "*rows k"], dtype: DTypeLike) -> UInt8[Array, "*rows m"]:
-    """The bytes of each scale: all 4 for float32, or the upper 2 for bfloat16."""
+    """Return the bytes of each scale: all 4 for float32, or the upper 2 for bfloat16."""
     bits = lax.bitcast_convert_type(scale_k, jnp.uint32)
     if jnp.dtype(dtype).itemsize == 2:
         bits = (bits >> jnp.uint32(16)).astype(jnp.uint16)
@@ -152,7 +155,7 @@ def divide(
     scale_dtype: DTypeLike,
     divisor: int = 1,
 ) -> Float32[Array, "*rows k b"]:
-    """`x / (scale * divisor)`, clipped to `limit`, which rounding might exceed.
+    """Return `x / (scale * divisor)`, clipped to `limit`, which rounding might exceed.
 
     Each number is multiplied by one factor. With two factors, some versions of XLA would multiply
     the factors with each other first, and others would not.
@@ -164,7 +167,7 @@ def divide(
 def inverse(
     scale: Float32[Array, "*shape"], dtype: DTypeLike, divisor: int = 1
 ) -> Float32[Array, "*shape"]:
-    """The factor `1 / (scale * divisor)`, which for bfloat16 scales is equal on all hardware."""
+    """Return `1 / (scale * divisor)`; for bfloat16 scales it is equal on all hardware."""
     first = 1 / scale
     if jnp.dtype(dtype).itemsize == 2:
         first = refine(first, scale)
@@ -174,12 +177,12 @@ def inverse(
 def refine(
     first: Float32[Array, "*shape"], scale: Float32[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
-    """The correctly rounded reciprocal of bfloat16 scales, from an approximate one, `first`.
+    """Return the correctly rounded reciprocal of bfloat16 scales, given an approximation, `first`.
 
     A GPU's reciprocal (`rcp.approx`, which both XLA and Mosaic use) may be off by one unit in the
     last place. This is a step of Newton's method. A scale has 8 bits, so its products with the
-    halves of the reciprocal's 24 bits are exact, and so is the error computed from them. For
-    scales above 2**100 the lower half could underflow, and `first` is returned unchanged.
+    halves of the reciprocal's 24 bits are exact, and so is the error computed from them. For scales
+    above 2**100 the lower half could underflow, and `first` is returned unchanged.
     """
     bits = lax.bitcast_convert_type(first, jnp.uint32) & jnp.uint32(0xFFFFF000)
     high = lax.bitcast_convert_type(bits, jnp.float32)
@@ -194,10 +197,10 @@ def uniforms(
     start: int = 0,
     index_kb: UInt32[Array, "*rows k b"] | None = None,
 ) -> Float32[Array, "*rows k b"]:
-    """Pseudo-random numbers in [0, 1): a hash of seed, scale, index in the row, and the number.
+    """Return pseudo-random numbers in [0, 1): hashes of seed, scale, index in the row, and number.
 
-    The first element of a row has index `start`. `index_kb` is given if rows are not in the order
-    of `x_kb`.
+    The first element of a row has index `start`. `index_kb` gives the indices if the elements of
+    `x_kb` are not in the order of the row.
     """
     index = (_index(x_kb) if index_kb is None else index_kb) + jnp.uint32(start)
     return uniforms_at(index, x_kb, scale_k[..., None], seed)
@@ -209,7 +212,7 @@ def uniforms_at(
     scale: Float32[Array, "*#shape"],
     seed: UInt32[Array, ""],
 ) -> Float32[Array, "*shape"]:
-    """`uniforms` of numbers `x` at `index` in their rows, each with the scale of its block."""
+    """Return `uniforms` for numbers `x` at `index` in their rows, given each one's scale."""
     key = mix(lax.bitcast_convert_type(scale, jnp.uint32) ^ mix(seed))
     h = index * jnp.uint32(0x9E3779B9) + key
     h = mix(h ^ lax.bitcast_convert_type(x, jnp.uint32))
@@ -217,7 +220,7 @@ def uniforms_at(
 
 
 def mix(h: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """A bijective hash of 32 bits, in which an input bit flips half of the output (lowbias32)."""
+    """Hash 32 bits one to one, so that each input bit flips half of the output (lowbias32)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         h = (h ^ (h >> jnp.uint32(shift))) * jnp.uint32(factor)
     return h ^ (h >> jnp.uint32(16))
@@ -257,16 +260,17 @@ def rotate(
 ) -> tuple[Float32[Array, "*rows k b"], Bool[Array, "*rows k"], Float32[Array, "*rows k"]]:
     """Multiply each full group of 32 by H/32, where H is Hadamard's matrix of +1 and -1.
 
-    An outlier is spread over its group, which then needs a smaller scale. No sum overflows. What
-    full groups leave of the `num` elements of a row is divided by 8, to shrink about as much.
-    Blocks with an exact zero in a full group are left as they are ([Note: exact zeros]).
+    An outlier is spread over its group, which then needs a smaller scale. No sum overflows.
+    Elements of a row of `num` that are in no full group are divided by 8, to shrink about as much.
+    Blocks with an exact zero in a full group are not changed ([Note: exact zeros]).
 
-    `width` is the size of the matrix that is multiplied by: several groups, side by side, fill the
-    128 lanes of a TPU, which would pad 32 numbers to 128. The blocks have a multiple of `width`.
+    `width` is the size of the matrix by which blocks are multiplied: several groups, side by side,
+    fill the 128 lanes of a TPU, which would pad 32 numbers to 128. The number of elements in all
+    blocks is a multiple of `width`.
 
     Returns:
-        The blocks; whether each was left as it is; and its largest magnitude, which is taken of
-        both forms of a block, so that XLA:CPU does not write the chosen one to memory.
+        The blocks; whether each is unchanged; and its largest magnitude. That is computed for both
+        forms of a block, so that XLA:CPU does not write the chosen form to memory.
     """
     whole = num // GROUP * GROUP
     tested_kb = x_kb
@@ -307,7 +311,7 @@ def _rotate(
 
 
 def bfloat16_parts(x: Float[Array, "*shape"]) -> list[BFloat16[Array, "*shape"]]:
-    """Numbers of bfloat16 whose exact sum is `x`, the smallest first: one, or three for a float32.
+    """Return bfloat16 numbers whose exact sum is `x`, smallest first: one, or three for a float32.
 
     They are cut off on their bits, because XLA may drop a cast to bfloat16 and back.
     """
@@ -322,7 +326,7 @@ def bfloat16_parts(x: Float[Array, "*shape"]) -> list[BFloat16[Array, "*shape"]]
 
 
 def hadamard(width: int) -> Float32[np.ndarray, "width width"]:
-    """A block-diagonal matrix: Hadamard's 32 x 32 matrix for each group of 32 in `width`."""
+    """Return a block-diagonal matrix: Hadamard's 32 x 32 matrix for each group of 32 in `width`."""
     signs = np.ones((1, 1), np.float32)
     while len(signs) < GROUP:
         signs = np.block([[signs, signs], [signs, -signs]])
@@ -332,8 +336,8 @@ def hadamard(width: int) -> Float32[np.ndarray, "width width"]:
 def pack(codes_kb: UInt8[Array, "*rows k b"], num: int, bits: int) -> UInt8[Array, "*rows m"]:
     """Pack the first `num` codes of each row to bytes; pairs of 4-bit codes share a byte.
 
-    A pair is codes `i` (in the lower half) and `i + b/2` of a block. In a partial block, they are
-    half of its size apart.
+    A pair is codes `i` (in the lower half of the byte) and `i + b/2` of a block. In a partial
+    block, the codes of a pair are half of that block's size apart.
     """
     check_packable(bits)
     if bits == 8:

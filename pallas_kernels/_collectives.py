@@ -170,7 +170,7 @@ def scatter_reference(
 def _of_parts(
     one: Callable[[Array], Array], x: Shaped[Array, "... i"], parts: Sequence[int]
 ) -> Array:
-    """Apply a collective to each part of the last dim by itself."""
+    """Apply the collective `one` to each part of the last dim by itself."""
     if len(parts) < 2:
         return one(x)
     ends = itertools.accumulate(parts)
@@ -191,9 +191,10 @@ def _check_parts(parts: Sequence[int], shape: tuple[int, ...], dim: int) -> None
 def exchange_bytes(
     shape: tuple[int, ...], dim: int, format: Format, parts: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Bytes that the kernel stores into the memory of each peer: one number for each of `parts`.
+    """Return the bytes that the kernel stores into the memory of each peer, for each of `parts`.
 
-    They are more than `Format.num_bytes` of an array of `shape`, since it sends whole tiles.
+    They are more than `Format.num_bytes` of an array of `shape`, since the kernel sends whole
+    tiles.
     """
     from ._remote import RemoteConfig, Tiling  # Pallas is only imported where it is used
 
@@ -202,7 +203,7 @@ def exchange_bytes(
 
 
 def exchange_gap(format: Format) -> str | None:
-    """Why no kernel does a whole exchange in `format`; None if one does."""
+    """Return why no kernel does a whole exchange in `format`; None if one does."""
     if (reason := dispatch.kind_gap("mosaic_gpu", format.kind)) is not None:
         return reason
     if format.hadamard:
@@ -213,7 +214,7 @@ def exchange_gap(format: Format) -> str | None:
 
 
 def remote_gap(platform: str) -> str | None:
-    """Why devices of a platform cannot run the kernels; None if they can."""
+    """Return why devices of a platform cannot run the kernels; None if they can."""
     if (reason := dispatch.gap("mosaic_gpu", jnp.float32, 0)) is not None:
         return reason
     from . import _memory  # Pallas is only imported where it is used
@@ -230,7 +231,7 @@ def _wants_kernel(
     size: int,
     result: DTypeLike | None = None,
 ) -> bool:
-    """Return True if the kernel was requested and can handle arrays of up to `size` elements."""
+    """Return whether the kernel is requested; raise if it cannot handle up to `size` elements."""
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(
             f'`implementation` must be "xla", "mosaic_gpu" or None; got {implementation!r}.'

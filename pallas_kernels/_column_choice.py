@@ -1,8 +1,9 @@
-"""Operations on messages as columns: kernels when compiled for TPUs, XLA elsewhere.
+"""Encode and decode messages in columns, by kernels in programs for TPUs and by XLA elsewhere.
 
-A kernel is taken only for pieces whose rows are not cut into parts, where a block has 128 to 1024
-numbers and codes are integers, and inside a `shard_map` over all axes (`_column_walk`). It is not
-taken if the implementation is named: "xla" is a promise, and a way to do without.
+A kernel is used only for pieces whose rows are not cut into parts, for blocks of 128 to 1024
+numbers with integer codes, and inside a `shard_map` over all axes (`_column_walk`). It is not used
+if the caller names the implementation "xla", which is both a promise and a way to do without
+kernels.
 
 Letters in shapes: as in `_columns`.
 """
@@ -77,7 +78,7 @@ def dequantize_sum(
     shape: tuple[int, ...],
     implementation: Implementation | None,
 ) -> Float32[Array, "1 ..."]:
-    """Decode messages in columns, of pieces of `shape`, and sum them."""
+    """Decode messages in columns, each of a piece of `shape`, and sum the pieces."""
 
     def in_xla(message: Any) -> Any:
         return _columns.from_blocks(_columns.decode_sum(message[:, 0], format, shape), shape)
@@ -127,9 +128,9 @@ def dequantize_sum_requantize(
     divisor: int,
     implementation: Implementation | None,
 ) -> UInt8[Array, "num t2 r2"]:
-    """Sum messages of pieces of `shape`, and encode `num` pieces of the sum divided by `divisor`.
+    """Sum messages of pieces of `shape`; encode `num` pieces of the sum divided by `divisor`.
 
-    Rows are not cut into parts, and both formats have one block size.
+    Rows must not be cut into parts, and both formats must have the same block size.
     """
     piece = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
 
@@ -168,7 +169,7 @@ def dequantize_sum_requantize(
 
 
 def _choose(walk: Walk | None, by_kernel: Any, in_xla: Any, *operands: Any) -> Any:
-    """Call `by_kernel` in programs for TPUs if there is a walk, and `in_xla` otherwise."""
+    """Call `by_kernel` in programs for TPUs if there is a `walk`, and `in_xla` otherwise."""
     if walk is None:
         return in_xla(*operands)
     return lax.platform_dependent(*operands, tpu=by_kernel, default=in_xla)

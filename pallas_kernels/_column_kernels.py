@@ -1,13 +1,14 @@
-"""The operations of `_columns` as kernels for TPUs, which have instructions for one block each.
+"""The operations of `_columns` as kernels for TPUs, in which a loop handles one block at a time.
 
 XLA compiles an operation on columns as five to ten fusions, each unrolled over many tiles, and does
-so anew for every shape. In a kernel a grid walks over a message, 128 columns and a chunk of blocks
-at a time, and a loop over the blocks of a chunk: a block, which is a matrix of `b` x 128, is read,
-rotated, rounded and packed, or decoded, added up and rotated back. A thirtieth of the instructions
-is left.
+so anew for every shape. In a kernel, a grid walks over a message, 128 columns and a chunk of blocks
+at a time, and a loop walks over the blocks of a chunk. A block, which is a matrix of `b` x 128, is
+read, rotated, rounded and packed; or it is decoded, added up and rotated back. That takes a
+thirtieth of the instructions.
 
-Scales, whose rows follow those of codes, are kept in the core's memory until the last step of the
-grid, which writes them. Where messages are read, their scales are a second block of the array.
+When a message is written, its scales, whose rows follow those of codes, are kept in the core's
+memory until the last step of the grid writes them. When a message is read, its scales are a second
+block of the array.
 
 The bits are those of `_columns`, except that a sum of products may be rounded in another order.
 None of these kernels was ever executed on a TPU; they are tested in Pallas' interpreter.
@@ -157,8 +158,9 @@ def dequantize_sum_requantize(
     """Sum messages, divide, and encode `num` pieces of `rows` rows.
 
     Args:
-        message: messages of each piece. Or `cut` is 1, and a piece is some blocks of each column,
-            of which there are `source_blocks`, or some columns, whole rows of lanes.
+        message: the messages of each sender, one for each piece (`cut` is `num`). Or `cut` is 1,
+            and a sender's only message holds all pieces. A piece is then some blocks of each
+            column, of which there are `source_blocks`, or some columns, in whole rows of lanes.
         walk: over a piece.
     """
     senders, cut, _, _ = message.shape
@@ -210,12 +212,12 @@ _PARAMETERS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", 
 
 
 def _hadamard() -> Float[Array, "128 128"]:
-    """Hadamard's matrix, exact in bfloat16."""
+    """Return Hadamard's matrix; bfloat16 holds it exactly."""
     return jnp.asarray(blocks.hadamard(_MATRIX), jnp.bfloat16)
 
 
 def _message(num: int, rows: int, target: Rows, walk: Walk) -> dict[str, Any]:
-    """Arguments of `pl.pallas_call` for messages that a kernel writes, a chunk at a time."""
+    """Return arguments of `pl.pallas_call` for messages that a kernel writes, a chunk at a time."""
     lanes = math.ceil(rows / LANES) * LANES
     shape = (num, target.of_codes + target.of_scales, lanes)
     block = (1, walk.chunk * target.of_block, LANES)
@@ -226,7 +228,7 @@ def _message(num: int, rows: int, target: Rows, walk: Walk) -> dict[str, Any]:
 
 
 def _source_specs(num: int, source: Rows, walk: Walk, place: Any) -> list[pl.BlockSpec]:
-    """The blocks of codes and of scales of `num` messages that a step of the grid reads.
+    """Return the specs of what a grid step reads of `num` messages: codes of a chunk, and scales.
 
     `place` maps the indices of the step to those of a piece, a chunk and 128 columns.
     """
@@ -241,7 +243,7 @@ def _source_specs(num: int, source: Rows, walk: Walk, place: Any) -> list[pl.Blo
 
 
 def _memory(rows: Rows, *num: int) -> Any:
-    """VMEM for the rows of scales, with one byte in each int32."""
+    """Allocate VMEM for the rows of scales, with one byte in each int32."""
     return pltpu.VMEM((*num, rows.of_scales, LANES), jnp.int32)
 
 
@@ -260,7 +262,7 @@ def _write(
     walk: Walk,
     divisor: int,
 ) -> None:
-    """Encode `block(i)` for the blocks of a chunk, or, in the last grid step, write the scales.
+    """Encode the blocks of a chunk, `block(i)`; or, in the last grid step, write the scales.
 
     The numbers that `block` returns are exact in `dtype`.
     """
@@ -303,7 +305,7 @@ def _encoded(
     target: Rows,
     divisor: int,
 ) -> tuple[Int32[Array, "h 128"], Float32[Array, "1 128"]]:
-    """The codes of block `k` of each column, one byte in each int32, and the scales.
+    """Return the codes of block `k` of each column, one byte in each int32, and the scales.
 
     The first column is row `first_row` of the piece.
     """
@@ -325,7 +327,7 @@ def _encoded(
 
 
 def _read_scales(sent_ref: Any, scales_ref: Any) -> None:
-    """In the first grid step of each 128 columns, copy the bytes of their scales to VMEM."""
+    """In the first grid step for 128 columns, copy the bytes of their scales to VMEM."""
 
     @pl.when(pl.program_id(2) == 0)
     def _keep():
@@ -346,7 +348,11 @@ def _sum(
     matrix: Float[Array, "128 128"] | None,
     dtype: DTypeLike,
 ) -> Float32[Array, "b 128"]:
-    """Decode block `k` of each message, the one at `i` in a chunk, and add them up."""
+    """Decode block `k` of each message, and add up the messages; the block is at `i` in its chunk.
+
+    If there is a `matrix`, rotated blocks are rotated back with it. The numbers of each message are
+    rounded to `dtype` before they are added.
+    """
 
     def decoded(sender: Any) -> Float32[Array, "b 128"]:
         packed = codes_ref[sender, 0, _range(i, source.of_block), :].astype(jnp.int32)
@@ -362,7 +368,7 @@ def _sum(
 
 
 def _unpacked(packed: Int32[Array, "h 128"], bits: int) -> Int32[Array, "b 128"]:
-    """One code for each number, sign-extended."""
+    """Unpack codes to one int32 for each number, sign-extended."""
     if bits == 8:
         return (packed << 24) >> 24
     return jnp.concatenate(((packed << 28) >> 28, (packed << 24) >> 28))
@@ -371,7 +377,7 @@ def _unpacked(packed: Int32[Array, "h 128"], bits: int) -> Int32[Array, "b 128"]
 def _rotated(
     parts_br: list[BFloat16[Array, "b 128"]], matrix: Float[Array, "128 128"]
 ) -> Float32[Array, "b 128"]:
-    """Multiply each group of numbers, which are the sums of `parts_br`, by a matrix."""
+    """Multiply each group of numbers by a matrix; the numbers are the sums of `parts_br`."""
     plain = (((1,), (0,)), ((), ()))
 
     def product(i: int) -> Float32[Array, "128 128"]:
@@ -385,7 +391,7 @@ def _rotated(
 def _scale(
     scales_ref: Any, sender: Any, k: Int32[Array, ""], source: Rows
 ) -> Float32[Array, "1 128"]:
-    """The scale of block `k` in each of the 128 columns of one message."""
+    """Return the scale of block `k` in each of the 128 columns of one message."""
     size, bits = source.format.scale_bytes, jnp.int32(0)
     for plane in range(size):
         byte = scales_ref[sender, pl.ds(plane * source.num_blocks + k, 1), :]

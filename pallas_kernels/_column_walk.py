@@ -1,9 +1,9 @@
-"""The grid of the kernels for TPUs over a message in columns, and which messages they take.
+"""Plan how kernels for TPUs walk over a message in columns, and decide which messages they take.
 
 A grid step takes 128 columns of a message and `chunk` of its blocks. The rows of scales, behind
-those of codes, are one more chunk, so a chunk has at least as many rows. Input and output of a step
-lie in the core's memory twice, since the next step is loaded while one is computed. The scales of
-128 columns lie there too, in 32 bits for each byte, from the first step to the last.
+those of codes, are one more chunk, so a chunk has at least as many rows. The core's memory holds
+the input and output of a step twice, since the next step is loaded while one is computed. It also
+holds the scales of 128 columns, in 32 bits for each byte, from the first step to the last.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MEMORY = 12 * 2**20  # bytes of VMEM for a kernel, of the 16 MiB that XLA grant
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a message: the codes of `num_blocks` blocks, then their scales."""
+    """The rows of a message: the codes of `num_blocks` blocks, and then their scales."""
 
     format: Format
     num_blocks: int
 
     @property
     def of_block(self) -> int:
-        """Rows of codes of a block."""
+        """The number of rows that the codes of one block take."""
         return self.format.code_bytes(self.format.block)
 
     @property
@@ -43,7 +43,7 @@ class Rows:
 
     @property
     def of_scales(self) -> int:
-        """Rows of scales, filled up to whole tiles."""
+        """The number of rows that the scales take, filled up to whole tiles."""
         rows = self.num_blocks * self.format.scale_bytes
         return math.ceil(rows / TILE_ROWS) * TILE_ROWS
 
@@ -73,7 +73,7 @@ class Walk:
     def of(
         cls, num_blocks: int, rows: list[Rows], block_bytes: int, kept_bytes: int
     ) -> Walk | None:
-        """Choose a chunk; None if there is none that fits into the core's memory.
+        """Choose a chunk; return None if no chunk fits into the core's memory.
 
         Args:
             num_blocks: blocks in a column of a piece.
@@ -93,10 +93,10 @@ class Walk:
 
 
 def takes(*formats: Format, dtype: DTypeLike = jnp.float32) -> bool:
-    """Whether the kernels can be used for these formats and numbers of type `dtype`.
+    """Return whether the kernels can handle these formats and numbers of type `dtype`.
 
-    Codes are integers, and a block fills matrices of 128 x 128. XLA cannot partition a kernel, so
-    the caller must be traced in a `shard_map` over all axes of the mesh.
+    They can if codes are integers, and a block fills matrices of 128 x 128. XLA cannot partition a
+    kernel, so the caller must be traced in a `shard_map` over all axes of the mesh.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     return (
@@ -108,7 +108,7 @@ def takes(*formats: Format, dtype: DTypeLike = jnp.float32) -> bool:
 
 
 def _is_bound(axis: str) -> bool:
-    """Whether collectives over a mesh axis can be called here."""
+    """Return whether collectives over a mesh axis can be called here."""
     try:
         lax.axis_size(axis)
     except NameError:

@@ -1,19 +1,19 @@
-"""Messages as columns, for TPUs: `[messages, t, rows]`, of arrays whose blocks lie along a dim.
+"""Messages as columns, for TPUs: `[messages, t, rows]`, of arrays whose blocks are along a dim.
 
 A TPU keeps the last two dims of an array in tiles, and computes with rows of 128 lanes. Here a
 piece `[rows, width]` is transposed, so that row `j` of the piece is column `j` of the message: the
-numbers of a block then lie one below the other, and those of 128 blocks side by side. Maxima,
-products with a scale and the packing of codes are operations between whole rows of lanes, and no
-number leaves its lane, where blocks along the lanes would move nearly all. XLA writes and reads the
-array around it (a weight, a gradient) transposed, as it does for matrix products. Where a piece has
-few rows, each is cut into parts, and the columns are part 0 of all rows, then part 1 and so on.
+numbers of a block are then below each other, and 128 blocks are side by side. Maxima, products with
+a scale and the packing of codes are operations between whole rows of lanes, and no number leaves
+its lane. If blocks were along the lanes, nearly all numbers would move. XLA writes and reads the
+array around it (a weight, a gradient) transposed, as it does for matrix products. If a piece has
+few rows, each row is cut into parts, and the columns are part 0 of all rows, then part 1 and so on.
 
-The first rows of a message are codes: those of 8 bits in the order of the piece's columns, those of
-4 bits in pairs, `i` and `i + b/2` of a block in one byte. Then follow byte 0 of the scales, byte 1
-and so on, filled up with zeros to tiles of 32 rows. The numbers are those of the messages in rows.
+The first rows of a message are codes: 8-bit codes in the order of the piece's columns, 4-bit codes
+in pairs, `i` and `i + b/2` of a block in one byte. Then follow byte 0 of the scales, byte 1 and so
+on, filled up with zeros to tiles of 32 rows. The decoded numbers are those of the messages in rows.
 
-Letters in shapes: n = messages; k = blocks in a column; b = numbers in a block; r = columns;
-h = bytes that hold the codes of a block; t = rows in a message.
+Letters in shapes: n = messages; k = blocks in a column; b = numbers in a block; r = columns; h =
+bytes that hold the codes of a block; t = rows in a message.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MATRIX = 128  # rows of the matrix of a rotation: four groups
 
 
 def num_parts(shape: tuple[int, ...], format: Format) -> int:
-    """The number of parts into which each row of a piece is cut, so that few lanes are empty.
+    """Return into how many parts each row of a piece is cut, so that few lanes are empty.
 
-    Parts are whole blocks. A piece of `shape` with many rows has 1 part. 0: no number leaves few of
-    128 lanes empty, and messages cannot be columns.
+    Parts are whole blocks. A piece of `shape` with many rows has 1 part. 0 means that, with any
+    number of parts, too many of the 128 lanes are empty, so that messages cannot be columns.
     """
     rows, width = math.prod(shape[:-1]), shape[-1]
     if not rows or not width or width % format.block:
@@ -51,17 +51,17 @@ def num_parts(shape: tuple[int, ...], format: Format) -> int:
 
 
 def _fills_lanes(num: int) -> bool:
-    """Whether at most an eighth of the lanes of `num` columns is empty."""
+    """Return whether `num` columns leave at most an eighth of the lanes empty."""
     return 8 * (_lanes(num) - num) <= _lanes(num)
 
 
 def _lanes(num: int) -> int:
-    """`num` rounded up to a multiple of the 128 lanes."""
+    """Return `num` rounded up to a multiple of the 128 lanes."""
     return math.ceil(num / LANES) * LANES
 
 
 def to_blocks(pieces: Float[Array, "n ..."], format: Format) -> Float[Array, "n k b r"]:
-    """Transpose pieces, and cut their columns into blocks; columns that are added are zero."""
+    """Transpose pieces, and cut their columns into blocks; columns added as padding are zero."""
     num, *shape = pieces.shape
     parts = num_parts(tuple(shape), format)
     rows, width = math.prod(shape[:-1]), shape[-1] // parts
@@ -103,7 +103,7 @@ def encode(
     seed: UInt32[Array, ""],
     divisor: int = 1,
 ) -> UInt8[Array, "n t r"]:
-    """Encode `x / divisor` as messages; `x` are pieces of `shape` in blocks."""
+    """Encode `x / divisor` as messages; `x_nkbr` are the blocks of pieces of `shape`."""
     is_kept_nkr = None
     if format.hadamard:
         rotated = _rotated(x_nkbr, 1 / blocks.GROUP)
@@ -128,7 +128,7 @@ def encode(
 def decode(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dtype: DTypeLike
 ) -> Float[Array, "n k b r"]:
-    """Decode messages of pieces of `shape`, to blocks."""
+    """Decode messages of pieces of `shape` to blocks, as `dtype`."""
     x_nkbr, scale_nk1r = _read(message, format, shape)
     # Rotated before the product with scales: codes are exact in bfloat16, and so are their sums.
     if format.hadamard:
@@ -140,7 +140,7 @@ def decode(
 def _read(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
 ) -> tuple[Float32[Array, "n k b r"], Float32[Array, "n k 1 r"]]:
-    """The numbers that codes stand for, and the scales, negative for blocks not rotated."""
+    """Return the numbers that codes stand for, and the scales, negative for unrotated blocks."""
     num, _, rows = message.shape
     width = shape[-1] // num_parts(shape, format)
     num_blocks, size = width // format.block, format.code_bytes(format.block)
@@ -160,7 +160,7 @@ def decode_sum(
 def decode_sum_and_cut(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dim: int, num: int
 ) -> Float32[Array, "num k b columns"]:
-    """`decode_sum`, cut into `num` pieces along `dim`, each as by `to_blocks`.
+    """Decode and add up messages, and cut the sum into `num` pieces along `dim`, as blocks.
 
     The rows of the sum and of a piece must not be cut into parts (`num_parts` is 1).
     """
@@ -178,7 +178,7 @@ def decode_sum_and_cut(
 def cut_columns(
     message: UInt8[Array, "n t r"], num: int, size: int
 ) -> UInt8[Array, "n num t lanes"]:
-    """The messages of `num` pieces of `size` columns each."""
+    """Cut messages into those of `num` pieces of `size` columns each."""
     ends = range(size, num * size + 1, size)
     cut = [lax.slice_in_dim(message, end - size, end, axis=2) for end in ends]
     return jnp.stack([_filled(x) for x in cut], axis=1)
@@ -189,9 +189,9 @@ def _sum(
 ) -> Float32[Array, "p k b r"]:
     """Decode the messages of each of `p` pieces of `shape`, and add up those of its `n` senders.
 
-    If the format rotates, each message is rotated back on a TPU, and elsewhere their sum, as by the
-    other implementations. The products of codes are exact in one pass of a TPU's matrix unit,
-    those of sums in float32 in three, which also compile for longer.
+    If the format rotates, a TPU rotates each message back. Other platforms rotate back their sum,
+    as the other implementations do. A TPU's matrix unit multiplies codes exactly in one pass; sums
+    in float32 take three passes, which also compile for longer.
     """
     if not format.hadamard:
         decoded = functools.partial(decode, format=format, shape=shape, dtype=jnp.float32)
@@ -237,7 +237,10 @@ def _sum_rotated_after(
 
 
 def _index(shape: tuple[int, ...], piece: tuple[int, ...]) -> UInt32[Array, "n k r b"]:
-    """The index of each number in its flattened piece. Columns of padding have arbitrary ones."""
+    """Return the index of each number in its flattened piece.
+
+    In columns of padding the indices have no meaning.
+    """
     k, column, b = (lax.broadcasted_iota(jnp.uint32, shape, dim) for dim in (1, 2, 3))
     rows = jnp.uint32(math.prod(piece[:-1]))
     width, block = jnp.uint32(shape[1] * shape[3]), jnp.uint32(shape[3])
@@ -269,11 +272,11 @@ def _product(
 def _product_in_parts(
     matrix: Float32[np.ndarray, "w w"], x_nkwr: Float[Array, "n k w r"]
 ) -> Float32[Array, "n k w r"]:
-    """`_product`, as a TPU multiplies: bfloat16, added up in float32.
+    """Compute `_product` as a TPU multiplies: in bfloat16, with sums in float32.
 
-    The matrix is exact in bfloat16, and a float32 is the sum of three, so all products are exact.
-    XLA would also multiply by the rest of the matrix, which is zero, and compile four times as
-    long.
+    The matrix is exact in bfloat16, and a float32 is the sum of three bfloat16, so all products are
+    exact. XLA by itself would also multiply by the rest of the matrix in float32, which is zero,
+    and compile four times as long.
     """
     wide = (((2,), (0,)), ((), ()))
     products = [
@@ -297,7 +300,7 @@ def _packed(codes_nkbr: UInt8[Array, "n k b r"], bits: int) -> UInt8[Array, "n k
 
 
 def _unpacked(packed_nkhr: UInt8[Array, "n k h r"], bits: int) -> UInt8[Array, "n k b r"]:
-    """One code per byte, in blocks; those of 4 bits are sign-extended."""
+    """Unpack codes to one per byte, in blocks; 4-bit codes are sign-extended."""
     if bits == 8:
         return packed_nkhr
     num, num_blocks, half, rows = packed_nkhr.shape
@@ -312,7 +315,7 @@ def _unpacked(packed_nkhr: UInt8[Array, "n k h r"], bits: int) -> UInt8[Array, "
 
 
 def _scale_bytes(scale_nkr: Float32[Array, "n k r"], format: Format) -> UInt8[Array, "n _ r"]:
-    """Byte 0 of all scales, then byte 1 of all, and so on; of bfloat16 a scale has two bytes."""
+    """Return byte 0 of all scales, then byte 1 of all, and so on; a bfloat16 has two bytes."""
     bits = lax.bitcast_convert_type(scale_nkr, jnp.uint32)
     first = 4 - format.scale_bytes
     return lax.concatenate(
@@ -323,7 +326,7 @@ def _scale_bytes(scale_nkr: Float32[Array, "n k r"], format: Format) -> UInt8[Ar
 def _read_scales(
     message: UInt8[Array, "n t r"], start: int, num_blocks: int, format: Format
 ) -> Float32[Array, "n k r"]:
-    """The scales in the rows of messages from `start` on; the reverse of `_scale_bytes`."""
+    """Read scales from the rows of messages from `start` on; the reverse of `_scale_bytes`."""
     first, bits = 4 - format.scale_bytes, jnp.uint32(0)
     for i in range(format.scale_bytes):
         begin = start + i * num_blocks

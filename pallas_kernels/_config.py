@@ -50,6 +50,6 @@ DEFAULT: Implementation = "xla"
 
 
 def tile_config(device_kind: str | None = None) -> TileConfig:
-    """Tile sizes for a device kind such as "NVIDIA H200"; by default the first local device's."""
+    """Return tile sizes for a device kind such as "NVIDIA H200"; by default the first device's."""
     device_kind = jax.local_devices()[0].device_kind if device_kind is None else device_kind
     return TILES[max((name for name in TILES if device_kind.startswith(name)), key=len)]

@@ -190,7 +190,7 @@ def as_uint32(seed: Integer[Array, ""] | int | None) -> UInt32[Array, ""]:
 
 
 def gap(implementation: Implementation, dtype: DTypeLike, size: int) -> str | None:
-    """Why an implementation cannot handle `size` numbers of type `dtype`; None if it can."""
+    """Return why an implementation cannot handle `size` numbers of type `dtype`; None if it can."""
     if implementation == "xla":
         return None
     if jax.__version_info__ < _OLDEST:
@@ -204,7 +204,7 @@ def gap(implementation: Implementation, dtype: DTypeLike, size: int) -> str | No
 
 
 def kind_gap(implementation: Implementation | None, kind: str) -> str | None:
-    """Why an implementation cannot handle codes of a kind; None if it can."""
+    """Return why an implementation cannot handle codes of a kind; None if it can."""
     if implementation in (None, "xla") or kind in _KERNEL_KINDS:
         return None
     return f"it has kernels for {', '.join(_KERNEL_KINDS)}, and not for {kind}"

@@ -113,7 +113,7 @@ class Format:
         return 8 // self.bits
 
     def step(self, x: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
-        """The distance between neighbouring codes around `x`."""
+        """Return the distance between neighbouring codes around `x`."""
         if self.is_integer:
             return np.ones_like(x)
         info = jnp.finfo(self.kind)
@@ -126,11 +126,11 @@ class Format:
         return jnp.dtype(self.scale_dtype).itemsize
 
     def code_bytes(self, num: int) -> int:
-        """Bytes of the codes of `num` numbers."""
+        """Return the number of bytes of the codes of `num` numbers."""
         return math.ceil(num * self.bits / 8)
 
     def num_bytes(self, num: int) -> int:
-        """Bytes of the message of `num` numbers."""
+        """Return the number of bytes of the message of `num` numbers."""
         return self.code_bytes(num) + math.ceil(num / self.block) * self.scale_bytes
 
 

@@ -52,7 +52,7 @@ class InPlace:
         return [self.start, *pitch, *([self.size] if self.count > 1 else [])]
 
     def begin(self, number: Any) -> Any:
-        """Index of the first element of message `number` in the flattened array."""
+        """Return the index of the first element of message `number` in the flattened array."""
         pitch = self.array.shape[1]
         if self.count == 1:
             return self.start + number * pitch

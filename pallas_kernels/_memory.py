@@ -25,7 +25,7 @@ _interpret = contextvars.ContextVar[Any]("interpret", default=None)
 
 @contextlib.contextmanager
 def interpreted(**options: Any) -> Iterator[None]:
-    """Trace kernels for JAX's interpreter, which runs them on a CPU; for tests.
+    """In this context, trace kernels for JAX's interpreter, which runs them on a CPU; for tests.
 
     Args:
         **options: fields of `plgpu.InterpretGPUParams`, such as `detect_races`.
@@ -38,12 +38,12 @@ def interpreted(**options: Any) -> Iterator[None]:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels are traced for the interpreter."""
+    """Return whether kernels are traced for the interpreter."""
     return _interpret.get() is not None
 
 
 def interpret_options() -> dict[str, Any]:
-    """Arguments of `plgpu.kernel` that select the interpreter or the lowering."""
+    """Return arguments of `plgpu.kernel` that select the interpreter, or the lowering for GPUs."""
     if _interpret.get() is not None:
         return {"interpret": _interpret.get()}
     # The kernels set all layouts. Inferring them ("Warpgroup") fails on columns of shared memory.
@@ -106,9 +106,9 @@ def store(ref: Any, window: Window, value: Array) -> None:
 def load_columns(
     ref: Any, shape: tuple[int, int, int], first: int, width: int, num: int, layout: Any
 ) -> list[Array]:
-    """Load the first `num` indices of dim 2 of a flat array of shape `shape`, one array each.
+    """Load the first `num` indices of dim 2 of a flat array of shape `shape`, one array for each.
 
-    Each array is [shape[0], width] and holds elements `first` to `first + width` of dim 1. If
+    Each array is [shape[0], width] and holds elements `first` to `first + width - 1` of dim 1. If
     `width` is 1, it has one dimension.
     """
     if _interpret.get() is None:
@@ -123,9 +123,10 @@ def load_columns(
 def store_columns(
     ref: Any, shape: tuple[int, int, int], columns: Sequence[Sequence[Array]]
 ) -> None:
-    """Store columns: the reverse of `load_columns`, called once for all parts of dim 1.
+    """Store columns into a flat array of shape `shape`: the reverse of `load_columns`.
 
-    `columns` has a list of arrays, one for each index of dim 2, for each part of dim 1.
+    It is called once for all parts of dim 1. `columns` has a list for each part of dim 1, with an
+    array for each index of dim 2.
     """
     width = shape[1] // len(columns)
     if _interpret.get() is None:

@@ -1,21 +1,23 @@
 """The operations as Mosaic GPU kernels, which read their input and write their output once.
 
-One warpgroup handles one tile of blocks in registers, without communication between tiles; the
-many warpgroups on a multiprocessor hide memory latency. XLA handles the remainder of a row that
-is smaller than a tile and writes it into the kernel's output in place. Pieces of an array that
+One warpgroup handles one tile of blocks in registers, without communication between tiles; the many
+warpgroups on a multiprocessor hide memory latency. The remainder of a row that is smaller than a
+tile is handled by XLA, which writes it into the kernel's output in place. Pieces of an array that
 is divided along an inner dim are read and written in place if each run holds whole blocks;
 otherwise XLA transposes them first. Messages are read from and written into the operand of a
 bucketed collective (`_in_place`), unless their start would force a lane to use shorter vectors.
 
-No two warpgroups write the same memory: every element of the output belongs to one tile, and
-every tile to one warpgroup. Inputs are not written. Each warpgroup has its own shared memory,
-and Mosaic puts a barrier of that warpgroup around each store.
+No two warpgroups write the same memory: every element of the output belongs to one tile, and every
+tile to one warpgroup. Inputs are not written. Each warpgroup has its own shared memory, and Mosaic
+puts a barrier of that warpgroup around each store.
 
 A GPU's reciprocal (`rcp.approx` in the PTX of Mosaic and of XLA) may be wrong by one unit in the
-last place. For bfloat16 scales `_blockwise.refine` corrects it, so that codes are those of a
-CPU. For float32 scales it is not corrected: a kernel and XLA still use the same reciprocal on one
-GPU, but a number halfway between two codes may be rounded differently on a CPU. Both results are
-within the bounds that `tests/codecs/_codec_oracle.py` derives.
+last place. For bfloat16 scales `_blockwise.refine` corrects it, so that codes are those of a CPU.
+For float32 scales it is not corrected: a kernel and XLA still use the same reciprocal on one GPU,
+but a number halfway between two codes may be rounded differently on a CPU. Both results are within
+the bounds that `tests/codecs/_codec_oracle.py` derives.
+
+Legend: o, n, i as in `_reference`; a run is `i` contiguous elements.
 
 Legend: o, n, i as in `_reference`; a run is `i` contiguous elements.
 """
@@ -212,7 +214,7 @@ def _put(place: Place | None, message: UInt8[Array, "n m"]) -> UInt8[Array, "n _
 
 
 def _here(walk: Walk) -> tuple[Any, Any, Any]:
-    """Locate this warpgroup's tile: first element in the array, piece, first block in the piece."""
+    """Return where this warpgroup's tile is: first element in the array, piece, first block."""
     outer, pieces, inner = walk.shape
     block, rows = walk.tile_layout.block, walk.tile_layout.rows
     number, t = _divmod(lax.axis_index("tile"), walk.tiles)
@@ -242,7 +244,7 @@ def _call(
 def _fill(
     name: str, body: Callable[..., None], place: Place, grid: int, scratch: dict[str, Any]
 ) -> Callable[..., UInt8[Array, "n _"]]:
-    """Like `_call`, for a kernel whose output is some columns of `place`."""
+    """Make a kernel like `_call` does, whose output is some columns of `place`."""
 
     def filled(*args: Array) -> Array:
         if place.array is None:
@@ -262,7 +264,7 @@ def _scratch(tile_layout: TileLayout, **tiles: tuple[int, DTypeLike]) -> dict[st
 
 
 def _bytes(format: Format) -> int:
-    """Bytes of the codes of one block."""
+    """Return the number of bytes of the codes of one block."""
     return format.code_bytes(format.block)
 
 
@@ -278,7 +280,10 @@ def _write(
     scratch: dict[str, Any],
     divisor: int,
 ) -> None:
-    """Quantize a tile; write it as the blocks from `first` on of the message at byte `message`."""
+    """Quantize a tile, and write it into the message that begins at byte `message`.
+
+    The tile becomes the blocks from `first` on of a message of `num` numbers.
+    """
     is_kept_r = None
     if format.hadamard:
         rotated = tile.rotate([x * jnp.float32(1 / 32) for x in parts])
@@ -326,7 +331,7 @@ def _load(
     tile_layout: TileLayout,
     scratch: dict[str, Any],
 ) -> tuple[list[Array], Array]:
-    """Read a tile: the numbers that its codes stand for, and the scale of each row."""
+    """Read a tile: return the numbers that its codes stand for, and the scale of each row."""
     size = _bytes(format)
     codes = tile_layout.read(ref, message + first * size, size, scratch.get("codes"))
     start = message + format.code_bytes(num) + first * format.scale_bytes
@@ -351,7 +356,7 @@ def _sum(
 ) -> list[Array]:
     """Sum a tile over all messages, in their order (float32).
 
-    If the format rotates, rotated blocks are summed apart, and their sum is rotated back.
+    If the format rotates, rotated blocks are summed separately, and their sum is rotated back.
     """
 
     def terms(peer: Any) -> list[Array]:
@@ -386,7 +391,7 @@ def _fit(x: Array, dtype: DTypeLike) -> Array:
 def _tail(
     messages: InPlace, format: Format, num: int, done: int
 ) -> tuple[UInt8[Array, "n _"], UInt8[Array, "n _"], Format, int]:
-    """Arguments of `_reference.decode` for the numbers from index `done` on."""
+    """Return arguments of `_reference.decode` for the numbers from index `done` on."""
     # XLA fuses these slices, so only the tail is read.
     message, end = messages.cut_out(), format.code_bytes(num)
     codes = message[:, format.code_bytes(done) : end]

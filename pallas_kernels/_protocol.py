@@ -84,7 +84,7 @@ Semaphore = Literal["entered", "arrived", "free"]  # a block has one `arrived` f
 
 
 class Party(abc.ABC):
-    """The operations of one thread block of one device.
+    """One thread block of one device, as the operations that `exchange` calls.
 
     A kernel implements them as instructions, and the tests as a simulation. Indices of devices,
     tiles and slots may be traced values.
@@ -125,7 +125,7 @@ class Party(abc.ABC):
 
 
 def exchange(party: Party, *, num_tiles: Any, most_tiles: int, slots: int) -> None:
-    """Send every peer its tiles and receive theirs; see the module for the protocol.
+    """Send every peer its tiles and receive the peers' tiles; see the module for the protocol.
 
     Args:
         party: this block.

@@ -1,9 +1,9 @@
 """Reduce-scatter of quantized numbers as one kernel: compiles, never executed.
 
-A device reads and quantizes each tile once and stores its codes into the inbox of the device
-that owns that shard of the sum. Once a tile has arrived from all devices, the owner decodes and
-sums it in float32, in the order of the devices, while later tiles are in flight. `_protocol`
-describes the synchronization and why it is correct.
+A device reads each tile once, quantizes it, and stores its codes into the inbox of the device that
+owns that shard of the sum. Once a tile has arrived from all devices, the owner decodes and sums it
+in float32, in the order of the devices, while later tiles are in flight. `_protocol` describes the
+synchronization and why it is correct.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._tile import clipped
 
 
 class ReduceScatter(Block):
-    """One thread block of the reduce-scatter kernel."""
+    """A thread block of the reduce-scatter kernel."""
 
     name: ClassVar[str] = "quantized_reduce_scatter"
 
@@ -50,7 +50,7 @@ def reduce_scatter(
     config: RemoteConfig,
     parts: Sequence[int] = (),
 ) -> Float32[Array, "o i"]:
-    """Reduce-scatter `x_oni`, like `_collectives.scatter_reference`; compiles, never executed."""
+    """Reduce-scatter `x_oni` as `_collectives.scatter_reference` does; compiles, never executed."""
     outer, _, inner = x_oni.shape
     tiling = Tiling.of(outer, inner, format, config, parts)
     source = tiling.cut(x_oni)

@@ -1,5 +1,9 @@
 """The reference of each operation in `jax.numpy`, and the default implementation, `xla`.
 
+Legend: an array that is cut into n pieces along one dim is `x.reshape(o, n, -1)`, `[o, n, i]`: o is
+the product of the dims before that dim, i the number of elements of a piece for each of the o
+indices. Piece p is `x[:, p, :]`, flattened to a row, and becomes message p. m = bytes of a message.
+
 Legend: o, n, i = an array that is cut into n pieces along one dim (`x.reshape(o, n, -1)`): o is the
 product of the dims before it, i the elements of a piece for each of them. Piece p is `x[:, p, :]`,
 flattened to a row, and becomes message p. m = bytes of a message.
@@ -75,7 +79,7 @@ def encode(
     divisor: int = 1,
     width: int = blocks.GROUP,
 ) -> tuple[UInt8[Array, "rows _"], UInt8[Array, "rows _"]]:
-    """The bytes of codes, and those of scales, for the rows of `x / divisor`.
+    """Encode the rows of `x / divisor`; return the bytes of the codes, and those of the scales.
 
     The rows continue messages of which `start` numbers, in whole blocks, are encoded already; only
     stochastic rounding depends on it. Its random numbers are hashes of `x`, not of `x / divisor`.
@@ -103,13 +107,13 @@ def round_blocks(
     index_kb: UInt32[Array, "*rows k b"] | None = None,
     largest_k: Float32[Array, "*rows k"] | None = None,
 ) -> tuple[UInt8[Array, "*rows k b"], Float32[Array, "*rows k"]]:
-    """Encode `x / divisor`, of numbers that are rotated already if the format rotates.
+    """Encode `x / divisor` to codes and scales, without rotation: a caller has rotated `x`.
+
+    `start` is as in `encode`; `index_kb` as in `blocks.uniforms`; `largest_k` is the largest
+    magnitude of each block, if it is known.
 
     Returns:
         The codes, one per byte, and the scales.
-
-    `start` is as in `encode`; `index_kb` as in `blocks.uniforms`; `largest_k` is the largest
-    magnitude of each block, where it is known.
     """
     largest_k = jnp.max(jnp.abs(x_kb), axis=-1) if largest_k is None else largest_k
     scale_k = blocks.scales(largest_k, format.limit, format.scale_dtype, divisor)
@@ -142,13 +146,13 @@ def decode(
 
 
 def from_codes(codes: UInt8[Array, "*dims"], format: Format) -> Float32[Array, "*dims"]:
-    """The numbers that codes stand for, before the scale; one code per byte."""
+    """Return the numbers that codes stand for, before the scale; one code per byte."""
     kind = jnp.int8 if format.is_integer else format.kind
     return lax.bitcast_convert_type(codes, kind).astype(jnp.float32)
 
 
 def to_dtype(x: Float32[Array, "*dims"], dtype: DTypeLike) -> Float[Array, "*dims"]:
-    """Round to `dtype`, where what is too large becomes its largest number."""
+    """Round to `dtype`; a number that is too large becomes the largest one of `dtype`."""
     # A cast rounds numbers from half a step above the largest number of a type on to infinity. The
     # clip keeps NaN.
     return jnp.clip(x, -largest(dtype), largest(dtype)).astype(dtype)
@@ -162,7 +166,7 @@ def decode_sum(
     num: int,
     width: int = blocks.GROUP,
 ) -> Float32[Array, " num"]:
-    """Decode rows of `num` numbers and add them up; only a sum is rotated back."""
+    """Decode rows of `num` numbers and add them up; a rotation is undone only on the sum."""
     if not format.hadamard:
         return blocks.add_up(decode(codes, scales, format, num, jnp.float32))
     scale_k1 = blocks.read_scales(scales, format.scale_dtype)[..., None]
@@ -176,5 +180,5 @@ def decode_sum(
 
 
 def largest(dtype: DTypeLike) -> float:
-    """The largest finite number that both `dtype` and float32 can represent, as a float."""
+    """Return the largest finite number that both `dtype` and float32 can represent, as a float."""
     return min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))

@@ -71,7 +71,7 @@ class RemoteConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Divides the array that one device sends to another into `outer` runs of whole tiles.
+    """How the array that one device sends to another is divided: `outer` runs of whole tiles.
 
     Attributes:
         outer: number of runs. If runs do not consist of whole tiles, they are joined into a
@@ -93,7 +93,7 @@ class Tiling:
     def of(
         cls, outer: int, inner: int, format: Format, config: RemoteConfig, parts: Sequence[int] = ()
     ) -> Tiling:
-        """Tiles of `outer` runs of `inner` numbers; blocks may extend across runs.
+        """Choose tiles for `outer` runs of `inner` numbers; blocks may extend across runs.
 
         `parts` are the sizes of arrays that lie side by side in the only run.
         """
@@ -122,14 +122,14 @@ class Tiling:
         return [max(1, math.ceil(part / self.tile)) for part in self.parts]
 
     def sent_bytes(self) -> tuple[int, ...]:
-        """Bytes that one device stores into the inbox of another, padding included, by part."""
+        """Return the bytes that one device stores into another's inbox, with padding, by part."""
         tile = self.outer * self.format.num_bytes(self.tile)
         return tuple(num * tile for num in self._tiles_of_parts())
 
     def first_indices(self) -> np.ndarray:
-        """The index of each tile's first number within its array (uint32), where there are parts.
+        """Return, if there are several parts, the index of each tile's first number in its part.
 
-        With one array it is known from the number of the tile.
+        They are uint32. With one array the index follows from the number of the tile.
         """
         firsts = [np.arange(num) * self.tile for num in self._tiles_of_parts()]
         return np.concatenate(firsts).astype(np.uint32)
@@ -160,14 +160,14 @@ class Tiling:
         return TileLayout(self.rows, block, halves, rotated=False, vector=vector)
 
     def seeds(self, seed: Array) -> list[Array]:
-        """A kernel's inputs for stochastic rounding: the seed and, with parts, `first_indices`."""
+        """Return a kernel's inputs for stochastic rounding: seed and, with parts, first indices."""
         if self.format.rounding != "stochastic":
             return []
         firsts = [jnp.asarray(self.first_indices())] if len(self.parts) > 1 else []
         return [seed.reshape(1), *firsts]
 
     def inbox(self, devices: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Shapes of a device's inbox: codes, and scales, by sender, thread block, slot and row."""
+        """Return a device's inbox as shapes, codes and scales, by sender, block, slot and row."""
         places = (devices, self.blocks, self.slots, self.rows)
         codes = (*places, self.format.code_bytes(self.format.block))
         return (
@@ -194,7 +194,7 @@ class Tiling:
         return [lax.slice_in_dim(x_oni, end - size, end, axis=2) for size, end in pairs]
 
     def join(self, tiles: Array, outer: int) -> Array:
-        """Reassemble pieces of `outer` runs from tiles; the reverse of `cut`."""
+        """Reassemble pieces of `outer` runs from their tiles; the reverse of `cut`."""
         pieces = tiles.shape[1]
         whole = tiles.reshape(self.outer, pieces, self.run * self.tile)
         padded = self._split(whole, [num * self.tile for num in self._tiles_of_parts()])
@@ -254,7 +254,7 @@ class Block(Party):
         return lax.div(last - self.block, jnp.int32(self.tiling.blocks))
 
     def _number(self, tile: Any) -> Any:
-        """Index of this block's tile number `tile` among the tiles of all blocks."""
+        """Return the index of this block's tile number `tile` among the tiles of all blocks."""
         return tile * self.tiling.blocks + self.block
 
     def of_piece(self, ref: Any, piece: Any, tile: Any) -> Any:
@@ -265,7 +265,7 @@ class Block(Party):
     def to_peers(self, body: Callable[[Any], None]) -> None:
         """Call `body` for every peer, beginning with the next device.
 
-        Each device begins with a different peer, which spreads the writes over the links.
+        So each device begins with a different peer, which spreads the writes over the links.
         """
         num = jnp.int32(self.num_devices)
         self.repeat(self.num_devices, lambda j: body(lax.rem(self.device + j + 1, num)))
@@ -306,7 +306,7 @@ class Block(Party):
         store_tile(scales, scale_r)
 
     def take(self, peer: int, slot: Any) -> list[Array]:
-        """Read and decode the tile in a peer's slot of this device's inbox."""
+        """Read the tile in a peer's slot of this device's inbox, and decode it."""
         shape = self.tiling.tile_layout.shape
         codes_b = load_tile(self.codes.at[peer, self.block, slot], shape.layout)
         scale_r = load_tile(self.scales.at[peer, self.block, slot], shape.row_layout)

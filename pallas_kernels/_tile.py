@@ -1,14 +1,13 @@
-"""Encode and decode a tile of blocks that lies in registers.
+"""Encode and decode a tile of blocks that is in registers.
 
-A tile is `rows` blocks of numbers, and one warpgroup handles it. Its registers hold the tile
-as a list of arrays, the `parts`, which all have the shape [rows, width]. Each part has an
-`offset`, and its element [r, c] is number `offset + stride * c` of block r. Numbers that are
-combined with each other are at the same index of different parts: numbers whose 4-bit codes
-share a byte, and the terms of a Hadamard rotation. So only the maximum over a block moves data
-between lanes.
+A tile is `rows` blocks of numbers, and one warpgroup handles it. Its registers hold the tile as a
+list of arrays, the `parts`, which all have the shape [rows, width]. Each part has an `offset`, and
+its element [r, c] is number `offset + stride * c` of block r. Numbers that are combined with each
+other are at the same index of different parts: numbers whose 4-bit codes share a byte, and the
+terms of a Hadamard rotation. So only the maximum over a block moves data between lanes.
 
-The functions take and return arrays in registers. They use only operations that Mosaic GPU
-lowers: no `floor`, no `isfinite`, no reshape.
+The functions take and return arrays in registers. They use only operations that Mosaic GPU lowers:
+no `floor`, no `isfinite`, no reshape.
 
 Legend: w = a part [rows, width], b = a part of uint8, r = [rows], or a scalar if rows is 1.
 """
@@ -140,7 +139,7 @@ def scales(parts_w: Sequence[Array], format: Format, divisor: int = 1) -> Array:
 
 
 def _largest(parts_w: Sequence[Array]) -> Array:
-    """The largest number of each row."""
+    """Return the largest number of each row."""
     amax_r = functools.reduce(jnp.maximum, parts_w)
     if len(amax_r) == 1:
         return jnp.max(jnp.max(amax_r, axis=1), axis=0)
@@ -150,10 +149,10 @@ def _largest(parts_w: Sequence[Array]) -> Array:
 def keep_zeros(
     parts_w: Sequence[Array], rotated_w: Sequence[Array], shape: Shape
 ) -> tuple[list[Array], Array]:
-    """Choose the rotated numbers of each row, or the row as it was if it has an exact zero.
+    """Return the rotated numbers of each row, but the unrotated ones if the row has an exact zero.
 
     Returns:
-        The numbers, and whether each row is as it was ([Note: exact zeros] in `_blockwise`).
+        The numbers, and whether each row is unrotated ([Note: exact zeros] in `_blockwise`).
     """
     negative_r = _largest([-jnp.abs(x_w) for x_w in parts_w])
     is_kept_w = along(negative_r, shape) >= 0
@@ -261,7 +260,7 @@ def rotate(parts_w: Sequence[Array]) -> list[Array]:
 
 
 def _uniforms(x_w: Array, scale_r: Array, shape: Shape, index_w: Array, seed: Array) -> Array:
-    """Pseudo-random numbers in [0, 1), equal to those of `_blockwise.uniforms`."""
+    """Return pseudo-random numbers in [0, 1), equal to those of `_blockwise.uniforms`."""
     key_r = blocks.mix(lax.bitcast_convert_type(scale_r, jnp.uint32) ^ blocks.mix(seed))
     h = index_w * jnp.uint32(0x9E3779B9) + along(key_r, shape)
     h = blocks.mix(h ^ lax.bitcast_convert_type(x_w, jnp.uint32))

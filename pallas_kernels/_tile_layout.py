@@ -1,9 +1,9 @@
 """Load a tile from memory into registers, and store it.
 
-A tile that is not rotated is loaded and stored directly. A rotated one is transposed through
-shared memory: `_tile.rotate` needs 32 consecutive numbers in 32 different arrays, so they are
-written as rows and read as columns. Four bytes of padding behind each row avoid bank conflicts
-when lanes read a column.
+A tile that is not rotated is loaded and stored directly. A tile that is rotated is transposed
+through shared memory: `_tile.rotate` needs 32 consecutive numbers in 32 different arrays, so
+numbers are written as rows and read as columns. Four bytes of padding behind each row avoid bank
+conflicts when lanes read a column.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class TileLayout:
         memory.store(ref, whole, memory.load(scratch, pitched, shape.layout))
 
     def _pitched(self, size: int, dtype: DTypeLike) -> tuple[int, int, int]:
-        """Shape of the shared memory: rows, groups per row, elements per group with padding."""
+        """Return the shape of shared memory: rows, groups per row, elements per padded group."""
         length = min(GROUP, size)
         return self.rows, size // length, length + max(1, 4 // jnp.dtype(dtype).itemsize)
 
@@ -124,7 +124,8 @@ class TileLayout:
     ) -> tuple[Window, Window, tile.Shape]:
         """Plan the copy of a tile between memory and shared memory.
 
-        Returns its window in memory, its window in shared memory, and the shape in registers.
+        Returns:
+            The tile's window in memory, its window in shared memory, and its shape in registers.
         """
         rows, groups, pitch = self._pitched(size, dtype)
         length, count = min(GROUP, size), rows * groups

@@ -4,8 +4,10 @@ A TPU keeps the last two dims of an array in tiles of 8 x 128. Cutting codes out
 `[messages, m]` moves every byte between tiles, and XLA compiles that for minutes. So the messages
 of a matrix whose rows are whole blocks are columns (`_columns`). Other arrays are flattened, and
 their messages are `[messages, t, 128]`: the codes of a message begin at a tile, and so do its
-scales; what is left of the last tiles is zero. Byte `i` of all scales precedes byte `i + 1` of all.
-The numbers are those of the messages in rows.
+scales; the last tiles of both are filled up with zeros. Byte `i` of all scales precedes byte `i +
+1` of all. The decoded numbers are those of the messages in rows.
+
+Legend: n = messages, one for each piece of an array; t = rows of a message.
 
 Legend: n = messages, one for each piece of an array; t = rows of a message.
 """
@@ -101,7 +103,7 @@ def dequantize_sum_requantize_tiled(
     divisor: int = 1,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "num r _"]:
-    """Sum messages of `quantize_tiled`, divide, and encode pieces of the quotient as such messages.
+    """Sum messages of `quantize_tiled`, divide the sum, and encode its pieces as such messages.
 
     The sum, of `shape`, is cut into `num` pieces along `dim`.
     """
@@ -131,12 +133,12 @@ def pieces_of(x: Shaped[Array, "*shape"], dim: int, num: int) -> Shaped[Array, "
 
 
 def _width(format: Format) -> int:
-    """The width of the matrix of a rotation: 128, which fills the lanes, or a smaller block."""
+    """Return the width of a rotation's matrix: 128, which fills the lanes, or a smaller block."""
     return min(format.block, LANES)
 
 
 def _tiles(rows: UInt8[Array, "n m"]) -> UInt8[Array, "n t 128"]:
-    """Rows of bytes as tiles, the last filled up with zeros."""
+    """Lay rows of bytes out as tiles, the last filled up with zeros."""
     num, size = rows.shape
     padded = jnp.pad(rows, ((0, 0), (0, -size % _TILE)))
     return padded.reshape(num, padded.shape[1] // LANES, LANES)
@@ -145,7 +147,7 @@ def _tiles(rows: UInt8[Array, "n m"]) -> UInt8[Array, "n t 128"]:
 def _parts(
     message: UInt8[Array, "n t 128"], format: Format, num: int
 ) -> tuple[UInt8[Array, "n _"], UInt8[Array, "n _"]]:
-    """The bytes of codes and of scales, as `_reference.encode` returns them."""
+    """Return the bytes of codes and of scales, as `_reference.encode` returns them."""
     code_bytes = format.code_bytes(num)
     scale_bytes = format.num_bytes(num) - code_bytes
     tiles = math.ceil(code_bytes / _TILE) * (_TILE // LANES)

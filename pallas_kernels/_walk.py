@@ -20,7 +20,7 @@ from ._tile_layout import TileLayout
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The tiles of an array; each lies within one contiguous run of `i` elements.
+    """The tiles that an array is divided into; each is within one contiguous run of `i` elements.
 
     Attributes:
         shape: shape (o, n, i) of the array; see `_reference`.
@@ -81,7 +81,7 @@ def plan(
 
 
 def _choose_tile(most: int, formats: list[Format], config: TileConfig, vector: int) -> TileLayout:
-    """Choose a tile of at most `most` blocks."""
+    """Choose the layout of a tile of at most `most` blocks."""
     block = formats[0].block
     halves = max(format.codes_per_byte for format in formats)
     rotated = formats[0].hadamard is not None
@@ -95,7 +95,7 @@ def _choose_tile(most: int, formats: list[Format], config: TileConfig, vector: i
 
 
 def _common(vector: int, offsets: list[int]) -> int:
-    """Return the longest vector, at most `vector`, that divides all offsets."""
+    """Return the length of the longest vector, at most `vector`, that divides all offsets."""
     return math.gcd(vector, *offsets)
 
 
@@ -123,5 +123,5 @@ def writable(place: Place | None, rows: int, size: int, config: TileConfig | Non
 
 
 def _below(num: int) -> int:
-    """The largest power of two that is not above `num`."""
+    """Return the largest power of two that is not above `num`."""
     return 1 << (num.bit_length() - 1)

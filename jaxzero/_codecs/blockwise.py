@@ -1,7 +1,9 @@
 """`BlockCodec`: codes of few bits, in blocks whose numbers share a scale.
 
-A base class for codecs that need no kernel: it cuts rows into blocks, packs codes into bytes
-and lays scales behind them; a subclass defines how one block is quantized. It is all XLA.
+A base class for codecs that need no kernel: it cuts rows into blocks, packs codes into bytes and
+appends the scales; a subclass defines how one block is quantized. Everything is done by XLA.
+
+Legend: k = blocks of a row, b = numbers of a block, m = bytes, `rows` = any leading dims.
 
 Legend: k = blocks of a row, b = numbers of a block, m = bytes, `rows` = any leading dims.
 """
@@ -73,22 +75,22 @@ class BlockCodec(Codec):
 
     @abc.abstractmethod
     def scale_bytes(self, num_blocks: int) -> int:
-        """Bytes of the scales of one row of `num_blocks` blocks."""
+        """Return the number of bytes of the scales of one row of `num_blocks` blocks."""
 
     @abc.abstractmethod
     def quantize(
         self, x_kb: Float32[Array, "*rows k b"]
     ) -> tuple[UInt8[Array, "*rows k b"], UInt8[Array, "*rows m"]]:
-        """The code of each number, in the lowest `bits` bits of a byte, and the scales as bytes.
+        """Return each number's code, in the lowest `bits` bits of a byte, and the scales as bytes.
 
-        A block with a number that is not finite should have a scale that is read as NaN.
+        If a number of a block is not finite, the block's scale should be one that is read as NaN.
         """
 
     @abc.abstractmethod
     def dequantize(
         self, codes_kb: UInt8[Array, "*rows k b"], scales: UInt8[Array, "*rows m"]
     ) -> Float32[Array, "*rows k b"]:
-        """The numbers that codes and scales encode, in float32; the reverse of `quantize`."""
+        """Return the numbers, in float32, that codes and scales encode; reverses `quantize`."""
 
     def num_bytes(self, num: int, dtype: DTypeLike) -> int:
         return self._code_bytes(num) + self.scale_bytes(math.ceil(num / self.block))
@@ -131,9 +133,9 @@ class BlockCodec(Codec):
         return jnp.clip(x, -largest, largest).astype(dtype)
 
     def largest(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """The largest magnitude of each number's block, for `error_bound`.
+        """Return, for each number, the largest magnitude in its block, for `error_bound`.
 
-        Infinite for a block with a number that is not finite.
+        It is infinite for a block with a number that is not finite.
         """
         return largest_of_blocks(x, self.block)
 
@@ -141,7 +143,7 @@ class BlockCodec(Codec):
 def largest_of_blocks(
     x: Float[np.ndarray, "*rows n"], block: int
 ) -> Float64[np.ndarray, "*rows n"]:
-    """The largest magnitude of each number's block; infinite unless the whole block is finite."""
+    """Return, for each number, its block's largest magnitude; infinite unless all are finite."""
     sizes = np.abs(x.astype(np.float64))
     sizes = np.where(np.isfinite(sizes), sizes, np.inf)
     starts = range(0, sizes.shape[-1], block)
@@ -151,7 +153,10 @@ def largest_of_blocks(
 
 
 def to_float32(x: Float[np.ndarray, "*rows n"]) -> Float[np.ndarray, "*rows n"]:
-    """Convert to float32 as encoders do, which clip a finite float64 to the range of float32."""
+    """Convert to float32 as encoders do.
+
+    They clip a finite float64 to the range of float32.
+    """
     largest = float(np.finfo(np.float32).max)
     wide = x.astype(np.float64)
     return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(np.float32)
@@ -176,7 +181,7 @@ def pack(codes: UInt8[Array, "*rows n"], bits: int) -> UInt8[Array, "*rows m"]:
 
 
 def unpack(packed: UInt8[Array, "*rows m"], bits: int) -> UInt8[Array, "*rows n"]:
-    """The codes in `packed`, one in the lowest `bits` bits of each byte; other bits are zero."""
+    """Return the codes in `packed`, each in the lowest `bits` bits of a byte of its own."""
     if bits == 8:
         return packed
     group, size = _group(bits)
@@ -191,7 +196,7 @@ def unpack(packed: UInt8[Array, "*rows m"], bits: int) -> UInt8[Array, "*rows n"
 
 
 def _group(bits: int) -> tuple[int, int]:
-    """The smallest number of codes that fill whole bytes, and the number of these bytes."""
+    """Return the smallest number of codes that fill whole bytes, and the number of these bytes."""
     common = math.gcd(bits, 8)
     return 8 // common, bits // common
 
@@ -210,9 +215,10 @@ def _or(parts: list[UInt8[Array, "*shape"]]) -> UInt8[Array, "*shape"]:
 def rotated_groups(
     x: Float64[np.ndarray, "*rows n"], factor: float, tail_factor: float, *, signed: bool = True
 ) -> Float64[np.ndarray, "*rows n"]:
-    """Multiply groups of 32 by Hadamard's matrix and `factor`, and the rest by `tail_factor`.
+    """Multiply each group of 32 numbers of a row by Hadamard's matrix and by `factor`.
 
-    Without `signed` all entries of the matrix are 1.
+    Numbers after the last full group are multiplied by `tail_factor`. If not `signed`, the matrix
+    has 1 in place of every -1, which gives bounds.
     """
     signs = np.ones((1, 1))
     while len(signs) < ROTATED:

@@ -1,4 +1,4 @@
-"""`Cast`: floats in another float type."""
+"""`Cast`: send floats in another float type."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Cast(Codec):
     """Send floats in `dtype`.
 
     Use it to gather float32 weights, or to reduce float32 gradients, in 16 bits; or to reduce
-    gradients that are made in 16 bits in float32, so that the sum over a node is not rounded before
-    it is sent on. Sums are taken in float32 in any case. Weights that are not wider than `dtype`
-    are sent in their own dtype: they are not added up, so more bits would carry nothing.
+    16-bit gradients in float32, so that the sum over a node is not rounded before it is sent on.
+    Sums are taken in float32 in any case. Weights that are not wider than `dtype` are sent in their
+    own dtype: they are not added up, so more bits would carry nothing.
 
     Args:
         dtype: the float type on the wire, such as `jnp.bfloat16`.
@@ -61,7 +61,7 @@ class Cast(Codec):
         return True
 
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
-        """Whether `dtype` is another float type than the one on the wire.
+        """Return whether `dtype` is another float type than the one on the wire.
 
         Arrays of any size are cast: `num` and `min_quantized_size` matter only to other codecs.
         """
@@ -71,7 +71,7 @@ class Cast(Codec):
         return num * jnp.dtype(self.dtype).itemsize
 
     def message(self, num: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        """One element for each number; floats of 8 and 16 bits become unsigned integers."""
+        """Describe the message: one element for each number, narrow floats as unsigned integers."""
         return jax.ShapeDtypeStruct((num,), bits_dtype(self.dtype))
 
     def encode(
@@ -93,7 +93,7 @@ class Cast(Codec):
         *,
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
-        """The pieces in their own shape, and in the float type on the wire."""
+        """Return the pieces in their own shape, and in the float type on the wire."""
         return kernels.pieces_of(x, dim, num).astype(self.dtype)
 
     def decode_tiled(
@@ -107,7 +107,7 @@ class Cast(Codec):
         return kernels.add_up(message.astype(jnp.float32))
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Half a step of `dtype`; infinite outside its range."""
+        """Return half a step of `dtype`; infinity for numbers outside its range."""
         info, given = jnp.finfo(self.dtype), jnp.finfo(x.dtype)
         wide = np.abs(x.astype(np.float64))
         if info.nmant >= given.nmant and info.nexp >= given.nexp:

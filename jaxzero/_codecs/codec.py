@@ -1,8 +1,9 @@
 """`Codec`, the base class: how numbers are written on the wire of one collective.
 
-A codec turns rows of floats into messages, which are sent in their place, and messages into floats
-again. `None` in its place sends an array without encoding. The collectives, the wire state, the
-report and checkpoints use only the methods of this class, so a new codec is one subclass.
+A codec turns rows of floats into messages, which are sent in place of the floats, and messages into
+floats again. Where a codec is expected, `None` sends an array without encoding. The collectives,
+the wire state, the report and checkpoints use only the methods of this class, so a new codec is one
+subclass.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from .rows import joined_rows, rows_of
 class Codec(abc.ABC):
     """How rows of floats are written as messages: the base class of every codec.
 
-    A subclass gives `bits`, `num_bytes`, `encode`, `decode` and `error_bound`; every other
-    method has a default made of these, in XLA. The last dim of an array is a row, which becomes
-    one message; other dims stay. Encoding and decoding are pure functions of arrays, and work under
+    A subclass gives `bits`, `num_bytes`, `encode`, `decode` and `error_bound`; every other method
+    has a default that calls these, in XLA. The last dim of an array is a row, which becomes one
+    message; other dims stay. Encoding and decoding are pure functions of arrays, and work under
     `jit`, `vmap`, `scan` and `shard_map`.
 
     Programs are cached by their codecs, and stored messages are distinguished by them, so a codec
@@ -37,17 +38,17 @@ class Codec(abc.ABC):
     @property
     @abc.abstractmethod
     def bits(self) -> int:
-        """Bits of one number's code, not counting what numbers share, such as scales."""
+        """Bits of one number's code, without parts that numbers share, such as scales."""
 
     @abc.abstractmethod
     def num_bytes(self, num: int, dtype: DTypeLike) -> int:
-        """Bytes of the message of one row of `num` numbers of type `dtype`, scales included."""
+        """Return the bytes of the message of a row of `num` numbers of type `dtype`."""
 
     @abc.abstractmethod
     def encode(
         self, x: Shaped[Array, "*rows n"], *, seed: Integer[Array, ""] | int | None = None
     ) -> Shaped[Array, "*rows m"]:
-        """The message of each row, uint8 `[*rows, num_bytes]`.
+        """Return the message of each row, uint8 `[*rows, num_bytes]`.
 
         Args:
             x: rows of floats.
@@ -58,21 +59,21 @@ class Codec(abc.ABC):
     def decode(
         self, message: Shaped[Array, "*rows m"], num: int, dtype: DTypeLike
     ) -> Shaped[Array, "*rows n"]:
-        """The numbers in each message.
+        """Return the numbers in each message.
 
         Args:
-            message: from `encode`.
+            message: the result of `encode`.
             num: how many numbers there are in a row.
-            dtype: the float type of the result, which may differ from that of the numbers that
-                were encoded.
+            dtype: the float type of the result, which may differ from that of the numbers that were
+                encoded.
         """
 
     @abc.abstractmethod
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """A bound on `abs(decoded - x)` for each number of `x`, decoded as float32.
+        """Return a bound on `abs(decoded - x)` for each number of `x`, decoded as float32.
 
         It is derived from the format, holds for every seed, and is infinite for numbers that may
-        arrive as NaN or infinity. It leaves out two errors: that of float32 for numbers near
+        arrive as NaN or infinity. It leaves out two errors: the error of float32 for numbers near
         2**-126, at most 2**-120, and the rounding to a type narrower than float32. It is computed
         in numpy, for tests and for the choice of a codec; no compiled program uses it.
 
@@ -81,13 +82,13 @@ class Codec(abc.ABC):
         """
 
     def __str__(self) -> str:
-        """The name in plans, reports and errors."""
+        """Return the name in plans, reports and errors."""
         return type(self).__name__.lower()
 
     # What the collectives ask before they encode.
 
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
-        """Whether an array of `num` floats of type `dtype` is encoded before it is sent."""
+        """Return whether an array of `num` floats of type `dtype` is encoded before it is sent."""
         return num >= min_quantized_size
 
     @property
@@ -100,7 +101,7 @@ class Codec(abc.ABC):
 
     @property
     def is_joinable(self) -> bool:
-        """Whether messages laid side by side are the message of their numbers laid side by side.
+        """Whether two messages side by side equal one message of both rows of numbers side by side.
 
         If so, the gradients of a bucket are encoded, decoded and added as one array, which makes
         programs of unrolled layers smaller.
@@ -113,7 +114,7 @@ class Codec(abc.ABC):
         return False
 
     def format_for(self, implementation: kernels.Implementation | None) -> kernels.Format | None:
-        """The format by which an implementation of `pallas_kernels` reads these messages.
+        """Return the format in which an implementation of `pallas_kernels` reads these messages.
 
         None if it cannot read them, so that only `decode` can.
         """
@@ -121,15 +122,15 @@ class Codec(abc.ABC):
 
     @property
     def exchange_format(self) -> kernels.Format | None:
-        """The format in which one kernel does a whole hop over `local`.
+        """The format in which one kernel does a whole hop over `local`; None without such a kernel.
 
-        It encodes, exchanges and decodes (or adds up), and its numbers are those of `encode` and
-        `decode`. None: a hop is an encoding, XLA's collective and a decoding.
+        The kernel encodes, exchanges and decodes (or adds up), and its numbers are those of
+        `encode` and `decode`. Without it, a hop is an encoding, XLA's collective and a decoding.
         """
         return None
 
     def message(self, num: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        """The shape and type of one row's message: `num_bytes` of uint8.
+        """Return the shape and type of one row's message: `num_bytes` of uint8.
 
         Raises:
             ValueError: `num_bytes` is not a number of bytes that could hold `num` codes.
@@ -149,7 +150,7 @@ class Codec(abc.ABC):
     def encode_rows(
         self, x: Shaped[Array, "*rows n"], *, seed: Integer[Array, ""] | int | None = None
     ) -> Shaped[Array, "*rows m"]:
-        """`encode`, with a check of its result.
+        """Call `encode`, and check its result.
 
         Raises:
             ValueError: the message does not have the shape and type that `message` gives.
@@ -162,7 +163,7 @@ class Codec(abc.ABC):
     def decode_rows(
         self, message: Shaped[Array, "*rows m"], num: int, dtype: DTypeLike
     ) -> Shaped[Array, "*rows n"]:
-        """`decode`, with a check of its result.
+        """Call `decode`, and check its result.
 
         Raises:
             ValueError: the result is not `num` numbers of type `dtype` for each message.
@@ -192,7 +193,7 @@ class Codec(abc.ABC):
             )
 
     def _set_dtype(self, field: str, *names: str) -> None:
-        """Convert the value of a field to a dtype, which must be one of `names`."""
+        """Convert the value of a field to a dtype; raise unless it is one of `names`."""
         given = getattr(self, field)
         try:
             dtype = jnp.dtype(given)
@@ -262,7 +263,7 @@ class Codec(abc.ABC):
             shape: shape of the sum.
             dim: the dim that the sum is cut along.
             num: number of pieces.
-            divisor: the sum is divided by it, to give a mean.
+            divisor: the number that the sum is divided by, to give a mean.
             seed: seed of stochastic rounding; None means 0.
             place: columns of a larger array to write the messages into.
         """
@@ -279,7 +280,7 @@ class Codec(abc.ABC):
         seed: Integer[Array, ""] | int | None = None,
         place: kernels.Place | None = None,
     ) -> Shaped[Array, "num _"]:
-        """`encode_pieces` of `total / divisor`: `recode` of a sum that is decoded already."""
+        """Encode pieces of `total / divisor`: like `recode`, for a sum that is decoded already."""
         mean = total if divisor == 1 else total / jnp.float32(divisor)
         return self.encode_pieces(mean, dim, num, seed=seed, place=place)
 
@@ -294,19 +295,19 @@ class Codec(abc.ABC):
         *,
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
-        """`encode_pieces`, with each message in any shape that `decode_tiled` can read."""
+        """Like `encode_pieces`, but each message has any shape that `decode_tiled` can read."""
         return self.encode_pieces(x, dim, num, seed=seed)
 
     def decode_tiled(
         self, message: Shaped[Array, "num ..."], shape: tuple[int, ...], dim: int, dtype: DTypeLike
     ) -> Shaped[Array, ...]:
-        """`decode_pieces` for messages of `encode_tiled`."""
+        """Like `decode_pieces`, for messages of `encode_tiled`."""
         return self.decode_pieces(message, shape, dim, dtype)
 
     def sum_tiled(
         self, message: Shaped[Array, "peers ..."], shape: tuple[int, ...]
     ) -> Float32[Array, ...]:
-        """`decode_sum` for messages of `encode_tiled`, each of an array of `shape`."""
+        """Like `decode_sum`, for messages of `encode_tiled`, each of an array of `shape`."""
         return self.decode_sum(message, math.prod(shape)).reshape(shape)
 
     def recode_tiled(
@@ -320,18 +321,14 @@ class Codec(abc.ABC):
         divisor: int,
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
-        """`recode` of messages of `encode_tiled` into such messages."""
+        """Like `recode`, from messages of `encode_tiled` to new messages of that form."""
         total = source.sum_tiled(message, shape)
         mean = total if divisor == 1 else total / jnp.float32(divisor)
         return self.encode_tiled(mean, dim, num, seed=seed)
 
 
 def check_is_value(codec: Codec) -> None:
-    """Check that a codec is hashable and equal to its copy.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise `ValueError` unless a codec is hashable and equal to its copy."""
     name = type(codec).__name__
     remedy = "Make the class a frozen dataclass with hashable fields: `@dataclasses.dataclass("
     remedy += "frozen=True)`."

@@ -18,7 +18,7 @@ from .blockwise import ROTATED, largest_of_blocks, rotated_groups, to_float32
 from .codec import Codec
 from .rows import cut, joined
 
-# Divides what full groups leave of a rotated row; near sqrt(32), by which rotation shrinks numbers.
+# Divides what follows the full groups of a rotated row; near sqrt(32), by which rotation shrinks.
 _TAIL = 8.0
 _TINY = 2.0**-126  # the smallest scale
 _EPS = 2.0**-24  # relative error of one rounding in float32
@@ -76,7 +76,7 @@ class FormatCodec(Codec):
 
     @property
     def format(self) -> kernels.Format:
-        """The format of the messages, as an argument of kernels."""
+        """The format of the messages, as kernels take it."""
         return kernels.Format(
             kind=self._kind,
             block=self.block,
@@ -277,7 +277,7 @@ class FormatCodec(Codec):
         )
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Half a step between codes, or a full one if rounding is stochastic, times the scale.
+        """Return half a step between codes (a full one if stochastic) times the scale.
 
         In a rotated block, a number's error is at most the sum of the errors in its group.
         """
@@ -301,7 +301,7 @@ class FormatCodec(Codec):
     def _is_kept(
         self, x: Float64[np.ndarray, "*rows n"], zero: float
     ) -> Bool[np.ndarray, "*rows n"]:
-        """Whether each number's block is not rotated, if numbers up to `zero` count as zeros."""
+        """Return whether each number's block is not rotated, if numbers up to `zero` are zeros."""
         is_zero = (np.abs(x) <= zero).astype(np.float64)
         is_zero[..., x.shape[-1] // ROTATED * ROTATED :] = 0
         return largest_of_blocks(is_zero, self.block) > 0
@@ -309,7 +309,7 @@ class FormatCodec(Codec):
     def _code_bound(
         self, x: Float64[np.ndarray, "*rows n"], doubt: Float64[np.ndarray, "*rows n"]
     ) -> Float64[np.ndarray, "*rows n"]:
-        """The error bound of `x`, encoded without rotation; each number may be off by `doubt`."""
+        """Return the error bound of `x` without rotation; each number may be off by `doubt`."""
         largest = largest_of_blocks(np.abs(x) + doubt, self.block)
         least = np.maximum(largest_of_blocks(x, self.block) / self.format.limit, _TINY)
         # The constant 1/limit and a product with it are rounded, and a bfloat16 upwards.

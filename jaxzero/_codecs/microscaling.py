@@ -1,4 +1,4 @@
-"""`MXFloat8` and `NVFloat4`: the microscaling formats that hardware multiplies, MXFP8 and NVFP4."""
+"""`MXFloat8` and `NVFloat4`: MXFP8 and NVFP4, microscaling formats that hardware multiplies."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _NAN = 0x7F  # of a block's scale
 class MXFloat8(BlockCodec):
     """Send floats as 8-bit floats with a power of two as the scale of each 32 (MXFP8).
 
-    The format of the OCP microscaling specification: a scale is a byte, the exponent
+    The format is that of the OCP microscaling specification. A scale is a byte, the exponent
     `floor(log2(max|x|))` of the block minus that of the largest element, which is 8 (15 for
-    `jnp.float8_e5m2`). Products with a scale are exact. It needs as many bits as `Float8` with
-    blocks of 64, and hardware multiplies matrices in it. But its scale may be too small by a
+    `jnp.float8_e5m2`). Products with a scale are exact. The format needs as many bits as `Float8`
+    with blocks of 64, and hardware multiplies matrices in it. But its scale may be too small by a
     factor of almost two; then the largest numbers of a block are rounded to the largest element,
     which is off by up to an eighth. `Float8` rounds them by at most a sixteenth.
 
-    A block with a number that is not finite arrives as NaN. Arithmetic is in float32, so
-    numbers below 2**-126 may arrive as zero. Rounding is to the nearest, ties to even; there is
-    no stochastic rounding and no rotation, because the specification has neither.
+    A block with a number that is not finite arrives as NaN. Arithmetic is in float32, so numbers
+    below 2**-126 may arrive as zero. Rounding is to the nearest, ties to even; there is no
+    stochastic rounding and no rotation, because the specification has neither.
 
     Args:
         dtype: dtype of the elements, `jnp.float8_e4m3fn`, or `jnp.float8_e5m2` with a bit less of
@@ -108,7 +108,7 @@ class MXFloat8(BlockCodec):
         return x_kb * scale_k[..., None]
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Half a step between elements, or the excess over the largest one, times the scale."""
+        """Return half a step between elements, or the excess over the largest, times the scale."""
         near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
         largest, info = self.largest(near), jnp.finfo(self.dtype)
         exponent = np.frexp(np.where(np.isfinite(largest), largest, 0.0))[1] - 1
@@ -159,7 +159,7 @@ class NVFloat4(BlockCodec):
         return 4
 
     def scale_bytes(self, num_blocks: int) -> int:
-        """One byte for each block's scale, and four bytes for the message's own scale."""
+        """Return one byte for each block's scale, and four bytes for the message's own scale."""
         return num_blocks + 4
 
     def quantize(
@@ -192,7 +192,7 @@ class NVFloat4(BlockCodec):
         return _from_codes(codes_kb) * (scale_k * row_scale[..., None])[..., None]
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Half a step between elements, or the excess over the largest one, times the scale.
+        """Return half a step between elements, or the excess over the largest, times the scale.
 
         A block's scale is rounded too, by up to 1/16 of it, or 2**-10 of the message's scale.
         """
@@ -214,7 +214,7 @@ class NVFloat4(BlockCodec):
 
 
 def _row_scale(largest: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
-    """The scale of a message whose largest number is given, rounded up to 16 significant bits."""
+    """Return the scale of a message with this largest number, rounded up to 16 significant bits."""
     exact = largest * kernels.not_above(1 / (_LIMIT * _SCALE_LIMIT))
     bits = lax.bitcast_convert_type(jnp.maximum(exact, _LEAST_ROW_SCALE), jnp.uint32)
     bits = (bits + jnp.uint32(0xFF)) & jnp.uint32(0xFFFFFF00)
@@ -222,10 +222,10 @@ def _row_scale(largest: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
 
 
 def _to_codes(x: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """The 4-bit codes of the nearest elements: a sign bit, and the index of a magnitude.
+    """Return the 4-bit codes of the nearest elements: a sign bit, and the index of a magnitude.
 
     Magnitudes are multiples of 0.5 up to 2, of 1 up to 4, and of 2 up to 6. Even codes are even
-    multiples, so `round` takes ties to them.
+    multiples, so that `round` rounds ties to even codes.
     """
     size = jnp.abs(x)
     code = jnp.where(

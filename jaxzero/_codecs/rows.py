@@ -2,7 +2,7 @@
 
 A message is `[n, m]`, with a row for each device. Backends widen narrow floats in transit, and XLA
 would move a cast across a collective; integers travel unchanged. So floats of 8 and 16 bits are
-sent as unsigned integers of as many bits. Rows of one dtype are joined as they are; rows of
+sent as unsigned integers of as many bits. Rows of one dtype are joined as they are, and rows of
 different dtypes as bytes.
 """
 
@@ -25,12 +25,12 @@ Column = tuple[int, Any]  # number of elements of one array in a row, and their 
 
 
 def cut(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, int, int]:
-    """The shape `(outer, num, inner)` of an array of `shape` cut into `num` pieces along `dim`."""
+    """Return the shape `(outer, num, inner)` of an array cut into `num` pieces along `dim`."""
     return math.prod(shape[:dim]), num, math.prod(shape[dim:]) // num
 
 
 def rows_of(x: Shaped[Array, ...], dim: int, num: int) -> Shaped[Array, "num n"]:
-    """Cut `dim` into `num` pieces, and flatten each to a row."""
+    """Cut an array into `num` pieces along `dim`, and flatten each piece to a row."""
     if math.prod(x.shape[:dim]) == 1:  # the pieces follow one another
         return x.reshape(num, x.size // num)
     return kernels.pieces_of(x, dim, num).reshape(num, x.size // num)
@@ -57,8 +57,9 @@ class DeferredMessage:
 
     Attributes:
         shape: `(messages, bytes of each)`.
-        write: called with a `pallas_kernels.Place` (some columns of a larger array), writes them
-            there and returns the larger array; called without, returns an array of them alone.
+        write: a function that writes the messages. With `place`, a `pallas_kernels.Place` (some
+            columns of a larger array), it writes them there and returns the larger array. Without,
+            it returns an array of the messages alone.
     """
 
     shape: tuple[int, int]
@@ -71,36 +72,36 @@ class DeferredMessage:
 
 
 def written(x: Shaped[Array, "n m"] | DeferredMessage) -> Shaped[Array, "n m"]:
-    """The messages as an array of their own, written now if they were deferred."""
+    """Return messages as an array of their own; deferred messages are written now."""
     return x.write() if isinstance(x, DeferredMessage) else x
 
 
 def is_narrow_float(dtype: DTypeLike) -> bool:
-    """Whether `dtype` is a float of 8 or 16 bits, which some backends widen on the wire."""
+    """Return whether `dtype` is a float of 8 or 16 bits, which some backends widen on the wire."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2
 
 
 def bits_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype that `to_bits` gives an array of type `dtype`."""
+    """Return the dtype of `to_bits` for an array of type `dtype`."""
     return jnp.dtype(_BITS[8 * jnp.dtype(dtype).itemsize] if is_narrow_float(dtype) else dtype)
 
 
 def to_bits(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
-    """View a narrow float as unsigned integers, so that no backend widens it in transit."""
+    """View narrow floats as unsigned integers, so that no backend widens them in transit."""
     if not is_narrow_float(x.dtype):
         return x
     return lax.bitcast_convert_type(x, bits_dtype(x.dtype))
 
 
 def from_bits(x: Shaped[Array, ...], dtype: DTypeLike) -> Shaped[Array, ...]:
-    """View the integers of `to_bits` as the narrow float `dtype` again; others are unchanged."""
+    """View the integers of `to_bits` as narrow floats again; return other arrays unchanged."""
     if not is_narrow_float(dtype) or x.dtype == dtype:
         return x
     return lax.bitcast_convert_type(x, dtype)
 
 
 def can_join(dtype: Any) -> bool:
-    """Whether arrays of this dtype can be joined: numbers of whole bytes, no random keys."""
+    """Return whether arrays of this dtype can be joined: numbers of whole bytes, no random keys."""
     is_number = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     return bool(is_number) and jnp.dtype(dtype).itemsize >= 1
 
@@ -119,9 +120,9 @@ def join_columns(rows: Sequence[Shaped[Array, "n _"] | DeferredMessage]) -> Shap
 
 
 def _filled(rows: Sequence[UInt8[Array, "n _"] | DeferredMessage]) -> UInt8[Array, "n m"]:
-    """`join_columns` with deferred messages: kernels write theirs first, then arrays are copied.
+    """Do `join_columns` with deferred messages: kernels write theirs first, arrays are copied then.
 
-    Each kernel updates the buffer that the one before it returned.
+    Each kernel updates the buffer that the kernel before it returned.
     """
     shape = rows[0].shape[0], sum(x.shape[1] for x in rows)
     data, start, rest = None, 0, []
@@ -141,16 +142,16 @@ def _filled(rows: Sequence[UInt8[Array, "n _"] | DeferredMessage]) -> UInt8[Arra
 def split_columns(
     data: Shaped[Array, "n m"], columns: Sequence[Column]
 ) -> list[Shaped[Array, "n _"]]:
-    """The arrays that `join_columns` was given, in its order, copied out of the message `data`."""
+    """Return the arrays that `join_columns` was given, in its order, copied out of `data`."""
     return [x.cut_out() for x in columns_in_place(data, columns)]
 
 
 def columns_in_place(
     data: Shaped[Array, "n m"], columns: Sequence[Column]
 ) -> list[kernels.InPlace]:
-    """The parts of a joined message, as ranges of its columns for decoders that read in place.
+    """Return the parts of a joined message as ranges of columns, for decoders that read in place.
 
-    A part of another dtype in a message of bytes is copied out, because it must be bitcast first.
+    In a message of bytes, a part of another dtype is copied out, because it must be bitcast first.
     """
     mixed = len({dtype for _, dtype in columns}) > 1
     parts, start = [], 0
@@ -165,19 +166,19 @@ def columns_in_place(
 
 
 def column_bytes(columns: Sequence[Column]) -> tuple[int, ...]:
-    """The bytes that each array has in a row."""
+    """Return the number of bytes that each array has in a row."""
     return tuple(length * jnp.dtype(dtype).itemsize for length, dtype in columns)
 
 
 def as_bytes(x: Shaped[Array, "n m"]) -> UInt8[Array, "n _"]:
-    """The bits of each row, as bytes."""
+    """View each row as bytes."""
     if x.dtype.itemsize == 1:
         return lax.bitcast_convert_type(x, jnp.uint8)
     return lax.bitcast_convert_type(x, jnp.uint8).reshape(len(x), x.shape[1] * x.dtype.itemsize)
 
 
 def from_bytes(x: UInt8[Array, "n m"], dtype: Any) -> Shaped[Array, "n _"]:
-    """The numbers of type `dtype` in each row; the reverse of `as_bytes`."""
+    """View the bytes of each row as numbers of type `dtype`; the reverse of `as_bytes`."""
     size = jnp.dtype(dtype).itemsize
     if size > 1:
         x = x.reshape(len(x), x.shape[1] // size, size)

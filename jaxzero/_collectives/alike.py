@@ -1,8 +1,8 @@
 """Trace the collectives of a bucket once, and copy the trace for all buckets with equal shapes.
 
-An unrolled model has a bucket for each layer, with the same shapes in each. To encode, gather and
-decode one takes hundreds of calls into JAX, more than its layer needs. Each copy is recorded in the
-ledger with the names of its own leaves.
+An unrolled model has a bucket with the same shapes in each layer. To trace how one bucket is
+encoded, gathered and decoded takes hundreds of calls into JAX, more than to trace the layer. Each
+copy is recorded in the ledger with the names of its own leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _recordings: contextvars.ContextVar[_Recordings | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def alike_once() -> Iterator[None]:
-    """Let `for_alike` reuse its traces in this context."""
+    """Let `for_alike` reuse its traces while this context lasts."""
     token = _recordings.set({})
     try:
         yield
@@ -36,13 +36,13 @@ def alike_once() -> Iterator[None]:
 
 
 def for_alike(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, which is traced once for all calls whose `args` are alike.
+    """Return `function(*args)`; the function is traced once for all calls with alike `args`.
 
     Args:
-        function: takes trees of arrays, and other, hashable values. It must be pure, except that
-            it may record transfers in the ledger.
-        args: its arguments. They are alike if they differ only in the values of arrays and in
-            the names of leaves.
+        function: takes trees of arrays, and other, hashable values. It must be pure, except that it
+            may record transfers in the ledger.
+        args: the arguments. Two calls are alike if their arguments differ only in the values of
+            arrays and in the names of leaves.
     """
     recordings = _recordings.get()
     if recordings is None or is_simulating():
@@ -75,7 +75,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _kind(x: Any) -> Any:
-    """A key that is equal for arguments that are alike: the type of an array, or the value."""
+    """Return a key that is equal for alike arguments: the type of an array, or the value itself."""
     if _is_array(x):
         return jax.typeof(x)
     if isinstance(x, CommSpec):

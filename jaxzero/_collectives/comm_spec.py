@@ -1,18 +1,18 @@
-"""How values are sent: axes, codecs, form of messages, and the hops of each gradient's reduction.
+"""Say how values are sent: axes, codecs, form of messages, and each gradient's reduction.
 
 [Note: form of messages] CPUs and GPUs keep arrays in plain rows, so a bucket is one array
 `[devices, bytes]` into which the messages of several leaves are joined. A TPU keeps the last two
 dims of an array in tiles of 8 x 128. There, moving bytes between rows `[devices, m]` and the shape
-of a weight crosses all tiles, and XLA compiles for minutes: reading 4M codes out of 8 rows takes
-4 s of compile time, and out of `[8, m / 128, 128]` 0.1 s; an all-gather of rows of 5.5M bfloat16
+of a weight crosses all tiles, and XLA compiles for minutes: reading 4M codes out of 8 rows takes 4
+s of compile time, and out of `[8, m / 128, 128]` 0.1 s; an all-gather of rows of 5.5M bfloat16
 takes 26 s, and one for each leaf in its own shape 0.3 s in all (JAX 0.12.0, v5e,
-`benchmarks.compiled.tpu_messages`). So there large leaves travel alone, floats in their own shapes
-and dtype, and codes as columns, whose blocks lie across rows of lanes
-(`pallas_kernels._columns`). The numbers are the same in both forms.
+`benchmarks.compiled.tpu_messages`). So on TPUs large leaves travel alone: floats in their own shape
+and dtype, and codes as columns, whose blocks lie across rows of lanes (`pallas_kernels._columns`).
+The numbers are the same in both forms.
 
-On GPUs a leaf is sent alone where joining it would cost more than another collective. Joined, a
-weight is copied out of the gathered message, and a gradient into it; alone, and split on its first
-dim, the bytes that are gathered are the weight.
+On GPUs a leaf is sent alone where joining it would cost more than another collective. A weight in a
+joined message is copied out of it after the gather, and a gradient is copied into it. If the weight
+is sent alone and split on its first dim, the gathered bytes are the weight.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ class MessageForm:
 
     @classmethod
     def of(cls, mesh: AnyMesh) -> MessageForm:
-        """The form for the platform of the devices of `mesh`."""
+        """Return the form for the platform of the devices of `mesh`."""
         return _FORMS.get(physical(mesh).devices.flat[0].platform, cls())
 
     def joins(self, num_bytes: int) -> bool:
-        """Whether a leaf without a codec, which sends `num_bytes`, is joined with others."""
+        """Return whether a leaf without a codec that sends `num_bytes` is joined with others."""
         return self.join_below_bytes is None or num_bytes < self.join_below_bytes
 
     def shares_kernel(self, num_bytes: int) -> bool:
-        """Whether an array of `num_bytes`, unsharded, is exchanged by one kernel with others."""
+        """Return whether an array of `num_bytes`, unsharded, shares a kernel with other arrays."""
         return self.copy_below_bytes is None or num_bytes < self.copy_below_bytes
 
     def copies(self, shape: tuple[int, ...], dim: int, num_bytes: int) -> bool:
-        """Whether to copy a leaf into a message of several leaves.
+        """Return whether to copy a leaf into a message of several leaves.
 
-        A leaf whose shards lie one after the other in memory can be sent by itself without a copy;
-        above a size that is cheaper than the collective that a joined message saves.
+        A leaf whose shards are contiguous in memory can be sent by itself without a copy. For a
+        large leaf that is cheaper than the copies that a joined message needs.
 
         Args:
             shape: the leaf's shape; its shards along `dim` are contiguous if all dims before it are
@@ -157,7 +157,7 @@ class CommSpec:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards of a leaf: the number of devices along the axes that split it."""
+        """The number of shards of a leaf: of devices along the axes that split it."""
         return math.prod(self.sizes[axis] for axis in self.axes)
 
     @property
@@ -171,11 +171,11 @@ class CommSpec:
 
     @property
     def divisor(self) -> int | float:
-        """The number that divides a micro-batch's sum over devices to give the mean."""
+        """The number by which a micro-batch's sum over devices is divided to give the mean."""
         return self.num_devices if self.mean_divisor is None else self.mean_divisor
 
     def num_runs(self, microbatches: int) -> int:
-        """Micro-batches of a step, summed over devices; the fastest node runs `microbatches`."""
+        """Return how many micro-batches all devices run in a step, if one runs `microbatches`."""
         if self.node_microbatches is None:
             return self.num_devices * microbatches
         return self.sizes[LOCAL] * sum(self.node_microbatches)
@@ -191,7 +191,7 @@ class CommSpec:
         return self.num_devices // self.sizes[self.halves_axis]
 
     def first_half_size(self, axis: str) -> int:
-        """The number of devices in the first half of `axis`; 0 if it is not halved."""
+        """Return the number of devices in the first half of `axis`; 0 if it is not halved."""
         return self.sizes[axis] // 2 if self.halves and axis == self.halves_axis else 0
 
     @property
@@ -200,11 +200,11 @@ class CommSpec:
         return self.axes[::-1]
 
     def axes_with_peers(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes among `axes` that have more than one device."""
+        """Return those of `axes` that have more than one device."""
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
     def described(self, transfers: Sequence[Transfer]) -> tuple[str, ...]:
-        """One line for each axis with a codec: the codecs and dtypes used in `transfers`."""
+        """Return a line for each axis with a codec: the codecs and dtypes used in `transfers`."""
         lines = []
         for what, codecs in (("weights", self.weights), ("gradients", self.gradients)):
             for axis in self.axes_with_peers(AXES):
@@ -222,26 +222,26 @@ class CommSpec:
 
     @property
     def weight_hop(self) -> WeightHop:
-        """The hop of weights between nodes; only where weights are sent as differences."""
+        """The hop of weights between nodes; defined only if weights are sent as differences."""
         assert isinstance(self.weights.node, WeightHop)
         return self.weights.node
 
     @property
     def gathers_by_kernel(self) -> bool:
-        """Whether one kernel gathers weights over `local` (`kernel_hop`)."""
+        """Whether a single kernel gathers weights over `local` (`kernel_hop`)."""
         return self.weights.local is not None and self.weights.local.exchange_format is not None
 
     def weight_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
-        """The codec with which a weight of `num` elements (in full) is gathered over `axis`."""
+        """Return the codec for gathering a weight of `num` elements (in full) over `axis`."""
         codec = getattr(self.weights, axis)
         if isinstance(codec, WeightHop):  # it needs a wire state, which this gather lacks
             codec = self.hpz and self.hpz.codec
         return self.suitable_for_weights(codec, num, dtype)
 
     def gradient_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
-        """The codec of a gradient over `axis`; narrow floats (16 bits or fewer) get a `Cast`.
+        """Return the codec of a gradient over `axis`; floats of 16 bits or fewer get a `Cast`.
 
-        Not if sums are added in a tree: there partial sums are sent in float32.
+        They get none if sums are added in a tree, where partial sums are sent in float32.
         """
         codec = getattr(self.gradients, axis)
         if isinstance(codec, GradientHop):
@@ -252,7 +252,7 @@ class CommSpec:
         return codec
 
     def suitable_for_weights(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
-        """`suitable`, or None if the codec's numbers are as wide as `dtype` or wider.
+        """Return `suitable(...)`, but None if the codec takes as many bits as `dtype`, or more.
 
         Weights are not summed, so wider messages would not make them more precise.
         """
@@ -260,14 +260,14 @@ class CommSpec:
         return codec if codec is not None and codec.bits < 8 * jnp.dtype(dtype).itemsize else None
 
     def suitable(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
-        """`codec` if it encodes arrays of `num` elements of type `dtype`; otherwise None."""
+        """Return `codec` if it encodes arrays of `num` elements of type `dtype`, otherwise None."""
         if codec is None or not jnp.issubdtype(dtype, jnp.floating) or num == 0:
             return None
         return codec if codec.is_used_for(num, dtype, self.min_quantized_size) else None
 
 
 def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype that sums are accumulated in: float32 for narrower floats, otherwise `dtype`."""
+    """Return the dtype that sums are taken in: float32 for narrower floats, otherwise `dtype`."""
     return jnp.dtype(jnp.float32) if is_narrow_float(dtype) else jnp.dtype(dtype)
 
 
@@ -294,45 +294,45 @@ class ReduceSpec:
 
     @functools.cached_property
     def without_name(self) -> ReduceSpec:
-        """This reduction without the leaf's name: equal for leaves that are reduced alike."""
+        """This spec without the leaf's name, so that leaves reduced alike compare equal."""
         return dataclasses.replace(self, name="")
 
     def scatters(self, axis: str, comm: CommSpec) -> bool:
-        """Whether the reduction over `axis` scatters the gradient.
+        """Return whether the reduction over `axis` is a reduce-scatter.
 
-        It all-reduces instead where devices along the axis hold the same shards (`split="local"`).
+        It is an all-reduce if devices along the axis hold the same shards (`split="local"`).
         """
         return axis in self.hops and axis in comm.axes and comm.sizes[axis] > 1
 
     def codec(self, axis: str, comm: CommSpec) -> Codec | None:
-        """The codec that the gradient is sent with over `axis`."""
+        """Return the codec that encodes the gradient for `axis`; None: it is sent as it is."""
         size = 0 if self.exact else math.prod(self.shape)
         return comm.gradient_codec(axis, size, self.dtype)
 
     def exchange(self, axis: str, comm: CommSpec) -> Codec | None:
-        """The codec of a hop over `axis` that is one kernel (`kernel_hop`); None for another."""
+        """Return the codec if one kernel does the hop over `axis` (`kernel_hop`); None if not."""
         codec = self.codec(axis, comm)
         return codec if codec is not None and codec.exchange_format is not None else None
 
     def dtype_at(self, axis: str, comm: CommSpec) -> Any:
-        """The dtype of the sum that is sent over `axis`: float32 once it has been decoded."""
+        """Return the dtype of what is sent over `axis`; float32 after a hop with a codec."""
         before = [x for x in REDUCTION_HOPS[: REDUCTION_HOPS.index(axis)] if self.scatters(x, comm)]
         if any(self.codec(hop, comm) is not None for hop in before):
             return jnp.dtype(jnp.float32)
         return accumulator_dtype(self.dtype) if before else self.dtype
 
     def shard_shape(self, axis: str, comm: CommSpec) -> tuple[int, ...]:
-        """The shape of a device's shard after the reduction over `axis` and the axes before it."""
+        """Return the shape of a device's shard once `axis` and the axes before it are reduced."""
         done = REDUCTION_HOPS[: REDUCTION_HOPS.index(axis) + 1]
         shape, dim = list(self.layout.pad_shape(self.shape)), self.layout.dim
         shape[dim] //= math.prod(comm.sizes[hop] for hop in done if self.scatters(hop, comm))
         return tuple(shape)
 
     def is_joined(self, axis: str, comm: CommSpec) -> bool:
-        """Whether the gradient is sent over `axis` in one message with others (`MessageForm`).
+        """Return whether the gradient shares its message over `axis` with others (`MessageForm`).
 
-        After the first axis, a quarter of the limit is enough for a gradient to be sent alone:
-        a joined message needs the sums over the previous axis of all its gradients, so those that
+        After the first axis, a quarter of the limit is enough for a gradient to be sent alone: a
+        joined message needs the sums over the previous axis of all its gradients, so those that
         arrive first are held until the last (0.25 GiB in a layer of Llama-7B). Gradients with a
         codec of few bits are always joined: encoding writes into the message, without a copy.
         """
@@ -348,7 +348,7 @@ class ReduceSpec:
         return comm.form.copies(shape, self.layout.dim, num_bytes * (1 if is_first else 4))
 
     def message_column(self, axis: str, comm: CommSpec) -> Column:
-        """Length and dtype of the message for each device along `axis`."""
+        """Return length and dtype of the message that each device along `axis` gets."""
         codec = self.codec(axis, comm)
         assert codec is not None
         num = math.prod(self.shard_shape(axis, comm))
@@ -356,7 +356,7 @@ class ReduceSpec:
 
 
 def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
-    """The axes that a bucket is reduced over, in order: those that any of its gradients needs.
+    """Return the axes that a bucket is reduced over, in order: those that any gradient needs.
 
     At least one axis is returned, even on a single device, so that every bucket runs the same code.
     """
@@ -374,7 +374,7 @@ def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
 
 
 def as_one(specs: Sequence[ReduceSpec], comm: CommSpec) -> ReduceSpec | None:
-    """The gradients of a bucket as one of shape `[devices, m]`; None if they are reduced apart."""
+    """Describe a bucket's gradients as one, `[devices, m]`; None if they are reduced apart."""
     axes, first = reduce_axes(specs, comm), specs[0]
     if len(specs) < 2 or comm.form.tiled or any(x.dtype != first.dtype for x in specs):
         return None
@@ -395,6 +395,6 @@ def as_one(specs: Sequence[ReduceSpec], comm: CommSpec) -> ReduceSpec | None:
 
 @functools.cache
 def _message_size(codec: Codec, num: int, dtype: Any) -> Column:
-    """Length and dtype of the message of `num` numbers; cached, as many layers share it."""
+    """Return length and dtype of a message of `num` numbers; cached, as many layers share it."""
     message = codec.message(num, dtype)
     return message.shape[0], message.dtype

@@ -1,8 +1,8 @@
-"""A weight while it is gathered: shards as arrays or encoded messages.
+"""A weight while it is gathered: its shards, as arrays or as encoded messages.
 
-Each owner encodes its shard once. These messages, side by side, are gathered, kept and gathered
-again; they are decoded where the weight is used. So every use, on every device, in forward and
-backward, reads the same bits.
+Each owner encodes its shard once. Side by side, these messages are gathered, kept, and gathered
+again over the next axis; they are decoded only where the weight is used. So every use, on every
+device, in forward and backward, reads the same bits.
 
 Legend: a message is `[*lead, shards, bytes]`, or if it is tiled (`MessageForm`) `[*lead, shards,
 ...]`. `lead` are the leading dims that a loop scans over: each of their elements (a layer) is
@@ -41,20 +41,20 @@ class EncodedShards:
     """Neighbouring shards of an array that is split along one dim.
 
     Attributes:
-        data: without a codec the array that the shards form; with one their messages.
+        data: without a codec, the array that the shards form; with a codec, their messages.
         codec: the codec that wrote the messages, or None.
         shape: shape of one shard; without a codec, of `data`.
         dim: the dim that the array is split along.
         dtype: dtype of the array.
         lead: number of leading dims that are encoded element by element.
         axes: axes over which the shards are still to be gathered, in this order.
-        pinned: whether the shards are sent as they are, and the codecs of the config (`weights`,
-            `hpz`) are not used: the leaf is stored encoded, or no codec may encode it.
+        pinned: whether the shards are sent as they are, without the config's codecs (`weights`,
+            `hpz`): because the leaf is stored encoded, or because no codec may encode it.
         tiled: whether the messages are those of `Codec.encode_tiled`.
         kept: the node slice of the step before, if the first gather over `node` sends the
             difference to it (`_execute.gather_sources`).
         hop: the kernel that encodes, gathers and decodes next; `data` is the array until then.
-        read_as: the dtype that the full array is read in, for such a kernel; None: `dtype`.
+        read_as: the dtype in which such a kernel returns the full array; None: `dtype`.
     """
 
     data: Shaped[Array, ...]
@@ -72,7 +72,7 @@ class EncodedShards:
 
     @classmethod
     def plain(cls, x: Shaped[Array, ...], dim: int, lead: int = 0) -> EncodedShards:
-        """Shards without a codec, which form the array `x`."""
+        """Make shards without a codec, which form the array `x`."""
         return cls(x, None, tuple(x.shape), dim, x.dtype, lead)
 
     def encode(
@@ -81,8 +81,8 @@ class EncodedShards:
         """Encode these shards with `codec`, after decoding them if another codec wrote them.
 
         Args:
-            codec: the codec; None only decodes. One whose hops are one kernel encodes nothing
-                yet: `gather` does.
+            codec: the codec; None only decodes. If its hops are one kernel, nothing is encoded yet:
+                that happens in `gather`.
             axes: axes along which devices hold different shards. Devices with equal shards must
                 write equal messages, also where rounding is stochastic.
             tiled: whether to write the messages of `Codec.encode_tiled`.
@@ -104,7 +104,7 @@ class EncodedShards:
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape), tiled=tiled)
 
     def _messages(self, x: Array, codec: Codec, seed: Array, tiled: bool) -> Array:
-        """The messages of `x`, one for each element of its leading dims, with a dim for shards."""
+        """Encode `x` as messages, one for each element of its leading dims, with a shards dim."""
         if not tiled:
             rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
             return jnp.expand_dims(codec.encode_rows(rows, seed=seed), self.lead)
@@ -116,7 +116,7 @@ class EncodedShards:
     def draft(
         self, codec: Codec | None, axes: tuple[str, ...]
     ) -> tuple[EncodedShards, DeferredMessage] | None:
-        """`encode`, but with a deferred message, to be written straight into a bucket.
+        """Encode these shards as a deferred message, to be written straight into a bucket.
 
         Returns:
             The encoded shards without data, and the message. None if the shards need no encoding,
@@ -133,12 +133,12 @@ class EncodedShards:
         return shards, draft
 
     def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
-        """These shards with only the shape and dtype of `data`, in place of an array."""
+        """Return these shards with the shape and dtype `data` in place of their array."""
         shards = dataclasses.replace(self, kept=None)
         return dataclasses.replace(shards, data=data)  # pyright: ignore[reportArgumentType]
 
     def join(self, dtype: Any = None) -> Shaped[Array, ...]:
-        """The array that the shards form, as `dtype` (by default its own)."""
+        """Return the array that the shards form, as `dtype` (by default its own)."""
         if self.codec is None:
             return self.data.astype(self.dtype if dtype is None else dtype)
         return self.decode(self.data, dtype)
@@ -183,24 +183,24 @@ class EncodedShards:
         return dataclasses.replace(self.gathered_by_kernel(axis), data=x, shape=tuple(x.shape))
 
     def gathered_by_kernel(self, axis: str) -> EncodedShards:
-        """The record of these shards after the kernel's gather, with the dtype of its result."""
+        """Return these shards as the kernel's gather leaves them, with the dtype of its result."""
         assert self.hop is not None
         return dataclasses.replace(self.over(axis), dtype=self.hop.dtype, hop=None)
 
     def over(self, axis: str) -> EncodedShards:
-        """The record of these shards after a gather over `axis`: `axes` are those after it."""
+        """Return these shards with the `axes` that are left after a gather over `axis`."""
         done = self.axes.index(axis) + 1 if axis in self.axes else 0
         return dataclasses.replace(self, axes=self.axes[done:])
 
     def on_device(self, name: str, *, windowed: bool) -> EncodedShards:
-        """These shards in device memory; see `copy_to_device` for the arguments."""
+        """Return these shards in device memory; see `copy_to_device` for the arguments."""
         data = copy_to_device(self.data, "weights", name, windowed=windowed)
         return dataclasses.replace(self, data=data)
 
     def layer(
         self, data: Shaped[Array, ...], kept: Shaped[Array, ...] | None = None
     ) -> EncodedShards:
-        """These shards for one layer of a stack.
+        """Return the shards of one layer, where these are the shards of a stack.
 
         Args:
             data: the layer's slice of `data` in a loop's body.
@@ -214,7 +214,7 @@ class EncodedShards:
         )
 
     def stack(self, data: Shaped[Array, ...]) -> EncodedShards:
-        """These shards for a stack of such layers, with `data` stacked; reverses `layer`."""
+        """Return the shards of a stack of layers like this one, with `data`; reverses `layer`."""
         shape = (len(data), *self.shape)
         return dataclasses.replace(
             self, data=data, shape=shape, dim=self.dim + 1, lead=self.lead + 1
@@ -239,7 +239,7 @@ def to_stored(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
 
 
 def from_stored(data: Shaped[Array, ...], leaf: LeafSpec) -> EncodedShards:
-    """`EncodedShards` of stored messages: one device's inside `shard_map`, all outside of it."""
+    """Return stored messages as `EncodedShards`: one device's in a `shard_map`, all outside it."""
     assert leaf.layout is not None and leaf.codec is not None
     dim, shape = leaf.layout.dim, list(leaf.padded_shape)
     shape[dim] //= leaf.layout.num_shards

@@ -1,13 +1,13 @@
 """All-gather weights in buckets, one mesh axis at a time, with a codec for each axis.
 
-Gathers run over `node` first and `local` second, reductions (`reductions`) the other way round.
-Only a shard then crosses between nodes, the smallest array of all, and the gathered shards are in
+Gathers run over `node` first and `local` second; reductions (`reductions`) run over `local` first.
+So only a shard, the smallest array of all, crosses between nodes, and the gathered shards are in
 the order of storage (`_sharding.layout`). `start_gather` encodes the buckets; each call of
 `gather_hop` then gathers over one axis.
 
-A node slice is what one device has after the gather over `node`, joined from the shards of all
-devices with its `local` index. `node_slices` makes them, to be gathered inside the node later
-(hpZ).
+A node slice is the array that one device has after the gather over `node`: the joined shards of all
+devices with its `local` index. `node_slices` makes node slices, which are gathered inside the node
+later (hpZ).
 
 [Note: weight differences] A step changes weights little, so a codec loses less on the difference
 than on the weight (SDP4Bit, https://arxiv.org/abs/2410.15526). Each device keeps its node slice w
@@ -15,6 +15,8 @@ from step to step (`EncodedShards.kept`); the owner of a shard x sends the diffe
 and every device that receives it adds it:
 
     w' = w + decode(encode(x - w)).
+
+Legend: a `shard` is what one device owns; `full` is the array in its own shape.
 
 Legend: a `shard` is what one device owns; `full` is the array in its own shape.
 """
@@ -45,9 +47,9 @@ def start_gather(
     """Encode this device's shards for the first axis of their gather, and pack them into buckets.
 
     Args:
-        shards: for each weight, what this device has of it; `axes` says what is yet to gather.
+        shards: for each weight, this device's shard or node slice; its `axes` are still to gather.
         sizes: for each weight, the elements of the full array (of one layer, if it is a stack);
-            compared with `min_quantized_size`.
+            they are compared with `min_quantized_size`.
         comm: axes and codecs.
     """
     sent = [_encoded(x, size, comm) for x, size in zip(shards, sizes, strict=True)]
@@ -59,9 +61,9 @@ def gather_hop(
 ) -> list[GatherBucket]:
     """All-gather each bucket over the next of its axes.
 
-    If the axis after that uses the same codecs and joins the same weights, the gathered messages
-    are sent on as they are; otherwise they are decoded and encoded again. A fully gathered bucket
-    is returned unchanged.
+    If the following axis uses the same codecs and joins the same weights, the gathered messages are
+    left as they are, to be sent on; otherwise they are decoded and encoded again. A fully gathered
+    bucket is returned unchanged.
     """
     result = []
     for bucket in buckets:
@@ -83,14 +85,14 @@ def gather_hop(
 
 
 def _next_axis(shards: EncodedShards, comm: CommSpec) -> str | None:
-    """The next axis to gather over; None if the gather is complete."""
+    """Return the next axis to gather over; None if the gather is complete."""
     return next(iter(comm.axes_with_peers(shards.axes)), None)
 
 
 def _encoded(
     shards: EncodedShards, size: int, comm: CommSpec
 ) -> tuple[EncodedShards, DeferredMessage | None]:
-    """Encode shards for the next axis, as a deferred message if the codec can write in place."""
+    """Encode shards for the next axis; the message is deferred if the codec can write in place."""
     axis = _next_axis(shards, comm)
     if axis is None:
         return shards, None
@@ -104,7 +106,7 @@ def _encoded(
 
 
 def _codec(shards: EncodedShards, size: int, comm: CommSpec) -> Codec | None:
-    """The codec for the next axis; the present one if the gather is complete or pinned."""
+    """Return the codec for the next axis; the present one if none is left, or shards are pinned."""
     axis = _next_axis(shards, comm)
     if shards.pinned or axis is None:
         return shards.codec
@@ -130,7 +132,7 @@ def node_slices(
     """All-gather weights over `node` only, and encode the slices as hpZ stores them.
 
     Args:
-        shards: this device's shards. Those with `kept` are sent as differences to it.
+        shards: this device's shards. If a shard has `kept`, the difference to that slice is sent.
         sizes: for each weight, the elements of the full array, or of one layer of a stack.
         comm: axes and codecs.
         pin: applied to the encoded buckets before they are sent, to put a barrier on them.
@@ -159,8 +161,8 @@ def encode_node_slice(
 ) -> EncodedShards:
     """Encode a node slice with hpZ's codec, to be gathered over `local` later.
 
-    `size` is the number of elements of the full array, compared with `min_quantized_size`. A slice
-    that is kept between steps is not `tiled`: its form does not depend on the platform.
+    `size` is the number of elements of the full array, compared with `min_quantized_size`. For a
+    slice that is kept between steps, `tiled` is False: its form must not depend on the platform.
     """
     assert comm.hpz is not None
     codec = comm.suitable_for_weights(comm.hpz.codec, size, node_slice.dtype)
@@ -168,7 +170,7 @@ def encode_node_slice(
 
 
 def _difference(shard: EncodedShards, kept: EncodedShards, comm: CommSpec) -> EncodedShards:
-    """The difference between a shard and its part of the node slice, to be encoded."""
+    """Return the difference of a shard to its part of the node slice that the devices keep."""
     size = shard.shape[shard.dim]
     start = lax.axis_index(NODE) * size
     mine = lax.dynamic_slice_in_dim(_finite(kept), start, size, axis=shard.dim)
@@ -178,7 +180,7 @@ def _difference(shard: EncodedShards, kept: EncodedShards, comm: CommSpec) -> En
 
 
 def _finite(kept: EncodedShards) -> Float32[Array, ...]:
-    """A node slice, decoded, with 0 for what is not finite.
+    """Decode a node slice, with 0 in place of numbers that are not finite.
 
     After weights with NaN are replaced from a checkpoint, NaN + difference would stay NaN.
     """
@@ -210,7 +212,7 @@ def move_split(
 
 
 def gathered_aval(shard: Any, layout: DimSharding, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of the array gathered from `shard`, inside the `shard_map`."""
+    """Return the type (shape, dtype, sharding) of the array that `shard` is gathered to."""
 
     def full(x: Array) -> Array:
         for axis in reversed(program_axes(axes)):

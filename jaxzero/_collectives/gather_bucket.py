@@ -1,4 +1,4 @@
-"""Weights that are gathered together, in a bucket.
+"""A bucket: weights that are gathered together, in one array.
 
 A collective has a fixed cost, whatever its size. So the shards of a group of weights are laid side
 by side, as bits, in one array with a row for each device:
@@ -6,8 +6,9 @@ by side, as bits, in one array with a row for each device:
     data[d] = [shard d of weight 0 | shard d of weight 1 | ...]
 
 After the gather each weight is a range of columns, which its decoder reads in place. Narrow floats
-of one dtype become bits after they are joined, and floats again before they are cut apart: one
-operation for a bucket, where a program of unrolled layers would have one for each weight.
+of one dtype are joined first and viewed as bits then, and after the gather viewed as floats before
+they are cut apart. So a bucket takes one operation each way, where otherwise a program of unrolled
+layers would have one for each weight.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class GatherBucket:
     Attributes:
         data: `[rows, m]`, one row for each device gathered so far. In a bucket of a single weight,
             the `data` of its `EncodedShards`.
-        parts: for each weight in a row, its `EncodedShards` without data.
-        positions: for each weight in a row, its index among the weights given to `pack`.
+        parts: for each weight, in the order of columns, its `EncodedShards` without data.
+        positions: for each weight, in the same order, its index among the weights given to `pack`.
     """
 
     data: Shaped[Array, ...]
@@ -79,24 +80,24 @@ class GatherBucket:
         return GatherBucket(data, tuple(known), self.positions)
 
     def renumbered(self, numbers: Sequence[int]) -> GatherBucket:
-        """This bucket with each position `i` replaced by `numbers[i]`."""
+        """Return this bucket with each position `i` replaced by `numbers[i]`."""
         return dataclasses.replace(self, positions=tuple(numbers[i] for i in self.positions))
 
     def unpack(self) -> list[EncodedShards]:
-        """The shards of each weight in the bucket."""
+        """Return the shards of each weight in the bucket."""
         if len(self.parts) == 1:
             return [dataclasses.replace(self.parts[0], data=self.data)]
         rows = self._rows()
         return [_from_rows(part, x.cut_out()) for part, x in zip(self.parts, rows, strict=True)]
 
     def arrays(self, dtypes: Sequence[Any]) -> list[Array]:
-        """Decode each weight to its entry of `dtypes` (None: its own dtype), read from `data`."""
+        """Decode each weight in place, to its entry of `dtypes` (None: its own dtype)."""
         if len(self.parts) == 1:
             return [self.unpack()[0].join(dtypes[0])]
         return [_joined(*each) for each in zip(self.parts, self._rows(), dtypes, strict=True)]
 
     def _rows(self) -> list[kernels.InPlace]:
-        """Each weight's columns of `data`: floats, if all are sent as floats of one dtype."""
+        """Return each weight's columns of `data`: as floats, if all are floats of one dtype."""
         columns = _columns(self.parts)
         dtypes = {None if part.codec is not None else part.dtype for part in self.parts}
         only = dtypes.pop() if len(dtypes) == 1 else None
@@ -114,12 +115,12 @@ def pack(
 ) -> list[GatherBucket]:
     """Put shards into buckets: one for all shards with the same remaining axes.
 
-    A stack that a loop scans (`lead`), a dtype that cannot be joined, and what is sent alone
-    (`MessageForm`), or not at all, get their own buckets.
+    A bucket of its own get: a stack that a loop scans (`lead`), a dtype that cannot be joined, and
+    shards that are sent alone (`MessageForm`) or not at all.
 
     Args:
-        sent: for each weight its shards; if these have no data yet, also the `DeferredMessage`
-            that is written into the bucket here.
+        sent: for each weight its shards; if these have no data yet, also the `DeferredMessage` that
+            is written into the bucket here.
         comm: axes, and the form of messages on the platform.
     """
     buckets = []
@@ -145,7 +146,7 @@ def pack(
 
 
 def unpack(buckets: Sequence[GatherBucket]) -> list[EncodedShards]:
-    """The shards in `buckets`, gathered or not, in the order given to `pack`."""
+    """Return the shards in `buckets`, gathered or not, in the order given to `pack`."""
     by_position: dict[int, EncodedShards] = {}
     for bucket in buckets:
         by_position.update(zip(bucket.positions, bucket.unpack(), strict=True))
@@ -166,7 +167,7 @@ def _single(shards: EncodedShards, position: int) -> GatherBucket:
 
 
 def is_alone(shards: EncodedShards, comm: CommSpec, num_rows: int = 1) -> bool:
-    """Whether shards are sent over the next axis by themselves, not in a joined message.
+    """Return whether shards are sent over the next axis by themselves, not in a joined message.
 
     `num_rows` is the number of devices whose shards of the weight are gathered already.
     """
@@ -181,12 +182,12 @@ def is_alone(shards: EncodedShards, comm: CommSpec, num_rows: int = 1) -> bool:
 
 
 def _without_data(shards: EncodedShards) -> EncodedShards:
-    """The shards with a `ShapeDtypeStruct` in place of their data."""
+    """Return the shards with a `ShapeDtypeStruct` in place of their data."""
     return shards.described(jax.ShapeDtypeStruct(shards.data.shape, shards.data.dtype))
 
 
 def _joined_bits(rows: Sequence[Shaped[Array, "1 _"] | DeferredMessage]) -> Shaped[Array, "1 m"]:
-    """Concatenate rows as bits."""
+    """Concatenate rows of several weights, and view the result as bits."""
     if len({x.dtype for x in rows}) > 1:
         rows = [x if isinstance(x, DeferredMessage) else to_bits(x) for x in rows]
     return to_bits(join_columns(rows))
@@ -202,7 +203,7 @@ def _columns(parts: Sequence[EncodedShards]) -> list[Column]:
 
 
 def _joined(part: EncodedShards, row: kernels.InPlace, dtype: Any) -> Array:
-    """The decoded array of a weight, from its columns of the gathered rows."""
+    """Return the decoded array of a weight, from its columns of the gathered rows."""
     if part.codec is None:
         return _from_rows(part, row.cut_out()).join(dtype)
     num_shards, size = part.data.shape
@@ -210,7 +211,7 @@ def _joined(part: EncodedShards, row: kernels.InPlace, dtype: Any) -> Array:
 
 
 def _from_rows(part: EncodedShards, rows: Shaped[Array, "n m"]) -> EncodedShards:
-    """The shards of a weight, from its columns of the gathered rows."""
+    """Return the shards of a weight, from its columns of the gathered rows."""
     if part.codec is not None:
         num_shards, size = part.data.shape
         return dataclasses.replace(part, data=rows.reshape(len(rows) * num_shards, size))

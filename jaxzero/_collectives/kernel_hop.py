@@ -1,14 +1,15 @@
-"""A hop over `local` that is one kernel: it encodes, exchanges and decodes, or adds up.
+"""Run a hop over `local` as one kernel: it encodes, exchanges, and decodes or adds up.
 
 With a codec whose `exchange_format` is not None (`implementation="nvlink"`), the kernels
-`quantized_all_gather` and `quantized_reduce_scatter` take the place of an encoding, XLA's
-collective and a decoding. Buckets then hold arrays, not messages: before the hop the shard, or the
-full gradient, and after it the full weight, in the dtype that it is read in, or the sum. Results
-equal those of the three steps bit for bit: each array of a bucket is encoded by itself, with the
-same seed, and sums are in float32, in the order of the devices.
+`quantized_all_gather` and `quantized_reduce_scatter` take the place of three steps: an encoding,
+XLA's collective and a decoding. Buckets then hold arrays, not messages. Before a gather the array
+is the shard, and after it the full weight, in the dtype that it is read in. Before a reduction it
+is the full gradient, and after it the sum. Results equal those of the three steps bit for bit: each
+array of a bucket is encoded by itself, with the same seed, and sums are in float32, in the order of
+the devices.
 
 Small arrays share a kernel. Each then begins with a tile of its own, and is copied into the bucket
-and out of it; large ones are read and written where they lie.
+and out of it; large arrays are read and written where they are.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class KernelHop:
     """How the kernel of the next gather encodes.
 
     Attributes:
-        codec: whose kernel it is.
+        codec: the codec, which has a kernel for whole hops.
         seed_axes: axes along which devices hold different shards, as in `EncodedShards.encode`.
         dtype: dtype of the gathered array.
     """
@@ -55,10 +56,11 @@ class KernelHop:
         """Gather shards along `dim`.
 
         Args:
-            x: this device's shard, or a row `[1, sum(parts)]` of several.
+            x: this device's shard, or a row `[1, sum(parts)]` of several shards.
             dim: the dim along which shards are joined.
             axis: the mesh axis.
-            parts: sizes of arrays of which each is encoded by itself; empty: `x` is one.
+            parts: sizes of the arrays in `x`, each of which is encoded by itself; empty: `x` is
+                one.
             of_leaves: whether parts belong to different leaves.
 
         Returns:
@@ -93,15 +95,15 @@ def scatter(
     seed: Array,
     parts: Sequence[int] = (),
 ) -> Float32[Array, ...]:
-    """Sum over devices, and keep this device's shard along `dim`.
+    """Sum `x` over devices by one kernel, and keep this device's shard along `dim`.
 
     Args:
-        x: this device's addend, or a row `[devices, sum(parts)]` of several for each device.
-        dim: the dim that is divided.
+        x: this device's addend, or rows `[devices, sum(parts)]` of several addends.
+        dim: the dim that is cut into shards.
         axis: the mesh axis.
-        codec: whose kernel it is.
-        seed: of stochastic rounding.
-        parts: sizes of arrays of which each is encoded by itself; empty: `x` is one.
+        codec: the codec, which has a kernel for whole hops.
+        seed: seed of stochastic rounding.
+        parts: sizes of the arrays in `x`, each of which is encoded by itself; empty: `x` is one.
 
     Raises:
         NotImplementedError: the kernel does not support `x`, with the reason.
@@ -124,13 +126,13 @@ def check_kernel_hops(
     """Check that a mesh can run the hops that are to be one kernel.
 
     Args:
-        mesh: of the program.
+        mesh: the mesh of the program.
         weights: codecs of gathers.
         gradients: codecs of reductions.
         halves_local: whether the sum over the first half of `local` is needed too.
 
     Raises:
-        NotImplementedError: it cannot, with the reason.
+        NotImplementedError: the mesh cannot run them, with the reason.
     """
     wanted = {"weights.local": weights.local, "gradients.local": gradients.local}
     wanted = {k: v for k, v in wanted.items() if v is not None and v.exchange_format is not None}
@@ -148,7 +150,7 @@ def check_kernel_hops(
 
 
 def _gap(mesh: AnyMesh) -> str | None:
-    """Why a mesh cannot run kernels that store into the memory of peers; None if it can."""
+    """Return why a mesh cannot run kernels that store into the memory of peers; None if it can."""
     if isinstance(mesh, SimulatedMesh):
         return "its devices are simulated, and the kernel stores into the memory of real ones"
     if mesh.shape.get(TOKENS, 1) > 1:
@@ -187,5 +189,5 @@ def _note(
 
 
 def lead_parts(shape: tuple[int, ...], lead: int) -> tuple[int, ...]:
-    """The number of elements of each layer of a stack; layers are encoded one by one."""
+    """Return, for each layer of a stack, its number of elements; layers are encoded one by one."""
     return (math.prod(shape[lead:]),) * math.prod(shape[:lead])

@@ -1,9 +1,9 @@
-"""Record the collectives that a program issues, with sizes, mesh axes and the leaves they serve.
+"""Record the collectives that a program issues, with sizes, mesh axes and the leaves they send.
 
-Copies between device memory and host memory are recorded too (`primitives`). Records are made
-while a program is traced, so a report shows what is sent, not an estimate. For an array of B bytes
-and n devices, an all-gather, all-to-all or reduce-scatter brings B (n - 1) / n bytes into each
-device, an all-reduce twice that.
+Copies between device memory and host memory are recorded too (`primitives`). Records are made while
+a program is traced, so a report shows what is sent, not an estimate. For an array of B bytes and n
+devices, an all-gather, all-to-all or reduce-scatter brings B (n - 1) / n bytes into each device, an
+all-reduce twice that.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Transfer:
     forms: tuple[str, ...] = ()
 
     def by_leaf(self) -> tuple[Transfer, ...]:
-        """One transfer for each leaf, with its part of the bytes."""
+        """Return one transfer for each leaf, with the leaf's part of the bytes."""
         if not self.parts:
             return (self,)
 
@@ -117,7 +117,7 @@ class HostTransfer:
 
 
 class Ledger:
-    """The collectives, and the copies from and to host memory, recorded so far in program order.
+    """A list of the collectives and host copies of a program, recorded in program order.
 
     Args:
         sizes: number of devices along each mesh axis.
@@ -216,9 +216,9 @@ def labelled(purpose: str, *names: str) -> Iterator[None]:
 
 
 def _scope(purpose: str, names: tuple[str, ...]) -> str:
-    """The scope's name: a verb, and the path prefix that the leaves share.
+    """Return the name of a label's scope: a verb, and the path prefix that all leaves share.
 
-    Leaves without a common prefix are named by the first and the number of the others.
+    Leaves without a common prefix are named by the first one and the number of the others.
     """
     if purpose == "activations":
         return "jaxzero/send activations"
@@ -240,7 +240,7 @@ def _scope(purpose: str, names: tuple[str, ...]) -> str:
 def picked(numbers: Sequence[int]) -> Iterator[None]:
     """Label the collectives in this context with only some of the names given to `labelled`.
 
-    `numbers` are the indices of these names.
+    `numbers` are the indices of the names to use.
     """
     purpose, names = _label.get()
     if len(names) == 1:
@@ -255,7 +255,7 @@ def picked(numbers: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Transfer]]:
-    """List the collectives traced in this context, for `note_again`; none is recorded yet."""
+    """Yield a list of the collectives traced here, for `note_again`, instead of recording them."""
     outer, (purpose, names) = _ledger.get(), _label.get()
     ledger = outer and Ledger(outer.sizes)
     numbered = tuple(map(str, range(len(names))))  # `note_again` puts names for the numbers
@@ -289,8 +289,8 @@ def repeated(
         microbatches: whether each trip is a micro-batch.
 
     Returns:
-        The body to give to `lax.scan`, and a function to call after it, which records what the
-        last trace has sent and copied.
+        The body to give to `lax.scan`, and a function to call after it. That function records what
+        the last trace of the body has sent and copied.
     """
     outer, last = _ledger.get(), None
 
@@ -316,7 +316,7 @@ def repeated(
 
 
 def current_ledger() -> Ledger | None:
-    """The ledger that records what is traced now; None if nothing is recorded."""
+    """Return the ledger that records what is traced now; None if nothing is recorded."""
     return _ledger.get()
 
 
@@ -330,7 +330,7 @@ def note(
 
 
 def readable_bytes(num_bytes: int) -> str:
-    """A number of bytes in GiB, MiB, KiB or B, with two decimals."""
+    """Return a number of bytes as text in GiB, MiB or KiB, with two decimals, or in B."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"

@@ -1,9 +1,10 @@
-"""Sums over devices: as messages that are not decoded yet, and with sums over half the devices.
+"""Sums over devices: as messages still to be decoded, and with the sum over half the devices.
 
 SimiGrad compares the gradients of two half-batches, and needs the sum over the first half of the
-devices beside the sum over all (`CommSpec.halves`). Both are taken on the receiving device, from
-the shards that all its peers sent, so the second sum sends no more bytes; without a codec, arrays
-are then exchanged and summed as with one.
+devices in addition to the sum over all devices (`CommSpec.halves`). Both sums are taken on the
+receiving device, from the shards that all its peers sent, so the second sum sends no more bytes.
+Without half-batches, gradients without a codec are summed by a reduce-scatter; with them, their
+shards are exchanged all-to-all and summed here, as encoded ones always are.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class PartialSums:
             received them has added them up (`kernel_hop`).
         codec: the codec of the messages.
         shape: shape of the sum.
-        num_summed: number of devices that each message is the mean over.
+        num_summed: number of devices over which each message is a mean.
         tiled: whether the messages are tiled.
         decoded: the result of `total`, if `decoded_together` or a kernel has computed it.
     """
@@ -76,7 +77,7 @@ class PartialSums:
 
     @jax.named_scope("decode")
     def total(self) -> Shaped[Array, ...]:
-        """The sum over all devices so far, decoded and added in float32."""
+        """Return the sum over all devices so far, decoded and added in float32."""
         if self.decoded is not None:
             return self.decoded
         assert self.message is not None
@@ -89,7 +90,7 @@ class PartialSums:
         return total if self.num_summed == 1 else total * jnp.float32(self.num_summed)
 
     def halved(self, half: int) -> HalfBatchSum:
-        """The sum over all senders, and over the first `half` of them."""
+        """Return the sum over all senders, and the sum over the first `half` of them."""
         assert self.message is not None, "`check_kernel_hops` refuses sums over half of the devices"
         if self.tiled:
             assert not isinstance(self.message, kernels.InPlace)
@@ -101,15 +102,16 @@ class PartialSums:
 
 
 def summed_by_kernel(total: Float32[Array, ...], codec: Codec) -> PartialSums:
-    """The sum that one kernel has exchanged and added up."""
+    """Return a sum that one kernel has exchanged and added up as `PartialSums`."""
     return PartialSums(None, codec, tuple(total.shape), decoded=total)
 
 
 def decoded_together(sums: Sequence[PartialSums]) -> list[PartialSums]:
     """Decode and add neighbouring messages as one array, if their codec is joinable.
 
-    One by one, each sum takes several operations for each sender, and a program of unrolled layers
-    has as many sums as layers times weights. Joined or not, the results are equal bit for bit.
+    Decoded one by one, each sum takes several operations for each sender, and a program of unrolled
+    layers has as many sums as layers times weights. Joined or not, the results are equal bit for
+    bit.
     """
     result: list[PartialSums] = []
     for parts in _joinable(sums):
@@ -140,7 +142,7 @@ def _joinable(sums: Sequence[PartialSums]) -> list[list[PartialSums]]:
 
 
 def _continues(x: PartialSums, y: PartialSums) -> bool:
-    """Whether the messages of `y` begin in each row where those of `x` end."""
+    """Return whether the messages of `y` begin in each row where those of `x` end."""
     before, after = x.message, y.message
     return (
         x.codec.is_joinable
@@ -154,17 +156,17 @@ def _continues(x: PartialSums, y: PartialSums) -> bool:
 
 
 def total_of(x: Array | PartialSums) -> Array:
-    """`x` as an array; `PartialSums` are decoded and added."""
+    """Return `x` as an array; `PartialSums` are decoded and added."""
     return x.total() if isinstance(x, PartialSums) else x
 
 
 def sum_of(x: Sum | PartialSums, half: int) -> Sum:
-    """Add up `PartialSums`, also those of the first `half` senders; return other sums as is."""
+    """Add up `PartialSums`, and also only the first `half` senders; return other sums unchanged."""
     if not isinstance(x, PartialSums):
         return x
     return x.halved(half) if half else x.total()
 
 
 def as_pair(x: Any) -> tuple[Any, HalfBatchSum | None]:
-    """A sum as `(total, itself)` if it is a `HalfBatchSum`, otherwise as `(sum, None)`."""
+    """Return `(total, x)` for a `HalfBatchSum` x, and `(x, None)` for any other sum."""
     return (x.total, x) if isinstance(x, HalfBatchSum) else (x, None)

@@ -1,8 +1,8 @@
-"""The collectives that the library issues, and copies from and to host memory: each is recorded.
+"""Issue and record the library's collectives, and its copies from and to host memory.
 
-Other modules call these and not `lax`, so that the report counts every byte (`ledger`). The record
-of a copy has the place in the program where it begins: the region of the step, and the loops.
-`in_region` and `in_loop` set it for what is traced in their context.
+Other modules call these functions and not those of `lax`, so that the report counts every byte
+(`ledger`). The record of a copy has the place in the program where it begins: the region of the
+step, and the loops. `in_region` and `in_loop` set the place for what is traced in their context.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def all_to_all(
 def permute(
     x: Shaped[Array, ...], axis: Axes, pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, ...]:
-    """Send `x` from the first of each pair of indices over `axis` to the second."""
+    """Send `x` from the first device of each pair to the second; indices are over `axis`."""
     note("permute", axis, x)
     return gloo_workaround.permute(x, axis, pairs)
 
@@ -104,9 +104,10 @@ def all_reduce(x: Any, axis: Axes) -> Any:
 
 
 def all_max(x: Shaped[Array, ...], axis: Axes) -> Shaped[Array, ...]:
-    """The maximum over devices of each element; NaN where one of them is, as in `jnp.maximum`.
+    """Return the maximum over devices of each element; NaN if one of them is NaN.
 
-    What a backend's own maximum makes of NaN is not known (NCCL's drops it), so flags are sent too.
+    `jnp.maximum` does the same. How a backend's own maximum treats NaN is not known (NCCL's drops
+    it), so flags are sent too.
     """
     axes = program_axes(axis)
     if not axes:
@@ -132,7 +133,7 @@ _place: contextvars.ContextVar[_Place] = contextvars.ContextVar("jaxzero_place",
 
 @contextlib.contextmanager
 def in_region(region: str) -> Iterator[None]:
-    """Record the copies traced in this context as in this region of the step, and in no loop."""
+    """Record the copies traced in this context as part of `region` of the step, and of no loop."""
     with _at(_Place(region, ())):
         yield
 
@@ -155,7 +156,7 @@ def _at(place: _Place) -> Iterator[None]:
 
 
 def copy_to_device(x: Array, purpose: str, name: str, *, windowed: bool) -> Array:
-    """Copy a traced array to device memory; one that lies there is returned unchanged.
+    """Copy a traced array to device memory; return it unchanged if it is there already.
 
     Args:
         x: one device's part of a leaf.
@@ -178,9 +179,9 @@ def copy_to_host(x: Array, purpose: str, name: str, *, windowed: bool) -> Array:
 
 
 def note_moves(before: Sequence[Any], after: Sequence[Any]) -> None:
-    """Record the arrays that an operation of the user's function has copied between memories.
+    """Record the arrays that an operation of the user's function copies between memories.
 
-    These are activations that a policy of `jax.checkpoint` offloads, mostly.
+    Mostly these are activations that a policy of `jax.checkpoint` offloads.
 
     Args:
         before: the inputs of a `device_put`.

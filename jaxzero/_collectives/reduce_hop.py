@@ -1,7 +1,8 @@
 """Sum over one mesh axis, by reduce-scatter or all-reduce, with or without a codec.
 
 With a codec (ZeRO++, qgZ, https://arxiv.org/abs/2306.10209): encode the shards of all receivers,
-exchange them all-to-all, then decode and sum in float32. Without one: `psum_scatter`, or `psum`.
+exchange them all-to-all, then decode and sum in float32. Without one: call `psum_scatter`, or
+`psum`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def reduce_over_node(
 
     Returns:
         This device's shard of the sum over nodes (the full slice, if `node` does not split the
-        array); that shard as a `HalfBatchSum`, if requested; and the new residual.
+        array); if requested, that shard as a `HalfBatchSum`, otherwise None; and the new residual.
     """
     codec = comm.gradient_codec(NODE, size, dtype)
     if NODE not in comm.axes:
@@ -112,7 +113,7 @@ def _coded_hop(
     comm: CommSpec,
     num_summed: int = 1,
 ) -> PartialSums:
-    """Reduce-scatter one array over one axis with a codec; the messages are not yet summed.
+    """Reduce-scatter one array over one axis with a codec; return the messages, not yet summed.
 
     `x` is already the sum over `num_summed` devices.
     """
@@ -135,9 +136,9 @@ def encoded(
     form: MessageForm,
     seed: Array | None,
 ) -> Shaped[Array, "num ..."] | DeferredMessage:
-    """Encode a sum over `num_summed` devices as their mean, one row for each of `num` receivers.
+    """Encode a sum over `num_summed` devices as a mean, in one message for each of `num` receivers.
 
-    The sum could overflow the codec's range where the mean does not. `seed` is `rounding_seed`.
+    A mean is sent because the sum could overflow the codec's range. `seed` is a `rounding_seed`.
     """
     if isinstance(x, PartialSums) and x.message is None:  # rounded as `recode` does
         total, dtype = x.total(), jnp.float32
@@ -160,12 +161,12 @@ def encoded(
 
 
 def rounding_seed(axis: str) -> Array:
-    """The seed of stochastic rounding on this device, in a sum over `axis`."""
+    """Return this device's seed of stochastic rounding, for a sum over `axis`."""
     return device_index(_seed_axes(axis))
 
 
 def _seed_axes(axis: str) -> tuple[str, ...]:
-    """The axes whose devices use different seeds for stochastic rounding in a sum over `axis`.
+    """Return the axes along which devices round with different seeds in a sum over `axis`.
 
     In a sum over `node`, all devices of a node may hold the same array, the sum over their node.
     They must encode it alike so that their results stay equal, so seeds differ by node only.
@@ -174,14 +175,17 @@ def _seed_axes(axis: str) -> tuple[str, ...]:
 
 
 def shard_shape(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, ...]:
-    """The shape of each of `num` shards along `dim`."""
+    """Return the shape of each of `num` shards along `dim`."""
     return (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
 
 
 def _exchange(
     message: Shaped[Array, "num ..."], axis: str, codec: Codec
 ) -> Shaped[Array, "num ..."]:
-    """Send row i to device i of `axis`. The barrier keeps casts of the decoding after the send."""
+    """Send row i of `message` to device i of `axis`; return the received rows.
+
+    The barrier keeps XLA from moving casts of the decoding before the send.
+    """
     return all_to_all(lax.optimization_barrier(message), axis, forms=(codec,))
 
 
@@ -193,7 +197,8 @@ def sum_over(
     `x` is already the sum over `num_summed` devices.
 
     Returns:
-        The sum; and, if requested on this axis, a shard of the flattened sum as a `HalfBatchSum`.
+        The sum; and, if half-batch sums are requested on this axis, a shard of the flattened sum as
+        a `HalfBatchSum`, otherwise None.
     """
     num, half = comm.sizes[axis], comm.first_half_size(axis)
     if num == 1:
@@ -225,7 +230,8 @@ def sum_full(
         comm: axes and codecs.
 
     Returns:
-        The sums; and for each, if requested, a shard of the flattened sum as a `HalfBatchSum`.
+        The sums; and for each of them, if half-batch sums are requested, a shard of the flattened
+        sum as a `HalfBatchSum`, otherwise None.
     """
     halves: list[HalfBatchSum | None] = [None] * len(arrays)
     arrays = [x.astype(accumulator_dtype(x.dtype)) for x in arrays]
@@ -248,6 +254,10 @@ def _sum_plain(
 
     With half-batch sums the all-reduce is an all-to-all, a sum and an all-gather, because the sum
     over the first half needs the shards of each peer.
+
+    Returns:
+        The sums; and for each of them, if half-batch sums are requested, a shard of the flattened
+        sum as a `HalfBatchSum`, otherwise None.
     """
     half, num = comm.first_half_size(axis), comm.sizes[axis]
     if comm.sums_in_tree:

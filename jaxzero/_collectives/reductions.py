@@ -105,15 +105,15 @@ def reduce_next_axis(
     """Reduce a bucket over the axis at index `number` of `reduce_axes`; encode it for the next.
 
     Args:
-        bucket: what `start_reduction`, or the axis before, has returned.
-        specs: the gradients in the bucket.
+        bucket: the bucket that `start_reduction`, or the reduction over the axis before, returned.
+        specs: how each gradient in the bucket is reduced.
         number: the index of the axis.
         comm: codecs and sizes of the axes.
-        divisor: what sums are divided by after the last axis.
+        divisor: the number by which sums are divided after the last axis.
 
     Returns:
         The bucket for the next axis. After the last axis, `rest` holds this device's shard of each
-        sum in `accumulator_dtype`, as a `HalfBatchSum` where that is requested.
+        sum in `accumulator_dtype`; with half-batch sums, as a `HalfBatchSum`.
     """
     axes = reduce_axes(specs, comm)
     num_summed = math.prod(comm.sizes[axis] for axis in axes[:number])
@@ -150,12 +150,13 @@ def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) 
 
 
 def _behind_barrier(fulls: Sequence[Shaped[Array, ...]]) -> list[Array]:
-    """The same gradients; those of few elements pass a barrier as flat arrays.
+    """Return the same gradients; those of few elements have passed a barrier as flat arrays.
 
-    Most of these are sums over rows (gradients of scales and biases). XLA:GPU derives the layout of
-    a message's inputs from that of the message, and for such a sum chooses rows as the minor dim.
-    This spread to the activations of whole models, whose transposed layouts made each norm a sum
-    over the major dim, in two kernels (Llama-70B, JAX 0.12.0). It stops at a flat array.
+    Most of the small ones are sums over rows (gradients of scales and biases). XLA:GPU derives the
+    layout of a message's inputs from that of the message, and for such a sum chooses rows as the
+    minor dim. This layout spread to the activations of whole models, and their transposed layouts
+    made each norm a sum over the major dim, in two kernels (Llama-70B, JAX 0.12.0). It does not
+    spread past a flat array.
     """
     few = [i for i, x in enumerate(fulls) if x.size < _FEW]
     flat = lax.optimization_barrier([fulls[i].reshape(-1) for i in few]) if few else []
@@ -171,7 +172,7 @@ def _reduce_one(
     num_summed: int,
     comm: CommSpec,
 ) -> PartialSums:
-    """Reduce a bucket over one axis as the one gradient `one`, made of those of `specs`."""
+    """Reduce over one axis a bucket in which the gradients of `specs` are sent as one, `one`."""
     codec = one.codec(axis, comm)
     assert codec is not None
     shares = column_bytes([spec.message_column(axis, comm) for spec in specs])
@@ -180,7 +181,7 @@ def _reduce_one(
 
 
 def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
-    """Cut the shard of a bucket into the shards of its leaves, of these shapes."""
+    """Cut the shard of a bucket into the shards of its leaves, which have `shapes`."""
     parts, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
@@ -193,7 +194,10 @@ def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
 def _split_by_codec(
     specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """Indices of the gradients that `axis` scatters: those with a codec, the others by dtype."""
+    """Return the indices of gradients that `axis` scatters: those with a codec, and the others.
+
+    The others are grouped by dtype, or alone if they are sent alone.
+    """
     coded: list[int] = []
     summed: dict[str, list[int]] = {}
     for i, spec in enumerate(specs):
@@ -269,10 +273,10 @@ def _message(
 ) -> Array:
     """Encode the gradients at indices `coded`, in this order, as one message over `axis`.
 
-    If one kernel does the hop, they are only joined.
+    If one kernel does the hop, they are only joined: the kernel encodes them.
 
-    Neighbours with one joinable codec are encoded as one array: bit for bit the same message, in
-    fewer operations (see `decoded_together`).
+    Neighbours with the same joinable codec are encoded as one array. The message is the same bit
+    for bit, in fewer operations (see `decoded_together`).
     """
     num, messages = comm.sizes[axis], []
     if coded and specs[coded[0]].exchange(axis, comm) is not None:
@@ -303,8 +307,8 @@ def _reduce_over(
     """Reduce a bucket over one axis.
 
     Returns:
-        For each gradient, this device's shard of the sum: an array; a `HalfBatchSum` where that
-        is requested on this axis; or `PartialSums` if messages were exchanged.
+        For each gradient, this device's shard of the sum: `PartialSums` if messages were exchanged;
+        a `HalfBatchSum` if half-batch sums are requested on this axis; otherwise an array.
     """
     coded, summed = _split_by_codec(specs, axis, comm)
     arrays: dict[int, Any] = dict(bucket.rest)
@@ -346,7 +350,7 @@ def _by_kernel(
 ) -> dict[int, PartialSums]:
     """Reduce-scatter the gradients at indices `numbers` by one kernel, which encodes with `codec`.
 
-    `x` is the gradient if there is one, otherwise rows `[receivers, m]` of all.
+    With one gradient, `x` is that gradient; with several, rows `[receivers, m]` of all.
 
     Returns:
         This device's shard of each sum, by index.
@@ -369,7 +373,9 @@ def _by_kernel(
 def _scatter(
     x: Array, numbers: Sequence[int], specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> dict[int, Sum]:
-    """Reduce-scatter the gradients at indices `numbers`: `x` if one, else columns of its rows.
+    """Reduce-scatter the gradients at indices `numbers` without a codec.
+
+    With one gradient, `x` is that gradient; with several, rows `[receivers, m]` of all.
 
     Returns:
         This device's shard of each sum, by index.

@@ -1,24 +1,25 @@
-"""Read rows of a sharded table, and add rows to one: rows are sent, the table is not.
+"""Look up rows of a sharded table, or add rows to it: devices exchange rows, not the table.
 
 All devices get each other's ids. A table that is split on its first dim is read where its rows are:
-a device contributes the rows that it owns and zeros for all others, and a reduce-scatter over
+a device contributes the rows that it owns and zeros for all other rows, and a reduce-scatter over
 `local`, then `node`, returns to each device the rows that it asked for:
 
     rows = reduce_scatter(where(owned(ids), shard[ids - start], 0)),    ids = all_gather(own ids).
 
-Exactly one device contributes each row, so the sum is exact in any dtype; where several rows are
-summed up (a bag), each device contributes the sum of those that it owns. Of a table that is split
-on another dim, each device reads its columns of all rows, and an all-to-all returns them.
+Exactly one device contributes each row, so the sum is exact in any dtype. If an entry is the sum of
+several rows (a bag), each device contributes the sum of those that it owns. If a table is split on
+another dim, each device reads its columns of all rows, and an all-to-all returns them.
 
-The transpose sends cotangents the other way (an all-gather, or an all-to-all) and adds those of
-owned rows to the shard, which then is this device's shard of the sum over all devices. Additions
-are in `accumulator_dtype`.
+The transpose sends cotangents the other way (an all-gather, or an all-to-all). Each device adds the
+cotangents of the rows that it owns to its shard, which becomes its shard of the sum over all
+devices. Additions are in `accumulator_dtype`.
 
 With a codec each row, or each device's columns of it, is a message of its own: its scales depend on
 no other row, and the zeros for rows that a device does not own arrive as zeros. Rows that are read
-pass the codecs of weights, encoded anew over each axis, since a reduce-scatter then is an
-all-to-all whose messages are decoded and added up. Cotangents pass those of gradients, encoded once
-where both axes have the same. Nothing adds up what rounding has lost: rows have no wire state.
+are encoded by the codecs of weights. They are encoded anew for each axis, since a reduce-scatter
+with a codec is an all-to-all whose messages are decoded and added up. Cotangents are encoded by the
+codecs of gradients, and only once if both axes have the same codec. Rounding errors are not made up
+for: rows have no wire state.
 """
 
 from __future__ import annotations
@@ -81,13 +82,13 @@ class RowExchange:
         return math.prod(self.shape[1:]) * jnp.dtype(dtype).itemsize
 
     def entering_bytes(self, n: int, k: int, dtype: Any, *, back: bool) -> dict[str, int]:
-        """Bytes that enter a device over each axis for n rows, their ids included.
+        """Return the bytes that enter a device over each axis for n rows, their ids included.
 
         Args:
             n: number of rows that one device reads.
             k: number of ids of each row.
             dtype: dtype of the rows before they are encoded.
-            back: whether to count cotangents, which all devices get; if not, rows that are read.
+            back: True counts cotangents, which all devices get; False counts rows that are read.
 
         Returns:
             Bytes for each of `AXES`.
@@ -115,7 +116,7 @@ class RowExchange:
         return num_bytes
 
     def codec(self, axis: str, dtype: Any, *, back: bool) -> Codec | None:
-        """The codec for rows of `dtype` over `axis`: of gradients if `back`, else of weights.
+        """Return the codec for rows over `axis`: that of gradients if `back`, else of weights.
 
         None if it would not make messages smaller.
         """
@@ -125,7 +126,7 @@ class RowExchange:
         return codec if is_smaller else None
 
     def axes(self, back: bool) -> tuple[str, ...]:
-        """The axes that rows are sent over, major first.
+        """Return the axes that rows are sent over, major first.
 
         Rows are read over the axes that split the table; cotangents (`back`) are summed over all.
         """
@@ -133,7 +134,10 @@ class RowExchange:
         return self.comm.axes_with_peers((*self.comm.axes, *others))
 
     def int32(self, ids: Int[Array, "n k"]) -> Int32[Array, "n k"]:
-        """Ids as int32; a negative one becomes -1, one past the last row the number of rows."""
+        """Return ids as int32 that keep their meaning, in bounds or out.
+
+        A negative id becomes -1, and an id past the last row becomes the number of rows.
+        """
         num, largest = self.shape[0], jnp.iinfo(ids.dtype).max
         # The number of rows may not fit into the dtype of ids; then no id is too high.
         is_high = ids >= num if num <= largest else jnp.zeros_like(ids, bool)
@@ -149,20 +153,21 @@ class RowExchange:
         fill: Any = None,
         wait: Wait = lambda x: x,
     ) -> tuple[Shaped[Array, "n ..."], Shaped[Array, " 1"]]:
-        """The sums of k rows of the table, at this device's ids.
+        """Return this device's rows of the table: for each, the sum of the rows at its k ids.
 
         Args:
             shard: this device's shard.
-            ids_of_all: from `gather_ids`.
+            ids_of_all: the result of `gather_ids`.
             ids: this device's ids, of any integer dtype.
-            dtypes: rows are cast to these dtypes in turn, as the user's function casts them;
-                they are encoded, sent and summed in the last one.
-            fill: the value that is read at ids out of bounds; None reads the nearest row there.
+            dtypes: rows are cast to these dtypes in turn, as the user's function casts them; they
+                are encoded, sent and summed in the last one.
+            fill: the value that is read at ids out of bounds; None reads the nearest row instead.
             wait: passes the ids through a barrier, so that the rows are not read before it.
 
         Returns:
             The rows in the last of `dtypes`; and one element of what the first axis has delivered.
-            What waits for that element runs when the rows read for other devices are freed.
+            An operation that waits for that element runs after the rows read for other devices are
+            freed.
         """
         axes, lead = self.axes(back=False), len(self.axes(back=False))
         local, is_owned = self._owned(wait(ids_of_all), fill is None)
@@ -204,12 +209,12 @@ class RowExchange:
 
         Args:
             total: a shard of the table's shape, in `sum_dtype`.
-            ids_of_all: from `gather_ids`.
-            cotangents: this device's cotangents, encoded or sent in their dtype.
-            clips: whether ids out of bounds stand for the nearest row; otherwise for none.
-            divisor: what the cotangents are divided by.
-            waits: for each axis that cotangents are sent over, in order, a function that passes
-                what is sent through a barrier.
+            ids_of_all: the result of `gather_ids`.
+            cotangents: this device's cotangents; without a codec they are sent in their own dtype.
+            clips: whether an id out of bounds stands for the nearest row; otherwise for no row.
+            divisor: the number by which the cotangents are divided; None: 1.
+            waits: for each axis that cotangents are sent over, in order, a function that passes the
+                sent arrays through a barrier.
 
         Returns:
             `total` with the cotangents added.
@@ -236,7 +241,7 @@ class RowExchange:
     def _owned(
         self, ids: Int32[Array, ...], clips: bool
     ) -> tuple[Int32[Array, ...], Bool[Array, ...]]:
-        """The index of each id in this device's shard, and whether the shard has it."""
+        """Return the index of each id in this device's shard, and whether the shard has it."""
         num = self.shape[0]
         if clips:
             ids = jnp.clip(ids, 0, num - 1)
@@ -267,7 +272,7 @@ class _Rows:
         return self if wait is None else dataclasses.replace(self, data=wait(self.data))
 
     def encoded(self, codec: Codec | None, dtype: Any) -> _Rows:
-        """These rows as messages of `codec`, decoded to `dtype` before if another wrote them."""
+        """Return these rows as messages of `codec`, decoded to `dtype` first if encoded already."""
         if codec == self.codec:
             return self
         x = self.decoded(dtype).data
@@ -288,19 +293,19 @@ class _Rows:
         return _Rows(x.reshape(*x.shape[:-1], *self.row), self.lead)
 
     def gathered(self, axis: str, dim: int) -> _Rows:
-        """The rows, or messages, of all devices along `axis`."""
+        """All-gather these rows, or messages, over `axis`."""
         form = self.codec or self.data.dtype
         return dataclasses.replace(self, data=all_gather(self.data, axis, dim, forms=(form,)))
 
     def summed(self, axis: str, dim: int, codec: Codec | None) -> _Rows:
-        """Reduce-scatter over `axis`: this device's rows, summed over devices."""
+        """Reduce-scatter over `axis`: return this device's rows, summed over devices."""
         if codec is None:
             return _Rows(reduce_scatter(self.data, axis, dim), self.lead)
         parts = self._exchanged(axis, dim, codec, accumulator_dtype(self.data.dtype))
         return _Rows(parts.data.sum(dim, keepdims=True).astype(self.data.dtype), self.lead)
 
     def joined(self, axis: str, dim: int, column: int, codec: Codec | None) -> _Rows:
-        """Exchange columns of the rows of all devices for all columns of this device's rows."""
+        """Trade this device's columns of all devices' rows for all columns of its own rows."""
         at = self.lead + column
         if codec is None:
             return _Rows(all_to_all(self.data, axis, dim, at), self.lead)
@@ -310,7 +315,7 @@ class _Rows:
         return _Rows(jnp.moveaxis(x, dim, at - 1).reshape(shape), self.lead)
 
     def split(self, axis: str, dim: int, column: int, codec: Codec | None) -> _Rows:
-        """Exchange all columns of this device's rows for columns of the rows of all devices."""
+        """Trade all columns of this device's rows for its columns of the rows of all devices."""
         at = self.lead + column
         if codec is None:
             return _Rows(all_to_all(self.data, axis, at, dim), self.lead)
@@ -320,7 +325,7 @@ class _Rows:
         return _Rows(x, self.lead)._exchanged(axis, dim, codec, x.dtype)
 
     def _exchanged(self, axis: str, dim: int, codec: Codec, dtype: Any) -> _Rows:
-        """All-to-all of messages: part i along `dim` goes to device i."""
+        """Encode the rows, send part i along `dim` to device i, and decode what is received."""
         sent = self.encoded(codec, self.data.dtype)
         data = all_to_all(sent.data, axis, dim, dim, forms=(codec,))
         return dataclasses.replace(sent, data=data).decoded(dtype)
@@ -345,5 +350,5 @@ def _cast(x: Any, dtypes: Sequence[Any]) -> Any:
 
 
 def _like(mask: Shaped[Array, ...], rows: Shaped[Array, ...]) -> Shaped[Array, ...]:
-    """Reshape a value for each row, so that it broadcasts over the elements of the row."""
+    """Reshape an array of one value for each row, so that it broadcasts over the row's elements."""
     return mask.reshape(*mask.shape, *[1] * (rows.ndim - mask.ndim))

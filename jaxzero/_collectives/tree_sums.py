@@ -1,15 +1,16 @@
-"""Sums over devices in one order, however the devices are arranged in nodes.
+"""Sum over devices in one order, however the devices are arranged in nodes.
 
 A reduce-scatter adds in an order of its own, which depends on the mesh and the platform. Here each
-device receives what its peers have, by an all-to-all or an all-gather, and adds it up in a tree
-over the devices in the order of the batch's rows: first neighbours in pairs, then pairs of pairs,
+device receives the addends of its peers, by an all-to-all or an all-gather, and adds them up in a
+tree over the devices in the order of the batch's rows: first neighbours in pairs, then pairs of
+pairs,
 
-    ((x0 + x1) + (x2 + x3)) + ((x4 + x5) + (x6 + x7)),
+    ((x0 + x1) + (x2 + x3)) + ((x4 + x5) + (x6 + x7)).
 
-and, for each odd prime factor of the number of devices, after all pairs, so many neighbours from
+For each odd prime factor p of the number of devices, after all pairs, p neighbours are added from
 left to right. A node is a run of neighbours. If its sum is a subtree, the sum over `local` and then
 over `node` is this tree on every mesh. With powers of two it always is. In general no prime factor
-of the number of devices in a node may be larger than one of the number of nodes.
+of the number of devices in a node may be larger than a prime factor of the number of nodes.
 
 Partial sums are in `accumulator_dtype`, on each axis, and rounded nowhere else.
 """
@@ -70,7 +71,7 @@ def scatter_in_tree(
 def reduce_in_tree(
     arrays: Sequence[Shaped[Array, ...]], axis: str, num: int
 ) -> list[Shaped[Array, ...]]:
-    """Sum each array over the `num` devices of `axis`: one or two collectives for each dtype."""
+    """Sum each array over the `num` devices of `axis`, in one or two collectives for each dtype."""
     # Fused with the sum, a product could be added without being rounded first, and narrow floats
     # could keep bits that they do not have. What XLA fuses depends on the mesh.
     arrays = lax.optimization_barrier(list(arrays))
@@ -85,7 +86,7 @@ def reduce_in_tree(
 
 
 def sum_over_devices(x: Shaped[Array, ...], comm: CommSpec) -> Shaped[Array, ...]:
-    """Sum over all devices; in the tree, if `comm` asks for it."""
+    """Sum over all devices; in the order of the tree, if `comm` asks for it."""
     if not comm.sums_in_tree:
         return all_reduce(x, AXES)
     dtype = x.dtype
@@ -104,7 +105,7 @@ def _reduce_row(row: Shaped[Array, "1 m"], axis: str, num: int) -> Shaped[Array,
 
 @functools.cache
 def _prime_factors(num: int) -> tuple[int, ...]:
-    """The prime factors of `num`, in ascending order; empty for 1."""
+    """Return the prime factors of `num`, in ascending order; none for 1."""
     factors, factor = [], 2
     while num > 1:
         while num % factor == 0:

@@ -1,8 +1,8 @@
-"""Run a block: a handler for each kind of instruction, in the order of the plan's list.
+"""Run a block: each instruction of the plan's list has a handler, which is called in order.
 
 A block is a traced program or a loop body. Everything here runs while JAX traces the `shard_map`:
 operations are copied, with the collectives that the list (`_plan.instructions`) puts between them.
-`buckets` gathers weights and reduces gradients, `loops` runs loops. Nothing is decided here.
+`buckets` gathers weights and reduces gradients, `loops` runs loops. All decisions are in the list.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ def run_block(
     sources: Mapping[ShardedParam, EncodedShards],
     updates: Mapping[int, LeafUpdate],
 ) -> tuple[list[Any], GatherSources, dict[int, list[Array]]]:
-    """Run a block.
+    """Run a block: execute its list of instructions on arrays.
 
     Args:
         plan: the block, with its gathers and reductions.
         comm: axes and codecs of the collectives.
-        inputs: an array for each input of the block; those for views of weights are ignored.
+        inputs: an array for each input of the block; inputs that are views of weights are ignored.
         sources: for each weight that the block uses, the shard or node slice to gather it from.
         updates: by index of the leaf, the updates that the loops of the block may make.
 
     Returns:
-        The block's outputs; the gather sources after the run, in which node slices that the
-        program kept have replaced shards; and the new stacks of each updated leaf, as in
-        `LeafUpdate.stacks`. An output with a reduction is this device's shard of the sum, in
-        `accumulator_dtype`; that of an updated leaf is None.
+        The block's outputs; the sources after the run, where node slices that the program kept have
+        replaced shards; and the new stacks of each updated leaf, as in `LeafUpdate.stacks`. An
+        output with a reduction is this device's shard of the sum, in `accumulator_dtype`. An output
+        that is the gradient of an updated leaf is None.
     """
     runner = BlockRunner(plan, comm, updates)
     here = runner.by_lag[0]
@@ -83,13 +83,13 @@ def run_block(
 
 
 class BlockRunner:
-    """One run of a block, or of one tick of a loop whose body it is.
+    """One run of a block, or of a loop's body in one tick.
 
     Attributes:
         by_lag: the arrays that exist so far, by the lag of the iteration that they belong to (0
-            outside of loops): arrays of the program by their `Value`, others by
+            outside of loops). The key of an array of the program is its `Value`, of any other a
             `_plan.pipeline.Key`.
-        starts: the loops of this block whose first gathers have started.
+        starts: the loops of this block whose first gathers have started, with their state.
         updated: new stacks of the leaves that a loop of this block has updated.
     """
 
@@ -113,7 +113,7 @@ class BlockRunner:
         self._loop_tie: instructions.Tie | None = None  # of the loop that runs now
 
     def inside(self, body: BlockPlan, by_lag: ByLag, tick: Tick) -> BlockRunner:
-        """Make a runner for a tick of a loop in this block."""
+        """Return a runner of the body of a loop in this block, for one tick."""
         return BlockRunner(body, self.comm, {}, by_lag, tick)
 
     def execute(self, listed: Iterable[instructions.Instruction]) -> None:
@@ -137,7 +137,7 @@ class BlockRunner:
                 self.tick.do(instruction)
 
     def _region(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Record copies from and to host memory as those of forward or backward."""
+        """Return a context that records host copies as part of forward or of backward."""
         if self.plan.last_forward is None:
             return contextlib.nullcontext()
         return in_region("forward" if index <= self.plan.last_forward else "backward")
@@ -145,18 +145,18 @@ class BlockRunner:
     # Barriers: see [Note: ties] in `_plan.ties`.
 
     def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]:
-        """Return `arrays`, available only once `value` is."""
+        """Return `arrays`, available only once the array of `value` is."""
         if value is None or value not in self.by_lag[0] or not arrays:
             return arrays
         return tied(arrays, self.by_lag[0][value])[0]
 
     def tie_loop(self, carry: list[Any]) -> list[Any]:
-        """Return the initial carry of the loop that runs now, behind the barrier of its tie."""
+        """Pass the initial carry of the loop that runs now through the barrier of its tie."""
         assert self._loop_tie is not None
         return self._tie(self._loop_tie, carry)
 
     def _tie(self, tie: instructions.Tie | None, arrays: list[Any]) -> list[Any]:
-        """Pass `arrays` through the barrier of a tie, or that of a loop's first gathers."""
+        """Pass `arrays` through a tie's barrier, or through that of a loop's first gathers."""
         if self.tick is not None and self.tick.before_loop is not None:
             return self.tick.before_loop(arrays)
         if tie is None or not arrays:
@@ -181,7 +181,7 @@ class BlockRunner:
         return operands
 
     def _ties(self, tie: instructions.Tie | None) -> Bind:
-        """The barrier of a tie as a function; after its first call it only waits for the value."""
+        """Return a tie's barrier as a function; only its first call runs the tie's instructions."""
         left = [tie]
 
         def bind(arrays: list[Any]) -> list[Any]:
@@ -193,7 +193,7 @@ class BlockRunner:
         return bind
 
     def _pin(self, value: Value | None) -> Bind:
-        """A function that forces arrays to be computed before the next reader of `value`."""
+        """Return a function that has arrays computed before any later reader of `value`."""
 
         def bind(arrays: list[Any]) -> list[Any]:
             here = self.by_lag[0]
@@ -253,7 +253,7 @@ class BlockRunner:
         start_loop(self, each.loop, self._ties(each.tie))
 
     def read(self, atom: Value | Constant, lag: int = 0) -> Any:
-        """The array of a value. For a view: the full weight, with the view's operations applied."""
+        """Return the array of a value; of a view, the full weight after the view's operations."""
         if isinstance(atom, Constant):
             return atom.value
         if (view := self.plan.uses.views.get(atom)) is None:
@@ -264,7 +264,7 @@ class BlockRunner:
         return x
 
     def _full_weight(self, view: View) -> tuple[Any, tuple[movable_ops.Op, ...]]:
-        """The full weight as it was gathered, and the view's operations left to apply to it."""
+        """Return a view's weight as it was gathered, and the operations still to be applied."""
         weight = view.weight
         before, after = movable_ops.before_gather(view.ops, weight.layout, weight.shape)
         return self._full[weight, before], after
@@ -272,7 +272,7 @@ class BlockRunner:
     # Operations.
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
-        """Whether it only runs an equation as it is, on arrays that need no view's operations."""
+        """Return whether an instruction runs an equation as it is, on arrays as they are."""
         if type(each) is not instructions.Run or is_simulating():
             return False
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views
@@ -296,7 +296,7 @@ class BlockRunner:
         self._write(self.plan.block.operations[each.at], outputs)
 
     def _write(self, operation: Operation, outputs: Sequence[Any]) -> None:
-        """Keep the arrays that an operation made; outputs of a barrier that are views have none."""
+        """Store the outputs of an operation; outputs of a barrier that are views have no arrays."""
         kept = operation.outputs
         if isinstance(operation, Barrier):
             pairs = zip(operation.inputs, kept, strict=True)
@@ -316,7 +316,7 @@ class BlockRunner:
         self.by_lag[0][each.value] = self.gradients.zeros(each.value, spec)
 
     def _delay(self, each: instructions.Delay) -> None:
-        """Delay the constant that a scatter adds to, until just before the scatter runs.
+        """Make the constant that a scatter adds to just before the scatter runs.
 
         The gradient of an embedding starts from zeros as large as the table. They depend on
         nothing, so without a barrier XLA makes them early and holds them until the scatter.
@@ -369,7 +369,7 @@ class BlockRunner:
         there[each.value] = x
 
     def output(self, i: int, lag: int) -> Any:
-        """Output `i` of the block; if it is a gradient that is not reduced yet, reduce it."""
+        """Return output `i` of the block; a gradient that is not reduced yet is reduced here."""
         x = jax.tree.map(jnp.asarray, self.read(self.plan.block.outputs[i], lag))
         spec = self.plan.gradients.at_end.get(i)
         if spec is None:

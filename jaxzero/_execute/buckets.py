@@ -64,15 +64,15 @@ def encode_bucket(
 
     Args:
         group: the weights that are gathered together.
-        sources: this device's shard or node slice of each weight. A node slice that is to be kept
-            (hpZ) is gathered here over `node` and replaces the shard in `sources`.
+        sources: this device's shard or node slice of each weight. If a gather is to keep the node
+            slice (hpZ), the slice is gathered here over `node` and replaces the shard in `sources`.
         comm: axes and codecs.
         tie: passes the shards through a barrier with a value, so that XLA does not gather before
             the value exists.
         pin: passes the encoded buckets through a barrier with that value, so that XLA encodes
             before the value is used.
-        fetched: shards that have been copied from host memory; others are copied now. A node slice
-            that has been kept since is taken instead.
+        fetched: shards that have been copied from host memory already; other shards in host memory
+            are copied now. If a node slice has been kept since then, it is used instead.
 
     Returns:
         The buckets, for `gather_next_axis`, and after the last axis for `decode_bucket`.
@@ -116,7 +116,7 @@ def encode_bucket(
 def gather_next_axis(
     group: GatherGroup, buckets: Sequence[GatherBucket], comm: CommSpec, axis: str
 ) -> list[GatherBucket]:
-    """All-gather over `axis` each bucket whose next axis it is; return the others unchanged.
+    """All-gather over `axis` those buckets whose next axis is `axis`; return others unchanged.
 
     Node slices are not gathered over `node`, and leaves of `Ungathered` not over `local`.
     """
@@ -141,16 +141,19 @@ def after_decode(
 ) -> list[GatherBucket]:
     """Hold back messages for a later iteration of a loop until this one's weights are decoded.
 
-    A loop has one place for what it carries from one iteration to the next. If the next message
-    could arrive while the last is read, XLA would copy it. XLA reads small leaves, such as the
-    gains of norms, from the message where they are used: until the end of a layer's backward pass.
-    Leaves that are sent alone are in no message.
+    A loop has one place for each array that it carries from one iteration to the next. If the next
+    message could arrive while the last one is read, XLA would copy it. XLA reads small leaves, such
+    as the gains of norms, from the message where they are used: until the end of a layer's backward
+    pass. A leaf that is sent alone needs no such wait.
 
     Args:
         group: the weights that are sent together.
         buckets: their messages for a later iteration.
-        full: the full weights of this iteration, which are updated: weights that come in a message
-            pass the barrier.
+        full: the full weights of this iteration, by weight and operations. Weights that come in a
+            message with others are replaced by outputs of the barrier.
+
+    Returns:
+        The buckets, with messages that wait.
     """
     joined = [x for x in buckets if len(x.parts) > 1]
     gathers = [group.gathers[i] for x in joined for i in x.positions]
@@ -168,20 +171,20 @@ def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
     """Return `arrays` and `value`, each available only once both are ([Note: ties]).
 
     XLA drops an operand of a barrier if nothing but the barrier reads it and nothing reads its
-    output. `value` can come to that when XLA rewrites its readers. An example: if each device has
+    output. That can happen to `value` when XLA rewrites its readers. An example: if each device has
     one row, the readers of a matrix product `[1, s, d]` are made to read `[s, d]`, and only the
-    barrier is left to read the reshaped product. Two barriers are two readers, so both wait.
+    barrier is left to read the reshaped product. Two barriers are two readers, so both stay.
     """
     arrays, after = lax.optimization_barrier((arrays, value))
     return lax.optimization_barrier((arrays, value))[0], after
 
 
 def number_after(number: jax.Array | int, x: jax.Array) -> jax.Array:
-    """The integer `number`, which XLA cannot know before the array of floats `x` is computed.
+    """Return the integer `number`, but so that XLA knows it only once the floats `x` are computed.
 
-    XLA drops barriers before it schedules, so a zero that is computed from an element of `x` is
-    added: the bits of its absolute value are no negative integer, also for NaN, so that their
-    minimum with 0 is 0; XLA does not know this. Until it is dropped, the barrier keeps the sum
+    XLA drops barriers before it schedules, so this adds a zero that is computed from an element of
+    `x`. The bits of the element's absolute value are no negative integer, also for NaN, so their
+    minimum with 0 is 0, but XLA does not know this. The barrier, while it exists, keeps the sum
     apart from other uses of `number`, such as the indices of writes: fused with the sum into one
     kernel, they would wait for `x` too.
     """
@@ -194,7 +197,7 @@ def number_after(number: jax.Array | int, x: jax.Array) -> jax.Array:
 def decode_bucket(
     group: GatherGroup, buckets: Sequence[GatherBucket], sources: GatherSources, comm: CommSpec
 ) -> list[jax.Array]:
-    """Decode gathered buckets into full weights, and apply the operations of their gathers."""
+    """Decode gathered buckets into full weights, and apply the operations that the gathers left."""
     splits = [_split_ops(gather, sources[gather.weight], comm) for gather in group.gathers]
     layouts, dims = [], []
     for gather, (before, _) in zip(group.gathers, splits, strict=True):
@@ -227,7 +230,7 @@ def _labelled(group: GatherGroup) -> contextlib.AbstractContextManager[None]:
 
 
 def _leading_cast(ops: tuple[movable_ops.Op, ...]) -> Any:
-    """The dtype to decode to: that of a cast at the start of `ops`; None for the weight's own."""
+    """Return the dtype of a cast that comes first in `ops`, to decode to; None without a cast."""
     return ops[0].dtype if ops and isinstance(ops[0], movable_ops.ConvertDtype) else None
 
 
@@ -244,7 +247,7 @@ def on_shard(
 
 
 def _sizes(group: GatherGroup) -> list[int]:
-    """For each gather, the number of elements of the full array of which shards are sent."""
+    """Return, for each gather, the elements of the full array whose shards are sent."""
     slices = (movable_ops.up_to_last_slice(gather.ops)[0] for gather in group.gathers)
     pairs = zip(group.gathers, slices, strict=True)
     return [math.prod(View(gather.weight, ops).shape) for gather, ops in pairs]
@@ -253,11 +256,11 @@ def _sizes(group: GatherGroup) -> list[int]:
 def _split_ops(
     gather: Gather, shard: EncodedShards, comm: CommSpec
 ) -> tuple[tuple[movable_ops.Op, ...], tuple[movable_ops.Op, ...]]:
-    """Split the operations into those on the shard, before the gather, and those after it.
+    """Split a gather's operations into those on the shard, before the gather, and those after it.
 
-    Without quantization all of them run before: a cast to 16 bits then halves the bytes. A shard
-    that is quantized is encoded from its stored values, and cast while it is decoded. Then only
-    slices run before the gather, because they make the message smaller.
+    If no codec quantizes the shard, all operations run before: a cast to 16 bits then halves the
+    bytes. A quantized message is made from the stored values, and cast while it is decoded, so only
+    slices run before the gather, which make the message smaller.
     """
     slices, rest = movable_ops.up_to_last_slice(gather.ops)
     size = math.prod(View(gather.weight, slices).shape)
@@ -269,9 +272,9 @@ def _split_ops(
 
 
 class GradientBuckets:
-    """Reduces the gradients of a block, one bucket for each group of `plan.reduce_groups`.
+    """Encodes and reduces the gradients of a block, one bucket for each of `plan.reduce_groups`.
 
-    In the methods, `number` is the index of a group.
+    In the methods, `number` (or `group`) is the index of a group.
     """
 
     def __init__(self, plan: BlockPlan, comm: CommSpec):
@@ -295,7 +298,7 @@ class GradientBuckets:
             return for_alike(reduce_next_axis_of_parts, bucket, specs, axis, self.comm, divisor)
 
     def finish(self, number: int, bucket: ReduceBucket) -> dict[Value, Any]:
-        """Take this device's shards of the gradients out of a bucket reduced over all axes."""
+        """Return this device's shards of the gradients in a bucket reduced over all axes."""
         gradients, specs = {}, self.specs(number)
         for i, value in enumerate(self.plan.reduce_groups[number].values):
             x, is_mean = joined_gradient(bucket.rest[i], specs[i]), value in self.plan.means
@@ -303,11 +306,11 @@ class GradientBuckets:
         return gradients
 
     def on_shards(self, index: int, arrays: Sequence[Any]) -> Any:
-        """Run an operation that the plan moved after a reduction, on the reduced shards.
+        """Run an operation on reduced shards, because the plan moved a reduction in front of it.
 
         Args:
             index: the index of the operation.
-            arrays: reduced shards of what the operation reads: its source, or the terms of a sum.
+            arrays: reduced shards of its inputs: of its source, or of the terms of a sum.
         """
         operation = self.plan.block.operations[index]
         op, source = operation.view(), operation.source
@@ -322,7 +325,7 @@ class GradientBuckets:
         return jax.tree.map(lambda x: run((op,), x, layout, source.shape), x)
 
     def zeros(self, value: Value, spec: ReduceSpec) -> Sum:
-        """The reduced shard of a gradient that is zero, for which nothing is sent."""
+        """Return the reduced shard of a gradient known to be zero, for which nothing is sent."""
         shape = list(spec.layout.pad_shape(value.shape))
         for axis in spec.hops:
             if axis in self.comm.axes:
@@ -332,7 +335,7 @@ class GradientBuckets:
         return HalfBatchSum(zeros, zeros) if is_halved else zeros
 
     def specs(self, number: int) -> list[ReduceSpec]:
-        """The reduction of each gradient of a group."""
+        """Return how each gradient of a group is reduced."""
         return [self.plan.gradients.reduces[x] for x in self.plan.reduce_groups[number].values]
 
 

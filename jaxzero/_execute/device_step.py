@@ -66,7 +66,7 @@ Flat = Callable[[list[Any], list[Any]], tuple[Any, Any, list[Any], list[Any]]]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The results of a step on one device."""
+    """The results of a step on one device: loss, gradients, wire state, plan and others."""
 
     loss: Array | None  # mean over the batch; None in a forward-only program
     gradients: list[Any]  # means, in the layout of storage; None for leaves that were updated
@@ -102,16 +102,18 @@ def run_on_device(
         stored: this device's shards of the sharded arguments (full arrays below stage 3).
         wire_state: node slices and residuals from the previous step.
         inputs: this device's rows of the batch, and replicated values.
-        specs: the `PartitionSpec` of each input; inputs that it splits are rows.
-        microbatches: how many equal parts the rows are cut into, run one after the other. Where
-            `comm.node_microbatches` are fewer, the devices of the node leave out the last ones.
+        specs: the `PartitionSpec` of each input; an input that its spec splits holds rows.
+        microbatches: how many equal parts the rows are cut into, run one after the other. If
+            `comm.node_microbatches` gives a node fewer, its devices leave out the last ones.
         comm: mesh axes, codecs and schedule of all collectives.
         updates: by index of the leaf, the updates that the program runs once gradients are known.
-        share_of_loss: what `flat` multiplies the loss by before it differentiates it, so that the
-            sum over devices and micro-batches is the mean; `flat` gets it as its last input. None:
-            `flat` differentiates the loss itself.
-        share_of_gradients: what `flat` multiplies the gradients by, but not the loss it returns.
-        all_halves: with stages, turns sums over half-batches of a stage into those of all leaves.
+        share_of_loss: a factor by which `flat` multiplies the loss before it differentiates it, so
+            that the sum over devices and micro-batches is the mean; `flat` gets it as its last
+            input. None: `flat` differentiates the loss itself.
+        share_of_gradients: a factor by which `flat` multiplies the gradients, but not the loss it
+            returns.
+        all_halves: with stages, turns half-batch sums of one stage's gradients into those of all
+            gradients.
     """
     updates, comm, updated = updates or {}, _with_loop_limit(comm), dict[int, list[Array]]()
     if share_of_loss is not None:
@@ -162,7 +164,7 @@ def run_on_device(
 
 
 def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array | None]:
-    """The weights that stage 1 or 2 leaves unsharded, which the program gets in full."""
+    """Return the weights that the program gets in full (stages 1 and 2); None for others."""
     return [
         None if parameters.weight_layout(i) else leaf.unpad(x)
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
@@ -177,7 +179,7 @@ def _plan_of_step(
     microbatches: int,
     comm: CommSpec,
 ) -> Plan:
-    """The plan that users see, without its transfers; `sources` are those after the run."""
+    """Return the plan that users see, without transfers; `sources` are those after the run."""
     slices = [x.data for x in sources.values() if comm.hpz and not in_host(x.data)]
     return Plan(
         program.top,
@@ -191,7 +193,7 @@ def _plan_of_step(
 
 
 def _with_loop_limit(comm: CommSpec) -> CommSpec:
-    """Let loops hold constants of any size if there is one device, where weights are full."""
+    """On one device, where weights are full already, let loops hold constants of any size."""
     if comm.num_shards > 1:
         return comm
     schedule = dataclasses.replace(comm.schedule, loop_constant_bytes=sys.maxsize)
@@ -207,11 +209,11 @@ def _gather_sources(
 ) -> tuple[dict[int, Array], dict[ShardedParam, EncodedShards]]:
     """Make the array that each weight is gathered from: its shard or its node slice.
 
-    It is the shard where the program makes the node slice, in the first gather of the weight.
+    If the program makes the node slice, in the first gather of the weight, the array is the shard.
 
     Returns:
-        The new node slices of the weights whose differences are sent before the program, by index
-        of the leaf; and the gather sources of all weights.
+        The new node slices, by index of the leaf, of weights whose differences are sent before the
+        program; and the gather sources of all weights.
     """
     slices, sources = {}, {}
     kept_in_program = slices_kept_in_program(program.top)
@@ -244,7 +246,7 @@ def _means(
     share: Array | float | None,
     all_halves: Callable[[HalfSums], HalfSums] | None,
 ) -> tuple[MeanGradients, dict[int, Array]]:
-    """Average over devices; also return the new residuals `[1, *shape]`, by index of the leaf."""
+    """Average over devices; return the means, and the new residuals `[1, *shape]` by leaf."""
     numbers = parameters.differentiated
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
     means = mean_over_devices(sums, program.targets, errors, microbatches, comm, share, all_halves)
@@ -267,11 +269,11 @@ def _share(
     shapes: Any,
     parameters: Parameters,
 ) -> tuple[Array | float | None, frozenset[int]]:
-    """The factor of the loss or the gradients, and which gradients do not depend on the loss.
+    """Find the factor of the loss or gradients, and the gradients that are not derivatives of it.
 
     Returns:
-        The factor, rounded to the dtype of the loss; and the gradients, by index of the target,
-        that do not depend on the loss, because a `custom_vjp` returns values in their place.
+        The factor, rounded to the dtype of the loss; and the indices of the targets whose gradients
+        do not depend on the loss, because a `custom_vjp` returns values in their place.
     """
     if share_of_loss is None:
         return share_of_gradients, frozenset()
@@ -294,7 +296,7 @@ def _share(
 
 
 def _with_divisor(comm: CommSpec, share: Array | float | None) -> CommSpec:
-    """Let reductions divide by the sum of all devices' shares of the loss, if it is a constant."""
+    """If the share of the loss is a constant, let reductions divide by its sum over all devices."""
     is_known = isinstance(share, float)  # a share by weight is not, and `_means` divides by it
     return dataclasses.replace(comm, mean_divisor=comm.num_devices * share) if is_known else comm
 
@@ -309,7 +311,11 @@ def _trace(
     microbatches: int,
     comm: CommSpec,
 ) -> tuple[Block, OpenProgram]:
-    """Trace one micro-batch on the shapes of the full parameters; nothing is gathered."""
+    """Trace one micro-batch with the shapes of the full parameters; nothing is gathered.
+
+    Returns:
+        The program as a block, and as an open program with the shapes of its outputs.
+    """
     full = []
     avals: dict[Any, Any] = {}  # computed once for the equal layers of an unrolled program
     for i, (shard, x) in enumerate(zip(stored, full_weights, strict=True)):

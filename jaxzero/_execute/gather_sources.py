@@ -1,11 +1,11 @@
-"""The array that each weight is gathered from during a step: its shard, or its node slice (hpZ).
+"""Make the array that each weight is gathered from during a step: its shard or node slice (hpZ).
 
-With hpZ (ZeRO++, https://arxiv.org/abs/2306.10209) every weight is gathered between nodes once,
-and each device keeps the result, its node slice. Forward, backward and all micro-batches then
-gather inside the node. With weight differences the node slice of the previous step is updated
-instead of being gathered again.
+With hpZ (ZeRO++, https://arxiv.org/abs/2306.10209) every weight is gathered between nodes once, and
+each device keeps the result, its node slice. Forward, backward and all micro-batches then gather
+inside the node. With weight differences, a step does not gather the node slice again: it adds the
+differences to the slice of the previous step.
 
-These slices are part of the wire state; [Note: weight differences] in `_collectives.gather` has the
+Such slices are part of the wire state; [Note: weight differences] in `_collectives.gather` has the
 algorithm.
 """
 
@@ -33,7 +33,7 @@ from .._sharding import LeafSpec, PerAxis, WeightHop
 
 
 def scan_depths(uses: BlockUses) -> Mapping[ShardedParam, int]:
-    """For each weight, the number of its leading dims that (nested) loops scan over."""
+    """Return, for each weight, how many of its leading dims (nested) loops scan over."""
     depths: dict[ShardedParam, int] = {}
     for loop in uses.loops.values():
         inner = scan_depths(loop.body)
@@ -60,11 +60,11 @@ def gather_source(
     Args:
         shard: this device's shard in stored form.
         leaf: the stored layout and codec.
-        weight: the layout that the program uses, perhaps split along another dim.
+        weight: the weight as the program sees it, which may be split along another dim.
         depth: the number of leading dims that the program scans over.
         comm: with `hpz`, the result is a node slice; without, the shard.
         node_slice: the node slice, if it exists already; otherwise it is made here.
-        exact: whether no codec of the config encodes the weight.
+        exact: whether to ignore the codecs of the config for this weight.
     """
     if exact:
         codecs = {
@@ -122,10 +122,10 @@ def _gather_source(
 
 
 def has_kept_slice(leaf: LeafSpec, comm: CommSpec) -> bool:
-    """Whether a leaf is sent as differences between nodes.
+    """Return whether nodes keep a slice of a leaf between steps, and send only its differences.
 
-    It is if `weights.node` is a `WeightHop`, there are several nodes, and the leaf is sharded, not
-    stored encoded, and large enough to be encoded.
+    That is so if `weights.node` is a `WeightHop`, there are several nodes, and the leaf is sharded,
+    not stored encoded, and large enough to be encoded.
     """
     hop = comm.weights.node
     if not isinstance(hop, WeightHop) or leaf.layout is None or leaf.codec is not None:
@@ -135,7 +135,7 @@ def has_kept_slice(leaf: LeafSpec, comm: CommSpec) -> bool:
 
 
 def first_slice(shard: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> EncodedShards:
-    """Gather a node slice without a codec on the wire, for the state before the first step."""
+    """Gather a node slice for the state before the first step; no codec encodes it on the wire."""
     assert leaf.layout is not None
     with labelled("weights", leaf.path):
         full = EncodedShards.plain(shard, leaf.layout.dim, leaf.num_lead).gather(NODE)
@@ -143,7 +143,7 @@ def first_slice(shard: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> En
 
 
 def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> EncodedShards:
-    """The node slice that the last step or `first_slice` made, from its array in the wire state."""
+    """Return the node slice of the last step, or of `first_slice`, from the wire state's array."""
     assert leaf.layout is not None and comm.hpz is not None
     lead, dim = leaf.num_lead, leaf.layout.dim
     shape = list(leaf.padded_shape)
@@ -155,7 +155,7 @@ def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> Enco
 def next_slice(
     shard: Shaped[Array, ...], kept: EncodedShards, leaf: LeafSpec, comm: CommSpec
 ) -> EncodedShards:
-    """Gather the changes of a weight since the slice `kept`, in a message of its own; add them."""
+    """Gather the changes of a weight since the slice `kept` in one message, and add them to it."""
     assert leaf.layout is not None
     with labelled("weights", leaf.path):
         plain = EncodedShards.plain(shard, leaf.layout.dim, leaf.num_lead)

@@ -1,4 +1,4 @@
-"""The inputs of a loop, and the state that one tick of it passes to the next."""
+"""Read the inputs of a loop, and hold the state that one tick of it passes to the next."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ ByLag = dict[int, dict[Any, Any]]
 
 @dataclasses.dataclass
 class LoopState:
-    """What one tick passes to the next.
+    """The arrays that one tick of a loop passes to the next.
 
     Attributes:
         by_lag: the arrays of the iterations under way, by lag.
         stacks: carried arrays with one element for each iteration, by kind and number: node slices,
-            outputs, and lists of the stacks of a leaf that is updated.
+            outputs, and for each updated leaf a list of its stacks.
         slices: for each weight whose node slices are kept, one of them, for its codec and layout.
         early: node slices made by gathers before the loop: weight, index in the stack, and data.
-            They are written when the loop begins: until then slices of the previous step are read
-            from the stack, which XLA would have to copy.
+            They are written into the stack when the loop begins: until then the stack is read for
+            slices of the previous step, so that XLA would have to copy it.
     """
 
     by_lag: ByLag = dataclasses.field(default_factory=dict)
@@ -48,14 +48,14 @@ class LoopState:
 
 @dataclasses.dataclass(frozen=True)
 class LeafUpdate:
-    """The update of one leaf, on one device.
+    """The update of one leaf on one device, layer by layer.
 
     Attributes:
-        stacks: this device's shards of the parameter, first, and of its state, in host memory.
+        stacks: in host memory, this device's shards of the parameter, and after it of its state.
         names: the paths of the stacks.
         reads: for each stack, whether the update reads it.
-        new_layers: the new layer of each stack (None: unchanged), from the mean gradient of a
-            layer and from the layers of the stacks that are read (None for others).
+        new_layers: a function of the mean gradient of a layer and of that layer of each stack (None
+            for stacks that are not read). It returns the new layer of each stack; None: unchanged.
     """
 
     stacks: Sequence[Shaped[Array, ...]]
@@ -66,9 +66,9 @@ class LeafUpdate:
 
 @runtime_checkable
 class Runner(Protocol):
-    """The part of `BlockRunner` that a loop uses, for the block around it and for a tick.
+    """The interface of `BlockRunner` to loops, for the block around a loop and for a tick.
 
-    `block` imports the modules of loops, so these cannot import `BlockRunner`.
+    `block` imports the modules of loops, so they cannot import `BlockRunner` itself.
     """
 
     plan: BlockPlan
@@ -93,7 +93,7 @@ class Runner(Protocol):
 
 
 class LoopInputs:
-    """The inputs of a loop, which is operation `index` of the block that `outer` runs."""
+    """The inputs of a loop, where the loop is operation `index` of the block that `outer` runs."""
 
     def __init__(self, outer: Runner, index: int):
         loop = outer.plan.block.operations[index]
@@ -128,7 +128,7 @@ class LoopInputs:
         )
 
     def _stack(self, stack: Stack) -> EncodedShards:
-        """The shards of a stack of layers, after the operations of the stack's view."""
+        """Return the shards of a stack of layers, after the operations of the stack's view."""
         view, sources = stack.view, self.outer.by_lag[0]
         key = pipeline.shards(view.weight)
         shards = sources[key]
@@ -143,7 +143,7 @@ class LoopInputs:
         return on_shard(shards, view.ops, view.weight)[0]
 
     def read_inputs(self) -> list[Any]:
-        """Read what the program's loop reads; return the carry before the first iteration."""
+        """Read all inputs of the program's loop; return the carry before the first iteration."""
         loop, num = self.loop, self.loop.num_constants
         first = num + loop.num_carry
         pairs = zip(loop.inputs, loop.body.inputs, strict=True)
@@ -154,18 +154,18 @@ class LoopInputs:
         return carry
 
     def _input(self, outside: Any, inside: Any) -> Any:
-        """An input of the program's loop; None for a weight."""
+        """Return an input of the program's loop; None for a weight, of which shards are read."""
         body = self.plan.body
         if inside in body.gradients.sums and is_zero(outside, self.outer.plan.block.makers):
             return self.outer.gradients.zeros(inside, body.gradients.sums[inside])
         return None if inside in body.uses.views else self.outer.read(outside)
 
     def layer_index(self, iteration: Any) -> Array:
-        """The index in the stacks of an iteration, which may lie outside of the loop.
+        """Return the index in the stacks of an iteration, which may lie outside of the loop.
 
-        Before the start it is the index of the first iteration. Past the end it is that of the last
-        one; or, if the backward loop goes on with this loop's gathers, of the iteration that the
-        backward loop runs first, second and so on.
+        Before the start it is the index of the first iteration. Past the end it is the index of the
+        last iteration. If the backward loop goes on with this loop's gathers, it is instead the
+        index of the iteration that the backward loop runs first, second and so on.
         """
         length, iteration = self.loop.length, jnp.asarray(iteration)
         after = 2 * length - 1 - iteration if self.pipeline.goes_on else length - 1
@@ -174,22 +174,22 @@ class LoopInputs:
 
     @functools.cached_property
     def device_rows(self) -> list[Any]:
-        """The stacks that the program scans; None for those in host memory, and for weights."""
+        """The stacks that the program scans; None for stacks in host memory, and for weights."""
         return [None if _is_copied(x) else x for x in self.rows]
 
     def rows_at(self, number: Any) -> list[Any]:
-        """The elements of `device_rows` for iteration `number`; None for other stacks."""
+        """Return the elements of `device_rows` for iteration `number`; None for other stacks."""
         i = self.layer_index(number)
         return [None if x is None else at(x, i) for x in self.device_rows]
 
 
 def at(stack: Any, index: Array) -> Array:
-    """One element of a stack; zeros if it has none, as the body of an empty loop is traced too."""
+    """Return element `index` of a stack; zeros for an empty stack, since its loop is traced too."""
     if not len(stack):
         return jnp.zeros(stack.shape[1:], stack.dtype)
     return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
 
 
 def _is_copied(row: Any) -> bool:
-    """Whether a stack that the program scans is copied from host memory, layer by layer."""
+    """Return whether a stack that the program scans is copied from host memory, layer by layer."""
     return row is not None and in_host(row) and len(row) > 0

@@ -26,7 +26,7 @@ from .ticks import Tick, put
 
 
 def start_loop(outer: Runner, index: int, tie: Bind) -> None:
-    """Start the gathers of a loop's first iterations; the copies and messages pass `tie`."""
+    """Send the gathers of a loop's first iterations before it; copies and messages pass `tie`."""
     loop = LoopRun(outer, index)
     state = LoopState()
     for number in range(loop.pipeline.first_tick, 0):
@@ -42,10 +42,10 @@ def run_loop(outer: Runner, index: int) -> list[Any]:
 
 
 class LoopRun(LoopInputs):
-    """One run of a loop, which is operation `index` of the block that `outer` runs."""
+    """One run of a loop, where the loop is operation `index` of the block that `outer` runs."""
 
     def _slices_before(self) -> dict[pipeline.Key, Array]:
-        """The stacks of node slices from the previous step, for weights whose slices are kept."""
+        """Return the stacks of node slices from the previous step that this loop overwrites."""
         listed = self.pipeline.instructions
         keeps = (x for x in listed if isinstance(x, instructions.KeepSlices))
         kept = {weight for each in keeps for weight in each.weights}
@@ -93,15 +93,15 @@ class LoopRun(LoopInputs):
 
     @functools.cached_property
     def is_cut(self) -> bool:
-        """Whether the ticks run as several loops; all of them then carry every stack."""
+        """Whether the ticks run as several loops; then all of them carry every stack."""
         return len(self.pipeline.cuts) > 2
 
     def carries(self, key: pipeline.Key) -> bool:
-        """Whether a stack is carried, and filled in its place, so that `lax.scan` stacks nothing.
+        """Return whether the loop carries a stack and fills it itself, instead of `lax.scan`.
 
-        It is carried if it is filled after the iteration's tick, if the loop reads it or adds to
-        it, or if it lies in host memory, where JAX 0.10 writes the outputs of a reversed loop in
-        the wrong order.
+        A stack is carried if it is filled after the iteration's own tick, if the loop reads it or
+        adds to it, or if it lies in host memory, where JAX 0.10 writes the outputs of a reversed
+        loop in the wrong order.
         """
         kind, i = key
         if kind == "slices":
@@ -115,9 +115,10 @@ class LoopRun(LoopInputs):
         return {x.output for x in listed if isinstance(x, instructions.Collect) and x.lag}
 
     def _shapes(self, carry: list[Any], state: LoopState) -> dict[Any, Any]:
-        """The shapes of the arrays that ticks pass on: entries of the state, outputs, node slices.
+        """Return the shapes of the arrays that ticks pass on: of the state, outputs, node slices.
 
-        One iteration is traced for shapes alone, from its own tick to the last that works on it.
+        Keys of the state are entries, others are keys of stacks. The shapes are found by tracing
+        one iteration, from its own tick to the last tick that works on it.
         """
         last = max((x.lag for x in self.pipeline.instructions), default=0)
         if not last and not self.is_cut and not self.plan.host_gradients:
@@ -145,7 +146,7 @@ class LoopRun(LoopInputs):
         return dict(zip(keys, shapes, strict=True))
 
     def _add_stacks(self, state: LoopState, shapes: Mapping[Any, Any]) -> None:
-        """Add empty stacks for outputs and node slices that the loop carries."""
+        """Add empty stacks for those outputs and node slices that the loop carries."""
         for key, layer in shapes.items():
             if key[0] in ("output", "slices") and key not in state.stacks and self.carries(key):
                 empty = functools.partial(self._empty_stack, key)
@@ -159,11 +160,12 @@ class LoopRun(LoopInputs):
         return (lax.empty if num_token_parts() == 1 else jnp.zeros)(shape, layer.dtype)
 
     def _enter(self, state: LoopState, ticks: range, shapes: Mapping[Any, Any]) -> None:
-        """Add the entries that a loop over `ticks` carries and the state does not have yet.
+        """Add to the state those entries that a loop over `ticks` carries and that are missing.
 
-        These are copies from host memory that no gather needed earlier, and zeros for iterations
-        before the first. For leaves that are updated, these iterations get a copy of the first
-        layer: the loop writes it back where there is no gradient yet.
+        Missing are copies from host memory that no gather has needed, which are made here, and
+        arrays of iterations before the first, which are zeros. Of leaves that are updated, such
+        iterations get a copy of the first layer: the loop writes it back while there is no gradient
+        yet.
         """
         entries, read_later = self.pipeline.carried(ticks), self.pipeline.found_by(ticks.start)
         for _, lag in entries:  # the tick below shares these with the state
@@ -184,7 +186,7 @@ class LoopRun(LoopInputs):
     def _shape_of(
         self, state: LoopState, shapes: Mapping[Any, Any], key: pipeline.Key, lag: int
     ) -> Any:
-        """The shape of an entry: as traced at its lag, or at the nearest lag before or after it."""
+        """Return the shape of an entry as traced at its lag, or at the nearest lag to it."""
         if key[0] == "state":
             leaf = self.updates[key[1]]
             layers = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaf.stacks)
@@ -200,11 +202,11 @@ class LoopRun(LoopInputs):
     ) -> tuple[list[Any], LoopState, dict[pipeline.Key, Any]]:
         """Run some ticks as a loop.
 
-        XLA unrolls a loop of one tick. Barriers keep it from fusing the tick's operations with
-        those around, so that the tick has the bits of the others.
+        XLA unrolls a loop of one tick. Barriers then keep it from fusing the tick's operations with
+        those around it, so that this tick has the same bits as the others.
 
         Returns:
-            The program's carry and the state after them, and the stacks that are not carried.
+            The program's carry and the state after the ticks, and the stacks that are not carried.
         """
         entries, keys = self.pipeline.carried(ticks), list(state.stacks)
         listed = list(self.pipeline.in_ticks(ticks))
@@ -277,7 +279,7 @@ class LoopRun(LoopInputs):
             )
 
     def _keep_slices(self, found: Mapping[pipeline.Key, Any], state: LoopState) -> None:
-        """Let later gathers start from the stacks of node slices, in place of the shards."""
+        """Let later gathers start from the stacks of node slices, instead of from the shards."""
         for stack in self.uses.stacks:
             if ("slices", stack.layer) in found:
                 data = found["slices", stack.layer]
@@ -286,7 +288,7 @@ class LoopRun(LoopInputs):
 
 
 def _split(x: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Cut a list after `first` elements, and after `second` more."""
+    """Cut a list into three: its first `first` elements, the next `second`, and the rest."""
     return x[:first], x[first : first + second], x[first + second :]
 
 

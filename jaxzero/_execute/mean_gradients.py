@@ -1,8 +1,8 @@
 """Average gradients over devices and micro-batches: the last part of a step.
 
-For each leaf the program leaves an array on a device: its shard of the sum over all devices; its
-node slice of the sum over its node, which is summed over nodes here, once for all micro-batches; or
-the full gradient of its own rows, which is all-reduced here. In these three cases
+For each leaf, the program leaves one of three arrays on a device: its shard of the sum over all
+devices; its node slice of the sum over its node, which is summed over nodes here, once for all
+micro-batches; or the full gradient of its own rows, which is all-reduced here. In these three cases
 
     mean = sum / (micro-batches of all devices), or sum / (sum of the weights).
 
@@ -11,15 +11,15 @@ the sum was divided where it was reduced (`final_gradients`).
 
 [Note: halves] SimiGrad compares the gradients of two halves of a batch. Within one micro-batch,
 each half of the devices has one half of the rows. On the last axis of a reduction a device receives
-its peers' shards before it adds them up, so S1, the sum over the first half of the peers, takes
-memory but no byte on the wire; S2 = S - S1. With weights w1, w2 of the halves (w = w1 + w2), means
-g1 = S1 / w1, g2 = S2 / w2, and with x1 = S1 / w, x2 = S2 / w, f = w1 / w:
+its peers' shards before it adds them up. So the sum S1 over the first half of the peers takes
+memory, but no byte on the wire, and S2 = S - S1. With weights w1, w2 of the halves (w = w1 + w2),
+means g1 = S1 / w1, g2 = S2 / w2, and with x1 = S1 / w, x2 = S2 / w, f = w1 / w:
 
     |g1|^2 = |x1|^2 / f^2    |g2|^2 = |x2|^2 / (1 - f)^2    g1.g2 = x1.x2 / (f (1 - f)).
 
-The products of shards are summed over devices in float32, whatever the dtype of the gradients:
-one all-reduce of three numbers for each leaf. The halves are halves of the nodes, or of the
-devices if there is one node; if their number is odd, the first half has one fewer.
+The products of shards are summed over devices in float32, whatever the dtype of the gradients: one
+all-reduce of three numbers for each leaf. The halves are halves of the nodes, or of the devices if
+there is one node. If the number of nodes (devices) is odd, the first half has one fewer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .microbatches import Accumulators
 
 @dataclasses.dataclass(frozen=True)
 class GradientTarget:
-    """One differentiated leaf: how the program reduces its gradient, and how it is stored."""
+    """A differentiated leaf: how the program reduces its gradient, and how the mean is stored."""
 
     leaf: LeafSpec
     stored: DimSharding | None  # split of the stored gradient; None if stored in full
@@ -72,7 +72,7 @@ class GradientTarget:
 
     @property
     def is_final(self) -> bool:
-        """Whether the program leaves the sum over all devices, in the layout of storage."""
+        """Whether the program leaves the sum over all devices, split along the dim of storage."""
         spec = self.reduce_spec
         return (
             spec is not None
@@ -90,9 +90,10 @@ class MeanGradients:
 
     Attributes:
         loss: mean over the full batch, a scalar.
-        gradients: for each differentiated leaf its mean, laid out as stored; None if not a float.
-        residuals: for each leaf, the rounding error of this step (error feedback); None if it is
-            not kept.
+        gradients: for each differentiated leaf its mean gradient, laid out as stored; None if the
+            gradient is not a float.
+        residuals: for each leaf, the rounding error of this step (error feedback); None if the leaf
+            has no error feedback.
         halves: inner products of half-batch gradients, if requested.
     """
 
@@ -116,11 +117,13 @@ def mean_over_devices(
     Args:
         sums: this device's sums over its micro-batches.
         targets: for each gradient in `sums`, how it was reduced and is to be stored.
-        errors: for each gradient, the residual of the previous step; None if it is not kept.
-        num_microbatches: how many micro-batches a device of the fastest node has summed.
+        errors: for each gradient, the residual of the previous step; None without error feedback.
+        num_microbatches: how many micro-batches a device sums; with `comm.node_microbatches`, a
+            device of the node that sums most.
         comm: axes and codecs of the reductions.
-        share: what each loss was multiplied by before it was differentiated; None: nothing.
-        all_halves: with stages, turns sums over half-batches of a stage into those of all leaves.
+        share: the factor by which each loss was multiplied before it was differentiated; None: 1.
+        all_halves: with stages, turns half-batch sums of one stage's gradients into those of all
+            gradients.
     """
     with labelled("other", "loss"):
         loss = sum_over_devices(sums.loss, comm)
@@ -153,18 +156,18 @@ def mean_over_devices(
 
 
 def host_mean(x: Array, dtype: Any, divisor: int | float, name: str) -> Array:
-    """The mean of a gradient in host memory, from its sum over all devices in one micro-batch."""
+    """Divide a gradient's sum over all devices to the mean, and copy it to host memory."""
     mean = mean_of_one_microbatch(x, dtype, divisor)
     return copy_to_host(mean, "gradients", name, windowed=True)
 
 
 def mean_of_one_microbatch(x: Array, dtype: Any, divisor: int | float) -> Array:
-    """The mean of a gradient, as `dtype`, from its sum over all devices in one micro-batch."""
+    """Divide a gradient's sum over all devices by `divisor`, and cast the mean to `dtype`."""
     return rounded_mean(x / jnp.asarray(divisor, x.dtype), dtype)
 
 
 def rounded_mean(mean: Array, dtype: Any) -> Array:
-    """Cast a mean gradient from the dtype of the sum to `dtype`, so that XLA cannot undo it."""
+    """Cast a mean gradient from the dtype of the sum to `dtype`, in a way that XLA cannot undo."""
     if mean.dtype == dtype:
         return mean
     stored, summed = jnp.finfo(dtype), jnp.finfo(mean.dtype)
@@ -213,7 +216,7 @@ def _mean(
 
 
 def _moved(x: Array, target: GradientTarget, comm: CommSpec, axes: tuple[str, ...]) -> Array:
-    """Move the split to the dim of storage, if the program used another; `axes` split `x`."""
+    """Move the split of a gradient `x`, over `axes`, from the program's dim to the stored one."""
     if (
         target.reduce_spec is None
         or target.stored is None
@@ -230,11 +233,12 @@ class HalfSums:
     """This device's shards of the sums of all gradients over half-batches.
 
     Attributes:
-        shards: for each leaf, divided by the weight of the full batch; None if the leaf has no
-            gradient.
-        copies: for each leaf, how many devices hold the same shard; its products are divided by it.
+        shards: for each leaf, its shard divided by the weight of the full batch; None if the leaf
+            has no gradient.
+        copies: for each leaf, how many devices hold the same shard. Inner products are divided by
+            that number, since they are summed over devices.
         weight: summed weight of this device's rows; None if all examples weigh the same.
-        axes: the mesh axes over which shards are spread; products of shards are summed over them.
+        axes: the mesh axes over which shards are spread, and products of shards are summed.
     """
 
     shards: Sequence[HalfBatchSum | None]
@@ -244,10 +248,15 @@ class HalfSums:
 
 
 def gradient_halves(sums: HalfSums, comm: CommSpec) -> GradientHalves:
-    """The inner products of all leaves; `comm` says which devices are the first half.
+    """Compute the inner products of the half-batch gradients of each leaf.
+
+    Args:
+        sums: this device's shards of the half-batch sums.
+        comm: says which devices are the first half.
 
     Returns:
-        Three lists with a float32 scalar for each leaf, and the first half's share of the weight.
+        Three lists with a float32 scalar for each leaf: the squared norms of both halves, and their
+            inner product; and the first half's share of the weight.
     """
     shards, copies, weight = sums.shards, sums.copies, sums.weight
     pairs = zip(shards, copies, strict=True)

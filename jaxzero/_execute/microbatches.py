@@ -1,11 +1,11 @@
-"""Gradient accumulation over the micro-batches of one device, and the combination of outputs.
+"""Run the micro-batches of one device, add up their gradients, and combine other outputs.
 
 The program of one micro-batch runs `k` times in a `lax.scan` whose carry holds the sums of loss,
-weight and gradients, in float32 where they are narrower. With hpZ the first micro-batch runs before
-that loop, by a program of its own, which makes the node slices that the others gather from. Sharded
-gradients are reduced in every micro-batch and added up as shards (or as node slices, if only
-`local` was reduced); unsharded ones are added up in full. `mean_gradients` turns the sums into
-means.
+weight and gradients, in float32 if they are narrower. With hpZ the first micro-batch runs before
+that loop, by a program of its own, which makes the node slices that the other micro-batches gather
+from. Sharded gradients are reduced in every micro-batch and added up as shards (or as node slices,
+if only `local` was reduced); unsharded gradients are added up in full. `mean_gradients` turns the
+sums into means.
 
 Where nodes run different numbers of micro-batches (`CommSpec.node_microbatches`), the loop is a
 `while` with a number of iterations of its own on each node. It has no collectives over `node`.
@@ -38,7 +38,7 @@ from .._sharding import split_dim
 
 @dataclasses.dataclass(frozen=True)
 class Accumulators:
-    """Sums over this device's micro-batches."""
+    """Sums over this device's micro-batches: of losses, of weights, and of each gradient."""
 
     loss: Any  # scalar array
     weight: Any  # scalar array; None if all examples weigh the same
@@ -60,8 +60,8 @@ def check_microbatches(num: Any) -> None:
 def check_exchanges(block: Block) -> None:
     """Raise `NotImplementedError` for a collective that may wait for devices of another node.
 
-    Nodes run different numbers of micro-batches, so it would deadlock. XLA runs a `ppermute` over
-    any axis on all devices.
+    It would deadlock, because nodes run different numbers of micro-batches. XLA runs a `ppermute`
+    over any axis on all devices.
     """
     for operation in block.operations:
         for name, axes in exchanges(operation):
@@ -99,16 +99,17 @@ def accumulate(
     Args:
         run: takes the micro-batch's index and its inputs; returns sums and other outputs.
         inputs: this device's rows, and replicated values.
-        specs: the `PartitionSpec` of each input; those that it splits are cut into micro-batches.
-        num: how many micro-batches. With one, the index is None and there is no loop.
-        comm: its `node_microbatches` say how many the devices of each node run, if not `num`.
+        specs: the `PartitionSpec` of each input; an input that its spec splits is cut into
+            micro-batches.
+        num: the number of micro-batches. If it is 1, the index is None and there is no loop.
+        comm: its `node_microbatches` give the number for the devices of each node; None: `num`.
         first: runs the first micro-batch in place of `run`, before the loop over the others.
-        means: the gradients, by index, that the program of a single micro-batch leaves as means,
-            which are returned as they are.
+        means: indices of gradients that the program of a single micro-batch leaves as means. They
+            are returned as they are.
 
     Returns:
-        The sums, and the other outputs stacked over micro-batches on a new leading dim, with zeros
-        for those that this device does not run.
+        The sums; and the other outputs, stacked over micro-batches on a new leading dim, with zeros
+        for micro-batches that this device does not run.
     """
     if num == 1:
         sums, others = (first or run)(None, list(inputs))
@@ -152,15 +153,18 @@ def accumulate(
 
 
 def num_here(node_microbatches: Sequence[int]) -> Array:
-    """How many micro-batches this device runs."""
+    """Return how many micro-batches this device runs, from the number for each node."""
     return jnp.asarray(node_microbatches, jnp.int32)[lax.axis_index(NODE)]
 
 
 def _scan_first(body: Callable, start: Any, scanned: Any, num: Array) -> tuple[Any, Any]:
-    """`lax.scan` over the first `num` slices of `scanned`; the outputs of the others are zeros.
+    """Run `lax.scan` over the first `num` slices of `scanned`; outputs of other slices are zeros.
 
-    A `fori_loop`, because a `scan` has a length that is known when it is traced, and `num` differs
-    between nodes. This cannot deadlock: nothing in the body waits for devices of other nodes.
+    It is a `fori_loop`, because a `scan` has a length that is known when it is traced, and `num`
+    differs between nodes. It cannot deadlock: nothing in the body waits for devices of other nodes.
+
+    Returns:
+        The last carry, and the stacked outputs, as `lax.scan` returns them.
     """
 
     def at(index: Any) -> Any:
@@ -181,7 +185,7 @@ def _scan_first(body: Callable, start: Any, scanned: Any, num: Array) -> tuple[A
 def _widened(sums: Accumulators, means: Container[int] = ()) -> Accumulators:
     """Cast sums to the dtype in which they are added up.
 
-    Gradients in `means` are no sums and stay as they are, and so do means in host memory.
+    Gradients in `means`, and gradients in host memory, are means already and stay as they are.
     """
 
     def widened(x: Array) -> Array:
@@ -215,7 +219,7 @@ def combine(x: Array, how: str, comm: CommSpec) -> Array:
     if how == "sum":
         return sum_over_devices(jnp.sum(x, axis=0), comm)
     if how == "max":
-        if comm.node_microbatches is not None:  # the zeros of those left out must not count
+        if comm.node_microbatches is not None:  # zeros of those not run must not count
             ran = jnp.arange(len(x)) < num_here(comm.node_microbatches)
             x = jnp.where(ran.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1])
         return all_max(jnp.max(x, axis=0), AXES)

@@ -1,4 +1,8 @@
-"""The leaves of a step's sharded arguments: which are split, differentiated, tables, or twins."""
+"""The leaves of a step's sharded arguments, and what is known about each of them.
+
+A leaf may be split, differentiated, a table of which rows are sent, or a twin: a table's second
+entry, for its lookups, beside the weight that its other uses gather.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from .._sharding import Activations, DimSharding, LeafSpec, Offload
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """The leaves of all sharded arguments, in order, and whether the ZeRO stage shards them."""
+    """The leaves of all sharded arguments, in order, and which of them the ZeRO stage shards."""
 
     leaves: tuple[LeafSpec, ...]
     differentiated: tuple[int, ...]  # indices into `leaves` of those that get gradients
@@ -34,15 +38,15 @@ class Parameters:
 
     @functools.cached_property
     def weight_of(self) -> tuple[int, ...]:
-        """For each leaf the index of the weight that it is, or is the twin of."""
+        """For each leaf, its own index; for a twin, the index of the twin's weight."""
         return (*range(len(self.leaves) - len(self.twins)), *self.twins)
 
     def with_twins(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays of the sharded arguments, and for each twin that of its weight."""
+        """Return `arrays`, one for each argument leaf, and for each twin that of its weight."""
         return [arrays[i] for i in self.weight_of]
 
     def merged(self, gradients: Sequence[Any]) -> list[Any]:
-        """The gradients of the sharded arguments: that of a twin is added to its weight's."""
+        """Return the gradients without twins: the gradient of a twin is added to its weight's."""
         weights, by_weight = self.weight_of, {}
         for i, x in zip(self.differentiated, gradients, strict=True):
             k = weights[i]
@@ -50,7 +54,7 @@ class Parameters:
         return [*by_weight.values()]
 
     def weight_layout(self, i: int) -> DimSharding | None:
-        """The layout from which the program gathers leaf `i`; None if it does not gather it."""
+        """Return the layout from which the program gathers leaf `i`; None if it does not."""
         return self.leaves[i].layout if self.weights_split and i not in self.tables else None
 
     def has_host_gradient(self, i: int) -> bool:

@@ -61,7 +61,7 @@ class ProgramPlan:
 
     @property
     def means(self) -> frozenset[int]:
-        """The gradients, by index of the target, that the program leaves as means."""
+        """The indices of the targets whose gradients the program leaves as means."""
         return frozenset(i for i, target in enumerate(self.targets) if target.is_mean)
 
 
@@ -86,7 +86,8 @@ def plan_program(
         microbatches: the number of micro-batches.
         comm: mesh axes, codecs and schedule.
         updates: indices of the leaves that the program updates, where it can.
-        not_derived: the gradients, by index of the target, that are values and no derivatives.
+        not_derived: indices of the targets whose gradients are values that a `custom_vjp` returns,
+            not derivatives of the loss.
     """
     first = 1 if microbatches > 1 else 0
     values = block.inputs[first : first + len(parameters.leaves)]
@@ -103,7 +104,7 @@ def plan_program(
         targets = _targets(parameters, weights, depths, wire_state, microbatches, comm)
         targets = [_as_value(x) if i in not_derived else x for i, x in enumerate(targets)]
     output = block.outputs[0] if shapes[0] is not None else None
-    loss = output if isinstance(output, Value) else None  # a constant ends no region
+    loss = output if isinstance(output, Value) else None  # no operation makes a constant
     kept_weights = _slices_to_keep(parameters, weights, depths, wire_state, microbatches, comm)
 
     def planned(keeps_slices: bool) -> BlockPlan:
@@ -143,10 +144,13 @@ def _choose_layouts(
 ) -> tuple[dict[int, ShardedParam], BlockUses]:
     """Choose the split dim of every weight so that the program can scan and slice its shards.
 
-    A weight keeps the split dim of storage, unless the program scans or slices over that dim.
-    Then the next best dim is used, and an all-to-all moves the split of the weight before the
-    program and that of its gradient after it. Weights in `host` are fetched from host memory by the
+    A weight keeps the split dim of storage, unless the program scans or slices along that dim. Then
+    the next best dim is used, and an all-to-all moves the split of the weight before the program,
+    and the split of its gradient after it. Weights in `host` are fetched from host memory by the
     program, unless their split is moved.
+
+    Returns:
+        The weights as the program sees them, by index of the leaf; and where it uses them.
     """
     choices = {}
     for i, leaf in enumerate(parameters.leaves):
@@ -185,21 +189,21 @@ def _choose_layouts(
 
 
 def _can_fetch(i: int, wire_state: DeviceWireState, microbatches: int, comm: CommSpec) -> bool:
-    """Whether the program can fetch leaf `i` from host memory, one layer at a time.
+    """Return whether the program can fetch leaf `i` from host memory, one layer at a time.
 
-    With hpZ it cannot where node slices are made before the program runs: they are made of the
-    shards in full.
+    It cannot if a node slice (hpZ) is made before the program runs: that takes the full shard.
     """
     makes_slice = _makes_slices(microbatches, comm) and i not in wire_state.slices
     return comm.hpz is None or makes_slice
 
 
 def _makes_slices(microbatches: int, comm: CommSpec) -> bool:
-    """Whether the program makes node slices in the first gathers of weights (hpZ).
+    """Return whether the program makes node slices in the first gathers of weights (hpZ).
 
-    With several micro-batches, the program of the first micro-batch does. The others run a second
-    program, which has to be compiled too. Without prefetch, where nothing overlaps with gathers,
-    that does not pay, and one program runs all of them.
+    With several micro-batches, the program of the first micro-batch makes them, and the others run
+    a second program, which has to be compiled too. Without prefetch nothing overlaps with gathers,
+    so that a second program does not pay: then one program runs all micro-batches, and node slices
+    are made before it.
     """
     if comm.hpz is None or comm.sizes[NODE] == 1:
         return False
@@ -216,9 +220,10 @@ def _slices_to_keep(
 ) -> frozenset[ShardedParam]:
     """Choose the weights whose node slices the program makes in their first gather (hpZ).
 
-    The other node slices are made before the program runs: where the program splits a weight along
-    another dim than storage does, and where the wire state encodes other layers than the program
-    scans. (A stack of vectors, for example, is encoded as one message.)
+    All other node slices are made before the program runs. These are the slices of weights that the
+    program splits along another dim than storage does, and of weights whose messages in the wire
+    state count other layers than the program scans. (A stack of vectors, for example, is encoded as
+    one message.)
     """
     if not _makes_slices(microbatches, comm):
         return frozenset()
@@ -241,12 +246,13 @@ def _targets(
 ) -> list[GradientTarget]:
     """Decide over which axes the program reduces the gradient of each differentiated leaf.
 
-    Normally these are `local` and `node`. In five cases it is `local` only, and `mean_gradients`
-    sums over nodes: several micro-batches with hpZ, which keeps node slices of the weights anyway,
-    so that node slices of gradients fit too; a residual that is added before the sum over nodes; a
-    gradient whose split still has to move to another dim; `split="local"`, where nodes all-reduce
-    their slices, with several micro-batches or with half-batch sums; and nodes that run different
-    numbers of micro-batches. Never if sums are added in a tree (`tree_sums`).
+    Normally it reduces over `local` and `node`. In five cases it reduces over `local` only, and
+    `mean_gradients` sums over nodes: (1) several micro-batches with hpZ, where memory for node
+    slices of the gradients exists, as node slices of the weights are kept anyway; (2) a residual
+    that is added before the sum over nodes; (3) a gradient whose split still has to move to another
+    dim; (4) `split="local"`, where nodes all-reduce their slices, with several micro-batches or
+    with half-batch sums; (5) nodes that run different numbers of micro-batches. None of these
+    applies if sums are added in a tree (`tree_sums`).
     """
     targets = []
     sum_nodes_once = comm.hpz is not None and microbatches > 1
@@ -278,13 +284,13 @@ def _targets(
 
 
 def _as_value(target: GradientTarget) -> GradientTarget:
-    """The target of a gradient that is a value: its mean is never encoded."""
+    """Return the target of a gradient that is a value, not a derivative: no codec encodes it."""
     spec = target.reduce_spec and dataclasses.replace(target.reduce_spec, exact=True)
     return dataclasses.replace(target, reduce_spec=spec, size=0, is_value=True)
 
 
 def _reduce_specs(shapes: Any, targets: Sequence[GradientTarget]) -> list[ReduceSpec | None]:
-    """The reduction of each output of the program; None if it is not reduced."""
+    """Return, for each output of the program, how it is reduced; None if it is not."""
     loss, weight, _, others = shapes
     num_before = len(jax.tree.leaves((loss, weight)))
     return [
@@ -301,7 +307,11 @@ def _with_means(
     parameters: Parameters,
     updates: Collection[int],
 ) -> tuple[BlockPlan, list[GradientTarget]]:
-    """Mark the gradients that are final once reduced, in the plan and in their targets."""
+    """Mark the gradients that are final once reduced, both in the plan and in their targets.
+
+    Returns:
+        The plan and the targets, with marks.
+    """
     final = _final_gradients(shapes, targets, parameters)
     top = mark_final_gradients(
         top,
@@ -319,7 +329,7 @@ def _with_means(
 def _final_gradients(
     shapes: Any, targets: Sequence[GradientTarget], parameters: Parameters
 ) -> dict[int, int]:
-    """The outputs that are gradients and final once reduced, with the indices of their leaves."""
+    """Return the output index of each gradient that is final once reduced, with its leaf index."""
     leaves = zip(parameters.differentiated, targets, strict=True)
     found = zip(_outputs(shapes, targets), leaves, strict=True)
     # A weight with a twin is not final: the twin's gradient is added at the end of the step.
@@ -327,13 +337,13 @@ def _final_gradients(
 
 
 def _outputs(shapes: Any, targets: Sequence[GradientTarget]) -> range:
-    """The outputs of the program that are gradients, one for each target."""
+    """Return the indices of the outputs that are gradients, one for each target."""
     first = len(jax.tree.leaves(shapes[:2]))
     return range(first, first + len(targets))
 
 
 def _gather_axes(comm: CommSpec, keeps_slices: bool) -> tuple[str, ...]:
-    """The axes that the program gathers a weight over, in order; at least one.
+    """Return the axes that the program gathers a weight over, in order; at least one.
 
     With hpZ it gathers over `local` only, unless it makes node slices itself (`keeps_slices`).
     """
@@ -342,7 +352,10 @@ def _gather_axes(comm: CommSpec, keeps_slices: bool) -> tuple[str, ...]:
 
 
 def _effective_schedule(comm: CommSpec, fetches: bool) -> CommSchedule:
-    """The configured schedule, without buckets on one device, and without prefetch of nothing."""
+    """Return the configured schedule; on one device without buckets, and without useless prefetch.
+
+    There prefetch is useful only if the program `fetches` from host memory.
+    """
     if comm.num_shards > 1:
         return comm.schedule
     prefetch = comm.schedule.prefetch if fetches else 0

@@ -1,9 +1,9 @@
-"""Choose the tables whose rows are sent, and let the program read and add rows of shards.
+"""Choose the tables whose rows are sent, and rewrite the program to look up and add rows.
 
-Rows are sent where over each mesh axis fewer bytes enter a device for the rows of a step, forward
-and back, than for the weight and its gradient. A weight that has other uses too is gathered for
-them, and its lookups read a twin of it (`tied_tables`). Its rows must take fewer than half of the
-bytes of weight and gradient: they come on top where the other uses need the weight anyway. The gain
+Rows are sent if, over each mesh axis, fewer bytes enter a device for the rows of a step, forward
+and back, than for the weight and its gradient. If a weight also has uses other than lookups, it is
+gathered for those, and its lookups read a twin of it (`tied_tables`). The rows of a twin must take
+fewer than half of the bytes of weight and gradient, since the weight is sent anyway. What is gained
 is that the step neither begins nor ends with the table, which is sent beside the layers.
 """
 
@@ -69,7 +69,7 @@ def with_rows(
         block: the traced program.
         shapes: the shapes of its outputs, as in `plan_program`.
         parameters: the leaves.
-        microbatches: how many there are; with several their index is the first input.
+        microbatches: the number of micro-batches; if several, their index is the first input.
         comm: mesh axes, codecs and schedule.
         divides: whether gradients may be divided by the number of devices as they are added up:
             true if the program differentiates a device's own loss, not its share of the mean.
@@ -122,7 +122,11 @@ def with_rows(
 def _candidates(
     block: Block, shapes: Any, parameters: Parameters, first: int, comm: CommSpec
 ) -> tuple[dict[Value, int], dict[int, int]]:
-    """The weights of which rows can be sent, and the outputs that are their gradients."""
+    """Find the weights whose rows can be sent, and the outputs that are their gradients.
+
+    Returns:
+        The index of the leaf, for each such weight; and the same, for the index of each output.
+    """
     values = block.inputs[first : first + len(parameters.leaves)]
     weights = {x: i for i, x in enumerate(values) if _may_move(i, parameters, comm)}
     if shapes[0] is None:
@@ -139,7 +143,7 @@ def _with_twins(
     weights: Mapping[Value, int],
     first: int,
 ) -> tuple[Block, Any, Parameters]:
-    """The program, its shapes and its parameters with twins as the last leaves."""
+    """Add twins, as the last leaves, to a program, its shapes and its parameters; return these."""
     if not twins:
         return block, shapes, parameters
     loss, weight, gradients, others = shapes
@@ -166,7 +170,12 @@ def _choose(
     comm: CommSpec,
     as_means: bool,
 ) -> tuple[dict[int, MovedRows], dict[int, TableOperations]]:
-    """The tables whose rows are sent, and the functions that read and add rows of each."""
+    """Choose the tables whose rows are sent.
+
+    Returns:
+        For each table, by index of the leaf: its line in the plan; and the functions that read and
+            add its rows.
+    """
     num = len(parameters.leaves) - len(parameters.twins)
     moved, chosen = {}, {}
     for i, table in tables.items():
@@ -192,10 +201,10 @@ def _choose(
 def with_table_shards(
     full: Sequence[Array | None], stored: Sequence[Array], parameters: Parameters
 ) -> tuple[list[Array], list[Array | None]]:
-    """The stored arrays of all parameters, and the program's inputs for them, twins included.
+    """Return the stored arrays of all parameters, and the program's inputs, twins included.
 
-    An input is the full array or, for a table, this device's shard, which is decoded, and copied to
-    device memory if it lies in host memory. It is None where the program gathers the weight.
+    For a table the input is this device's shard, decoded and in device memory. For a weight that
+    the program gathers it is None, and for any other leaf the full array.
     """
     stored, arrays = parameters.with_twins(stored), parameters.with_twins(full)
     for i in parameters.tables:
@@ -206,7 +215,7 @@ def with_table_shards(
 
 
 def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
-    """Whether rows of leaf `i` can be sent.
+    """Return whether rows of leaf `i` can be sent.
 
     They cannot with half-batch sums, with sums that are added in a tree, or with nodes that run
     different numbers of micro-batches; nor if the user splits the leaf over further axes.
@@ -227,13 +236,13 @@ def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
 
 
 def _pays(rows: Mapping[str, int], weight: Mapping[str, int]) -> bool:
-    """Whether to send rows, from the bytes that enter a device over each axis."""
+    """Return whether to send rows, given the bytes over each axis of the rows and of the weight."""
     saved = [weight[axis] - rows[axis] for axis in AXES]
     return min(saved) >= 0 and sum(saved) >= _MIN_SAVED_BYTES
 
 
 def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> TableOperations:
-    """The functions by which a device looks up rows of a table, and adds to its gradient."""
+    """Return the functions by which a device looks up rows of a table and adds to its gradient."""
 
     def read(shard: Array, of_all: Array, ids: Array, lookup: Lookup, wait: Any) -> Any:
         fill = None if lookup.is_clipped else lookup.fill
@@ -260,7 +269,7 @@ def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> T
 
 
 def _bytes_of_rows(table: Table, exchange: RowExchange) -> dict[str, int]:
-    """Bytes that enter a device over each axis in a micro-batch, if rows are sent."""
+    """Return the bytes that enter a device over each axis in a micro-batch, if rows are sent."""
     total: dict[str, int] = dict.fromkeys(AXES, 0)
     for lookups, back in ((table.reads, False), (table.adds, True)):
         for x in lookups:
@@ -271,9 +280,10 @@ def _bytes_of_rows(table: Table, exchange: RowExchange) -> dict[str, int]:
 
 
 def _bytes_of_weight(table: Table, leaf: LeafSpec, comm: CommSpec) -> dict[str, int]:
-    """Bytes that enter a device over each axis, if the table is gathered and its gradient reduced.
+    """Return the bytes that enter a device over each axis, if the table is gathered instead.
 
-    The table is gathered once, as the narrowest that a lookup reads.
+    The bytes of reducing its gradient are included. The table is gathered once, in the narrowest
+    dtype that a lookup reads.
     """
     assert leaf.layout is not None
     num = math.prod(leaf.padded_shape)

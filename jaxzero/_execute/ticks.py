@@ -1,17 +1,17 @@
-"""One tick of a loop: the instructions that read stacks outside of the loop and write to them.
+"""Run one tick of a loop: the handlers of the instructions that only loops have.
 
-These are the handlers of the instructions that only loops have. They connect an iteration with
-shards of weights, node slices, rows and outputs of the program, and leaves that are updated layer
-by layer, whose gradients are not stored.
+They connect an iteration with arrays outside of the loop: shards of weights, node slices, rows and
+outputs of the program, and leaves that are updated layer by layer, whose gradients are not stored.
 
 [Note: write, then fetch] XLA writes into a stack in its place only if nothing reads the old stack
-any more, so a write and a fetch from the same stack cannot overlap. The write comes first: what it
-writes is known when the tick begins, so XLA begins with it, and fetches the next layer while the
-rest of the tick computes. If the fetch came first, XLA would wait for it before it computes
-anything. The fetch also waits for a product with a quarter of the iteration's work behind it:
-where collectives start early (`compiler_options`), XLA otherwise starts it at once and waits for
-the write before it, 2.9 ms in each iteration (Llama-7B, ZeRO-3, 2 x 8 H200, predicted). A product
-that is only late in the program's order will not do: XLA computes it first, and then fetches.
+any more, so a write and a fetch from the same stack cannot overlap. The write comes first: its data
+are known when the tick begins, so XLA begins with it, and fetches the next layer while the rest of
+the tick computes. If the fetch came first, XLA would wait for it before it computes anything. The
+fetch also waits for a product, one that depends on a quarter of the iteration's work. Where
+collectives start early (`compiler_options`), XLA would otherwise start the fetch at once and wait
+for the write before it, 2.9 ms in each iteration (Llama-7B, ZeRO-3, 2 x 8 H200, predicted). A
+product that is merely late in the program's order will not do: XLA computes it first, and then
+fetches.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Tick:
 
     Args:
         loop: the loop.
-        state: the state before the tick; `run` turns it into that before the next tick.
-        number: in tick `t` the operations of iteration `t` run.
+        state: the state before the tick; `run` turns it into the state before the next tick.
+        number: the number of the tick; in tick `t` the operations of iteration `t` run.
         ticks: the ticks that run as one loop, this one among them.
         carry: the carry of the program's loop, before the tick.
         rows: an iteration's elements of the stacks that the program scans.
@@ -97,11 +97,11 @@ class Tick:
                 self.state.by_lag.setdefault(lag, {})[key] = by_lag[lag - 1][key]
 
     def do(self, each: instructions.Instruction) -> None:
-        """Execute an instruction of loops."""
+        """Execute an instruction of a kind that only loops have."""
         _HANDLERS[type(each)](self, each)
 
     def _iteration(self, each: instructions.Instruction, when: Value | None = None) -> Any:
-        """The iteration that an instruction works on; unknown to XLA before `when`, if given."""
+        """Return the iteration that an instruction works on; XLA knows it only after `when`."""
         number = self.number
         if when is not None and when in self.runner.by_lag[0]:
             if when not in self._known:
@@ -110,12 +110,12 @@ class Tick:
         return number - each.lag
 
     def _index(self, each: instructions.Instruction, when: Value | None = None) -> Array:
-        """The position of that iteration in the stacks, behind the barrier if there is one."""
+        """Return the position of that iteration in the stacks; behind a barrier before the loop."""
         index = self.loop.layer_index(self._iteration(each, when))
         return self.before_loop([index])[0] if self.before_loop else index
 
     def _if_it_exists(self, each: instructions.Instruction, new: Array, old: Array) -> Array:
-        """`new`; `old` in ticks in which the instruction has no iteration of the loop."""
+        """Return `new`, or `old` in ticks where the instruction has no iteration of the loop."""
         iteration, length = self._iteration(each), self.loop.loop.length
         if self.ticks.start < each.lag:
             new = jnp.where(iteration >= 0, new, old)
@@ -246,7 +246,7 @@ class Tick:
     # Barriers.
 
     def _hold_states(self, each: instructions.HoldStates) -> None:
-        """Order copies out of a stack before writes to it: else XLA does not write in place."""
+        """Let writes to a stack wait for copies out of it: else XLA does not write in place."""
         del each
         keys = [("state", i) for i in self.loop.updates]
         places = [(there, x) for there in self.runner.by_lag.values() for x in keys if x in there]
@@ -291,10 +291,10 @@ def _is_copy(key: pipeline.Key) -> bool:
 
 
 def _layer_of(stack: EncodedShards, index: Array, kept: Array | None) -> EncodedShards:
-    """One layer of a stack of shards, in the memory where the stack is."""
+    """Return one layer of a stack of shards, in the memory that holds the stack."""
     return stack.layer(at(stack.data, index), None if kept is None else at(kept, index))
 
 
 def put(stack: Array, x: Array, index: Array) -> Array:
-    """A stack with another element at `index`."""
+    """Return a stack whose element at `index` is replaced by `x`."""
     return lax.dynamic_update_index_in_dim(stack, x, index, 0)

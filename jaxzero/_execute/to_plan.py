@@ -1,4 +1,4 @@
-"""Rewrite a traced program into the one that is planned."""
+"""Rewrite a traced program so that it sends less, and holds less in full, before it is planned."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ def to_plan(
     comm: CommSpec,
     is_plain: bool,
 ) -> tuple[Chosen, Any, Parameters]:
-    """Rewrite a traced program into the one that is planned.
+    """Rewrite a traced program into the program that is planned.
 
-    Rows of tables are sent where they are fewer bytes than the table. `cond`s become branches,
-    loops scan the stacks that they index, values of weights are computed where they are used, and
-    what is kept for backward is chosen.
+    Devices exchange rows of tables where these are fewer bytes than the table. A `cond` in which
+    all devices take the same branch becomes branches that gather their own weights. Loops scan the
+    stacks that they index. Values made of weights are computed where they are used. What forward
+    keeps for backward is chosen.
 
     Args:
         block: the traced program of one micro-batch.
         shapes: the shapes of its outputs: loss, weight, gradients and others.
         parameters: the leaves of all sharded arguments.
-        specs: the `PartitionSpec` of each of its other inputs.
-        microbatches: how many there are; with several their index is the first input.
+        specs: the `PartitionSpec` of each of the program's other inputs.
+        microbatches: the number of micro-batches; if several, their index is the first input.
         comm: mesh axes, codecs and schedule.
         is_plain: whether neither the loss nor the gradients are multiplied by a share.
 
     Returns:
-        The program, the shapes of its outputs, and its parameters, with the tables of which rows
-        move.
+        The program, with what forward keeps; the shapes of its outputs; and its parameters, with
+        the tables whose rows are sent.
     """
     block, shapes, parameters = with_rows(block, shapes, parameters, microbatches, comm, is_plain)
     first = 1 if microbatches > 1 else 0  # the index of the micro-batch
@@ -70,7 +71,7 @@ def to_plan(
 def _without_whole_weights(
     block: Block, shapes: Any, weights: Mapping[int, Value], parameters: Parameters
 ) -> Block:
-    """Let loops scan stacks, and compute values made of weights alone where they are used."""
+    """Let loops scan stacks, and compute values made only of weights where they are used."""
     block = scan_indexed_stacks(block, list(weights.values()))
     if shapes[0] is None:
         return sink_into_loops(block, list(weights.values()), [])
@@ -88,7 +89,7 @@ def _without_whole_weights(
 def _choose(
     block: Block, shapes: Any, weights: Mapping[int, Value], parameters: Parameters
 ) -> Chosen:
-    """Choose what forward keeps for backward."""
+    """Choose the activations that forward keeps for backward."""
     if shapes[0] is None:
         return Chosen(lambda: block, [])
     gradients = len(jax.tree.leaves(shapes[:2]))

@@ -1,12 +1,13 @@
-"""Gather weights and reduce gradients where the mesh has the axis `tokens`, part by part.
+"""Gather weights and reduce gradients in parts, on meshes with the axis `tokens`.
 
-A matrix is split over `node` and `local` on one dim and over `tokens` on another. Each device
+A matrix is split over `node` and `local` on one dim and over `tokens` on another dim. Each device
 gathers the shards of its own part over `node` and `local`, with messages, codecs and buckets of
-parts; the parts are gathered last. Gradients are summed into parts first. A leaf without a second
-dim to split is equal on all devices along `tokens`, and each of them sends it.
+parts; last, the parts are gathered over `tokens`. Gradients are first summed over `tokens` into
+parts. A leaf without a second dim to split is equal on all devices along `tokens`, and each of them
+sends it.
 
-In flight, the arrays of a bucket are those of parts, with a leading dim that counts parts. Without
-the axis, these functions are those of `_collectives`.
+In flight, the arrays of a bucket are those of parts, with a leading dim that counts parts. On a
+mesh without the axis, each function here calls the one of `_collectives` that it extends.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _IN_FLIGHT = 0  # the dim of parts in a bucket, where no weight has its own dims
 def start_gather_of_parts(
     shards: Sequence[EncodedShards], sizes: Sequence[int], comm: CommSpec
 ) -> list[GatherBucket]:
-    """`start_gather`, of this device's part of each shard."""
+    """Call `start_gather` with this device's part of each shard."""
     if num_token_parts() == 1:
         return start_gather(shards, sizes, comm)
     described: list[GatherBucket] = []
@@ -70,7 +71,7 @@ def start_gather_of_parts(
 def gather_hop_of_parts(
     buckets: Sequence[GatherBucket], sizes: Sequence[int], comm: CommSpec
 ) -> list[GatherBucket]:
-    """`gather_hop`, of parts."""
+    """Call `gather_hop` on buckets of parts."""
     if num_token_parts() == 1:
         return gather_hop(buckets, sizes, comm)
     described: list[GatherBucket] = []
@@ -89,7 +90,7 @@ def decoded_parts(
     layouts: Sequence[DimSharding],
     dims: Sequence[int | None],
 ) -> list[Array]:
-    """The full weights of gathered buckets.
+    """Decode gathered buckets of parts, and gather the full weights over `tokens`.
 
     Args:
         buckets: gathered over `node` and `local`.
@@ -116,7 +117,7 @@ def decoded_parts(
 def start_reduction_of_parts(
     fulls: Sequence[Array], specs: Sequence[ReduceSpec], comm: CommSpec
 ) -> ReduceBucket:
-    """`start_reduction`, of this device's part of each sum over `tokens`."""
+    """Sum gradients over `tokens`; call `start_reduction` with this device's part of each sum."""
     if num_token_parts() == 1:
         return start_reduction(fulls, specs, comm)
     pairs = zip(fulls, specs, strict=True)
@@ -138,7 +139,7 @@ def reduce_next_axis_of_parts(
     comm: CommSpec,
     divisor: int | float = 1,
 ) -> ReduceBucket:
-    """`reduce_next_axis`, of parts."""
+    """Call `reduce_next_axis` on a bucket of parts."""
     if num_token_parts() == 1:
         return reduce_next_axis(bucket, specs, number, comm, divisor)
     local_specs = _of_parts(specs)
@@ -152,7 +153,7 @@ def reduce_next_axis_of_parts(
 
 
 def joined_gradient(x: Any, spec: ReduceSpec) -> Any:
-    """This device's shard of a sum, from its parts in a fully reduced bucket."""
+    """Return this device's shard of a sum, joined from its parts in a fully reduced bucket."""
     if num_token_parts() == 1:
         return x
     dim = weight_dim_of_tokens(spec.shape, spec.layout.dim, num_token_parts())
@@ -167,7 +168,7 @@ def note_exchanges(block: Block) -> None:
     if num_token_parts() == 1:
         return
     for collective, x, trips in token_exchanges(block):
-        if collective in ("all-to-all", "permute"):  # what a device has of it is sent
+        if collective in ("all-to-all", "permute"):  # a device sends its own part
             x = jax.ShapeDtypeStruct((x.size // num_token_parts(),), x.dtype)
         run, done = repeated(lambda x=x, name=collective: note(name, TOKENS, x), trips)
         with labelled("activations"):
@@ -176,7 +177,7 @@ def note_exchanges(block: Block) -> None:
 
 
 def _note(collective: str, fulls: Sequence[Array | None]) -> None:
-    """Record the collective that the compiler adds for each of these arrays of a bucket."""
+    """Record the collective that the compiler adds for each array; None stands for no array."""
     for i, x in enumerate(fulls):
         if x is not None:
             with picked([i]):
@@ -184,7 +185,7 @@ def _note(collective: str, fulls: Sequence[Array | None]) -> None:
 
 
 def _of_parts(specs: Sequence[ReduceSpec]) -> list[ReduceSpec]:
-    """The specs of reducing one part of each gradient."""
+    """Return the specs for reducing one part of each gradient."""
     num, part_specs = num_token_parts(), []
     for spec in specs:
         shape, dim = list(spec.shape), weight_dim_of_tokens(spec.shape, spec.layout.dim, num)
@@ -195,11 +196,11 @@ def _of_parts(specs: Sequence[ReduceSpec]) -> list[ReduceSpec]:
 
 
 def part_dim(shards: EncodedShards, shape: Sequence[int], dim: int) -> int | None:
-    """The dim along which a weight is split over `tokens`; None: it is whole along the axis.
+    """Return the dim along which a weight is split over `tokens`; None if it is not split.
 
     Args:
-        shards: what the weight is gathered from: shards, or a node slice. If they are encoded
-            already, each message holds all parts.
+        shards: the shards, or the node slice, that the weight is gathered from. If they are encoded
+            already, each message holds all parts, so they are not split.
         shape: the shape of the full weight as it is gathered, or of a shard.
         dim: the dim that `node` and `local` split.
     """
@@ -209,7 +210,7 @@ def part_dim(shards: EncodedShards, shape: Sequence[int], dim: int) -> int | Non
 
 
 def _with_data(shards: EncodedShards, data: Array) -> EncodedShards:
-    """The shards with a part of their data."""
+    """Return `shards` with `data`, a part of its data, in place of its data."""
     shape = shards.shape if shards.codec is not None else tuple(data.shape)
     return dataclasses.replace(shards, data=data, shape=shape)
 

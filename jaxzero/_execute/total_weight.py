@@ -1,7 +1,8 @@
-"""The sum of the weights of all devices and micro-batches, before the program runs.
+"""Sum the weights of all devices and micro-batches before the program of a step runs.
 
-A weighted mean is known at the end, when it divides gradients. Where cotangents themselves have to
-be those of the full batch, the weight is needed first: it is computed from the batch alone.
+Where only gradients are divided, the total weight of a weighted mean is needed at the end. Where
+the cotangents themselves must be those of the full batch, it is needed first: it is computed from
+the batch alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def total_weight(
     """Add up the weights of all devices and micro-batches.
 
     Args:
-        weight: from full parameters and the inputs of one micro-batch to its weight, a scalar.
+        weight: a function of full parameters and the inputs of one micro-batch, which returns the
+            micro-batch's weight, a scalar.
         parameters: shapes and dtypes of the full parameters.
         inputs: this device's rows, and replicated values.
         specs: the `PartitionSpec` of each input.
@@ -75,7 +77,7 @@ def total_weight(
 
 
 def _needed(block: Block) -> Block:
-    """The block without effects (prints), which `trace` keeps, and without what only they read."""
+    """Return the block with only the operations that its outputs need: no prints, for example."""
     live, kept = {*block.outputs}, []
     for operation in reversed(block.operations):
         if not live.isdisjoint(operation.outputs):

@@ -1,9 +1,9 @@
 """State of the collectives that persists across steps: node slices and residuals.
 
-Two options need it. Weight differences (`WeightDelta`) need the node slices that they are added
-to; error feedback (`ErrorFeedback`) needs the residuals, the rounding errors of the gradients in
-the last step. Both are global sharded arrays: a device holds one node slice of each.
-The caller passes the state from step to step and saves it, like optimizer state.
+Two options need it. Weight differences (`WeightDelta`) are added to node slices. Error feedback
+(`ErrorFeedback`) adds residuals, the rounding errors of the last step, to the gradients. Both are
+global sharded arrays: a device holds one node slice of each. The caller passes the state from step
+to step and saves it, like optimizer state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .gather_sources import first_slice, has_kept_slice
 
 
 class WireState(NamedTuple):
-    """Two trees with the structure of the parameters, with `None` for a leaf without such state.
+    """Two trees with the structure of the parameters; a leaf without such state has `None`.
 
     Attributes:
         slices: the node slices of the weights, encoded by `HpZ.codec`.
@@ -39,8 +39,8 @@ class WireState(NamedTuple):
 class DeviceWireState:
     """The wire state of all sharded arguments of a call, by index of the leaf among all leaves.
 
-    Inside the `shard_map` the values are this device's shards (a node slice in `slices`, an array
-    `[1, *shape]` in `errors`); outside they are global arrays, or `PartitionSpec`s (`specs_of`).
+    Inside the `shard_map` the values are this device's shards: a node slice in `slices`, an array
+    `[1, *shape]` in `errors`. Outside they are global arrays, or `PartitionSpec`s (`specs_of`).
     """
 
     slices: Mapping[int, Any] = dataclasses.field(default_factory=dict)
@@ -58,7 +58,7 @@ class DeviceWireState:
         return kept, rest
 
     def joined(self, other: DeviceWireState) -> DeviceWireState:
-        """This state with that of other leaves."""
+        """Return this state together with `other`, the state of other leaves."""
         return DeviceWireState({**self.slices, **other.slices}, {**self.errors, **other.errors})
 
 
@@ -75,7 +75,7 @@ class StateArray:
 
 
 def slice_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
-    """The array that stores a leaf's node slices; None if it is not sent as differences."""
+    """Describe the array that stores a leaf's node slices; None if no differences are sent."""
     if not has_kept_slice(leaf, comm):
         return None
     assert leaf.layout is not None and comm.hpz is not None
@@ -88,7 +88,7 @@ def slice_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
 
 
 def error_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
-    """The array that stores a leaf's residuals; None if its gradient has no error feedback."""
+    """Describe the array that stores a leaf's residuals; None if it has no error feedback."""
     hop = comm.gradients.node
     if not isinstance(hop, GradientHop) or leaf.layout is None or leaf.codec is not None:
         return None
@@ -104,7 +104,7 @@ def first_state(
 ) -> Callable[[list[Array]], WireState]:
     """Return a function from the parameters' stored arrays to the state before the first step.
 
-    The state has gathered node slices, and residuals of zero.
+    That state has gathered node slices, and residuals of zero.
 
     Args:
         layout: leaves and structure of the parameters.
@@ -137,7 +137,7 @@ def _first_state(
 
 
 def specs_of(leaves: Sequence[LeafSpec], comm: CommSpec) -> DeviceWireState:
-    """The `PartitionSpec`s of the state of all leaves."""
+    """Return the `PartitionSpec`s of the state of all leaves."""
     slices = {i: slice_array(leaf, comm) for i, leaf in enumerate(leaves)}
     errors = {i: error_array(leaf, comm) for i, leaf in enumerate(leaves)}
     return DeviceWireState(
@@ -147,7 +147,7 @@ def specs_of(leaves: Sequence[LeafSpec], comm: CommSpec) -> DeviceWireState:
 
 
 def to_tree(layout: TreeLayout, wire_state: DeviceWireState, start: int = 0) -> WireState:
-    """The `WireState` of one argument, whose first leaf has index `start` in `wire_state`."""
+    """Return the `WireState` of one argument, with its first leaf at index `start`."""
     numbers = range(start, start + len(layout.leaves))
     return WireState(
         layout.whole([wire_state.slices.get(i) for i in numbers]),
@@ -158,7 +158,7 @@ def to_tree(layout: TreeLayout, wire_state: DeviceWireState, start: int = 0) -> 
 def from_tree(
     layout: TreeLayout, state: Any, comm: CommSpec, name: str, start: int = 0
 ) -> DeviceWireState:
-    """The `DeviceWireState` of one argument, with its first leaf at index `start`.
+    """Return the `DeviceWireState` of one argument, whose first leaf gets the index `start`.
 
     This is the reverse of `to_tree`; `name` is the argument's name, for messages.
 

@@ -1,8 +1,8 @@
 """Two-level device meshes, real or simulated on one device, and functions that run on each device.
 
 In: devices, or the number of devices to simulate. Out: a mesh with axes `node` and `local`, and
-functions under `shard_map` or its simulation, with arrays in device or host memory.
-Any package above may use the names listed here.
+functions that run under `shard_map` or its simulation, with arrays in device or host memory. Any
+package above may use the names listed here.
 """
 
 from . import gloo_workaround as gloo_workaround

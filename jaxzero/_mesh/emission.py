@@ -1,8 +1,8 @@
-"""Put equations that were traced before into the trace under way, without tracing them again.
+"""Copy equations that have been traced already into the current trace, without tracing them again.
 
 When an equation is bound again (`bind`), JAX infers the types of its results again, and makes a
-tracer of each. So one equation, a call, stands for many while a program is traced. `with_copies`
-then puts these in its place, and keeps their types.
+tracer of each. So, while a program is traced, one equation, a call, stands for many equations.
+`with_copies` then replaces the call by these equations, which keep their types.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, Any]:
-    """Put equations into the trace under way, in their order.
+    """Copy equations into the current trace, in their order.
 
     Args:
-        equations: each with the names of its inputs and of its outputs. A name is hashable, and
-            each value has its own. An input that no earlier equation produces comes from `read`.
+        equations: each is a triple: the equation, names of its inputs, names of its outputs. A name
+            may be any hashable value, and two different values have different names. An input that
+            no earlier equation produces is obtained from `read`.
         read: returns the array or number for a name, of the type of the equation's input.
 
     Returns:
@@ -62,11 +63,11 @@ def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
 
 
 class Recording:
-    """The equations of a function, which can be put into any other trace for arrays of its types.
+    """The equations of a function, which can be copied into other traces for other arrays.
 
     Attributes:
-        is_closed: whether it can: it reads no array of the trace that it was recorded in, and
-            returns no number that is known.
+        is_closed: whether they can be copied. They cannot if they read an array of the trace that
+            they were recorded in, or if the function returns a number that is known.
     """
 
     def __init__(self, function: Callable[..., Any], arrays: Sequence[Any]):
@@ -85,10 +86,10 @@ class Recording:
         self.is_closed = not (reads_trace or any(is_known))
 
     def put(self, arrays: Sequence[Any]) -> Any:
-        """Put the equations into the trace under way, for other arrays of the same types.
+        """Copy the recorded equations into the current trace, for other arrays of the same types.
 
         Returns:
-            What the function returns for `arrays`.
+            The results of the function for `arrays`.
         """
         values = [*self._constants, *arrays]
         known = dict(zip(self._inputs, values, strict=True))
@@ -97,13 +98,13 @@ class Recording:
 
 
 class _Copies:
-    """Equations that a call stands for.
+    """Equations that are replaced by one call while a program is traced.
 
     Args:
-        equations: with the names of their inputs and outputs.
+        equations: the equations, with the names of their inputs and outputs.
         inputs: the names of the inputs of the call.
         outputs: the types of the outputs of the call, by name.
-        numbers: literals, by name, that equations read beside these inputs.
+        numbers: literals, by name, that equations read in addition to the inputs.
     """
 
     def __init__(
@@ -121,11 +122,11 @@ class _Copies:
         self.is_high = any(_is_high(x) for x, *_ in equations)
 
     def bind(self, values: Sequence[Any]) -> list[Any]:
-        """Call the equations in the trace under way, and return the outputs of the call."""
+        """Add the call to the current trace, and return its outputs."""
         return _copies_p.bind(*values, copies=self)
 
     def in_place_of(self, call: Any) -> Iterator[Any]:
-        """The equations, which read the inputs of a call, and make its outputs."""
+        """Yield the equations, changed to read the inputs of a call and to make its outputs."""
         atoms = {**self.numbers, **dict(zip(self.inputs, call.invars, strict=True))}
         outputs = dict(zip(self.outputs, call.outvars, strict=True))
         source = call.source_info
@@ -143,7 +144,7 @@ class _Copies:
             yield from _expanded(copy)
 
     def run(self, values: Sequence[Any]) -> list[Any]:
-        """The outputs for `values`, by binding each equation."""
+        """Return the outputs for `values`, by binding each equation."""
         known = dict(zip(self.inputs, values, strict=True))
         known.update((name, x.val) for name, x in self.numbers.items())
         for equation, read, made in self.equations:
@@ -154,7 +155,7 @@ class _Copies:
 
 
 def with_copies(jaxpr: Any) -> Any:
-    """A jaxpr, closed or not, with the equations that its calls stand for in their place."""
+    """Return a jaxpr, closed or not, whose calls are replaced by the equations they stand for."""
     if not isinstance(jaxpr, jex.Jaxpr):
         inner = with_copies(jaxpr.jaxpr)
         return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
@@ -165,7 +166,7 @@ def with_copies(jaxpr: Any) -> Any:
 
 
 def with_inner(equation: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to the jaxprs inside an equation; the same object where none changes."""
+    """Apply `change` to the jaxprs inside an equation; return the same object if none changes."""
     new = {}
     for name, param in equation.params.items():
         several = isinstance(param, tuple)
@@ -191,7 +192,7 @@ def _expanded(equation: Any) -> Iterable[Any]:
 
 
 def _without_dead(equations: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
-    """The equations that have effects or whose results are read, as JAX keeps while it traces."""
+    """Return the equations that have effects or whose results are read, as JAX's tracing keeps."""
     live, kept = {id(x) for x in outputs}, []
     for equation in reversed(equations):
         if equation.effects or not live.isdisjoint(map(id, equation.outvars)):
@@ -201,7 +202,7 @@ def _without_dead(equations: Sequence[Any], outputs: Iterable[Any]) -> list[Any]
 
 
 def _is_high(equation: Any) -> bool:
-    """Whether JAX replaces an equation by others before XLA sees it, such as a `custom_root`."""
+    """Return whether JAX replaces an equation by others before XLA sees it, as a `custom_root`."""
     avals = (x.aval for x in equation.invars)
     return equation.primitive.is_high(*avals, **equation.params)
 

@@ -56,12 +56,12 @@ _connected: set[str] = set()  # meshes, by `_name`
 
 
 def uses_gloo(mesh: Mesh) -> bool:
-    """Whether XLA's collectives over `mesh` are Gloo's."""
+    """Return whether XLA runs the collectives over `mesh` with Gloo."""
     return mesh.devices.flat[0].platform == "cpu" and jax.distributed.is_initialized()
 
 
 def with_workaround(function: Callable) -> Callable:
-    """Wrap `function` so that the collectives below use the workarounds while it is traced."""
+    """Wrap `function` so that the collectives of this module use workarounds while it is traced."""
 
     @functools.wraps(function)
     def traced(*args):
@@ -75,14 +75,14 @@ def with_workaround(function: Callable) -> Callable:
 
 
 def is_worked_around() -> bool:
-    """Whether a function wrapped by `with_workaround` is being traced."""
+    """Return whether a function wrapped by `with_workaround` is being traced."""
     return _is_worked_around.get()
 
 
 def reduce_scatter(
     x: Shaped[Array, ...], axes: str | tuple[str, ...], dim: int, *, tiled: bool = True
 ) -> Shaped[Array, ...]:
-    """`lax.psum_scatter`, or its workaround: sum over devices; device i keeps part i of `dim`."""
+    """Sum over devices; device i keeps part i of `dim`: `lax.psum_scatter`, or its workaround."""
     if not is_worked_around():
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=tiled)
     total = add_up(_exchange(_split(x, axes, dim), axes))
@@ -90,7 +90,7 @@ def reduce_scatter(
 
 
 def all_gather(x: Shaped[Array, ...], axes: str | tuple[str, ...], dim: int) -> Shaped[Array, ...]:
-    """`lax.all_gather`, or its workaround: concatenate the arrays of all devices along `dim`."""
+    """Concatenate the arrays of all devices along `dim`: `lax.all_gather`, or its workaround."""
     if not _is_in_pieces(axes):
         return lax.all_gather(x, axes, axis=dim, tiled=True)
     pieces = [lax.all_gather(piece, axes) for piece in _pieces(x.reshape(-1))]
@@ -101,9 +101,9 @@ def all_gather(x: Shaped[Array, ...], axes: str | tuple[str, ...], dim: int) -> 
 def all_to_all(
     x: Shaped[Array, ...], axes: str | tuple[str, ...], split_dim: int, concat_dim: int
 ) -> Shaped[Array, ...]:
-    """`lax.all_to_all`, or its workaround: part i of `split_dim` is for device i.
+    """Send part i of `split_dim` to device i: `lax.all_to_all`, or its workaround.
 
-    What is received is concatenated along `concat_dim`.
+    The received parts are concatenated along `concat_dim`.
     """
     if not _is_in_pieces(axes):
         return lax.all_to_all(x, axes, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
@@ -113,10 +113,10 @@ def all_to_all(
 def permute(
     x: Shaped[Array, ...], axes: str | tuple[str, ...], pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, ...]:
-    """`lax.ppermute`, in pieces if two devices of different nodes may send to each other.
+    """Call `lax.ppermute`, in pieces if two devices of different nodes may send to each other.
 
-    Where no two do, messages may be large: a receiver's signal that it is ready never waits
-    behind data that it sends itself.
+    If no two devices send to each other, messages may be large: a receiver's signal that it is
+    ready never waits behind data that the receiver sends.
     """
     if not is_mutual(pairs) or not _is_in_pieces(axes):
         return lax.ppermute(x, axes, pairs)
@@ -125,13 +125,13 @@ def permute(
 
 
 def is_mutual(pairs: Sequence[tuple[int, int]]) -> bool:
-    """Whether any two devices send to each other."""
+    """Return whether any two devices send to each other."""
     directions = set(pairs)
     return any(source != to and (to, source) in directions for source, to in pairs)
 
 
 def _is_in_pieces(axes: str | tuple[str, ...]) -> bool:
-    """Whether a message may cross between nodes: over `node`, or a part of it (`node.0`)."""
+    """Return whether a message may cross nodes: over `node`, or over a part of it (`node.0`)."""
     names = (axes,) if isinstance(axes, str) else axes
     return is_worked_around() and any(name.partition(".")[0] == NODE for name in names)
 
@@ -164,7 +164,7 @@ def _join(parts: Shaped[Array, "devices ..."], dim: int) -> Shaped[Array, ...]:
 
 
 def _pieces(x: Shaped[Array, "... n"]) -> Iterator[Shaped[Array, "... piece"]]:
-    """Cut the last dim into pieces of `PIECE_BYTES` at most in each row, nearly equal."""
+    """Cut the last dim into nearly equal pieces, each of at most `PIECE_BYTES` in a row."""
     count = max(1, -(-x.shape[-1] * x.dtype.itemsize // PIECE_BYTES))
     ends = [x.shape[-1] * i // count for i in range(count + 1)]
     for start, end in itertools.pairwise(ends):
@@ -172,10 +172,10 @@ def _pieces(x: Shaped[Array, "... n"]) -> Iterator[Shaped[Array, "... piece"]]:
 
 
 def connect_groups(mesh: Mesh) -> None:
-    """Connect the devices along each axis of `mesh`, and along several, where Gloo is used.
+    """Connect the groups of devices along each axis of `mesh`, and along several axes, for Gloo.
 
-    The processes of the mesh must all call it. It does nothing for a mesh of one process, at a
-    second call, and while `jax.jit` traces.
+    It does nothing if Gloo is not used. The processes of the mesh must all call it. It also does
+    nothing for a mesh of one process, at a second call, and while `jax.jit` traces.
 
     Raises:
         TimeoutError: a process of the mesh did not call it within 30 minutes, or has ended.
@@ -202,13 +202,13 @@ def connect_groups(mesh: Mesh) -> None:
 
 
 def _groups(mesh: Mesh) -> Iterator[tuple[str, ...]]:
-    """Yield the axes of each group that Gloo connects: axes in another order are another one."""
+    """Yield the axes of each group that Gloo connects; a different order is a different group."""
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
     for num in range(1, len(axes) + 1):
         yield from itertools.permutations(axes, num)
 
 
 def _name(mesh: Mesh) -> str:
-    """A name for the mesh that is the same in all processes."""
+    """Return a name for the mesh that is the same in all processes."""
     ids = [device.id for device in mesh.devices.flat]
     return hashlib.sha256(f"{mesh.shape} {ids}".encode()).hexdigest()[:16]

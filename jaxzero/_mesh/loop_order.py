@@ -1,4 +1,4 @@
-"""On CPUs, keep what communicates from running beside a loop that does.
+"""On CPUs, order collectives so that none outside of a loop runs at the same time as one inside.
 
 XLA:CPU runs the collectives of one computation in turn. But it only waits for a loop (or a `cond`)
 to *begin* before it begins the next collective, unless that reads what the loop writes. Collectives
@@ -49,11 +49,11 @@ _last_tokens: contextvars.ContextVar[tuple[tuple[Any, weakref.ref], ...]] = cont
 
 
 def in_turn(program: Callable, *args: Any) -> Any:
-    """Call a program after all others with collectives in this trace.
+    """Call a program so that its collectives come after all earlier ones in this trace.
 
     Args:
-        program: a function of a list of tokens and `args`; returns another list, and any tree of
-            arrays. There is one token, or none: on GPUs and TPUs, or without collectives.
+        program: a function of a list of tokens and `args`; returns another list of tokens, and any
+            tree of arrays. There is one token, or none: on GPUs and TPUs, or without collectives.
         args: trees of arrays.
 
     Returns:
@@ -68,14 +68,14 @@ def in_turn(program: Callable, *args: Any) -> Any:
 
 
 def last_tokens() -> list[Token]:
-    """The token of the last program with collectives in this trace; `[]` if there is none."""
+    """Return the token of the last program with collectives in this trace, in a list; or `[]`."""
     state = jex.get_opaque_trace_state(convention="jaxzero")
     found = [token() for other, token in _last_tokens.get() if other == state]
     return [token for token in found if token is not None]
 
 
 def remember(tokens: Sequence[Token]) -> None:
-    """Let the next program of this trace come after the one that `tokens` depend on."""
+    """Let the next program of this trace wait for everything that `tokens` depend on."""
     state = jex.get_opaque_trace_state(convention="jaxzero")
     others = [x for x in _last_tokens.get() if x[0] != state and x[1]() is not None]
     _last_tokens.set((*others, *((state, weakref.ref(token)) for token in tokens)))
@@ -86,7 +86,7 @@ def in_order(program: Any, tokens: list[Token]) -> Any:
 
     Args:
         program: a closed jaxpr.
-        tokens: those that the new program will be given before the inputs of this one.
+        tokens: the tokens that the new program will get, before the inputs of `program`.
 
     Returns:
         A closed jaxpr, with a token or none before the outputs.
@@ -107,9 +107,9 @@ def in_order(program: Any, tokens: list[Token]) -> Any:
 
 
 def _with_token(program: Any, sent: Sequence[Any]) -> Any:
-    """Append the token to a program whose collectives, `sent`, need not wait for a token.
+    """Append a token to the outputs of a program whose collectives, `sent`, wait for no token.
 
-    The program is not evaluated again: of an unrolled model that would take as long as a trace.
+    The program is not evaluated again: for an unrolled model that would take as long as a trace.
     """
 
     def last(*arrays: Any) -> Token:
@@ -121,7 +121,7 @@ def _with_token(program: Any, sent: Sequence[Any]) -> Any:
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """The numbers of constants and of carried values of a `scan`, from its parameters."""
+    """Return the numbers of constants and of carried values of a `scan`, from its parameters."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
@@ -130,7 +130,7 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 @dataclasses.dataclass
 class _Order:
-    """The order of what communicates in a program, or in a loop's body.
+    """The order of the collectives in a program, or in a loop's body, while it is rewritten.
 
     Attributes:
         token: depends on the last loop with collectives; None if there is none so far.
@@ -172,7 +172,7 @@ class _Order:
         return outputs
 
     def wait_for_all(self) -> Token:
-        """Return the token after making it depend on every collective so far."""
+        """Make the token depend on every collective so far, and return it."""
         # The sign bit of an index that is not negative: 0, which XLA does not fold to a constant.
         if self.token is None:
             self.token = lax.shift_right_arithmetic(lax.axis_index((NODE, LOCAL)), jnp.int32(31))
@@ -181,7 +181,7 @@ class _Order:
         return self.token
 
     def _wait(self, arrays: list[Any]) -> list[Any]:
-        """The same arrays, which XLA takes to depend on the token.
+        """Return arrays equal to `arrays`, which XLA takes to depend on the token.
 
         Each array is selected by a condition on the token that is always true. The other choice is
         filled with 3: XLA would drop a select between equal constants, and the constants that
@@ -193,7 +193,7 @@ class _Order:
 
 
 def _body(closed: Any) -> Callable[[list[Any], Token], tuple[list[Any], Token]]:
-    """A body or a branch, as a function of its inputs and of the token.
+    """Return a loop's body, or a branch, as a function of its inputs and of the token.
 
     The token that it returns depends on results of the body. XLA would hoist any other token out of
     the loop, and nothing would wait for the loop.
@@ -246,10 +246,10 @@ def _while(params: dict[str, Any], inputs: list[Any], token: Token) -> tuple[lis
 
 
 def _read(token: Token, arrays: Sequence[Any]) -> Token:
-    """The same token, which XLA takes to depend on `arrays`.
+    """Return a token equal to `token`, which XLA takes to depend on `arrays`.
 
-    By `minimum`, not by `&`: an array may be a known zero, such as a bucket of gradients before the
-    first iteration, and XLA would then know the result.
+    It is computed by `minimum`, not by `&`: an array may be a known zero, such as a bucket of
+    gradients before the first iteration, and XLA would then know the result.
     """
 
     def read(token: Token, x: Any) -> Token:
@@ -266,7 +266,7 @@ def _read(token: Token, arrays: Sequence[Any]) -> Token:
 
 
 def communicates(equation: Any) -> bool:
-    """Whether an equation is a collective, or has collectives inside."""
+    """Return whether an equation is a collective, or has collectives inside."""
     return _names_an_axis(equation) and any(map(_is_collective, equations_inside(equation)))
 
 
@@ -280,5 +280,5 @@ def _names_an_axis(equation: Any) -> bool:
 
 
 def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr, and its constants if it is a closed one (as all are from JAX 0.11 on)."""
+    """Return the open form of a jaxpr, and its constants; from JAX 0.11 on all are closed."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())

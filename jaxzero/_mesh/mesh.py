@@ -33,7 +33,7 @@ from .per_device import without_mesh
 from .tokens import TOKENS, check_tokens_axis
 
 AXES = (NODE, LOCAL)  # the batch is split in this order, so that a host's rows are contiguous
-REDUCTION_HOPS = (LOCAL, NODE)  # in this order, only sums over a node cross between nodes
+REDUCTION_HOPS = (LOCAL, NODE)  # so that only sums over a node cross between nodes
 
 _microbatch: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
     "jaxzero_microbatch", default=None
@@ -136,7 +136,7 @@ def make_mesh(
 
 
 def _with_tokens(grid: np.ndarray, tokens: int, axis_type: AxisType) -> Mesh:
-    """The mesh of a grid `[nodes, devices of a node]`, with the axis `tokens` inside a node."""
+    """Make a mesh of a grid `[nodes, devices of a node]`, with the axis `tokens` in a node."""
     nodes, size = grid.shape
     if tokens < 1 or size % tokens:
         raise ValueError(
@@ -149,9 +149,9 @@ def _with_tokens(grid: np.ndarray, tokens: int, axis_type: AxisType) -> Mesh:
 
 
 def with_stages(mesh: Any, stages: int | None = None) -> Any:
-    """A mesh with the axis `stage` before `node`; by default each node is a stage.
+    """Return a mesh with the axis `stage` before `node`; by default each node is a stage.
 
-    A mesh that has the axis is returned as it is.
+    A mesh that already has the axis is returned as it is.
 
     Raises:
         ValueError: `stages` does not divide the number of nodes.
@@ -259,7 +259,7 @@ def with_automatic_axes(function: Callable, out_shardings: Any, mesh: Mesh) -> C
 
 
 def check_context(mesh: Mesh) -> None:
-    """Raise `ValueError` if `jax.set_mesh` has set another mesh than this one."""
+    """Raise `ValueError` if `jax.set_mesh` has set another mesh than `mesh`."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and context != mesh.abstract_mesh:
         raise ValueError(
@@ -280,7 +280,7 @@ def check_mesh(mesh: Any) -> None:
 
     Raises:
         ValueError: `mesh` is no mesh, or lacks one of the two axes.
-        NotImplementedError: it has an axis `tokens` that is not automatic.
+        NotImplementedError: `mesh` has an axis `tokens` that is not automatic.
     """
     if not isinstance(mesh, Mesh | SimulatedMesh | NodeMesh):
         raise ValueError(
@@ -297,7 +297,7 @@ def check_mesh(mesh: Any) -> None:
 
 @contextlib.contextmanager
 def microbatch_index(index: Array | None) -> Iterator[None]:
-    """Make the index of the micro-batch that is being traced known to `fold_in_device`."""
+    """Give `fold_in_device` the index of the micro-batch that is traced in this context."""
     token = _microbatch.set(index)
     try:
         yield
@@ -306,12 +306,12 @@ def microbatch_index(index: Array | None) -> Iterator[None]:
 
 
 def current_microbatch() -> Array | None:
-    """The index that `microbatch_index` has made known; None without one."""
+    """Return the index given by `microbatch_index`; None outside of its context."""
     return _microbatch.get()
 
 
 def device_index(axes: tuple[str, ...] = AXES) -> Array:
-    """This device's index over `axes`, uint32. Call it only inside a per-device program."""
+    """Return this device's index over `axes`, uint32. Call it only inside a per-device program."""
     return lax.axis_index(axes).astype(jnp.uint32)
 
 

@@ -1,17 +1,17 @@
-"""Meshes beside JAX's own: `SimulatedMesh`, many devices on one, and `NodeMesh`, those of one node.
+"""Two kinds of meshes beside JAX's own: `SimulatedMesh` and `NodeMesh`.
 
-The function that `shard_map` would run on every device runs, on a simulated mesh, under one `vmap`
-for each mesh axis instead, with the same axis names, so that collectives have the same meaning. A
-global array is an ordinary array on one device. This reproduces the arithmetic of many devices
-(rounding of codecs, noise of small batches), but not their memory or speed. A few collectives are
-wrong under `vmap` (JAX 0.10 to 0.12): `all_gather`, `psum_scatter` and `ppermute` over several axes
-at once, and `all_to_all` of a value that is equal on all devices. The replacements in this module
-run over one axis after the other.
+A `SimulatedMesh` stands for many devices on one real device. The function that `shard_map` would
+run on every device runs under one `vmap` for each mesh axis instead, with the same axis names, so
+that collectives have the same meaning. A global array is an ordinary array on one device. This
+reproduces the arithmetic of many devices (rounding of codecs, noise of small batches), but not
+their memory or speed. A few collectives are wrong under `vmap` (JAX 0.10 to 0.12): `all_gather`,
+`psum_scatter` and `ppermute` over several axes at once, and `all_to_all` of a value that is equal
+on all devices. The replacements in this module run over one axis after the other.
 
-`map_nodes` runs a function on each node's part of global arrays: `node` is bound, and only explicit
-exchanges cross it. Inside, arrays are global over the devices of one node, as under `jit`, and a
-`NodeMesh` takes the place of the mesh: a program for it runs on `local` only, so that nothing in it
-crosses between nodes.
+A `NodeMesh` stands for the devices of one node. `map_nodes` runs a function on each node's part of
+global arrays: `node` is bound, and only explicit exchanges cross it. Inside, arrays are global over
+the devices of one node, as under `jit`, and a `NodeMesh` takes the place of the mesh: a program for
+it runs on `local` only, so that nothing in it crosses between nodes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class SimulatedMesh:
         return jnp.moveaxis(x.reshape(shape), dims, range(len(dims)))
 
     def _join(self, x: Array, spec: PartitionSpec, names: tuple[str, ...]) -> Array:
-        """Join shards, which `x` has on a leading dim for each of `names`, to the global array."""
+        """Join shards to the global array; `x` has a leading dim of shards for each of `names`."""
         x = x[tuple(slice(None) if _splits(spec, axis) else 0 for axis in names)]
         ndim = x.ndim - sum(_splits(spec, axis) for axis in names)
         dims = self._axis_dims(spec, ndim)
@@ -126,13 +126,13 @@ class SimulatedMesh:
         return jnp.moveaxis(x, range(len(dims)), dims).reshape(shape)
 
     def _axis_dims(self, spec: PartitionSpec, ndim: int) -> list[int]:
-        """The dim of each mesh axis once every split dim is reshaped to `(*axes, shard)`."""
+        """Return the dim of each mesh axis if every split dim is reshaped to `(*axes, shard)`."""
         order = [name for axes in axes_of_dims(spec, ndim) for name in (*axes, None)]
         return [order.index(axis) for axis in self.axis_names if axis in order]
 
 
 def axes_of_dims(spec: PartitionSpec, ndim: int = 0) -> list[tuple[str, ...]]:
-    """For each dim, the mesh axes that split it, major first; for `ndim` dims at least."""
+    """Return, for each of at least `ndim` dims, the mesh axes that split it, major first."""
     free = PartitionSpec.UNCONSTRAINED
     entries = [
         (entry,) if isinstance(entry, str) else tuple(() if entry is free else entry or ())
@@ -159,7 +159,7 @@ def map_specs(function: Callable, specs: Any, tree: Any) -> Any:
 
 
 def is_simulating() -> bool:
-    """Whether the program being traced runs on simulated devices."""
+    """Return whether the program being traced runs on simulated devices."""
     return bool(_axis_names.get())
 
 
@@ -174,7 +174,7 @@ def varying(x: Shaped[Array, ...], axes: str | tuple[str, ...]) -> Shaped[Array,
 def gather_in_turn(
     x: Shaped[Array, ...], axes: tuple[str, ...], dim: int, tiled: bool
 ) -> Shaped[Array, ...]:
-    """`lax.all_gather` over one axis after the other, minor first."""
+    """Do a `lax.all_gather` over several axes, one after the other, minor first."""
     x = x if tiled else jnp.expand_dims(x, dim)
     for axis in reversed(axes):
         x = lax.all_gather(x, axis, axis=dim, tiled=True)
@@ -184,7 +184,7 @@ def gather_in_turn(
 def scatter_in_turn(
     x: Shaped[Array, ...], axes: tuple[str, ...], dim: int, tiled: bool
 ) -> Shaped[Array, ...]:
-    """`lax.psum_scatter` over one axis after the other, major first."""
+    """Do a `lax.psum_scatter` over several axes, one after the other, major first."""
     for axis in axes:
         x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     return x if tiled else jnp.squeeze(x, dim)
@@ -193,7 +193,7 @@ def scatter_in_turn(
 def permute(
     x: Shaped[Array, ...], axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, ...]:
-    """`lax.ppermute`, by a gather: each device picks the value of its source, or zeros.
+    """Do a `lax.ppermute` by a gather: each device picks the value of its source, or zeros.
 
     As in `lax.ppermute`, devices are numbered in the mesh's order, whatever the order of `axes`.
     """
@@ -227,7 +227,7 @@ def exchange_in_turn(name: str, x: Any, params: dict[str, Any]) -> Any:
 
 
 def refuse_exchanges_inside(equation: Any) -> None:
-    """Raise `NotImplementedError` for nested collectives that `vmap` computes wrongly."""
+    """Raise `NotImplementedError` for collectives in an equation that `vmap` computes wrongly."""
     for inner in equations_inside(equation):
         name, axes = inner.primitive.name, inner.params.get("axis_name", ())
         if name == "all_to_all" or (name in EXCHANGES and len(axes) > 1):
@@ -256,7 +256,7 @@ class NodeMesh:
         return self.mesh.size // self.mesh.shape[NODE]
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Run `function` on every device's shards of the arrays of its node."""
+        """Run `function` on every device's shards of arrays that are global within a node."""
         in_specs, out_specs = without_node(in_specs), without_node(out_specs)
         if isinstance(self.mesh, SimulatedMesh):
             return self.mesh.map(function, in_specs, out_specs, axes=(LOCAL,))
@@ -281,7 +281,7 @@ AnyMesh = Mesh | SimulatedMesh | NodeMesh
 
 
 def physical(mesh: AnyMesh) -> Mesh:
-    """The mesh of real devices that arrays lie on: `mesh` itself unless it is simulated."""
+    """Return the mesh of real devices that arrays are on: `mesh` itself unless it is simulated."""
     if isinstance(mesh, NodeMesh):
         return physical(mesh.mesh)
     return mesh.physical if isinstance(mesh, SimulatedMesh) else mesh
@@ -321,18 +321,18 @@ def map_nodes(
 
 
 def is_one_node() -> bool:
-    """Whether the program being traced runs on one node by itself."""
+    """Return whether the program being traced runs on one node by itself."""
     return _is_one_node.get()
 
 
 def program_axes(axes: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The axes among `axes` that the program being traced runs over."""
+    """Return those of `axes` that the program being traced runs over."""
     names = (axes,) if isinstance(axes, str) else axes
     return tuple(name for name in names if not (name == NODE and is_one_node()))
 
 
 def without_node(specs: Any) -> Any:
-    """A tree of `PartitionSpec`s without the axis `node`."""
+    """Return a tree of `PartitionSpec`s from which the axis `node` is removed."""
 
     def change(spec: PartitionSpec) -> PartitionSpec:
         rest = [tuple(name for name in names if name != NODE) for names in axes_of_dims(spec)]
@@ -344,7 +344,8 @@ def without_node(specs: Any) -> Any:
 def split_if_explicit(x: Any, spec: PartitionSpec) -> Any:
     """Split a traced array of one node as `spec` says, if `local` is an explicit axis.
 
-    Only then does its type say how it is split, so that a loop or a `shard_map` may refuse it.
+    An array's type says how it is split only for explicit axes. There, a loop or a `shard_map`
+    refuses an array that is split otherwise.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if LOCAL not in mesh.axis_names or mesh.axis_types[mesh.axis_names.index(LOCAL)] != (

@@ -1,4 +1,4 @@
-"""The seam to what JAX keeps to itself of a traced program: its jaxpr, its types, its memories.
+"""Everything that relies on JAX's internals for traced programs: jaxprs, types, memory spaces.
 
 [Note: types without the mesh] Inside a `shard_map`, JAX puts the mesh, with its axes `Manual`, into
 the type of every array. Code that compares traced with computed values (Equinox's solvers: diffrax,
@@ -8,8 +8,8 @@ collectives work. The traced jaxpr is then called in the `shard_map` as one `jit
 equations do not get types with the mesh.
 
 JAX cannot transpose such a program: the types of the transpose would have the mesh. It would also
-hold all gathered weights until backward, and pass through codecs. `forward_only` marks results, and
-`known_together` marks arguments, so that `jax.linearize` does not cut a program apart either.
+hold all gathered weights until backward, and differentiate codecs. So `forward_only` marks results,
+and `known_together` marks arguments, which keeps `jax.linearize` from cutting a program apart.
 
 Of host memory only pinned memory is used, from which a GPU copies while it computes. JAX calls it
 the memory kind "pinned_host"; a traced array there has the memory space `Host` in its type. Arrays
@@ -57,8 +57,9 @@ def without_mesh(function: Callable, order: Callable | None = None) -> Callable:
 
     Args:
         function: the function.
-        order: changes the traced program, `loop_order.in_order`; the body then takes the tokens
-            as its first argument, and returns those of the program, and what `function` returns.
+        order: changes the traced program (`loop_order.in_order`). With it, the body takes the
+            program's tokens as its first argument, and returns them before the results of
+            `function`.
     """
 
     @functools.wraps(function)
@@ -91,17 +92,17 @@ def without_mesh(function: Callable, order: Callable | None = None) -> Callable:
 
 
 def forward_only(tree: Any) -> Any:
-    """The same arrays; reverse-mode differentiation of them raises `NotImplementedError`."""
+    """Return the same arrays; reverse-mode differentiation of them raises `NotImplementedError`."""
     return jax.tree.map(
         lambda x: _forward_only_p.bind(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree
     )
 
 
 def known_together(arrays: Sequence[Any]) -> list[Any]:
-    """The same arrays; where one of them is unknown to `jax.linearize`, so are all.
+    """Return the same arrays, which `jax.linearize` treats alike: all known, or all unknown.
 
-    Linearization computes what depends on known arrays only, and keeps it: of a program with known
-    weights and unknown tangents, the weights in full.
+    Linearization computes at once, and keeps, whatever depends on known arrays only. For a program
+    with known weights and unknown tangents, it would keep all weights in full.
     """
     return _known_together_p.bind(*arrays)
 
@@ -168,7 +169,7 @@ mlir.register_lowering(_without_refs_p, mlir.lower_fun(_run))
 
 
 def with_inputs_alone(jaxpr: Any) -> Any:
-    """A jaxpr that takes its constants as its first inputs."""
+    """Return a jaxpr that has no constants; it takes them as its first inputs."""
     unnamed = jaxpr.debug_info.with_unknown_names()
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     return jaxpr.replace(constvars=[], invars=inputs, debug_info=unnamed)
@@ -202,7 +203,7 @@ def _as_one_call(closed: Any, leaves: list[Any]) -> Any:
 
 
 def bare(x: Any) -> Any:
-    """The type of `x` without its sharding: shape, dtype, weak type and memory space."""
+    """Return the type of `x` without its sharding: shape, dtype, weak type and memory space."""
     weak_type = getattr(x, "weak_type", False)
     if is_traced(x) and jax.typeof(x).memory_space == jax.memory.Space.Host:
         # A `ShapeDtypeStruct` has a memory space only as a part of its sharding.
@@ -259,9 +260,9 @@ def evaluate(
     Args:
         jaxpr: the jaxpr.
         constants: the values of its constants.
-        inputs: those of its inputs.
-        apply: the outputs of an equation, given its inputs.
-        literal: makes a value of a number that is written in the jaxpr.
+        inputs: the values of its inputs.
+        apply: returns the outputs of an equation, given the equation and the values of its inputs.
+        literal: converts a number that is written in the jaxpr to a value.
     """
     values = dict(zip(jaxpr.constvars, constants, strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
@@ -276,11 +277,9 @@ def evaluate(
 
 
 def appended(first: Any, second: Any, read: Sequence[Any]) -> Any:
-    """A closed jaxpr that runs `first`, then `second` on its variables `read`.
+    """Return a closed jaxpr that runs `first`, and then `second` on the variables `read`.
 
-    Returns:
-        A closed jaxpr of the inputs of `first`, with the outputs of `second` before those of
-        `first`.
+    Its inputs are those of `first`. The outputs of `second` come before those of `first`.
     """
     one, two = first.jaxpr, second.jaxpr
     names = dict(zip(two.invars, read, strict=True))
@@ -301,7 +300,7 @@ def appended(first: Any, second: Any, read: Sequence[Any]) -> Any:
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The jaxprs among the parameters of an equation, closed ones opened."""
+    """Yield the jaxprs among the parameters of an equation, without their constants."""
     for param in equation.params.values():
         for x in param if isinstance(param, tuple | list) else (param,):
             if isinstance(x, JAXPRS):
@@ -309,7 +308,7 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 
 
 def equations_inside(equation: Any) -> Iterator[Any]:
-    """An equation, and those of the jaxprs inside it."""
+    """Yield an equation, and all equations of the jaxprs inside it."""
     yield equation
     for jaxpr in inner_jaxprs(equation):
         for inner in jaxpr.eqns:
@@ -330,48 +329,44 @@ def rewrite(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether `x` is a tracer rather than an array with values."""
+    """Return whether `x` is a tracer rather than an array with values."""
     return isinstance(x, Tracer)
 
 
 def is_tracing() -> bool:
-    """Whether a transformation such as `jax.jit` is tracing the caller."""
+    """Return whether a transformation such as `jax.jit` is tracing the caller."""
     return is_traced(jax.device_put(np.zeros(())))  # a tracer there, an array elsewhere
 
 
 def in_host(x: Any) -> bool:
-    """Whether `x` lies in host memory.
-
-    Args:
-        x: an array, a tracer, or a `ShapeDtypeStruct` with a sharding.
-    """
+    """Return whether `x`, an array, a tracer or a struct with a sharding, is in host memory."""
     if is_traced(x):
         return jax.typeof(x).memory_space == jax.memory.Space.Host
     return getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
 
 
 def memory_kind_of(x: Any) -> str | None:
-    """The memory kind of `x`, as a `NamedSharding` takes it: `HOST`, or None for device memory."""
+    """Return the memory kind of `x` for a `NamedSharding`: `HOST`, or None for device memory."""
     return HOST if in_host(x) else None
 
 
 def empty_in_host(shape: tuple[int, ...], dtype: Any, tag: int) -> Array:
-    """An array in host memory, inside a traced program, with no particular contents.
+    """Make an array in host memory, inside a traced program, with no particular contents.
 
     Args:
         shape: its shape; all of it must be overwritten, slice by slice.
         dtype: its dtype.
-        tag: another number for each array of a loop. Of equal ones XLA would allocate one, and copy
-            the others from it.
+        tag: a number that differs for each array of a loop. XLA would allocate only one of several
+            equal arrays, and copy the others from it.
     """
     return _empty_p.bind(shape=tuple(shape), dtype=jnp.dtype(dtype), tag=tag)
 
 
 def to_device(x: Array) -> Array:
-    """Copy a traced array to device memory; one that lies there is returned unchanged."""
+    """Copy a traced array to device memory; return it unchanged if it is there already."""
     return jax.device_put(x, jax.memory.Space.Device) if in_host(x) else x
 
 
 def to_host(x: Array) -> Array:
-    """Copy a traced array to host memory; one that lies there is returned unchanged."""
+    """Copy a traced array to host memory; return it unchanged if it is there already."""
     return x if in_host(x) else jax.device_put(x, jax.memory.Space.Host)

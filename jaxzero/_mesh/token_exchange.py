@@ -1,19 +1,22 @@
-"""Send tokens to the devices of a node that have their experts, and the results back.
+"""Send tokens to the devices of a node that have their experts, and send the results back.
 
-Of E experts, device i of the n of a node has the E / n from i E / n on (`Ungathered`). With the
-tokens x, of which each chose k experts e with weights w,
+A node of n devices divides its E experts among them: device i has E / n experts, from number i E /
+n on (`Ungathered`). Each token x has chosen k experts e with weights w, and its result is
 
     y = sum over the k experts that a token chose of w_e expert_e(x).
 
-Without a capacity the result is exact: every device of a node receives all tokens of the node, once
+Without a capacity the result is exact. Every device of a node receives all tokens of the node, once
 each, with their choices. It sums the results of its own experts for each token and returns these
-partial sums, n of which each device adds up for each of its own tokens. With T tokens on each
-device that is `n T` rows, as many as could at most be routed to one device. With a capacity, pairs
-of token and expert are sent, up to `factor` times as many as a device would get if choices were
-even, and the others are dropped.
+partial sums. Each device adds up the n partial sums of each of its own tokens. With T tokens on
+each device that is `n T` rows, as many as could at most be routed to one device. With a capacity,
+pairs of token and expert are sent: up to `factor` times as many as a device would get if choices
+were even. The other pairs are dropped.
 
 Within a device, rows are sorted by expert. Every permutation is a gather in backward as in forward:
 no scatter adds rows in an order of its own.
+
+Legend: t = tokens of a device, n = all tokens that a device has received, k = choices of a token, d
+= features, m = rows.
 
 Legend: t tokens of a device, n of all that a device has received, k choices of a token, d features,
 m rows.
@@ -39,8 +42,8 @@ Compute = Callable[[Array, Array, Array], Array]
 # The scope of operations along rows that the analysis of mixed rows (`_program.row_mixing`) passes
 # over: a sort that is undone, and places in messages of limited capacity, a limit for each device.
 ROWS_APART = "jaxzero_rows_apart"
-# The scope of what uses experts that are gathered, followed by their number, and by the bytes that
-# would enter a device each time that the tokens of the call are sent (`_plan.gathered_experts`).
+# The scope of operations that use gathered experts, followed by the number of experts, and by the
+# bytes that enter a device each time the call's tokens are sent (`_plan.gathered_experts`).
 GATHERED_EXPERTS = "jaxzero_gathered_experts"
 
 
@@ -57,29 +60,31 @@ def exchange_tokens(
     """Send tokens to the devices that have their experts, compute there, and combine the results.
 
     Call it inside a loss for `zero.value_and_grad` or `zero.apply`, where a leaf of `jz.Ungathered`
-    has the experts of this device only. Where all experts are here (one device, or experts that are
-    gathered) nothing is sent, so that the same loss runs anywhere. Forward and backward are exact.
-    Each device of a node runs `compute` for all tokens of the node.
+    has the experts of this device only. If all experts are on this device (one device, or experts
+    that are gathered), nothing is sent, so that the same loss runs anywhere. Forward and backward
+    are exact. Each device of a node runs `compute` for all tokens of the node.
 
     Args:
-        compute: `compute(rows, group_sizes, row_weights)`, of rows `[m, d]` sorted by expert, of
-            which the first `group_sizes[0]` are for this device's first expert, and so on,
-            `group_sizes` being `[num_local]`, int32, as `jax.lax.ragged_dot` takes it. It returns
-            `[m, d_out]`: what the experts make of rows, times `row_weights`, `[m]`. Rows after the
-            last group are 0, and what they become is not read. `models.apply_by_group` does it.
-        tokens: `[t, d]`, those of this device.
+        compute: a function `compute(rows, group_sizes, row_weights)`. `rows` is `[m, d]`, sorted by
+            expert: the first `group_sizes[0]` rows are for this device's first expert, and so on.
+            `group_sizes` is `[num_local]`, int32, as `jax.lax.ragged_dot` takes it, and
+            `row_weights` is `[m]`. The function returns the experts' results for the rows, times
+            `row_weights`, as `[m, d_out]`. Rows after the last group are 0, and their results are
+            not read. `models.apply_by_group` computes this.
+        tokens: `[t, d]`, the tokens of this device.
         experts: `[t, k]`, integers: the experts that each token chose, from 0 to `num_experts - 1`.
             Any other number, such as -1, is no choice, and adds 0 to the result.
-        weights: `[t, k]`, floats: the weight of each choice. Results are added in float32, or
-            wider if they are, and sent in the dtype that `compute` returns.
-        num_experts: of all devices together, from the model's config: with the number that this
-            device has, nothing would be sent, and choices beyond it would add 0.
-        num_local: experts that this device has: the size of the leaf's dim of experts.
+        weights: `[t, k]`, floats: the weight of each choice. Results are added in float32, or in a
+            wider dtype of their own, and sent in the dtype that `compute` returns.
+        num_experts: the number of experts of all devices together, from the model's config. If the
+            number on this device were given, nothing would be sent, and choices beyond it would add
+            0.
+        num_local: the number of experts of this device: the size of the leaf's dim of experts.
         capacity_factor: None sends all tokens. A number limits the rows that a device sends to each
-            device to so many times `t k / n`, the number with even choices among n devices; the
-            choices beyond, those of the last tokens, are dropped, and add 0 to the result. It
-            limits what is computed too: `m` is that times n, and otherwise `min(k, num_local)` for
-            each token of the node.
+            device to this number times `t k / n`, the rows if choices were even among n devices.
+            Choices of the last tokens that exceed the limit are dropped, and add 0 to the result.
+            The limit also bounds computation: `m` is the limit times n; without one, it is `min(k,
+            num_local)` for each token of the node.
 
     Returns:
         `(results, dropped)`: `[t, d_out]` in the dtype that `compute` returns, and the number of
@@ -165,7 +170,7 @@ def _check_devices(num_experts: int, num_local: int) -> None:
 
 
 def _entering_bytes(tokens: Any) -> int:
-    """Bytes that enter a device if all tokens of its node are sent to it."""
+    """Return the bytes that enter a device if all tokens of its node are sent to it."""
     try:
         return tokens.nbytes * (lax.axis_size(LOCAL) - 1)
     except NameError:  # outside of a step
@@ -175,10 +180,10 @@ def _entering_bytes(tokens: Any) -> int:
 def _own_choices(
     choices_nk: Int[Array, "n k"], weights_nk: Float[Array, "n k"], num_local: int
 ) -> tuple[Int[Array, "n m"], Float[Array, "n m"]]:
-    """The choices that are experts of this device, for all tokens of the node, and their weights.
+    """Return the choices, by all tokens of the node, of this device's experts, and their weights.
 
-    Choices count from this device's first expert; `num_local` marks one of another device. A token
-    has at most `num_local` of this device's experts, so `m = min(k, num_local)`.
+    Choices count from this device's first expert; `num_local` stands for an expert of another
+    device. A token has at most `num_local` of this device's experts, so `m = min(k, num_local)`.
     """
     if num_local > choices_nk.shape[1]:
         is_here = (choices_nk >= 0) & (choices_nk < num_local)
@@ -196,7 +201,7 @@ def _grouped(
     weights_nk: Float[Array, "n k"],
     num_local: int,
 ) -> Shaped[Array, "n d"]:
-    """Sum, for each token, the results of its experts on this device; `num_local` adds 0."""
+    """Sum, for each token, the results of its experts on this device; choice `num_local` adds 0."""
     num, k = choices_nk.shape
     choices_m = choices_nk.reshape(-1)
     with jax.named_scope(ROWS_APART):
@@ -252,7 +257,7 @@ def _with_capacity(
 
 
 def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
-    """Send the i-th part of the rows to device i."""
+    """Send part i of the rows to device i; return the received parts, in order of senders."""
     return lax.all_to_all(varying(x, LOCAL), LOCAL, 0, 0, tiled=True)
 
 
@@ -263,7 +268,7 @@ def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
 def _rows(
     x: Shaped[Array, "n d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
 ) -> Shaped[Array, "m d"]:
-    """Rows `order // k` of `x`; `order` is a permutation of `k` copies of each row."""
+    """Return rows `order // k` of `x`; `order` is a permutation of `k` copies of each row."""
     return x[order_m // k]
 
 
@@ -282,7 +287,7 @@ _rows.defvjp(_rows_forward, _rows_backward)
 def _sums(
     x: Shaped[Array, "m d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
 ) -> Shaped[Array, "n d"]:
-    """The sum of the `k` rows of each token, which are in the order of `_rows`."""
+    """Sum the `k` rows of each token; in `x` they are in the order that `_rows` gives."""
     return _sum_of_copies(x[inverse_m], k)
 
 
@@ -303,8 +308,8 @@ def _sent(
 ) -> Shaped[Array, "s d"]:
     """Fill each slot with row `pair // k` of `x`, or with 0 if its `pair` is out of range.
 
-    `pair_s` is the pair in each slot, and `slot_p` the slot of each pair, out of range if it has
-    none: the derivative reads by it.
+    `pair_s` is the pair in each slot. `slot_p` is the slot of each pair, out of range if the pair
+    has no slot; the derivative reads rows by it.
     """
     return _read(x, pair_s, k)
 
@@ -338,13 +343,13 @@ def _sum_of_copies(x: Shaped[Array, "m d"], k: int) -> Shaped[Array, "n d"]:
 
 @jax.custom_vjp
 def _gathered(x: Shaped[Array, "t d"]) -> Shaped[Array, "n d"]:
-    """The rows of all devices of the node."""
+    """All-gather the rows of all devices of the node."""
     return _all_rows(x)
 
 
 @jax.custom_vjp
 def _summed(x: Shaped[Array, "n d"]) -> Shaped[Array, "t d"]:
-    """Reduce-scatter over the devices of the node: the sums for this device's own tokens."""
+    """Reduce-scatter over the devices of the node: return the sums for this device's own tokens."""
     return _sum_over_devices(x)
 
 

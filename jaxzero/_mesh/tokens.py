@@ -1,9 +1,9 @@
 """The mesh axis `tokens`: neighbouring devices of a node that share the tokens of their rows.
 
 `node` and `local` split rows, and a program runs on each of their devices by itself. Devices along
-`tokens` run one such program together: the compiler (GSPMD) partitions it, from constraints on the
-dims of tokens. So arrays inside it are those of full rows, in value and in shape, and what a
-function computes does not depend on the axis.
+`tokens` run one such program together: the compiler (GSPMD) partitions it, guided by constraints on
+the dims of tokens. So inside the program an array has the values and the shape of full rows, and
+the results of a function do not depend on the axis.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def split_tokens(x: Shaped[Array, ...], dim: int = 1) -> Shaped[Array, ...]:
 
 
 def num_token_parts() -> int:
-    """The size of the axis `tokens`, where a program that has it is being traced; 1 elsewhere."""
+    """Return the size of the axis `tokens` of the program being traced; 1 without that axis."""
     mesh = jax.sharding.get_abstract_mesh()
     if TOKENS not in mesh.axis_names:
         return 1
@@ -82,18 +82,18 @@ def split_over_tokens(x: Any, dim: int | None) -> Any:
 
 
 def exchange_over_tokens(x: Any, dim: int | None, collective: str) -> Any:
-    """`split_over_tokens` of an array with another sharding, so that GSPMD sends it.
+    """Change how `x` is split over `tokens`, as `split_over_tokens` does, so that GSPMD sends it.
 
-    `collective` is the name of the collective that does so. It becomes a named scope of the
-    constraint, from which `exchange_of` reads it, in forward and for the transpose in backward,
-    which sends as many bytes.
+    `collective` is the name of the collective that GSPMD uses. It becomes a named scope of the
+    constraint. From that, `exchange_of` reads the name, both in forward and for the transpose in
+    backward, which sends as many bytes.
     """
     with jax.named_scope(f"{_EXCHANGE}{collective}"):
         return split_over_tokens(x, dim)
 
 
 def exchange_of(equation: Any) -> str | None:
-    """The collective of a constraint of `exchange_over_tokens`; None for other equations."""
+    """Return the collective that `exchange_over_tokens` named in an equation; None for others."""
     if equation.primitive.name != "sharding_constraint":
         return None
     found = re.search(f"{_EXCHANGE}([a-z-]+)", str(equation.source_info.name_stack))
@@ -101,10 +101,10 @@ def exchange_of(equation: Any) -> str | None:
 
 
 def weight_dim_of_tokens(shape: tuple[int, ...], other: int, num: int) -> int | None:
-    """The dim of a weight that is split over `num` devices along `tokens`.
+    """Return the dim of a weight that is split over `num` devices along `tokens`.
 
-    It is one of the dims of a matrix, the last two, but not `other`, which `node` and `local`
-    split. None: the weight is whole along `tokens`, since none of them is long and divides.
+    It is one of the last two dims, but not `other`, which `node` and `local` split. None if neither
+    dim is long enough and divides evenly: the weight is then whole along `tokens`.
     """
     last = range(max(len(shape) - 2, 0), len(shape))
     dims = [i for i in last if i != other and shape[i] >= MIN_FEATURES and shape[i] % num == 0]
@@ -120,8 +120,8 @@ def on_token_parts(function: Callable, in_dims: Any, out_dims: Any) -> Callable:
     Args:
         function: returns a tree of arrays.
         in_dims: a tuple of tree prefixes: the dim on which each argument is split, or None.
-        out_dims: a tree prefix: the dim on which results are joined; None: results are equal on all
-            devices along the axis.
+        out_dims: a tree prefix: the dim on which results are joined; None if results are equal on
+            all devices along the axis.
     """
 
     def specs(dims: Any) -> Any:
@@ -145,7 +145,7 @@ def whole_weight(x: Any) -> Any:
 
 
 def split_weight(x: Any, other: int) -> Any:
-    """A weight, or its shard, split over `tokens` as `weight_dim_of_tokens` says.
+    """Split a weight, or its shard, over `tokens` as `weight_dim_of_tokens` says.
 
     `other` is the dim that `node` and `local` split.
     """
@@ -154,7 +154,7 @@ def split_weight(x: Any, other: int) -> Any:
 
 
 def split_weight_gradient(x: Any, other: int) -> Any:
-    """The gradient of a full weight, summed over `tokens` into the parts of `split_weight`.
+    """Sum the gradient of a full weight over `tokens`, into the parts of `split_weight`.
 
     The first constraint is on the whole gradient, the second on its parts. With the second alone,
     the compiler gathers the activations of all tokens, and each device computes its part of the

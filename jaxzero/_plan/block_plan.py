@@ -18,7 +18,7 @@ from .param_uses import BlockUses, ShardedParam
 
 @dataclasses.dataclass(frozen=True)
 class GatherGroup:
-    """Weights that are gathered together, in one message where their dtypes allow it."""
+    """Weights that are gathered together, in one message for each dtype where possible."""
 
     gathers: tuple[Gather, ...]
     issues: tuple[int, ...]  # for each mesh axis, the operation before which it is sent
@@ -40,7 +40,7 @@ class GatherGroup:
 
 @dataclasses.dataclass(frozen=True)
 class ReduceGroup:
-    """Gradients that are reduced together, once the last of them is made."""
+    """Gradients that are reduced together, once the last of them has been computed."""
 
     values: tuple[Value, ...]
     at: int  # the operation that makes the last of these gradients
@@ -55,7 +55,7 @@ class ReduceGroup:
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """The plan of a loop's body, and of its prologue, the gathers of its first layers."""
+    """The plan of a loop: that of its body, and where the gathers of its first layers are sent."""
 
     body: BlockPlan
     issue: int  # the operation before which the prologue is sent
@@ -85,17 +85,18 @@ class LoopPlan:
 
     @property
     def updates_last_apart(self) -> bool:
-        """Whether the last iterations, with the remaining updates, run outside of the loop.
+        """Whether the last optimizer updates of a loop are done after it, in ticks of their own.
 
         See [Note: the last updates] in `emit_loop`.
         """
         return bool(self.updates and self.num_last)
 
     def leads(self, layer: ShardedParam) -> range:
-        """The iterations by which a layer is on the device before its use, least to most.
+        """Return how many iterations before its use a layer may be gathered, as a range.
 
-        A layer is encoded `num_hops` iterations ahead if it is prefetched, and otherwise in the
-        iteration that uses it.
+        The range runs from the smallest to the largest number among the groups that gather the
+        layer. A prefetched group is encoded `num_hops` iterations ahead, any other group in the
+        iteration itself.
         """
         distances = {
             self.body.num_hops if group.prefetched else 0
@@ -108,7 +109,7 @@ class LoopPlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity
 class BlockPlan:
-    """Which weights are gathered and gradients reduced together in a block, and when.
+    """Which weights of a block are gathered together, which gradients reduced together, and when.
 
     A block is a program or the body of a loop. `loops` has the plan of each loop in the block, by
     the index of the loop among the block's operations.
@@ -141,18 +142,19 @@ class BlockPlan:
 
     @property
     def num_hops(self) -> int:
-        """The number of axes that a weight is gathered over."""
+        """The number of mesh axes that a weight is gathered over."""
         return len(self.gather_axes)
 
     def hops(self, group: GatherGroup) -> list[int]:
-        """The axes that a group of weights is sent over; node slices are not sent over `node`."""
+        """Return the indices of the axes that a group is sent over; from slices, without `node`."""
         axes = enumerate(self.gather_axes)
         return [i for i, axis in axes if not (group.from_slices and axis == NODE)]
 
     def fetched(self, number: int) -> list[ShardedParam]:
-        """The weights of a group whose shards are copied from host memory, outside of loops.
+        """Return the weights of group `number` that it copies from host memory, outside of loops.
 
-        A node slice that an earlier group keeps (hpZ) is gathered from device memory.
+        Left out are weights whose node slice an earlier group keeps on the device (hpZ): they are
+        gathered from that slice.
         """
         group = self.gather_groups[number]
         if group.fetch is None:
@@ -164,11 +166,11 @@ class BlockPlan:
 
     @property
     def deferred_groups(self) -> list[int]:
-        """In a loop's body, the groups of gradients that later iterations reduce."""
+        """In a loop's body, the groups of gradients that a later iteration reduces."""
         return [i for i, group in enumerate(self.reduce_groups) if group.deferred]
 
     def deferred_values(self) -> frozenset[Value]:
-        """Values known only in a later iteration: deferred gradients, and values made of them."""
+        """Return the values that a later iteration makes: deferred gradients and their results."""
         deferred = {
             value for group in self.reduce_groups if group.deferred for value in group.values
         }

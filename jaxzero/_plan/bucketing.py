@@ -1,16 +1,17 @@
-"""Decide which weights or gradients share a collective: one group for each layer, where possible.
+"""Decide which weights, or which gradients, share a collective: those of one layer, where possible.
 
-Every collective has a fixed cost, so values are sent in groups. A group is a layer: the body of a
-loop, or, where a program or a body repeats itself, one repetition, found as the period in the
-sequence of shapes (`find_repetition`). Values before, between and after repetitions are joined up
-to the size of the largest layer or value, so that grouping does not raise the peak of live weights.
-`bucket_bytes` bounds every group of several values.
+Every collective has a fixed cost, so values are sent in groups of one layer. A layer is the body of
+a loop or, where a program or a body repeats itself, one repetition. Repetitions are found as the
+period in the sequence of the values' shapes (`find_repetition`). Values before, between and after
+repetitions are joined up to the size of the largest layer or value, so that grouping does not raise
+the peak of live weights. `bucket_bytes` bounds every group of several values.
 
 An irregular network repeats itself in small parts, such as the gains of two norms in a row. A
-repetition that is not worth a message (`_WORTH`) is no layer, and a group that is not is joined
-with a neighbour.
+repetition that is too small to be worth a message of its own (`_WORTH`) does not count as a layer.
+A group that is too small is joined with a neighbour.
 
-In a loop, the last group of gradients is reduced in the next iterations, if nothing else reads it.
+In a loop, the last group of gradients is reduced in the following iterations, if nothing else reads
+these gradients.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ def split_into_groups(
 
     Args:
         values: gathers or gradients.
-        signature: a key that is equal for two values with the same role in two layers, such as
-            shape and dtype.
-        num_bytes: size of a value.
+        signature: returns a key of a value. Keys are equal if two values have the same role in two
+            layers; a key may be made of shape and dtype.
+        num_bytes: returns the size of a value.
         bucket_bytes: most bytes of a group of several values; 0: each value by itself.
-        num_layers: layers in the body of the loop that all values belong to; 0: no loop. Of
-            one layer nothing is cut apart.
-        region: the region of a value, such as behind a loop. Groups of two regions are not
-            joined: one would wait for the other.
-        waits: whether a group is sent once its last value is there, and not before its first is
-            needed. Then a small value is not joined with a large group before it.
+        num_layers: the number of layers in a loop's body, if all values belong to it; 0: they
+            belong to no loop. If the body is one layer, it is not searched for repetitions.
+        region: returns the region of a value, such as the number of loops before it. Groups of two
+            regions are not joined, since the values of one would wait for those of the other.
+        waits: whether a group is sent once its last value is made (gradients), rather than before
+            its first value is needed (weights). Then a small group is not joined with a large one
+            before it, which would have to wait for it.
     """
     if not bucket_bytes:
         return [[value] for value in values]
@@ -82,10 +84,10 @@ def split_into_groups(
 def layers_of_body(
     values: Sequence[T], signature: Callable[[T], Hashable], num_bytes: Callable[[T], int]
 ) -> int:
-    """Count the layers in the body of a loop: repetitions that are nearly all of it.
+    """Count the layers in the body of a loop; 1 unless repetitions make up nearly all of it.
 
-    Each is large enough to be sent by itself, and has values of several roles: one layer may have
-    several equal matrices.
+    A repetition counts as a layer only if it is large enough to be sent by itself and has values of
+    several roles, because a single layer may also have several equal matrices in a row.
     """
     runs = _split_at_repetitions(values, signature, num_bytes, _LEAST_LAYER)
     sizes = [(sum(map(num_bytes, run)), is_repeated) for run, is_repeated in runs]
@@ -135,7 +137,7 @@ def _split_at_repetitions(
     num_bytes: Callable[[T], int],
     least: int,
 ) -> list[tuple[list[T], bool]]:
-    """Cut a sequence into repetitions (True), and the runs between them (False)."""
+    """Cut a sequence into its repetitions, marked True, and the runs between them, marked False."""
     if not values:
         return []
     found = find_repetition([*map(signature, values)], [*map(num_bytes, values)], least)
@@ -154,9 +156,9 @@ def _split_at_repetitions(
 def _fill(
     values: Sequence[T], num_bytes: Callable[[T], int], limit: int, worth: int = 0
 ) -> list[list[T]]:
-    """Join neighbours into groups of at most `limit` bytes; a larger value stays by itself.
+    """Join neighbouring values into groups of at most `limit` bytes; a larger one stays by itself.
 
-    With `worth`, a group that has this many bytes already is filled up to `_FULL` only.
+    With `worth`, a group that has reached `worth` bytes is filled up to `_FULL` bytes only.
     """
     groups: list[list[T]] = []
     filled = 0
@@ -180,7 +182,7 @@ def _without_small(
     region: Callable[[T], Hashable],
     waits: bool,
 ) -> list[list[T]]:
-    """Join groups that are not worth a message with a neighbour, within the limit."""
+    """Join each group of fewer than `worth` bytes with a neighbour, up to `limit` bytes."""
     joined: list[list[T]] = []
     for group in groups:
         last = joined[-1] if joined else []
@@ -208,13 +210,13 @@ def find_reduce_groups(
 ) -> list[ReduceGroup]:
     """Cut the reduced gradients of a block into groups, in the order in which they are made.
 
-    The layers in a loop's body, `num_layers`, get equal parts of their bytes: the gradients of a
-    layer are made in no certain order.
+    In a loop's body of `num_layers` layers, each group gets an equal share of the bytes, since the
+    program makes the gradients of a layer in no fixed order.
     """
     makers = {value: i for i, op in enumerate(block.operations) for value in op.outputs}
 
     def made(value: Value) -> int:
-        """The operation that makes a value, or what it is a view of."""
+        """Return the index of the operation that computes a value, or the source of a view."""
         at = makers.get(value, -1)
         operation = block.operations[at] if at >= 0 else None
         is_view = operation and operation.view() is not None and operation.source in makers
@@ -264,10 +266,10 @@ def find_reduce_groups(
 def _last_deferred(
     block: Block, gradients: BlockGradients, reduces: list[ReduceGroup]
 ) -> list[ReduceGroup]:
-    """Defer the last group of gradients in a loop's body to the next iteration.
+    """Mark the last group of gradients in a loop's body as reduced in the next iteration.
 
-    Nothing is deferred if an operation combines gradients of that group with others, since these
-    would be reduced in different iterations.
+    No group is marked if an operation combines gradients of that group with values outside of it:
+    the two would be reduced in different iterations.
     """
     if not reduces:
         return reduces

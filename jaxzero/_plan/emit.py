@@ -1,11 +1,14 @@
-"""Emit the list of instructions that a `BlockPlan` stands for: the whole order of a block.
+"""Turn a `BlockPlan` into a list of instructions, which fixes the order of everything in a block.
 
-The operations run in their own order. Gathers are emitted where their group's `issues` say. A
-bucket of gradients is encoded once its last gradient is made; it goes over its first axis at the
-next tie to another value, over the second one tie later, and its gradients pass through the tie
-after that (see [Note: ties]). Where several buckets are completed between two ties, because weights
-were sent early, each of them sends the earlier ones over their next axis. A deferred group of a
-loop's body is encoded, and reduced in later ticks (`_reduce_early`, `emit_loop`).
+The operations run in the order of the program. A gather is sent before the operation that its
+group's `issues` name.
+
+A bucket of gradients is encoded once its last gradient is made. It is reduced over its first axis
+at the next tie to another value, and over its second axis one tie later; its gradients pass through
+the tie after that (see [Note: ties]). Several buckets may be completed between two ties, because
+weights were sent early; then the completion of each bucket sends the earlier buckets over their
+next axis. A deferred group of a loop's body is encoded, and reduced in later ticks
+(`_reduce_early`, `emit_loop`).
 """
 
 from __future__ import annotations
@@ -46,12 +49,13 @@ _emitted: weakref.WeakKeyDictionary[BlockPlan, dict[bool, tuple[Instruction, ...
 
 
 def instructions_of(plan: BlockPlan, *, in_pipeline: bool = False) -> tuple[Instruction, ...]:
-    """The instructions of a block, in order.
+    """Return the instructions of a block, in order.
 
     Args:
         plan: the plan of the block.
-        in_pipeline: whether it is the body of a pipelined loop. What the loop adds for each
-            iteration (`pipeline`) is not in the list.
+        in_pipeline: whether the block is the body of a pipelined loop. The instructions that a loop
+            adds for each iteration, such as copies of its layers, are not in the list (see
+            `pipeline`).
     """
     known = _emitted.setdefault(plan, {})
     if in_pipeline not in known:
@@ -60,7 +64,7 @@ def instructions_of(plan: BlockPlan, *, in_pipeline: bool = False) -> tuple[Inst
 
 
 def deferred_instructions(plan: BlockPlan, lag: int) -> tuple[Instruction, ...]:
-    """The instructions, `lag` ticks later, that take the gradients out of deferred groups."""
+    """Return the instructions, of lag `lag`, that take the gradients out of deferred groups."""
     emitter = _Emitter(plan, True)
     emitter.at = len(plan.block.operations)
     for group in plan.deferred_groups:
@@ -70,7 +74,7 @@ def deferred_instructions(plan: BlockPlan, lag: int) -> tuple[Instruction, ...]:
 
 
 class _Emitter:
-    """The state of a block while its instructions are emitted."""
+    """The state of a block while its instructions are emitted one operation after the other."""
 
     def __init__(self, plan: BlockPlan, in_pipeline: bool):
         self.plan = plan
@@ -129,7 +133,7 @@ class _Emitter:
         return tuple(self.done)
 
     def _finish_loss(self) -> None:
-        """Let backward wait for the loss."""
+        """Emit the barrier that makes backward wait for the loss, if its place is here."""
         loss, before = self.plan.block.outputs[0], self.plan.loss_before
         if before is None or self.at != before[0]:
             return
@@ -150,7 +154,7 @@ class _Emitter:
         for i in sorted(first):
             self._decode(i)
         loops = {i: x for i, x in self.plan.loops.items() if self._starts(x)}
-        # What is needed first is sent first.
+        # Messages that are needed first are sent first.
         for i, group in groups:
             if not loops or group.at <= min(loops):
                 self._send(i, group)
@@ -167,11 +171,11 @@ class _Emitter:
                 self._decode(i)
 
     def _starts(self, loop: LoopPlan) -> bool:
-        """Whether the prologue of a loop is sent before the current operation."""
+        """Return whether a loop's first gathers are sent before the current operation."""
         return loop.issue == self.at and loop.is_pipelined and loop.continues is None
 
     def _send(self, number: int, group: GatherGroup) -> None:
-        """Encode a group, and send it over each axis whose place is before this operation."""
+        """Emit the encoding and the sends of a group that are due before the current operation."""
         for axis, issue in enumerate(group.issues):
             if issue != self.at:
                 continue
@@ -231,7 +235,7 @@ class _Emitter:
             self.done.append(Delay(at=self.at, constant=self._constants[target], value=scattered))
 
     def _make(self, value: Value) -> None:
-        """Take note that a value has been made; a group of gradients may be complete by it."""
+        """Record that a value has been made; encode its group of gradients if this completes it."""
         group = self._group_of.get(value)
         if group is None:
             self._store(value)
@@ -260,7 +264,7 @@ class _Emitter:
             self.finish(group)
 
     def _store(self, value: Value) -> None:
-        """Take note of a value, and run the operations on shards that waited only for it."""
+        """Record that a value is available, and run operations on shards that waited for it."""
         waiting = [value]
         while waiting:
             value = waiting.pop()
@@ -277,7 +281,7 @@ class _Emitter:
     # Gradients.
 
     def _is_reduced(self, group: int) -> bool:
-        """Whether a `Reduce` of a group is emitted; in a pipeline, of the iteration before."""
+        """Return whether a group's `Reduce` is listed; in a pipeline, the previous iteration's."""
         return any(isinstance(x, Reduce) and x.group == group for x in self.done)
 
     def _num_axes(self, group: int) -> int:
@@ -286,8 +290,8 @@ class _Emitter:
     def _reduce_in_flight(self, tie: Value | None = None) -> None:
         """Reduce every group in flight over its next axis.
 
-        Over the first axis a group is sent as soon as it is encoded, and the value exists that its
-        plan names; over others once `tie` exists.
+        A group is sent over its first axis once it is encoded and the value that its plan names
+        (`after`) exists, and over each further axis once `tie` exists.
         """
         for i, (group, done) in enumerate(self._in_flight):
             wanted = None if done else self.plan.reduce_groups[group].after
@@ -299,9 +303,9 @@ class _Emitter:
                 self._in_flight[i] = group, done + 1
 
     def _reduce_early(self, pin: Value) -> None:
-        """Reduce the groups in flight over their first axis, before a reader of `pin` runs.
+        """Reduce the groups in flight over their first axis, before any operation that reads `pin`.
 
-        In a pipelined loop these are the deferred groups of the iteration before.
+        In a pipelined loop these are the deferred groups of the previous iteration.
         """
         if self._in_pipeline:
             groups = tuple(x for x in self.plan.deferred_groups if not self._is_reduced(x))
@@ -324,7 +328,7 @@ class _Emitter:
         self._finished.extend(self.plan.reduce_groups[group].values)
 
     def take_reduced(self) -> tuple[Value, ...]:
-        """The gradients whose reduction has ended since the last call."""
+        """Return the gradients whose reduction has ended since the last call."""
         ended = [group for group, done in self._in_flight if done == self._num_axes(group)]
         self._in_flight = [x for x in self._in_flight if x[0] not in ended]
         for group in ended:
@@ -342,9 +346,10 @@ class _Emitter:
     # Ties.
 
     def _tie(self, value: Value | None) -> Tie | None:
-        """Make a tie to `value`; None if the value does not exist yet.
+        """Return a tie to `value`; None if the value does not exist yet.
 
-        The first tie to a value sends the groups in flight over their next axis before it.
+        If this is the first tie to `value`, the groups in flight are sent over their next axis
+        before it.
         """
         if value is None or value not in self._known:
             return None
@@ -356,11 +361,11 @@ class _Emitter:
         return self._tied(value, start, reduced)
 
     def _tie_loop(self) -> Tie:
-        """The tie before a loop: groups in flight are reduced over their next axis before it.
+        """Return the tie before a loop; groups in flight go over their next axis before it.
 
-        They go on over the last axis after the loop. A group is much smaller after its first axis.
-        Without the barrier, XLA may keep the larger ones until the loop, which may take long, has
-        ended.
+        They are reduced over their last axis after the loop. A group is much smaller after its
+        first axis, and without the barrier XLA may hold the groups at their larger size until the
+        loop, which may take long, has ended.
         """
         start = len(self.done)
         self._reduce_in_flight()

@@ -1,8 +1,8 @@
-"""Emit the pipeline of a loop: the instructions of its body, and those that connect iterations.
+"""Emit the instructions of a pipelined loop: those of its body, and those that connect iterations.
 
-Gathers are ahead of the iteration that needs them, reductions behind the one that makes the
-gradients, each by one tick for each mesh axis. Copies from host memory are ahead of gathers, copies
-to it behind reductions.
+Gathers run ahead of the iteration that uses the weights, and reductions run behind the iteration
+that makes the gradients, each by one tick for each mesh axis. Copies from host memory run ahead of
+gathers, and copies to host memory behind reductions.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def pipeline_of(
     host_rows: tuple[int, ...] = (),
     copies_wait: bool = False,
 ) -> Pipeline:
-    """The pipeline of a loop.
+    """Return the pipeline of a loop: the instructions of one tick, with their lags.
 
     Args:
         plan: the plan of the loop.
-        loop: the loop.
-        uses: the uses of weights in it.
-        goes_on: whether another loop continues with its gathers.
-        in_host: the weights that its iterations copy from host memory.
-        host_rows: the stacks that the program scans in host memory, by index.
-        copies_wait: whether copies to and from stacks that the loop updates wait for a product in
+        loop: the loop, an operation of the program.
+        uses: how the loop uses weights.
+        goes_on: whether the next loop takes over the gathers in flight at the end of this one.
+        in_host: the weights whose shards each iteration copies from host memory.
+        host_rows: the indices of the stacks that the program scans and that lie in host memory.
+        copies_wait: whether copies to and from stacks that the loop updates wait for products in
             the middle of the body ([Note: write, then fetch] in `_execute.ticks`).
     """
     emitter = _LoopEmitter(plan, loop, uses, tuple(in_host), host_rows, copies_wait)
@@ -67,7 +67,7 @@ def pipeline_of(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _LoopEmitter:
-    """Emits the instructions of one tick."""
+    """Emits the instructions of one tick of a loop."""
 
     plan: LoopPlan
     loop: Loop
@@ -82,10 +82,10 @@ class _LoopEmitter:
 
     @property
     def _age(self) -> int:
-        """The number of ticks from the making of deferred gradients to their use.
+        """The number of ticks from making a deferred gradient to using it.
 
-        They go to host memory one tick after they are reduced, so that the copy overlaps with all
-        of an iteration, and so does the last reduction.
+        Gradients that go to host memory, or update a leaf, are used one tick after their last
+        reduction, so that both the copy and the reduction overlap with a whole iteration.
         """
         body = self.plan.body
         axes = (len(body.reduce_groups[x].axes) for x in body.deferred_groups)
@@ -93,7 +93,7 @@ class _LoopEmitter:
 
     @property
     def kept_ahead(self) -> tuple[ShardedParam, ...]:
-        """The weights whose node slices are made in an earlier iteration than the one of use."""
+        """The weights whose node slices are made in an iteration before the one that uses them."""
         groups = (x for x in self.plan.body.gather_groups if x.prefetched)
         ahead = {gather.weight for group in groups for gather in group.gathers if gather.keeps}
         return tuple(x for x in self._kept if x in ahead)
@@ -144,9 +144,10 @@ class _LoopEmitter:
             yield JoinCopies(at=end)
 
     def _fetches(self) -> Iterator[Instruction]:
-        """Copies from host memory: `window` ticks before the shards are encoded for the first time.
+        """Yield the copies of shards from host memory, `window` ticks before they are encoded.
 
-        They are the end of a tick; where an iteration copies its own shards, they are its start.
+        A copy for a later iteration stands at the end of a tick; a copy for the same iteration
+        stands at the start of the tick.
         """
         for weight in self.in_host:
             lag = -(self.plan.leads(weight)[-1] + self.plan.window)
@@ -154,7 +155,7 @@ class _LoopEmitter:
             yield FetchShards(at=at, lag=lag, weight=weight, when=when)
 
     def _reduce_deferred(self, done: set[tuple[int, int]]) -> Iterator[Instruction]:
-        """Reduce deferred groups over one axis in each tick, except what is `done` before."""
+        """Yield the reductions of deferred groups, one axis in each tick, without those `done`."""
         body = self.plan.body
         for group in body.deferred_groups:
             for axis in range(len(body.reduce_groups[group].axes)):
@@ -162,11 +163,11 @@ class _LoopEmitter:
                     yield Reduce(at=self._end, lag=axis + 1, group=group, axis=axis)
 
     def _use_deferred(self, outputs: list[int]) -> Iterator[Instruction]:
-        """Collect the deferred outputs, or update with them.
+        """Yield the instructions that stack deferred outputs, or update leaves with them.
 
-        [Note: the last updates] If the loop's last tick runs outside of the loop, it also copies
-        the layers of all updates that are left from host memory, and near its end does the update
-        of the iteration whose gradient is reduced by then. Ticks after it compute nothing that
+        [Note: the last updates] If the last tick of a loop runs outside of it, that tick copies
+        from host memory the layers of all updates that are still to be done. Near its end it also
+        does the update whose gradient is reduced by then. The ticks after it compute nothing that
         could hide these copies.
         """
         age, length, end = self._age, self.loop.length, self._end
@@ -192,7 +193,7 @@ class _LoopEmitter:
         yield from self._used(outputs, age, range(early, length))
 
     def _used(self, outputs: list[int], lag: int, iterations: range | None) -> list[Instruction]:
-        """Take the deferred outputs of some iterations, and collect them or update with them."""
+        """Return instructions that stack the outputs of some iterations, or update with them."""
         when = self._writes_after if lag < self._age else None
         uses: list[Instruction] = [*deferred_instructions(self.plan.body, lag)]
         uses += [Output(at=self._end, lag=lag, output=i) for i in outputs]
@@ -206,12 +207,12 @@ class _LoopEmitter:
 
     @functools.cached_property
     def _fetches_after(self) -> Value | None:
-        """The value that copies from a stack which the loop updates wait for; None: they do not."""
+        """The value after which layers are copied from stacks that the loop updates, or None."""
         return known_after(self.plan.body, 1 / 4, in_any_order=True) if self.copies_wait else None
 
     @functools.cached_property
     def _writes_after(self) -> Value | None:
-        """The value that the last tick's copy to a stack which the loop updates waits for.
+        """The value after which the last tick copies layers to stacks that the loop updates.
 
         It exists after 5/6 of the body's work: with 3/4, earlier copies would have to end sooner,
         and the step would wait for them 1.1 ms longer (Llama-7B, ZeRO-3, 2 x 8 H200, predicted).

@@ -1,17 +1,20 @@
-"""Mark gradients that are final once reduced, and those that loops add to sums.
+"""Mark the gradients that need no arithmetic after their reduction, and those that loops sum up.
 
-A gradient is final if nothing but casts follows its reduction; the casts are delayed until its mean
-is taken. A final gradient is divided where it is reduced, which a loop does one layer in each
-iteration: the loop's stack is then the gradient that the step returns, in the dtype of the leaf,
-and no stack of sums exists beside it. Gradients in host memory must be divided there, since a host
-array cannot be computed with. A loop copies them one layer in each iteration, or updates a layer of
-the leaf with it. Outside of loops a bucket is divided as a whole, if all of its gradients are
-final. Any other gradient is divided, or copied, at the end of the step, in a pass over memory of
-its own: the barrier between keeps XLA from fusing the division with the reduction.
+A gradient is final if the program only casts it after its reduction; the casts are delayed until
+its mean is taken. A final gradient is divided (sum to mean) where it is reduced. In a loop that is
+one layer in each iteration: the loop's stack is then the gradient that the step returns, in the
+dtype of the leaf, and no stack of sums exists beside it. A gradient in host memory must be divided
+before it is copied there, since host arrays cannot be computed with. A loop copies such a gradient
+one layer in each iteration, or updates one layer of the leaf with it. Outside of loops a bucket is
+divided as a whole, if all of its gradients are final.
 
-[Note: sums in place] A loop inside another one, such as the layers of a micro-batch, makes a stack
-of gradients, which the outer loop adds to a sum that it carries. The inner loop adds each layer to
-the sum's layer instead, so that the stack does not exist beside the sum.
+Any other gradient is divided, or copied, at the end of the step. That is one more pass over memory,
+because the barrier in between keeps XLA from fusing the division with the reduction.
+
+[Note: sums in place] A loop inside another one, such as the loop over layers inside the loop over
+micro-batches, makes a stack of gradients, which the outer loop adds to a sum that it carries. The
+inner loop adds each layer to the sum's layer instead, so that the stack does not exist beside the
+sum.
 """
 
 from __future__ import annotations
@@ -30,17 +33,17 @@ def mark_final_gradients(
     in_host: Collection[int],
     updates: Mapping[int, int],
 ) -> BlockPlan:
-    """Mark stacks of gradients that loops at the top level make, and other reduced gradients.
+    """Mark the final gradients of a program: stacks that its loops make, and other final ones.
 
-    A reduced gradient, and each cast between it and the output, is read once (`find_reduces`), so
-    it may be divided or moved to host memory without changing another result.
+    A reduced gradient, and each cast between it and the output, is read only once (`find_reduces`),
+    so dividing it or moving it to host memory changes no other result.
 
     Args:
         plan: the plan of the full program.
-        leaves: the outputs of the program that are final gradients: their indices, and the leaves
-            that they belong to.
-        in_host: those of them that are copied to host memory.
-        updates: those of them whose leaves a loop may update, with the indices of these leaves.
+        leaves: for each output of the program that is a final gradient, its index and its leaf.
+        in_host: the indices of those outputs that are copied to host memory.
+        updates: the indices of those outputs whose leaves a loop may update, each with the index of
+            the leaf.
     """
     makers = {
         value: index for index, op in enumerate(plan.block.operations) for value in op.outputs
@@ -85,7 +88,7 @@ def mark_final_gradients(
 
 
 def mark_sums(plan: BlockPlan) -> BlockPlan:
-    """Let loops add their stacks of gradients to the sums of the block around, in all blocks.
+    """Let inner loops add their stacks of gradients to the sums that the loops around them carry.
 
     See [Note: sums in place].
     """
@@ -131,7 +134,7 @@ def _marked(
 
 
 def _before_casts(plan: BlockPlan, makers: Mapping[Value, int], atom: Atom) -> Atom:
-    """The value that `atom` is a cast of, or `atom`; the casts run on reduced shards."""
+    """Return the value that `atom` is a cast of, or `atom`; those casts run on reduced shards."""
     while isinstance(atom, Value) and makers.get(atom) in plan.gradients.on_shards:
         operation = plan.block.operations[makers[atom]]
         source = operation.source

@@ -1,8 +1,9 @@
-"""Experts that are gathered where their tokens would be fewer bytes: a line of the printed plan.
+"""Find experts whose weights are gathered although sending tokens to them would take fewer bytes.
 
-`jz.exchange_tokens` leaves a scope in the program where all experts of a call are on the device,
-with their number and the bytes for tokens (`GATHERED_EXPERTS`). The weights that are used in such a
-scope, and whose first dim has that size there, are the experts.
+The printed plan has a line for them. Where all experts of a `jz.exchange_tokens` call are on the
+device, the call leaves a scope in the program with the number of experts and the bytes that tokens
+would take (`GATHERED_EXPERTS`). The experts are those weights that are used in such a scope and
+whose first dim is as large as the number of experts.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ _AGAIN = "rematted_computation"  # the scope of `jax.checkpoint`
 
 @dataclasses.dataclass(frozen=True)
 class GatheredExperts:
-    """Experts whose weights are gathered, and the bytes of tokens with `jz.Ungathered`.
+    """Gathered experts, with the bytes of gathering them and of sending tokens instead.
 
     Attributes:
         names: the names of the leaves.
-        weights: bytes that enter a device over `local` in a step for these leaves and gradients.
-        tokens: what they would be for tokens and results, forward and backward.
+        weights: bytes that enter a device over `local` in a step for the gathers of these leaves
+            and the reductions of their gradients.
+        tokens: bytes that would enter it for tokens and results with `jz.Ungathered`, forward and
+            backward.
     """
 
     names: tuple[str, ...]
@@ -44,12 +47,15 @@ class GatheredExperts:
 def find_gathered_experts(
     plan: BlockPlan, transfers: Sequence[Transfer], microbatches: int
 ) -> list[GatheredExperts]:
-    """The gathered experts of a plan, if sending tokens takes fewer bytes; else an empty list.
+    """Find the gathered experts of a plan; none if sending tokens would take as many bytes or more.
 
     Args:
-        plan: of a step, or of a micro-batch.
+        plan: the plan of a step, or of a micro-batch.
         transfers: the collectives of the step.
         microbatches: the number of micro-batches in the step.
+
+    Returns:
+        A list of one entry for all experts, or an empty list.
     """
     names = dict.fromkeys(_names(plan))
     sent = [x for each in transfers for x in each.by_leaf() if _leaf(x.name) in names]
@@ -64,7 +70,7 @@ def _leaf(name: str) -> str:
 
 
 def _names(plan: BlockPlan) -> Iterator[str]:
-    """The names of the experts that a block uses, in loops too."""
+    """Yield the names of the gathered experts that a block and its loops use."""
     for use in plan.uses.uses:
         if use.index < len(plan.block.operations) and use.view.shape:
             found = _SCOPE.search(_scope(plan.block.operations[use.index]))
@@ -75,10 +81,11 @@ def _names(plan: BlockPlan) -> Iterator[str]:
 
 
 def _bytes_of_tokens(plan: BlockPlan, is_trained: bool) -> int:
-    """Bytes that would enter a device if the tokens of a block's exchanges were sent.
+    """Return the bytes that would enter a device if a block sent tokens to the experts instead.
 
-    Each exchange contains one sort, by which it is counted. Forward sends tokens and results, and
-    backward the cotangents of both; forward that `jax.checkpoint` computes again sends tokens only.
+    Exchanges are counted by the one sort that each contains. Forward sends tokens and results, and
+    backward sends the cotangents of both. A forward pass that `jax.checkpoint` repeats sends tokens
+    only.
     """
     total = 0
     for operation in plan.block.operations:

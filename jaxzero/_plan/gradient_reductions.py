@@ -5,16 +5,16 @@ commutes with operations that move elements, with zero padding and with addition
 
     reduce(pad(x) + y) = pad(reduce(x)) + reduce(y).
 
-The search starts at the outputs and moves each reduction back over such operations where that
-saves memory or bytes: into the body of a loop, which otherwise stacks full gradients; before the
-padding of a slice's gradient to the size of the stack; and before a widening cast, where 16 bits
-carry the same values. The operations that a reduction was moved over then run on shards.
+The search starts at the outputs and moves each reduction back over such operations where that saves
+memory or bytes: into the body of a loop, which otherwise stacks full gradients; before the padding
+of a slice's gradient to the size of the stack; and before a widening cast, where 16 bits carry the
+same values. The operations that a reduction was moved over then run on shards.
 
 The gradient of a loop's constant is a sum that the loop carries. Where the sums of a loop take too
-much memory (`held_by_loops`), their terms are reduced in each iteration, and summed as shards. A
-loop may go on with the sum of an earlier one.
+much memory (`held_by_loops`), each iteration reduces its terms, and the loop carries a sum of
+shards. A later loop may go on adding to the sum of an earlier loop.
 
-Legend: `below` an operation means on its inputs, `above` it on its output.
+Legend: a reduction `below` an operation is done on its inputs, one `above` it on its output.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockGradients:
 
 
 class _Gain(enum.IntEnum):
-    """The gain of reducing an operation's input in place of its output, in ascending order."""
+    """What is gained by reducing an operation's input instead of its output, in ascending order."""
 
     NONE = 0  # nothing: reduce above it
     CHEAPER = 1  # bytes: the input is narrower
@@ -72,7 +72,7 @@ def find_reduces(
     loop_constant_bytes: int | None = None,
     sums: Mapping[int, CarriedSum] | None = None,
 ) -> BlockGradients:
-    """Choose where each output is reduced: as early in the program as saves memory or bytes.
+    """Choose where the gradient in each output is reduced: as early as that saves memory or bytes.
 
     Args:
         block: the program, or a loop's body.
@@ -124,11 +124,11 @@ class _Search:
         self._sums: dict[int, dict[int, CarriedSum]] = {}  # by loop
 
     def only_use(self, atom: Atom) -> bool:
-        """Whether a value is read once and is not a view: a second reader would need it in full."""
+        """Return whether a value is read only once, so that nothing else needs it in full."""
         return self.num_reads[atom] == 1 and atom not in self.views
 
     def place(self, value: Value, reduce_spec: ReduceSpec) -> None:
-        """Reduce `value` where it is made, or the inputs of the operation that makes it."""
+        """Reduce `value` where it is made, or move its reduction to inputs of that operation."""
         if self._gain(value, reduce_spec.layout) == _Gain.NONE:
             self.reduces[value] = dataclasses.replace(
                 reduce_spec, shape=value.shape, dtype=value.dtype
@@ -159,14 +159,14 @@ class _Search:
         self.place(below[0], dataclasses.replace(reduce_spec, layout=below[1]))
 
     def place_sum(self, carried: CarriedSum, reduce_spec: ReduceSpec) -> None:
-        """Reduce the terms of a carried sum, which then is a sum of shards."""
+        """Reduce the terms of a sum that a loop carries, so that it carries a sum of shards."""
         self.on_shards.update(dict.fromkeys(carried.additions))
         self.shard_sums[carried.before] = reduce_spec
         for term in carried.terms:
             self.place(term, reduce_spec)
 
     def sums(self, index: int) -> dict[int, CarriedSum]:
-        """The carried sums of loop `index` whose terms are reduced, by index of the output."""
+        """Return the carried sums of loop `index` whose terms are reduced, by index of output."""
         if index not in self._sums:
             loop = self.operations[index]
             assert isinstance(loop, Loop)
@@ -179,7 +179,7 @@ class _Search:
         return self._sums[index]
 
     def _starts_sum(self, atom: Atom) -> bool:
-        """Whether a sum of shards can start from an atom: from zero, or from another such sum."""
+        """Return whether a sum of shards can start from `atom`: from zero, or another such sum."""
         if self._is_zero(atom):
             return True
         index, operation = (
@@ -193,7 +193,7 @@ class _Search:
         return is_zero(atom, self.block.makers)
 
     def _terms(self, value: Value) -> tuple[list[Value], list[int]]:
-        """The terms of the sum `value`, and the indices of the additions that it is made of.
+        """Return the terms of the sum `value`, and the indices of the additions that compute it.
 
         Nested additions are opened in a loop, without recursion: a weight that is used a thousand
         times has a chain of a thousand.
@@ -213,7 +213,7 @@ class _Search:
         return terms, additions
 
     def _gain(self, value: Value, layout: DimSharding) -> _Gain:
-        """The gain of reducing what `value` is made from in its place; `layout` is its split."""
+        """Return the gain of reducing the inputs of `value` instead; `layout` is its split."""
         if value not in self.maker or not self.only_use(value):
             return _Gain.NONE
         _, operation = self.maker[value]
@@ -240,7 +240,7 @@ class _Search:
 
 
 def _most_at_once(body: Block, carried: CarriedSum) -> int:
-    """Bytes of a sum's largest term; of a stack that an inner loop makes, one layer counts."""
+    """Return the bytes of a sum's largest term, where a stack of an inner loop is one layer."""
     layers: dict[Value, int] = {}
     for operation in body.operations:
         source = operation.source
@@ -252,7 +252,7 @@ def _most_at_once(body: Block, carried: CarriedSum) -> int:
 
 
 def _own_gain(operation: Operation) -> _Gain:
-    """The gain of reducing the input of this operation, without that of operations before it."""
+    """Return the gain of moving a reduction over this operation alone."""
     op = operation.view()
     if isinstance(op, movable_ops.Pad):
         return _Gain.SMALLER
@@ -269,7 +269,7 @@ def _narrows(operation: Operation) -> bool:
 
 
 def _below(operation: Operation, layout: DimSharding) -> tuple[Value, DimSharding] | None:
-    """The input that can be reduced in place of the output, and its layout; None if none can be."""
+    """Return the input to reduce instead of the output, and its layout; None if none can be."""
     op, source = operation.view(), operation.source
     if op is None or source is None or isinstance(op, movable_ops.Slice):
         return None

@@ -1,11 +1,12 @@
-"""Decide what a loop holds in full, and what its body gathers or reduces in each iteration.
+"""Decide whether a loop holds its constants in full, or gathers and reduces in each iteration.
 
-A weight that enters a loop as a constant can be gathered before the loop and held to its end, or in
-every iteration just before its use. Likewise, reverse-mode differentiation sums the gradient of a
-constant in the loop's carry; that sum can be held in full and reduced after the loop, or each term
-can be reduced in its iteration and summed as a shard. The second way takes the memory of a layer
-instead of that of all constants, and sends their bytes in each iteration instead of once. So the
-weights of a recurrent cell are held; those of a model in a loop over micro-batches are not.
+A weight that enters a loop as a constant can be gathered before the loop and held to its end, or
+gathered in every iteration just before its use. Likewise, reverse-mode differentiation sums the
+gradient of a constant in the loop's carry. That sum can be held in full and reduced after the loop,
+or each iteration can reduce its term and add it as a shard. Holding takes the memory of all
+constants, and sends their bytes once. Gathering or reducing in each iteration takes the memory of
+one layer, and sends the bytes in each iteration. So the weights of a recurrent cell are held, and
+the weights of a model in a loop over micro-batches are not.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ WORK_PER_BYTE = 220
 
 
 def is_better_inside(loop: Loop, held_bytes: int, at_once: int, limit: int | None) -> bool:
-    """Whether the body of a loop gathers weights, or reduces gradients, in each iteration.
+    """Return whether a loop's body should gather weights, or reduce gradients, in each iteration.
 
     Args:
         loop: the loop, or a branch.
-        held_bytes: bytes of all weights that it would hold in full otherwise, or of all sums; for a
-            branch, of the weights of all branches.
-        at_once: the most of these bytes that one operation of the body needs. If this is half of
-            `held_bytes` or more, they are held: with one array in use and the next one in flight,
-            nothing would be saved.
+        held_bytes: bytes of all weights, or of all sums, that the loop would hold in full
+            otherwise; for a branch, of the weights of all branches.
+        at_once: the most of these bytes that one operation of the body needs. If they are half of
+            `held_bytes` or more, the answer is no: with one array in use and the next one in
+            flight, nothing would be saved.
         limit: the most bytes to hold. None: `HELD_BYTES`, and more where the body computes too
             little for collectives in each iteration to overlap with.
     """
@@ -44,9 +45,9 @@ def is_better_inside(loop: Loop, held_bytes: int, at_once: int, limit: int | Non
 
 
 def unchanged_inputs(loop: Loop) -> frozenset[Value]:
-    """The inputs of a loop's body that are the same in each iteration.
+    """Return the inputs of a loop's body that are the same in each iteration.
 
-    XLA would move a gather that is tied to one of them in front of the loop.
+    A gather must not be tied to one of them: XLA would move it in front of the loop.
     """
     constants = loop.body.inputs[: loop.num_constants]
     carry = loop.body.inputs[loop.num_constants :][: loop.num_carry]
@@ -55,16 +56,16 @@ def unchanged_inputs(loop: Loop) -> frozenset[Value]:
 
 
 def most_held(schedule: CommSchedule) -> int:
-    """The most bytes of weights that a loop or a branch holds from its start to its end.
+    """Return the most bytes of weights that a loop or a branch holds from its start to its end.
 
-    By default it may also hold more: see `is_better_inside`.
+    Without a limit in the schedule it may hold more than this: see `is_better_inside`.
     """
     limit = schedule.loop_constant_bytes
     return HELD_BYTES if limit is None else limit
 
 
 def limit_held(schedule: CommSchedule) -> CommSchedule:
-    """The limits on what a body holds between uses of weights that are constants of its loop."""
+    """Return the schedule with `live_bytes` of at most `most_held`, for a body that gathers."""
     limit = most_held(schedule)
     live_bytes = limit if schedule.live_bytes is None else min(limit, schedule.live_bytes)
     return dataclasses.replace(schedule, live_bytes=live_bytes)

@@ -2,8 +2,8 @@
 
 With hpZ (ZeRO++, https://arxiv.org/abs/2306.10209) each device keeps its node slice of every
 weight, and gathers the weight inside its node. The first gather of a weight crosses nodes in any
-case, so the slice is what it delivers over `node`; later gathers, in forward and backward, start
-from the slice. No gather of all slices has to come before the first layer.
+case, and its result over `node` is the slice. Later gathers, in forward and backward, start from
+the slice. No gather of all slices has to come before the first layer.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from .param_uses import BlockUses, LoopUses, ShardedParam
 
 
 def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> BlockPlan:
-    """Mark the first gather of each weight, at the top level or in a loop there.
+    """Mark the first gather of each weight, at the top level or in a loop there, to keep its slice.
 
-    All other gathers of the weight are sent after it, since they start from the slice.
+    All other gathers of the weight start from the slice, so they are sent after the first one.
 
     Args:
         plan: the plan of the full program.
-        weights: the weights whose node slices are to be kept. A weight for which that is not
-            possible (a layer that two loops inside a loop scan, for example) gets no mark, and none
-            that a loop gathers as a constant; `slices_kept_in_program` returns the marked ones.
+        weights: the weights whose node slices are to be kept. Two kinds get no mark: weights for
+            which it is not possible, such as a layer that two loops inside a loop scan, and weights
+            that a loop gathers as constants. `slices_kept_in_program` returns those with a mark.
     """
     all_weights, weights = weights, weights - _loop_constants(plan.uses)
     first: dict[ShardedParam, int] = {}
@@ -52,7 +52,7 @@ def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> Block
 
 
 def _with_starts(plan: BlockPlan) -> BlockPlan:
-    """Mark the groups that gather from node slices: all but those that make some."""
+    """Mark the groups that gather from node slices: all but the groups that make slices."""
     groups = (
         dataclasses.replace(group, from_slices=not any(x.keeps for x in group.gathers))
         for group in plan.gather_groups
@@ -93,7 +93,7 @@ def _in_order(plan: BlockPlan) -> BlockPlan:
 
 
 def _loop_constants(uses: BlockUses) -> set[ShardedParam]:
-    """The weights that loops gather as constants, in each iteration."""
+    """Return the weights that loops gather as constants, in each iteration."""
     found: set[ShardedParam] = set()
     for loop in uses.loops.values():
         found |= {*loop.constants} | _loop_constants(loop.body)
@@ -103,8 +103,9 @@ def _loop_constants(uses: BlockUses) -> set[ShardedParam]:
 def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
     """Mark the gather of `layer` in a loop's body as the one that keeps the node slice.
 
-    If a loop in the body scans `layer`, the gather is in that loop's body. The loop is returned
-    unchanged if `layer` is read in more than one place, or after operations on the whole layer.
+    If a loop in the body scans `layer`, the gather in that inner loop is marked. The plan is
+    returned unchanged if `layer` is read in more than one place, or if operations on the whole
+    layer come before its scan.
     """
     body = loop.body
     gathers = [x for group in body.gather_groups for x in group.gathers if x.weight is layer]
@@ -132,10 +133,10 @@ def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
 def _marked(
     group: GatherGroup, weights: set[ShardedParam], first: Mapping[ShardedParam, int]
 ) -> GatherGroup:
-    """Mark the gathers of `weights` that operation `first` of the weight needs.
+    """Mark those gathers of `weights` in a group that are at the weight's `first` operation.
 
-    The operation may need several slices of a weight; the first gather makes the node slice for
-    all, so a weight is taken out of `weights` once it is marked.
+    That operation may need several slices of a weight. The first gather makes the node slice for
+    all of them, so a weight is taken out of the set `weights` once it is marked.
     """
     gathers = []
     for x in group.gathers:
@@ -147,7 +148,7 @@ def _marked(
 
 
 def slices_kept_in_program(plan: BlockPlan) -> frozenset[ShardedParam]:
-    """The weights whose node slices a block makes when it first gathers them."""
+    """Return the weights for which a gather in a block, or in its loops, keeps the node slice."""
     here = {x.weight for group in plan.gather_groups for x in group.gathers if x.keeps}
     for index, loop in plan.loops.items():
         here |= _kept_in_loop(plan.uses.loops[index], loop)

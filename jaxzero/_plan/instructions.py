@@ -1,17 +1,18 @@
-"""The instructions of a block: each names what is done, with which bucket or operation, and where.
+"""The instructions of a block: each says what is done, with which bucket or operation, and where.
 
-`emit` turns a `BlockPlan` into a list of these; `_execute.block` has a handler for each kind, and
-`_execute.ticks` for those that only loops have. They decide nothing. The order of a list is the
-order in which a device's program is traced. XLA may change that order, except where a `Tie` or a
-pin, which become optimization barriers, holds it (see [Note: ties] in `ties`).
+`emit` turns a `BlockPlan` into a list of instructions. `_execute.block` has a handler for each
+kind, and `_execute.ticks` for the kinds that only loops have. Instructions leave nothing to decide.
+The order of the list is the order in which a device's program is traced. XLA may change that order,
+except where a `Tie` or a pin, which become optimization barriers, holds it (see [Note: ties] in
+`ties`).
 
 In a loop an instruction has a lag: in tick `t` it works on iteration `t - lag`. A weight that is
 gathered two iterations ahead of its use has lag -2, a gradient that is reduced one iteration later
 lag 1. `pipeline` derives from the lags what a loop carries.
 
-A group is an index into the plan's `gather_groups` or `reduce_groups`. An axis is an index into the
-mesh axes that a group is sent over, in order: for gathers `node`, then `local`; for reductions
-`local`, then `node`.
+Fields named `group` or `groups` are indices into the plan's `gather_groups` or `reduce_groups`. An
+axis is an index into the mesh axes that a group is sent over, in order: for gathers `node`, then
+`local`; for reductions `local`, then `node`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from .param_uses import ShardedParam
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One thing that a device does: a copy, a collective, an operation of the program.
+    """One thing that a device does: a copy, a collective, or an operation of the program.
 
     Attributes:
-        at: the operation of the block before which, or with which, it is done; the number of
-            operations for what is done after the last.
-        lag: in a loop, how many ticks after the operations of an iteration it is done for that
-            iteration; negative: before.
-        iterations: in a loop, those that it is done for; None: all of them.
+        at: index of the operation of the block before which, or with which, the instruction is
+            done; the number of operations for an instruction after the last one.
+        lag: in a loop, how many ticks after the operations of an iteration the instruction is done
+            for that iteration; negative: before them.
+        iterations: in a loop, the iterations that the instruction is done for; None: all.
     """
 
     at: int
@@ -42,7 +43,7 @@ class Instruction:
 
     @property
     def parts(self) -> Iterator[Instruction]:
-        """This instruction, with those of its tie before and after it."""
+        """Yield the instructions of its tie before it, itself, and those of its tie after it."""
         tie: Tie | None = getattr(self, "tie", None)
         if not isinstance(tie, Tie):
             yield self
@@ -54,15 +55,15 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Tie:
-    """A barrier: the operands of the instruction that has it exist only once other arrays do.
+    """A barrier before an instruction, which makes its operands wait until other arrays exist.
 
     Attributes:
-        value: an array of the program that they wait for; None at a loop.
-        before: done before the barrier.
-        reduced: gradients that pass through it too, after their last reduction.
-        copied: gradients that it waits for, until their copies are in host memory.
-        buckets: groups of gradients in flight that pass through it.
-        after: done after the barrier.
+        value: an array of the program that the operands wait for; None at a loop.
+        before: instructions done before the barrier.
+        reduced: gradients, after their last reduction, that also pass through the barrier.
+        copied: gradients whose copies to host memory the barrier waits for.
+        buckets: groups of gradients in flight that also pass through the barrier.
+        after: instructions done after the barrier.
     """
 
     value: Value | None
@@ -95,9 +96,10 @@ class Encode(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Send(Instruction):
-    """All-gather the messages of a group over one axis; before it, they pass the barrier `pin`.
+    """All-gather the messages of a group over one axis, after a barrier that they pass with `pin`.
 
-    With `after_decode`, a message for a later iteration waits until this one's is decoded.
+    With `after_decode`, a message for a later iteration waits until this iteration's message is
+    decoded.
     """
 
     group: int
@@ -108,14 +110,14 @@ class Send(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decode(Instruction):
-    """Decode a gathered group into full weights."""
+    """Decode the gathered messages of a group to full weights."""
 
     group: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drop(Instruction):
-    """Drop full weights; each is named by its weight and the operations that its gather applied."""
+    """Drop full weights, each named by its weight and the operations that its gather applied."""
 
     weights: tuple[tuple[ShardedParam, tuple[movable_ops.Op, ...]], ...]
 
@@ -130,21 +132,21 @@ class Run(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOnShards(Instruction):
-    """Run an operation, which the plan moved after a reduction, on reduced shards."""
+    """Run an operation on reduced shards, because the plan moved a reduction in front of it."""
 
     operation: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Zeros(Instruction):
-    """Make the reduced shard of a gradient that is known to be zero; nothing is sent."""
+    """Make zeros for the reduced shard of a gradient that is known to be zero; nothing is sent."""
 
     value: Value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delay(Instruction):
-    """Make the constant that operation `at`, a scatter, adds to; not before `value` exists."""
+    """Make the constant that a scatter, operation `at`, adds to; not before `value` exists."""
 
     constant: int  # the operation that makes it
     value: Value
@@ -152,7 +154,7 @@ class Delay(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinishLoss(Instruction):
-    """Compute the loss before a reader of `pin` runs."""
+    """Compute the loss before any operation that reads `pin` runs."""
 
     loss: Value
     pin: Value
@@ -160,7 +162,7 @@ class FinishLoss(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartLoop(Instruction):
-    """Start the gathers of a loop's first layers."""
+    """Send the gathers of a loop's first layers, before the loop."""
 
     loop: int
     tie: Tie | None
@@ -168,7 +170,7 @@ class StartLoop(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunLoop(Instruction):
-    """Run the loop at operation `at`; its carry and the buckets of `tie` pass a barrier first."""
+    """Run the loop at operation `at`, after a barrier for its carry and the buckets of `tie`."""
 
     tie: Tie
 
@@ -178,10 +180,10 @@ class RunLoop(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodeGradients(Instruction):
-    """Encode the gradients of a group, all of which have been made, for its first axis.
+    """Encode the gradients of a group for its first axis, once the last of them is made.
 
-    With `after_sent`, they wait until the message of the iteration before has been sent: otherwise
-    XLA may hold both.
+    With `after_sent`, they wait until the message of the previous iteration has been sent:
+    otherwise XLA may hold both.
     """
 
     group: int
@@ -190,7 +192,7 @@ class EncodeGradients(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduce(Instruction):
-    """Reduce a group over one axis, and encode it for the next; not before `after` exists."""
+    """Reduce a group over one axis, not before `after` exists; encode the result for the next."""
 
     group: int
     axis: int
@@ -199,7 +201,7 @@ class Reduce(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PinGradients(Instruction):
-    """Let groups in flight pass a barrier before a reader of `pin` runs."""
+    """Let groups in flight pass a barrier, before any operation that reads `pin` runs."""
 
     groups: tuple[int, ...]
     pin: Value
@@ -207,14 +209,14 @@ class PinGradients(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finish(Instruction):
-    """Take the gradients, sums or means, out of a fully reduced group."""
+    """Take the gradients, as sums or means, out of a group reduced over all its axes."""
 
     group: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Store(Instruction):
-    """Put a reduced gradient in its place: as a mean in host memory, if the plan says so."""
+    """Store a reduced gradient; if the plan says so, as a mean in host memory."""
 
     value: Value
 
@@ -246,28 +248,28 @@ class TakeSlices(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeepSlices(Instruction):
-    """Put the node slices that an iteration has made into their stacks (hpZ)."""
+    """Put the node slices that an iteration has gathered into their stacks (hpZ)."""
 
     weights: tuple[ShardedParam, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchRow(Instruction):
-    """Copy an iteration's row of a stack that the program scans from host memory."""
+    """Copy an iteration's row of a stack in host memory, which the program scans, to the device."""
 
     stack: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Begin(Instruction):
-    """Begin an iteration: its carry, and its rows of the stacks that the program scans."""
+    """Begin an iteration: take its carry, and its rows of the stacks that the program scans."""
 
     rows: tuple[int, ...]  # those that have been copied from host memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output(Instruction):
-    """Take output `output` of an iteration; a final gradient is divided to its mean."""
+    """Take output `output` of an iteration; if it is a final gradient, divide it to the mean."""
 
     output: int
 
@@ -281,7 +283,7 @@ class Collect(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchState(Instruction):
-    """Copy an iteration's layer of a leaf and its optimizer state, once `when` exists."""
+    """Copy an iteration's layer of a leaf, and of its optimizer state, once `when` exists."""
 
     output: int  # the gradient of the leaf
     when: Value | None
@@ -289,7 +291,7 @@ class FetchState(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Update(Instruction):
-    """Update an iteration's layer of a leaf, and copy it back; not before `when` exists."""
+    """Update an iteration's layer of a leaf, and copy the layer back; not before `when` exists."""
 
     output: int
     when: Value | None
@@ -297,15 +299,15 @@ class Update(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HoldStates(Instruction):
-    """Let the stacks of the leaves that are updated wait for the layers copied from them.
+    """Let the stacks of the updated leaves wait until the layers copied from them have arrived.
 
-    XLA writes a stack in place only if nothing reads the old one later.
+    XLA writes a stack in place only if nothing reads the old stack later.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hold(Instruction):
-    """The barriers of an instruction that is left out since it has no iteration in these ticks."""
+    """Emit only the barriers of an instruction that has no iteration in these ticks."""
 
     tie: Tie | None
     pin: Value | None
@@ -313,7 +315,7 @@ class Hold(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JoinCopies(Instruction):
-    """Let the next tick wait for the copies of this one, so that they overlap with its operations.
+    """Let the next tick wait for the copies of this tick, so that they overlap with its operations.
 
-    Otherwise XLA waits for some of them before the operations begin.
+    Otherwise XLA waits for some of the copies before the operations begin.
     """

@@ -1,16 +1,16 @@
-"""Keep messages in flight away from where a layer holds most memory.
+"""Keep messages in flight away from the place where a layer holds most memory.
 
-What a layer computes is often far larger in one place than elsewhere (the scores of attention in
-backward). The weights of the next layer and the gradients of the previous one, as large as a layer
-each, need not exist there: those weights are gathered after it, those gradients reduced before. A
-layer is the body of a loop or, in an unrolled program, the operations between the first uses of two
-groups of weights.
+The arrays that a layer computes are often far larger in one place than elsewhere (the scores of
+attention in backward). The weights of the next layer and the gradients of the previous layer, each
+as large as a layer, need not be in memory at that place: the weights are gathered after it, and the
+gradients reduced before it. A layer is the body of a loop or, in an unrolled program, the
+operations between the first uses of two groups of weights.
 
-The estimate adds up the arrays that operations make, from the first reader to the last. XLA fuses
-many of them, so only the place counts and not the amount.
+The estimate adds up the arrays that operations make, each from its maker to its last reader. XLA
+fuses many of them, so only the place of the maximum is used, not its size.
 
 Work is counted in the multiplications of matrix products. Copies from and to host memory that
-should not begin with an iteration wait for a value that is known once enough of it is done.
+should not begin with an iteration wait for a value that exists once enough of the work is done.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .block_plan import BlockPlan, ReduceGroup
 from .held_by_loops import WORK_PER_BYTE
 from .param_uses import BlockUses
 
-_HIGH = 0.75  # of the most that is held: what holds more belongs to the peak
-_LOW = 0.25  # what holds less, before the peak, has room for the gradients of a layer
+_HIGH = 0.75  # share of the most bytes held; operations that hold more are the peak
+_LOW = 0.25  # operations before the peak that hold less have room for a layer's gradients
 # A gather after the peak overlaps with this share of the layer's arithmetic, or more.
 _ENOUGH = 0.15
 # In a loop, a reduction over the first axis overlaps with so many multiplications for each byte, or
@@ -43,11 +43,12 @@ class Peak:
     """Where messages are sent in a layer, so that they do not add to its peak of memory.
 
     Attributes:
-        gather_after: the operation before which the weights of the next layer are gathered over
-            the last axis; None if too little is computed after the peak to overlap with, or it
-            is not known how much, since the layer has no matrix products.
+        gather_after: the operation before which the weights of the next layer are gathered over the
+            last axis. None if too little is computed after the peak to overlap with, or if the
+            layer has no matrix products, so that it is not known how much.
         reduce_before: the operation before which the previous layer's gradients are reduced over
-            the first axis, and a value that nothing reads before they are. None: at any time.
+            the first axis, and a value: nothing reads it before they are reduced. None: at any
+            time.
     """
 
     gather_after: int | None
@@ -58,12 +59,12 @@ NO_PEAK = Peak(None, None)
 
 
 class LayerMemory:
-    """What the layers of a block hold while they run.
+    """The bytes that the layers of a block hold while they run, by estimate.
 
     Args:
         block: the body of a loop, or a program.
         uses: the uses of weights in it.
-        gradients: values that are reduced, which nothing else may wait for.
+        gradients: values that are reduced. Nothing else may be tied to them.
     """
 
     def __init__(self, block: Block, uses: BlockUses, gradients: Container[Value]):
@@ -84,7 +85,8 @@ class LayerMemory:
     ) -> dict[int, Peak]:
         """Find the peak of each layer; keys are the first operations of the layers.
 
-        A layer of a program with a loop in it has none: the loop takes longer than all around it.
+        A layer of a program with a loop in it has no peak: the loop takes longer than the
+        operations around it.
 
         Args:
             reduces: the gradients of the block.
@@ -110,9 +112,9 @@ class LayerMemory:
         """Find the peak of a layer.
 
         Args:
-            layer: its operations.
-            needed: the multiplications that the reduction of the previous layer's gradients is to
-                overlap with.
+            layer: the range of its operations.
+            needed: how many multiplications should overlap with the reduction of the previous
+                layer's gradients.
         """
         held = self.held_bytes(layer)
         if not held.any():
@@ -136,13 +138,13 @@ class LayerMemory:
         return Peak(None if after is None else after + 1, before)
 
     def _costly_after(self, layer: range, last: int) -> int | None:
-        """The first costly operation after the one at `last` in the layer."""
+        """Return the first costly operation of a layer after its operation `last`; None if none."""
         operations = self._block.operations
         after = range(layer.start + last + 1, layer.stop)
         return next((i for i in after if is_costly(operations[i])), None)
 
     def _ties_before(self, layer: range, at: int) -> list[tuple[int, Value]]:
-        """The costly operations of a layer that operation `at` depends on, the last first.
+        """Find the costly operations of a layer that operation `at` depends on, the last one first.
 
         Returns:
             For each, the index of the operation after it, and its output.
@@ -162,9 +164,9 @@ class LayerMemory:
         return candidates
 
     def held_bytes(self, layer: range, others: Container[Value] = ()) -> np.ndarray:
-        """For each operation of a layer, the bytes of the layer's arrays that exist while it runs.
+        """Return, for each operation of a layer, the bytes of the layer's arrays that then exist.
 
-        Weights do not count, nor do `others`.
+        Weights and the values in `others` do not count.
         """
         change = np.zeros(len(layer) + 1, np.int64)
         for i in layer:
@@ -181,22 +183,22 @@ def _num_bytes(groups: Sequence[ReduceGroup]) -> int:
 
 
 def work_done(block: Block) -> np.ndarray:
-    """For each operation, the multiplications of the block up to its end."""
+    """Return, for each operation, the multiplications from the start of the block to its end."""
     return np.cumsum([operation.products for operation in block.operations])
 
 
 def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) -> Value | None:
-    """The first float output of a matrix product at which `share` of the body's work is done.
+    """Return the first float output of a matrix product at which `share` of a body's work is done.
 
-    None if there is none. Values that the runner does not keep as they are made are passed over:
-    gradients that are reduced, and what is computed on shards or from weights alone.
+    None if there is none. Skipped are values that no array of the running program stands for:
+    gradients that are reduced, results computed on shards, and views of weights.
 
     Args:
         plan: the plan of the body.
         share: the share of its work.
-        in_any_order: whether that much is done in whatever order XLA schedules the body: only the
-            work counts that the product depends on, and its own. Otherwise it is done in the
-            program's order.
+        in_any_order: whether the share must be done in whatever order XLA schedules the body. Then
+            only the work of the product and of the operations that it depends on counts; otherwise
+            all work up to it in the program's order.
     """
     operations = plan.block.operations
     order = work_done(plan.block)
@@ -214,7 +216,7 @@ def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) ->
 
 
 def work_needed(operations: Sequence[Operation]) -> list[int]:
-    """For each operation, its multiplications and those of all products that it depends on."""
+    """Return, for each operation, its multiplications and those of all it depends on."""
     needed: dict[Value, int] = {}  # bit i: the value depends on the i-th operation with products
     products: list[int] = []
     work = []

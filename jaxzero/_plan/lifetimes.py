@@ -25,7 +25,7 @@ from .param_uses import BlockUses, ShardedParam, View
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """One gather of a weight, and the range of operations during which the full weight is held."""
+    """A gather of a weight, and the range of operations during which the full weight is held."""
 
     weight: ShardedParam
     ops: tuple[movable_ops.Op, ...]  # operations that can run on the shard, before the gather
@@ -56,7 +56,7 @@ class Gather:
 
 
 class Live:
-    """Elements and bytes of the full weights that exist at each operation of a block."""
+    """The elements and bytes of full weights that exist at each operation of a block."""
 
     def __init__(self, num_operations: int, schedule: CommSchedule):
         self.elements = np.zeros(num_operations + 1, np.int64)
@@ -69,7 +69,7 @@ class Live:
         self.num_bytes[start:stop] += gather.num_bytes
 
     def has_room(self, gathers: Sequence[Gather], start: int, stop: int) -> bool:
-        """Whether the limits allow these weights in addition, at operations `start..stop - 1`."""
+        """Return whether the limits allow more weights at operations `start` to `stop - 1`."""
         elements, num_bytes = sum(x.size for x in gathers), sum(x.num_bytes for x in gathers)
         most, budget = self.schedule.max_live_parameters, self.schedule.live_bytes
         if start >= stop:
@@ -86,18 +86,18 @@ def find_gathers(
     schedule: CommSchedule,
     holding: CommSchedule,
 ) -> tuple[list[Gather], Live]:
-    """Find the gathers of a block: one for each interval that a weight is held.
+    """Find the gathers of a block: one for each interval during which a weight is held.
 
     Args:
         num_operations: number of operations of the block.
         uses: the uses of weights in the block.
         boundary: the last operation of forward; None if the block is the body of a loop.
         schedule: the limits on live weights.
-        holding: the limits, perhaps lower, on those that are held from one use to another.
+        holding: the limits on weights that are held from one use to another, which may be lower.
 
     Returns:
-        The gathers in the order of their first uses, and the weights that are live then, before
-        any is prefetched.
+        The gathers in the order of their first uses; and the weights that are live at each
+        operation, before any is prefetched.
     """
 
     def region(index: int) -> str:
@@ -126,7 +126,7 @@ def find_gathers(
 def find_passes(gathers: Sequence[Gather]) -> dict[Gather, int]:
     """Count, for each gather in the body of a loop, the earlier gathers of the same array.
 
-    The body is one region, so this tells forward from backward.
+    The body is one region, so only this count tells gathers of forward from those of backward.
     """
     seen: Counter[tuple] = Counter()
     passes = {}
@@ -141,7 +141,7 @@ def _by_region(gathers: list[Gather]) -> Iterator[list[Gather]]:
 
 
 def _merged(gathers: Sequence[Gather]) -> Gather:
-    """Merge gathers of a weight into one, which holds it from the first use to the last."""
+    """Merge gathers of a weight into one, which holds the weight from its first use to its last."""
     return dataclasses.replace(gathers[0], until=gathers[-1].until)
 
 

@@ -1,22 +1,23 @@
-"""Decide how early weights are gathered, in time.
+"""Decide how early weights are gathered, by a simulation of the step.
 
-With prefetch distance `n` a group of weights is sent `n` groups before its first use. If layers are
-alike, that is early enough, or else the link is busy all the time and nothing is gained by sending
-earlier. In an irregular network, such as a U-Net, the layers with most weights compute least. Their
-weights are hidden only if they are sent while layers far before them compute.
+With prefetch distance `n` a group of weights is sent `n` groups before its first use. Where layers
+are alike that is always enough: either the messages arrive in time, or the link is busy all the
+time and sending earlier would gain nothing. In an irregular network, such as a U-Net, the layers
+with most weights compute least. Their weights arrive in time only if they are sent while layers far
+before them compute.
 
 So the step is simulated at assumed rates: a device that computes, and a link that sends one message
-after the other. First, weights are sent as soon as the link is free, which gives the times at which
-groups are used. Then, from the last group to the first, each is sent as late as it can be while
-none is used later than that.
+after the other. First, weights are sent as soon as the link is free, which gives the time of use of
+each group. Then, from the last group to the first, each group is sent as late as possible without a
+delay of any time of use.
 
-Weights that wait take memory. They are sent more than `n` groups ahead only where no more is held
-than at the peak of the program (`Room`).
+Weights that wait take memory. A group is sent more than `n` groups ahead only where the program
+then holds no more than at its peak (`Room`).
 
-[Note: exchanges] A loss may exchange rows itself, as tokens of experts are. A device waits for
-them, and they wait for messages that were sent before. So in the body of a loop with exchanges,
-messages are sent when an exchange has ended: the one after which the device computes longest before
-the next exchange.
+[Note: exchanges] A loss may have collectives of its own, such as exchanges of the tokens of
+experts. A device waits for their results, and they wait for messages that were sent before them. So
+in the body of a loop with exchanges, messages are sent right after an exchange has ended: the one
+after which the device computes longest before the next exchange.
 """
 
 from __future__ import annotations
@@ -53,27 +54,27 @@ def latest_issues(
     boundary: int,
     axes: Sequence[str],
 ) -> dict[int, tuple[int, ...]]:
-    """Find when groups must be sent over each axis so that they arrive as early as they can.
+    """Find how late each group may be sent over each axis, so that no group is used any later.
 
     Args:
         groups: the groups of weights.
         reduces: the reductions of gradients.
         starts: the operations where groups are first used, or where loops begin, in order.
-        work: for each operation, the multiplications up to its end.
-        boundary: the last operation of forward, in which nothing is sent for backward.
-        axes: that weights are gathered over, in order.
+        work: for each operation, the multiplications from the start to its end.
+        boundary: the last operation of forward; weights of backward are not sent up to it.
+        axes: the axes that weights are gathered over, in order.
 
     Returns:
-        For the operation where a group is first used, and each axis, the entry of `starts` before
-        which the group is sent.
+        By the operation where a group is first used: for each axis, the entry of `starts` before
+            which the group is sent.
     """
     rates = np.array([_WORK_BETWEEN if axis == NODE else _WORK_INSIDE for axis in axes])
-    costs = np.zeros((len(starts), len(axes)), np.int64)  # of gathers, by their first use
+    costs = np.zeros((len(starts), len(axes)), np.int64)  # of each gather, at its first use
     for group in groups:
         num_bytes = sum(gather.num_bytes for gather in group)
         costs[bisect.bisect_left(starts, group[0].at)] += num_bytes * rates + _WORK_TO_LAUNCH
-    others = np.zeros(len(starts) + 1, np.int64)  # of reductions, which are sent before gathers
-    for reduce in reduces:  # once they are made, so not before those of the next start
+    others = np.zeros(len(starts) + 1, np.int64)  # of reductions, sent before gathers
+    for reduce in reduces:  # once made: not before the gathers of the next start
         num_bytes = sum(value.num_bytes for value in reduce.values)
         after = min(bisect.bisect_right(starts, reduce.at) + 1, len(starts))
         others[after] += num_bytes * rates.sum() + len(axes) * _WORK_TO_LAUNCH
@@ -86,7 +87,7 @@ def latest_issues(
         for i in reversed(range(len(starts))):
             arrived = min(arrived, used[i])
             if costs[i].any():
-                left = np.cumsum(costs[i][::-1])[::-1]  # of the group's way, from each axis on
+                left = np.cumsum(costs[i][::-1])[::-1]  # cost of the hops from each axis on
                 sent = [bisect.bisect_right(used, time) - 1 for time in (arrived - left).tolist()]
                 found = tuple(starts[max(x, 0)] for x in sent)
                 issues[starts[i]] = tuple(map(min, issues.get(starts[i], found), found))
@@ -98,7 +99,7 @@ def latest_issues(
 def _times_of_use(
     needed: Sequence[int], costs: np.ndarray, others: np.ndarray, backward: int
 ) -> list[int]:
-    """Times of use of all groups, in multiplications, if the link idles only before backward."""
+    """Return when each group is used, in multiplications; the link idles only before backward."""
     used, link = [], 0
     for i, (done, more) in enumerate(itertools.pairwise((0, *needed))):
         if i == backward and used:
@@ -117,15 +118,18 @@ def issued_early(
     boundary: int,
     room: Room,
 ) -> list[tuple[int, ...]]:
-    """Send groups as early as wanted, as far as there is room; in backward not before it begins.
+    """Send groups as early as `wanted` and `room` allow, but groups of backward only in backward.
 
     Args:
         groups: the groups of weights.
         issues: for each group and axis, the operation before which it is sent at the latest.
-        wanted: from `latest_issues`.
+        wanted: the result of `latest_issues`.
         starts: the operations where groups are first used, or where loops begin, in order.
         boundary: the last operation of forward.
-        room: for weights that wait; it is taken.
+        room: the memory for weights that wait; it is reduced by what they take.
+
+    Returns:
+        For each group and axis, the operation before which it is sent.
     """
     backward = next((start for start in starts if start > boundary), 0)
     places = []
@@ -147,17 +151,21 @@ def issued_early(
 def hops_in_turn(
     issues: tuple[int, ...], at: int, ties: Sequence[Value | None], block: Block
 ) -> tuple[int, ...]:
-    """Send a group over its last axis once it has arrived over the one before.
+    """Move the send of a group over its last axis to where it has arrived over the axis before.
 
-    A group is sent over each axis one group earlier than over the next. In a loop's body there is
-    no group before the first, so the second would be sent over both axes where the body begins.
-    Here it is sent over the last axis after about half of the work until its first use.
+    A group is sent over each axis one group earlier than over the next axis. In a loop's body there
+    is no group before the first one, so the second group would be sent over both axes where the
+    body begins. Here it is sent over the last axis after about half of the work until its first
+    use.
 
     Args:
         issues: for each axis, the operation before which the group is sent.
         at: the operation that first uses it.
-        ties: for each operation, what a gather before it waits for.
+        ties: for each operation, the value that a gather before it waits for.
         block: the body.
+
+    Returns:
+        `issues`, with the last one moved.
     """
     if len(issues) < 2 or issues[-1] > issues[-2]:
         return issues
@@ -167,7 +175,7 @@ def hops_in_turn(
     needed = work_needed(operations)  # and no more: XLA may do other operations later
 
     def least(place: int) -> int:
-        """The work beside the hop that has less of it, if the last hop is sent at `place`."""
+        """Return how much work overlaps with the hop that has less, if the last is at `place`."""
         return min(needed[place - 1] - before, until - needed[place - 1])
 
     places = (x for x in range(first + 1, at) if ties[x] is not ties[x - 1])
@@ -176,10 +184,10 @@ def hops_in_turn(
 
 
 def behind_exchanges(plan: BlockPlan) -> BlockPlan:
-    """Send messages of a loop's body behind its own exchanges ([Note: exchanges]).
+    """Send the messages of a loop's body after exchanges of its own loss ([Note: exchanges]).
 
-    This moves the weights that are gathered for later iterations, and the gradients that are
-    reduced in the iteration that makes them.
+    The messages are weights that are gathered for later iterations, and gradients that are reduced
+    in the iteration that makes them.
     """
     if not plan.overlaps or not any(map(_exchanges, plan.block.operations)):
         return plan
@@ -204,16 +212,17 @@ def behind_exchanges(plan: BlockPlan) -> BlockPlan:
 
 
 def _work_to_send(num_bytes: int, axes: Sequence[str]) -> int:
-    """The multiplications that a device does while so many bytes are sent over each axis."""
+    """Return the multiplications that a device does while `num_bytes` cross each of `axes`."""
     return num_bytes * sum(_WORK_BETWEEN if axis == NODE else _WORK_INSIDE for axis in axes)
 
 
 class _Exchanged:
-    """The places in a body at which its own exchanges have ended.
+    """The places in a body at which an exchange of its own has ended.
 
     Attributes:
-        places: for each run of exchanges without matrix products between them, its range of
-            operations, and a result of the exchange that depends on most of the body's work.
+        places: for each run of exchanges without matrix products between them, the range of its
+            operations, and the result of the exchange in it that depends on most of the body's
+            work.
     """
 
     def __init__(self, plan: BlockPlan):
@@ -237,15 +246,15 @@ class _Exchanged:
             self.places.append((range(run[0], run[-1] + 1), results[last]))
 
     def behind(self, start: int, needed: int) -> tuple[int, Value | None]:
-        """Where to send messages that could be sent before operation `start`.
+        """Find where to send messages that could be sent before operation `start`.
 
         Args:
             start: the operation.
-            needed: the multiplications that a device does while they are sent.
+            needed: the multiplications that a device does while the messages are sent.
 
         Returns:
-            The operation before which to send them, and the value that they then wait for; `start`
-            and None if exchanges would wait as long for messages that are sent later.
+            The operation before which to send them, and the value that they then wait for. It is
+            `start`, with None, if exchanges would wait no less for messages that are sent later.
         """
         firsts = [x.start for x, _ in self.places] + [len(self._work) - 1]
 
@@ -258,19 +267,19 @@ class _Exchanged:
 
 
 def _exchanges(operation: Operation) -> bool:
-    """Whether an operation of the loss is a collective over an axis that messages cross."""
+    """Return whether an operation of the loss is a collective over the axis `node` or `local`."""
     return any(not {*AXES}.isdisjoint(axes) for _, axes in exchanges(operation))
 
 
 class Room:
-    """Free memory at each operation of a program: its estimated peak, less what is held there.
+    """Free memory at each operation of a program: its estimated peak, minus what is held there.
 
     Activations are estimated (`LayerMemory`). Gradients that are reduced do not count, since they
     exist only briefly.
 
     Args:
         block: the program.
-        memory: what its layers hold while they run.
+        memory: the estimate of what its layers hold while they run.
         live: the weights that are in use or on their way.
         gradients: the gradients of the program.
     """
@@ -283,7 +292,7 @@ class Room:
         self._left = held.max(initial=0) - held
 
     def take(self, group: Sequence[Gather], issue: int, stop: int) -> int:
-        """Take the room for a group to wait in until `stop`, as early as there is enough.
+        """Take room for a group that waits until `stop`, from as early as there is enough.
 
         Returns:
             The operation at which the wait begins, `issue` at the earliest.

@@ -1,20 +1,20 @@
 """Decide which iterations of a pipelined loop run before and after it, as short loops.
 
-The body of a pipelined loop gathers for later iterations and reduces for earlier ones. At the start
-of the loop there is nothing to reduce yet, and at its end nothing left to gather; a body that is
-the same for all iterations would send zeros and gather layers that nothing uses, over each mesh
-axis once for every iteration by which it is ahead or behind. The iterations in which a message
-between nodes would be in vain are cut off, and do not send it. Inside a node they send as all
-others do, so that each end is one loop with one body.
+The body of a pipelined loop gathers for later iterations and reduces for earlier ones. In its first
+iterations there is nothing to reduce yet, and in its last ones nothing left to gather. A body that
+is the same for all iterations would then send zeros, or gather layers that nothing uses: over each
+mesh axis, once for every iteration by which it is ahead or behind. The iterations in which a
+message between nodes would be useless are cut off, and do not send it. Inside a node they send as
+all other iterations do, so that each end is one loop with one body.
 
-The last iteration of a loop that updates leaves in host memory is always cut off, if it can be: in
-it, and nowhere later, the copies of the last updates overlap with computation.
+The last iteration of a loop that updates leaves in host memory is cut off wherever that is
+possible: only there can the copies of the last updates overlap with computation.
 
 Each end is one more copy of the body to compile. By default only the ends of loops inside other
-loops are cut off, such as a scan over experts in a scan over layers: what they would send in vain
-is sent again in each iteration of the outer loop, and their bodies are only a part of a layer.
-Short loops stay whole, and so do loops that hold one which gathers weights: their copies would hold
-copies in turn.
+loops are cut off, such as a scan over experts in a scan over layers. Their useless messages would
+be sent again in each iteration of the outer loop, and their bodies are only a part of a layer. Two
+kinds of loops stay whole: short loops, and loops that contain a loop which gathers weights, because
+each end would copy that inner loop with its own ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def separate_ends(plan: BlockPlan, comm: CommSpec) -> BlockPlan:
 
 
 def _separate_ends(plan: BlockPlan, comm: CommSpec, are_cut: bool) -> BlockPlan:
-    """Cut the ends off the loops inside the loops of a block, and off its own if `are_cut`."""
+    """Cut the ends off loops inside a block's loops and, if `are_cut`, off the block's own."""
     loops = {}
     for index, loop in plan.loops.items():
         operation = plan.block.operations[index]
@@ -64,7 +64,7 @@ def _separate_ends(plan: BlockPlan, comm: CommSpec, are_cut: bool) -> BlockPlan:
 
 
 def cut_last_updates(plan: BlockPlan) -> BlockPlan:
-    """Cut the last iteration off the loops that update leaves.
+    """Cut off the last iteration of each loop that updates leaves.
 
     Args:
         plan: the plan of the full program, with the leaves marked that its loops update.
@@ -82,12 +82,12 @@ def cut_last_updates(plan: BlockPlan) -> BlockPlan:
 
 
 def _may_be_cut(operation: Loop, loop: LoopPlan) -> bool:
-    """Whether the ends of a loop can be cut off, at the cost of one copy of its body each."""
+    """Return whether the ends of a loop may be cut off: it may run apart, and copies nothing."""
     return _may_run_apart(operation, loop) and not _copies(operation, loop)
 
 
 def _may_run_apart(operation: Loop, loop: LoopPlan) -> bool:
-    """Whether iterations of a loop may run outside of it, as loops of their own."""
+    """Return whether iterations of a loop may run outside of it, as loops of their own."""
     if isinstance(operation, Branch) or not loop.is_pipelined:
         return False
     inside = [inner.body for inner in loop.body.loops.values()]
@@ -97,13 +97,13 @@ def _may_run_apart(operation: Loop, loop: LoopPlan) -> bool:
 
 
 def _copies(operation: Loop, loop: LoopPlan) -> bool:
-    """Whether a loop copies from or to host memory: such loops have not been measured cut."""
+    """Return whether a loop copies from or to host memory; cuts of such loops are not measured."""
     in_host = operation.uses_host_memory or loop.window > 0
     return in_host or bool(loop.host_gradients or loop.updates)
 
 
 def _num_first(loop: LoopPlan, comm: CommSpec) -> int:
-    """The number of first iterations that have no gradients to reduce over `node` yet."""
+    """Return the number of first iterations, in which no gradients are reduced over `node` yet."""
     groups = (group for group in loop.body.reduce_groups if group.deferred)
     reduces = loop.body.gradients.reduces
     axes = [reduce_axes([reduces[value] for value in group.values], comm) for group in groups]
@@ -111,7 +111,7 @@ def _num_first(loop: LoopPlan, comm: CommSpec) -> int:
 
 
 def _num_last(loop: LoopPlan, comm: CommSpec) -> int:
-    """The number of last iterations that have no layer left to gather over `node`, the first axis.
+    """Return the number of last iterations, in which no layer is left to gather over `node`.
 
     With hpZ only gathers that make node slices cross nodes.
     """

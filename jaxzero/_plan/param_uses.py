@@ -1,13 +1,13 @@
 """Find where a block needs each weight in full, and where its shard is enough.
 
-The analysis walks a block once and tracks, for every value that is a cheap view of a weight (a
-cast, slice, transpose, ...), the weight and the operations on it (`View`). Any other operation that
-reads such a value is a `Use`: there the weight must be gathered. A loop that scans over a stack of
+The analysis walks a block once. For every value that is a cheap view of a weight (a cast, slice,
+transpose, ...), it tracks the weight and the operations on it (`View`). Any other operation that
+reads such a value is a `Use`: there the weight must be gathered. A loop that scans a stack of
 weights scans the stack of shards instead, and its body sees the shard of one layer as a weight of
-its own. Where a loop's output stacks up views of these layers (the residuals that reverse-mode
-differentiation saves), the output is not computed: it becomes a view of the stack of weights. A
-weight that enters a loop as a constant is needed in full there, or is a weight of its body
-(`held_by_loops`).
+its own. A loop may also output views of these layers, which are stacked up (the residuals that
+reverse-mode differentiation saves). Such an output is not computed: it is a view of the stack of
+weights that the loop scans. A weight that enters a loop as a constant is needed in full there, or
+is a weight of the body (`held_by_loops`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ShardedParam:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A weight, and cheap operations that are applied to it on its shard or after its gather."""
+    """A weight, and cheap operations on it, which run on its shard or after its gather."""
 
     weight: ShardedParam
     ops: tuple[movable_ops.Op, ...] = ()
@@ -58,7 +58,7 @@ class View:
 
     @property
     def gathered(self) -> View:
-        """What is gathered for it: the view without the operations that run after the gather."""
+        """The view that is gathered: without the operations that run after the gather."""
         before, _ = movable_ops.before_gather(self.ops, self.weight.layout, self.weight.shape)
         return View(self.weight, before)
 
@@ -73,7 +73,10 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """Operation `index` needs `view` in full; past the last operation, the block's outputs do."""
+    """A place that needs `view` in full: the operation `index`.
+
+    If `index` is the number of operations, the outputs of the block need it.
+    """
 
     index: int
     view: View
@@ -90,7 +93,7 @@ class Stack:
     def in_host(self) -> bool:
         """Whether the loop copies each layer from host memory.
 
-        A stack with operations is copied in full before the loop, to apply them.
+        If operations have to be applied to the stack first, it is copied in full before the loop.
         """
         return self.view.weight.in_host and not self.view.ops
 
@@ -152,7 +155,7 @@ class _UseFinder:
                 self._need(index, operation.inputs)
 
     def finish(self, view_outputs: frozenset[int] = frozenset()) -> BlockUses:
-        """Add the block's outputs as uses, except those in `view_outputs`; return the result."""
+        """Record the block's outputs as uses, except those in `view_outputs`; return the result."""
         outputs = [out for i, out in enumerate(self.block.outputs) if i not in view_outputs]
         self._need(len(self.block.operations), outputs)
         return BlockUses(self.views, tuple(self.uses), self.loops, frozenset(self.conflicts))
@@ -202,11 +205,11 @@ class _UseFinder:
 
         Args:
             loop: the loop.
-            layers: views of the layers that it scans, by input of the body.
+            layers: the inputs of the body that are layers of scanned stacks, with their views.
 
         Returns:
-            The walk; and the weights among the loop's constants that the body gathers, as views by
-            input of the body.
+            The walk; and the inputs of the body that are weights which it gathers in each iteration
+            (constants of the loop), with their views.
         """
         limit = self.loop_constant_bytes
         constants = zip(loop.inputs[: loop.num_constants], loop.body.inputs, strict=False)
@@ -232,7 +235,9 @@ class _UseFinder:
     def _views_of_stacked_outputs(
         self, loop: Loop, inside: Mapping[Atom, View], stacks: tuple[Stack, ...]
     ) -> frozenset[int]:
-        """Register outputs of the loop that stack up views of its layers as views of the stacks.
+        """Find outputs of a loop in which the body's views of scanned layers are stacked up.
+
+        Each is registered as a view of the stack of weights, so that it need not be computed.
 
         Returns:
             The indices of these outputs.
@@ -249,7 +254,10 @@ class _UseFinder:
         return frozenset(view_outputs)
 
     def _layer(self, view: View, stacks: dict[tuple, Stack]) -> View | None:
-        """The body's view of one layer of a scanned stack; None if the loop needs it in full."""
+        """Return what the body sees of a scanned stack: a view of one layer.
+
+        None if the loop needs the stack in full.
+        """
         weight = view.weight
         sliced = _of_slice(view)
         if sliced is not None and weight.layout.dim != 0:
@@ -265,10 +273,10 @@ class _UseFinder:
 
 
 def _most_at_once(uses: Iterable[Use], loops: Mapping[int, LoopUses]) -> int:
-    """The bytes of full weights that the operation with the most of them needs.
+    """Return the largest number of bytes of full weights that one operation needs.
 
-    A loop counts as one operation: what it holds from its first iteration to its last, and what one
-    iteration needs beside that.
+    A loop counts as one operation: it needs the weights that it holds from its first iteration to
+    its last, and also those of one iteration.
     """
     gathered: dict[int, set[View]] = {index: set() for index in loops}
     for use in uses:
@@ -279,9 +287,9 @@ def _most_at_once(uses: Iterable[Use], loops: Mapping[int, LoopUses]) -> int:
 
 
 def _of_slice(view: View) -> tuple[movable_ops.Op, ...] | None:
-    """Rewrite the operations of a view of a stack so that they apply to one layer of it.
+    """Return the operations of a view of a stack, rewritten for one layer of the stack.
 
-    Returns None if an operation mixes layers (elements of dim 0), as a transpose of dim 0 does.
+    None if an operation mixes layers (elements of dim 0), as a transpose of dim 0 does.
     """
     shape, sliced = view.weight.shape, []
     for op in view.ops:
@@ -294,7 +302,7 @@ def _of_slice(view: View) -> tuple[movable_ops.Op, ...] | None:
 
 
 def _stack(view: View) -> Stack:
-    """A `Stack` for a view that a loop scans, with a new `ShardedParam` as the body's layer."""
+    """Return a `Stack` for a scanned view, with a new `ShardedParam` for one layer of it."""
     weight = view.weight
     pushed = movable_ops.push(view.ops, weight.layout, weight.shape)
     assert pushed is not None

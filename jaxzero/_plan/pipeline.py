@@ -1,17 +1,19 @@
 """The pipeline of a loop: what one tick does, and what it carries to the next.
 
-The instructions of a body have lags: in tick `t`, one of lag `l` works on iteration `t - l`.
-Everything else follows from one rule:
+The instructions of a body have lags: in tick `t`, one of lag `l` works on iteration `t - l`. What
+the loop carries follows from one rule:
 
     A value that is written at lag `a` and read at lag `b` is carried for `b - a` ticks.
 
 The operations of iteration `t` run in tick `t`, so ticks `0` to `length - 1` are the program's
 loop. Gathers for the first iterations come before it, reductions of the last ones after it. `cuts`
 divides the ticks of the loop into pieces, each of which is a loop of its own; ticks outside are
-executed one by one. An instruction that has no iteration in any tick of a piece is left out there.
-If it has one in some of them, it is done in all, for the first or the last iteration where it has
-none: what it then makes is read only by instructions that have no iteration either, or it is
-overwritten (`Collect`) or masked (`Update`).
+executed one by one.
+
+An instruction that has no iteration in any tick of a piece is left out of that piece. If it has an
+iteration in some of the ticks, it is done in all of them; in the other ticks it works on its first
+or last iteration. The result of such extra work is harmless: only instructions that have no
+iteration either read it, or it is overwritten (`Collect`) or masked (`Update`).
 """
 
 from __future__ import annotations
@@ -54,32 +56,32 @@ Entry = tuple[Key, int]  # the value of iteration `t - lag` that tick `t` finds
 
 
 def shards(weight: ShardedParam) -> Key:
-    """The shards of a weight, taken or copied from host memory, or its node slice."""
+    """Return the key of the shards of a weight, or of its node slice if that is kept."""
     return "shards", weight
 
 
 def message(group: int) -> Key:
-    """The message of a group of weights, before and after each axis."""
+    """Return the key of the message of a group of weights, before and after each axis."""
     return "message", group
 
 
 def gradient(group: int) -> Key:
-    """The bucket of a group of gradients, before and after each axis."""
+    """Return the key of the bucket of a group of gradients, before and after each axis."""
     return "gradient", group
 
 
 def row(stack: int) -> Key:
-    """A row, copied from host memory, of a stack that the program scans."""
+    """Return the key of a row that is copied from host memory, of the program's stack `stack`."""
     return "row", stack
 
 
 def output(number: int) -> Key:
-    """An output of the body."""
+    """Return the key of output `number` of the body."""
     return "output", number
 
 
 def state(number: int) -> Key:
-    """The layers on the device of a leaf that is updated, and of its optimizer state."""
+    """Return the key of an updated leaf's layers, and its optimizer state's, on the device."""
     return "state", number
 
 
@@ -107,14 +109,14 @@ class Pipeline:
     def first_gathers(self) -> tuple[Instruction, ...]:
         """The instructions of the ticks before the loop, which work on its first iterations.
 
-        An instruction's lag decides in which of these ticks it has an iteration. Rows of
-        activations are not among them: they are copied when the loop begins.
+        An instruction's lag decides in which of these ticks it has an iteration. Copies of rows of
+        activations are left out: they are made when the loop begins.
         """
         return tuple(x for x in self.instructions if _is_ahead(x))
 
     @functools.cached_property
     def copies(self) -> dict[Key, Instruction]:
-        """For each value that is copied from host memory, a copy of it."""
+        """For each value that is copied from host memory, one instruction that copies it."""
         kinds = (FetchShards, FetchRow, FetchState)
         return {
             _touched(x, self.plan.body)[1][0]: x for x in self.instructions if isinstance(x, kinds)
@@ -122,40 +124,40 @@ class Pipeline:
 
     @functools.cached_property
     def first_tick(self) -> int:
-        """The tick in which the first gather, or copy for one, begins."""
+        """The tick in which the first gather, or the first copy for a gather, begins."""
         return min((x.lag for x in self.first_gathers), default=0)
 
     @functools.cached_property
     def first_lag(self) -> int:
-        """The smallest lag: of gathers, of copies for them, or of copies of activations."""
+        """The smallest lag of all instructions, or 0; it is that of a gather or of a copy."""
         return min(0, *(x.lag for x in self.instructions))
 
     @functools.cached_property
     def last_tick(self) -> int:
-        """The tick at which the loop has ended: one more than the last."""
+        """The tick at which the loop has ended: one more than the last tick that does anything."""
         return self.length + max(0, *(x.lag for x in self.instructions))
 
     def iterations(self, each: Instruction) -> range:
-        """The iterations that an instruction is done for."""
+        """Return the iterations that an instruction is done for."""
         known = range(self.length) if each.iterations is None else each.iterations
         if self.goes_on and _is_ahead(each):
             return range(known.start, self.length - self.first_tick)
         return known
 
     def has_iteration(self, each: Instruction, ticks: range) -> bool:
-        """Whether an instruction has an iteration in any of some ticks."""
+        """Return whether an instruction has an iteration in any of the ticks `ticks`."""
         known = self.iterations(each)
         if not self.length:  # the body is traced nevertheless
             return True
         return max(ticks.start - each.lag, known.start) < min(ticks.stop - each.lag, known.stop)
 
     def in_ticks(self, ticks: range) -> Iterator[Instruction]:
-        """The instructions that are done in each of some ticks.
+        """Yield the instructions that are done in each of `ticks`, and the barriers of others.
 
-        Barriers are kept where an instruction is left out: XLA compiles each piece of the loop
-        alike, so that losses and gradients have the same bits as if the loop were one piece. Where
-        a barrier reads a value, XLA does not replace the transpose of a product by a swap of its
-        factors, which may sum in another order.
+        The barriers of an instruction that is left out stay: XLA then compiles each piece of the
+        loop alike, so that losses and gradients have the same bits as if the loop were one piece.
+        Where a barrier reads a value, XLA does not replace the transpose of a product by a swap of
+        its factors, which may sum in another order.
         """
         for step in self.instructions:
             if self.has_iteration(step, ticks):
@@ -164,7 +166,7 @@ class Pipeline:
                 yield Hold(at=step.at, tie=getattr(step, "tie", None), pin=step.pin)
 
     def carried(self, ticks: range) -> list[Entry]:
-        """What a loop over some ticks carries: every value that one tick leaves for a later one."""
+        """Return what a loop over `ticks` carries: values that one tick leaves for a later one."""
         span = 1 + self.last_tick - self.length - self.first_lag
         # Far from both ends all ticks find the same.
         near = {*ticks[: span + 1], *ticks[-span:], ticks.stop}
@@ -175,7 +177,7 @@ class Pipeline:
         return sorted(entries, key=lambda entry: (order[entry[0]], entry[1]))
 
     def found_by(self, tick: int) -> set[Entry]:
-        """The values of earlier ticks that a tick, or a later one, reads."""
+        """Return the values made in earlier ticks that tick `tick`, or a later one, reads."""
         latest = self.length - 1 - (self.first_tick if self.goes_on else 0)
         entries = set()
         for lag in range(self.first_lag + 1, self.last_tick - self.length + 1):
@@ -186,7 +188,7 @@ class Pipeline:
         return entries
 
     def _outlives(self, key: Key, iteration: int, lag: int) -> bool:
-        """Whether a value of an iteration exists before lag `lag`, and is read at that or later."""
+        """Return whether a value is made before lag `lag` and read after it, until made again."""
         # Past the end it is an iteration of the loop that goes on, which does the same with it.
         known = min(iteration, self.length - 1)
         events = [x for x in self._events[key] if known in self.iterations(x[2])]
@@ -195,7 +197,7 @@ class Pipeline:
         return is_made and bool(later) and later[0]
 
     def __str__(self) -> str:
-        """The list, with the lags, and for how many ticks what an instruction makes is carried."""
+        """Return a table of instructions: lag, name, and for how many ticks a result is carried."""
         rows = [("lag", "instruction", "carried")]
         for step in self.instructions:
             text = described(step, self.plan.body)
@@ -208,7 +210,7 @@ class Pipeline:
         return "\n".join(line.rstrip() for line in lines)
 
     def _carried_for(self, each: Instruction) -> str:
-        """The number of ticks from an instruction to the next reader of its result; "" for none."""
+        """Return the number of ticks from an instruction to the next reader of its result."""
         _, made = _touched(each, self.plan.body)
         later = [
             at - each.lag
@@ -224,7 +226,7 @@ class Pipeline:
 
     @functools.cached_property
     def _events(self) -> dict[Key, list[tuple[int, bool, Instruction]]]:
-        """For each value, in the order of an iteration: lag, whether it is read, by what."""
+        """For each value, by ascending lag: the lag, whether the value is read, the instruction."""
         events: dict[Key, list[tuple[int, bool, Instruction]]] = {}
         for each in sorted(self.instructions, key=lambda x: x.lag):
             reads, writes = _touched(each, self.plan.body)
@@ -234,7 +236,7 @@ class Pipeline:
 
 
 def described(each: Instruction, body: BlockPlan) -> str:
-    """An instruction in words; "" for those that are not printed."""
+    """Return an instruction in words; "" if the printed pipeline leaves it out."""
     match each:
         case TakeShards(weights=weights):
             return f"take the shards {', '.join(x.name for x in weights)}"
@@ -276,7 +278,7 @@ def _is_ahead(each: Instruction) -> bool:
 
 
 def _touched(each: Instruction, body: BlockPlan) -> tuple[list[Key], list[Key]]:
-    """The values that an instruction reads and writes, of those that may be carried."""
+    """Return the keys of the values that an instruction reads, and of those that it writes."""
     match each:
         case FetchShards(weight=weight):
             return [], [shards(weight)]

@@ -23,7 +23,7 @@ _CALLS = {"cond", "while"}
 
 @dataclasses.dataclass(frozen=True)
 class HeldWhole:
-    """An array that a device holds whole for longer than one layer, and why.
+    """An array that a device holds in full for longer than one layer, and the reason.
 
     Attributes:
         name: the name of the leaf; "" for a value that is made of weights.
@@ -49,7 +49,7 @@ class HeldWhole:
 
 @dataclasses.dataclass(frozen=True)
 class MovedRows:
-    """A table of which rows are sent where it is looked up.
+    """A table, such as an embedding, of which looked-up rows are sent instead of the whole table.
 
     Attributes:
         name: the name of the leaf.
@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """What backward reads of forward, and what becomes of it, if that was chosen."""
+        """What backward reads of forward, and how each is kept; empty if nothing was chosen."""
         return self.activations.residuals if self.activations else ()
 
     @property
@@ -115,7 +115,7 @@ class Plan:
         return tuple(steps_of(self.top, self.host_transfers))
 
     def with_tangents(self, tangents: Plan) -> Plan:
-        """This plan, with the transfers of the program that computes tangents (`jax.jvp`)."""
+        """Return this plan with the transfers of `tangents`, the plan of a `jax.jvp`, added."""
         sent = (
             x if x.purpose == "other" else dataclasses.replace(x, purpose="tangents")
             for x in tangents.transfers
@@ -124,20 +124,20 @@ class Plan:
 
     @property
     def held_whole(self) -> tuple[HeldWhole, ...]:
-        """What is held for all layers, or for a whole loop, and why."""
+        """The arrays that a device holds in full for all layers or a whole loop, with reasons."""
         return tuple(find_held_whole(self.top))
 
     @property
     def gathered_experts(self) -> tuple[GatheredExperts, ...]:
-        """Experts that are gathered where tokens would be fewer bytes; see `jz.Ungathered`."""
+        """Experts that are gathered where sending tokens takes fewer bytes; see `jz.Ungathered`."""
         return tuple(find_gathered_experts(self.top, self.transfers, self.microbatches))
 
     @property
     def loops(self) -> dict[str, Pipeline]:
-        """The list of instructions of one turn of each loop, by the loop's name in `steps`.
+        """For each loop, by its name in `steps`, the list of instructions of one turn.
 
-        Printed, each has its lag: in turn `t` it works on layer `t - lag`. Where micro-batches
-        after the first have a program of their own (`later`), so have their loops.
+        Printed, each has its lag: in turn `t` it works on layer `t - lag`. If micro-batches after
+        the first have a program of their own (`later`), the loops of that program are listed too.
         """
         later = _pipelines(self.later, ()) if self.later else ()
         named = {f"{name}, later micro-batches": pipeline for name, pipeline in later}
@@ -145,7 +145,7 @@ class Plan:
 
     @property
     def described_combined(self) -> tuple[str, ...]:
-        """What `combined` is, one line for each kind of reduction."""
+        """The contents of `combined` in words, one line for each kind of reduction."""
         leaves: dict[str, list[str]] = {}
         for path, how in self.combined:
             leaves.setdefault(how, []).append(path)
@@ -170,9 +170,9 @@ class Plan:
 
 
 def _lines(steps: tuple[PlanStep, ...]) -> list[str]:
-    """A line for each step, and below a bucket one for each hop, in aligned columns.
+    """Return the steps as lines in aligned columns; below a bucket stands a line for each hop.
 
-    Of buckets that repeat, as those of equal layers do, the first are shown.
+    Where buckets repeat, as those of equal layers do, only the first of them are shown.
     """
     buckets = []
     for _, group in itertools.groupby(steps, lambda step: step.bucket):
@@ -197,9 +197,9 @@ _MOST_ALIKE = 4  # buckets of a layer that repeat together, such as a gather and
 
 
 def _without_repeats(buckets: list[_Rows]) -> Iterator[_Rows]:
-    """The lines of buckets; a sequence that repeats three times or more is shown once.
+    """Yield the lines of buckets, but a sequence that repeats three times or more only once.
 
-    A line behind it tells how many times more it occurs, and up to which bucket.
+    A line after the sequence says how many times more it occurs, and up to which bucket.
     """
     kinds = [[_numbers_left_out(row) for row in rows] for rows in buckets]
     start = 0
@@ -219,7 +219,7 @@ def _without_repeats(buckets: list[_Rows]) -> Iterator[_Rows]:
 
 
 def _numbers_left_out(row: tuple[str, ...]) -> tuple[str, ...]:
-    """A line without the numbers of its bucket, layer and operation; shapes and bytes stay."""
+    """Return a line without numbers of bucket, layer and operation, so that equal layers match."""
     region, action, name, array, size, when, early, end = row
     action, name, when = (re.sub(r"\d+", "#", cell) for cell in (action, name, when))
     return region, action, name, array, size, when, early, end
@@ -233,7 +233,7 @@ _COMBINED = {
 
 
 def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
-    """The cells of one line of the printed plan.
+    """Return the cells of one line of the printed plan.
 
     Args:
         step: a step of the plan.
@@ -270,7 +270,7 @@ def _row(step: PlanStep, first_needed: int) -> tuple[str, ...]:
 
 
 def _hop_row(step: PlanStep, hop: Hop) -> tuple[str, ...]:
-    """The cells of the line of one hop of a bucket."""
+    """Return the cells of the line of one hop of a bucket."""
     lag = ""
     if hop.lag:
         layers = f"{abs(hop.lag)} {'layer' if abs(hop.lag) == 1 else 'layers'}"
@@ -290,7 +290,7 @@ def _pipelines(plan: BlockPlan, path: tuple[int, ...]) -> Iterator[tuple[str, Pi
 
 
 def find_held_whole(plan: BlockPlan) -> Iterator[HeldWhole]:
-    """Find what a block and its loops hold whole, each with the first operation that needs it."""
+    """Find the arrays that a block and its loops hold in full, each with its first reader."""
     block = plan.block
     scanned = {stack.view.weight for loop in plan.uses.loops.values() for stack in loop.stacks}
     seen = set()
@@ -313,7 +313,7 @@ def find_held_whole(plan: BlockPlan) -> Iterator[HeldWhole]:
 
 
 def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
-    """Gradients of the stacks named in `scanned` that are not reduced layer by layer."""
+    """Yield the gradients of stacks named in `scanned` that are not reduced layer by layer."""
     makers = {value: x for x in plan.block.operations for value in x.outputs}
     reduced = {**plan.gradients.reduces}
     reduced |= {plan.block.outputs[i]: spec for i, spec in plan.gradients.at_end.items()}
@@ -327,7 +327,7 @@ def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
 
 
 def _why(operation: Operation, is_scanned: bool) -> str:
-    """Why a weight that `operation` reads is held whole; "" if it is not."""
+    """Return why a weight that `operation` reads is held in full; "" if it is not held."""
     if isinstance(operation, Loop) or operation.name in _CALLS:
         differ = ", and devices may take different branches" if isinstance(operation, Fork) else ""
         return f"`{operation.name}` reads it from its start to its end{differ}, {operation.where}"

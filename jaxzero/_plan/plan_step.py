@@ -1,7 +1,7 @@
-"""The lines of a plan: what happens to each array, and when.
+"""The lines of a printed plan: what happens to each array, and when.
 
-When weights are copied from host memory is in the plan of a block. Which ones are, and their bytes,
-is read from the record of the traced program (`HostTransfer`): a weight that is copied in full
+The plan of a block says when a weight is copied from host memory. The record of the traced program
+(`HostTransfer`) says which weights are copied, and how many bytes: a weight that is copied in full
 before the program, or gathered from a node slice, is not copied again.
 """
 
@@ -106,7 +106,7 @@ class PlanStep:
 
     @property
     def bucket(self) -> tuple[tuple[int, ...], str, int]:
-        """Equal for arrays that are sent together."""
+        """A key that is equal for arrays that are sent together."""
         return self.path, self.action, self.group
 
 
@@ -127,7 +127,7 @@ class _Copies:
 
 
 def steps_of(plan: BlockPlan, transfers: Sequence[HostTransfer]) -> Iterator[PlanStep]:
-    """The steps of a program, in order.
+    """Yield the steps of a program, in order.
 
     Args:
         plan: the plan of the program.
@@ -148,7 +148,7 @@ def steps_of(plan: BlockPlan, transfers: Sequence[HostTransfer]) -> Iterator[Pla
 def _copy(
     x: HostTransfer, region: str, path: tuple[int, ...], trips: int, *, group: int = 0, **when: Any
 ) -> PlanStep:
-    """A copy; `when` are fields of `PlanStep` that say when it begins and ends."""
+    """Return the step of a copy; `when` are the fields of `PlanStep` for its begin and end."""
     action = "fetch" if x.to == "device" else "offload"
     array = x.name, x.shape, x.dtype, x.num_bytes
     return PlanStep(region, action, group, *array, trips, path, **when)
@@ -160,10 +160,10 @@ class _BlockSteps:
 
     Attributes:
         plan: the plan of the block.
-        listed: its instructions.
+        listed: the block's instructions.
         copies: the copies from and to host memory.
-        path: the loops that the block is in.
-        trips: how often it runs.
+        path: the indices of the loops that the block is in, the outermost first.
+        trips: how often the block runs in one execution of the program.
     """
 
     plan: BlockPlan
@@ -187,31 +187,31 @@ class _BlockSteps:
 
     @functools.cached_property
     def _names(self) -> list[str]:
-        """The names of the operations, and one for the end."""
+        """The name of each operation, by index, and of the end of the block."""
         return [*(operation.name for operation in self.plan.block.operations), "the end"]
 
     @functools.cached_property
     def _makers(self) -> dict[Value, int]:
-        """The operation that makes each value."""
+        """For each value, the index of the operation that makes it."""
         operations = enumerate(self.plan.block.operations)
         return {value: i for i, operation in operations for value in operation.outputs}
 
     @functools.cached_property
     def _reduces(self) -> list[ReduceGroup]:
-        """The groups of reductions, then outputs that are reduced last, each by itself."""
+        """The groups of gradients, and after them a group for each output that is reduced last."""
         last = len(self.plan.block.operations)
         return [*self.plan.reduce_groups, *(ReduceGroup((x,), last) for x, _ in self._at_end)]
 
     @functools.cached_property
     def _at_end(self) -> list[tuple[Value, ReduceSpec]]:
-        """The outputs that are reduced last; two leaves may have one gradient."""
+        """Pairs of an output that is reduced last and its reduction; two leaves may share one."""
         outputs, specs = self.plan.block.outputs, self.plan.gradients.at_end
         pairs = ((outputs[i], spec) for i, spec in specs.items())
         return [(x, spec) for x, spec in pairs if isinstance(x, Value)]
 
     @functools.cached_property
     def _hops(self) -> dict[tuple[type[Instruction], int], tuple[Hop, ...]]:
-        """The hops of each group of weights and of gradients, by kind of instruction and number."""
+        """The hops of each group, by kind of instruction (`Send` or `Reduce`) and number."""
         names = [*self._names[:-1], ""]
         hops: dict[tuple[type[Instruction], int], tuple[Hop, ...]] = {}
         for instruction in itertools.chain.from_iterable(x.parts for x in self.listed):
@@ -226,7 +226,7 @@ class _BlockSteps:
         return hops
 
     def _tied_to(self, tie: Value | None) -> str:
-        """The operation that makes the value that a gather or copy waits for; "": there is none."""
+        """Return the name of the operation that makes `tie`, which a send waits for, or ""."""
         if tie is None:
             return ""
         return self._names[self._makers[tie]] if tie in self._makers else "an argument"
@@ -256,7 +256,7 @@ class _BlockSteps:
             )
 
     def _fetches(self, number: int) -> Iterator[PlanStep]:
-        """The fetches of a group of weights outside of loops."""
+        """Yield the copies from host memory of one group's weights, outside of loops."""
         group, names = self.plan.gather_groups[number], self._names
         assert group.fetch is not None
         needed = group.issues[0]
@@ -277,7 +277,7 @@ class _BlockSteps:
                 )
 
     def _reductions(self, number: int) -> Iterator[PlanStep]:
-        """The reductions of a group of gradients, then their offloads outside of loops."""
+        """Yield the reductions of one group's gradients, then their copies to host memory."""
         group, path, trips = self._reduces[number], self.path, self.trips
         for value in group.values:
             at = self._makers.get(value, len(self._names) - 1)
@@ -305,7 +305,7 @@ class _BlockSteps:
                 yield _copy(x, x.region, path, trips, start=at, needed=at, stop=at)
 
     def _spec_of(self, number: int, value: Value) -> ReduceSpec:
-        """The reduction of a value of group `number`."""
+        """Return the reduction of a value of group `number`."""
         last = number - len(self.plan.reduce_groups)
         return self.plan.gradients.reduces[value] if last < 0 else self._at_end[last][1]
 
@@ -322,7 +322,7 @@ class _BlockSteps:
         yield from inside._copies_at_end(plan)
 
     def _fetch_of_layer(self, x: HostTransfer, loop: LoopPlan, layer: ShardedParam) -> PlanStep:
-        """The copy from host memory of one layer in each iteration, where this is a loop's body."""
+        """Return the step that copies one layer from host memory in each iteration of this body."""
         issues = (
             group.issues[0]
             for group in self.plan.gather_groups
@@ -344,9 +344,9 @@ class _BlockSteps:
         )
 
     def _copies_at_end(self, loop: LoopPlan) -> Iterator[PlanStep]:
-        """The offloads, in each iteration, of one layer of every gradient in host memory.
+        """Yield the copies at the end of an iteration: a layer of each gradient in host memory.
 
-        Then the copies of updates: in each iteration, one layer of every array that is updated.
+        After these come the copies of updates, one layer of every array that is updated.
         """
         end, place = (
             len(self.plan.block.operations),

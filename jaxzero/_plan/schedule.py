@@ -3,30 +3,30 @@
 A plan is data. It is made from two analyses (`param_uses`, `gradient_reductions`) and carried out
 by `_execute` without further decisions. `lifetimes` decides how long a gathered weight is held,
 `bucketing` which weights are sent together. The groups of a block and its loops form a sequence in
-program order; with prefetch distance `n`, a group is sent where the group `n` places before it is
-first used, or earlier if it would be late (`lookahead`). What it waits for there is in [Note: ties]
-in `ties`.
+program order. With prefetch distance `n`, a group is sent where the group `n` places before it is
+first used, or earlier if it would arrive late (`lookahead`). The value that it waits for there is
+explained in [Note: ties] in `ties`.
 
 Each mesh axis gets the time of one group: a group that is gathered over two axes is sent over the
 first of them one group earlier, so that no collective waits for another while nothing computes.
 
 [Note: loops] A loop over stacked layers is pipelined. Its carry holds the messages of the next
-layer's first `n` groups, and the previous layer's last gradients, encoded but not yet sent; with a
-second axis, also those of the layer after next and of the layer before the previous one. The
-messages of the first layers are sent before the loop, as if the loop were a group; or they are the
-messages that the loop before it, which runs in the other direction, sent last. In the last
-iteration, where there is no next layer, the last layer is sent again, and in the first zeros are
-reduced, unless the ends of the loop are cut off (`loop_ends`).
+layer's first `n` groups, and the previous layer's last gradients, encoded but not yet sent. With a
+second axis, it also holds messages of the layer after next, and gradients of the layer before the
+previous one. The messages of the first layers are sent before the loop, as if the loop were a
+group. Or they are the last messages of the loop before it, if that runs in the other direction. The
+last iteration has no next layer, and sends the last layer again; the first iteration reduces zeros.
+Neither happens if the ends of the loop are cut off (`loop_ends`).
 
 [Note: peaks] At the operation where a layer holds most memory (`layer_memory`), the previous
 layer's gradients have been reduced over their first axis, and the next layer's weights are not yet
 gathered over the last axis.
 
 [Note: host memory] Shards in host memory are copied to the device before they are sent, which is
-one more hop: `window` groups before the first, or in a pipelined loop `window` layers before. XLA
-would merge the copies of forward and backward too, so each is tied as a gather is. In a loop the
-carry holds the shards that have been copied, and a barrier joins the new ones with the end of the
-iteration, without which XLA waits for some of the copies before the layer computes.
+one more hop: `window` groups before the first send, or in a pipelined loop `window` layers before.
+XLA would merge the copies of forward and backward too, so each copy is tied as a gather is. In a
+loop the carry holds the shards that have been copied. A barrier joins newly copied shards with the
+end of the iteration; without it, XLA waits for some of the copies before the layer computes.
 """
 
 from __future__ import annotations
@@ -92,11 +92,10 @@ def _plan_block(
     unchanged: frozenset[Value] = frozenset(),
     repeats: bool = False,
 ) -> BlockPlan:
-    """Plan a block; `boundary` is the last operation of forward, or None in a loop's body.
+    """Plan a block and its loops; `boundary` is the last operation of forward, None in a body.
 
-    `unchanged` are inputs of a body that gathers constants of the loop: those that are the same in
-    each iteration. If it never `repeats`, as a branch or a loop of one iteration, no message can
-    move to another iteration.
+    `unchanged` are the inputs that are the same in each iteration, for a body that gathers
+    constants of its loop. Only if the body `repeats` can a message move to another iteration.
     """
     in_loop = boundary is None
     loops = _plan_loops(block, uses, gradients, schedule, axes, gather_axes, window)
@@ -151,9 +150,9 @@ def _plan_block(
 def _with_ties(
     reduces: Sequence[ReduceGroup], ties: Sequence[Value | None]
 ) -> Iterator[ReduceGroup]:
-    """The groups, each with the value after which earlier groups go over their next axis.
+    """Yield the groups, each with the value after which earlier groups go over their next axis.
 
-    A group of inputs has none.
+    A group of gradients that are inputs of the block has no such value.
     """
     return (dataclasses.replace(x, tie=ties[x.at]) if x.at >= 0 else x for x in reduces)
 
@@ -201,7 +200,7 @@ def _with_prologues(
     ties: list[Value | None],
     prefetch: int,
 ) -> dict[int, LoopPlan]:
-    """The plans of loops, with the places of their prologues."""
+    """Return the plans of loops, with the places where gathers of their first layers are sent."""
     placed = {}
     for index, loop in loops.items():
         # A loop that gathers nothing itself, but holds loops that do, is not among `starts`.
@@ -214,10 +213,10 @@ def _with_prologues(
 def _grouped(
     gathers: list[Gather], loops: dict[int, LoopPlan], schedule: CommSchedule, body: _Body
 ) -> list[list[Gather]]:
-    """Cut the gathers of a block into groups; `body` has its layers, if it is the body of a loop.
+    """Cut the gathers of a block into groups; `body` describes the layers of a loop's body.
 
-    A weight whose gather for backward would be sent while it is still held for forward is held
-    until backward: its buffer would be live from then on in any case.
+    If a weight would be gathered for backward while it is still held for forward, it is held until
+    backward instead: its buffer would exist all that time anyway.
     """
 
     def region(gather: Gather) -> tuple:
@@ -250,7 +249,7 @@ def _grouped(
 
 
 class _Body(NamedTuple):
-    """The layers in the body of a loop."""
+    """The layers in the body of a loop, and whether slices tell their matrices apart."""
 
     num_layers: int  # 0: the block is no such body
     by_row: bool  # whether equal matrices of a layer are distinguished by their slice of a leaf
@@ -260,7 +259,7 @@ _NO_BODY = _Body(0, False)
 
 
 def _body_of(gathers: Sequence[Gather]) -> _Body:
-    """Find the layers in the body of a loop from its gathers."""
+    """Find the layers in the body of a loop from the gathers of the body."""
     passes = find_passes(gathers)
     first = [x for x in gathers if not passes[x]]
     for by_row in (False, True):
@@ -271,7 +270,7 @@ def _body_of(gathers: Sequence[Gather]) -> _Body:
 
 
 def _signature_of(gathers: Sequence[Gather], by_row: bool) -> Callable[[Gather], tuple]:
-    """A key that is equal for gathers with the same role in different layers."""
+    """Return a function whose keys are equal for gathers with the same role in different layers."""
     passes = find_passes(gathers)
 
     def signature(gather: Gather) -> tuple:
@@ -283,7 +282,7 @@ def _signature_of(gathers: Sequence[Gather], by_row: bool) -> Callable[[Gather],
 
 
 def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> list[int]:
-    """The operations where a group is first needed, or where a loop with gathers begins."""
+    """Return the operations that first need a group or begin a loop with gathers, in order."""
     gathering = (
         i for i, loop in loops.items() if any(x.prefetched for x in loop.body.gather_groups)
     )
@@ -291,17 +290,18 @@ def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> l
 
 
 def _start_before(start: int, starts: list[int], num: int) -> int:
-    """The entry of `starts` that is `num` places before `start`; the first if there are fewer."""
+    """Return the entry of `starts` `num` places before `start`, or the first if there are fewer."""
     return starts[max(0, bisect.bisect_left(starts, start) - num)] if num and starts else start
 
 
 def _issues(
     group: Sequence[Gather], starts: list[int], live: Live, schedule: CommSchedule, num_hops: int
 ) -> tuple[int, ...]:
-    """For each mesh axis, the operation before which a group is gathered over it.
+    """Return, for each mesh axis, the operation before which a group is gathered over it.
 
-    Over the last axis it is gathered `prefetch` groups ahead of its use, or fewer if the limits on
-    live weights require it; over each axis before, one group earlier still. `live` is updated.
+    Over the last axis the group is gathered `prefetch` groups ahead of its use, or fewer if the
+    limits on live weights require it, and over each axis before one group earlier still. `live` is
+    updated.
     """
     at = group[0].at
     for num in range(schedule.prefetch, 0, -1):
@@ -315,14 +315,14 @@ def _issues(
 
 
 def _around_peaks(issues: tuple[int, ...], at: int, peaks: Mapping[int, Peak]) -> tuple[int, ...]:
-    """Move a gather that would be sent where a layer begins. See [Note: peaks].
+    """Move the gathers that would be sent where a layer begins. See [Note: peaks].
 
-    It is sent once the gradients of the previous layer are reduced over their first axis, which
-    would wait for it otherwise; over its last axis after the layer's peak, if there is one.
+    They are sent after the first reduction of the previous layer's gradients, which they would
+    delay; over the last axis after the layer's peak, if there is one.
 
     Args:
-        issues: for each axis, the operation before which it would be sent.
-        at: the operation that first needs it; one that is sent there is not moved.
+        issues: for each axis, the operation before which the group would be sent.
+        at: the operation that first needs it; a gather that is sent there is not moved.
         peaks: the peaks of the layers, by first operation.
     """
     found = [peaks.get(issue, NO_PEAK) if issue < at else NO_PEAK for issue in issues]
@@ -338,7 +338,7 @@ def _behind_loops(
     loops: Mapping[int, LoopPlan],
     schedule: CommSchedule,
 ) -> int:
-    """The operation of a loop's body before which to gather a group for the next iteration.
+    """Return the operation before which a body gathers a group for the next iteration.
 
     That is `issue`, unless inner loops come after it. They would hold the group from their start to
     their end; if it has more bytes than loops may hold of weights, it is gathered after the last.
@@ -349,7 +349,7 @@ def _behind_loops(
 
 
 def _num_prefetched(groups: list[list[Gather]], live: Live, schedule: CommSchedule) -> int:
-    """The number of groups of a loop's body to send one iteration ahead, within the limits."""
+    """Return how many groups of a loop's body are sent an iteration ahead, within the limits."""
     for num in range(min(schedule.prefetch, len(groups)), 0, -1):
         first = [gather for group in groups[:num] for gather in group]
         if live.has_room(first, 0, len(live.elements)):
@@ -365,9 +365,9 @@ def _continued(
     starts: list[int],
     num: int,
 ) -> int | None:
-    """The loop whose last buckets in flight are the first that loop `index` needs, or None.
+    """Return the loop whose last messages in flight are the first that loop `index` needs, or None.
 
-    It lies at most `num` groups before this loop, has as many iterations in the other direction,
+    It lies at most `num` groups before loop `index`, has as many iterations in the other direction,
     and gathers the same views of the same stacks, as the forward loop of a backward loop does.
     """
 
@@ -389,6 +389,6 @@ def _continued(
 
 
 def _zeros(block: Block, gradients: BlockGradients) -> frozenset[Value]:
-    """The gradients that are known to be zero: broadcasts of the constant 0."""
+    """Return the reduced gradients that are known to be zero: broadcasts of the constant 0."""
     made = (op.outputs[0] for op in block.operations if makes_zeros(op))
     return frozenset(value for value in made if value in gradients.reduces)

@@ -1,26 +1,26 @@
-"""Choose what gathers, and backward, wait for, so that XLA keeps the order of the plan.
+"""Choose the values that gathers, and backward, wait for, so that XLA keeps the order of the plan.
 
 [Note: ties] XLA would merge the gather of the backward region with that of the forward region,
 because both read the same shard, and keep the full weight alive between them. So each gather is
 tied: its shards pass through an `optimization_barrier` together with a value that does not exist
 any earlier. That value is the last result of a costly operation. It is not an operand of the use
-itself, which may be a cheap expression that XLA fuses into the use and that a tie would force into
-memory; nor is it a gradient that is about to be sent.
+itself, because that may be a cheap expression which XLA fuses into the use, and a tie would force
+it into memory. Nor is it a gradient that is about to be sent.
 
-The barrier also takes the gradients that were reduced before the previous gather: without them,
-XLA may delay all reductions to the end of the program, and full gradients pile up. They are those
-of the previous gather, not of this one, so that a reduction can overlap with one group's compute.
-XLA removes an operand from a barrier if nothing else reads it before or after the barrier, so
-gradients are read from the barrier's outputs, and a tie is two barriers (`buckets.tied`).
+The barrier also takes the gradients that were reduced before the previous gather: without them, XLA
+may delay all reductions to the end of the program, and full gradients pile up. Those of the
+previous gather are taken, not of this one, so that a reduction can overlap with one group's
+compute. XLA removes an operand from a barrier if nothing else reads it before or after the barrier,
+so gradients are read from the barrier's outputs, and a tie is two barriers (`buckets.tied`).
 
-[Note: the loss first] Backward starts from what the loss was computed from, such as the logarithms
-of probabilities, and never reads its value. XLA's scheduler may then compute the loss last: the
-logarithms, 4 bytes for each token and entry of the vocabulary, are held through all of backward
-(TinyLlama, 2048 tokens a device, compiled for a v5e:2x4: 250 MiB of float32). So the loss passes
-through a barrier with the cotangent that the first costly operation of backward reads. Gathers and
-scatters do not count as that one: the gradient of a loss that picks its labels starts with a
-scatter of few numbers, which XLA computes in one kernel with the cotangent, and which therefore
-must not wait for the loss.
+[Note: the loss first] Backward starts from the arrays that the loss was computed from, such as the
+logarithms of probabilities, and never reads the value of the loss. XLA's scheduler may then compute
+the loss last: the logarithms, 4 bytes for each token and entry of the vocabulary, are held through
+all of backward (TinyLlama, 2048 tokens a device, compiled for a v5e:2x4: 250 MiB of float32). So
+the loss passes through a barrier with the cotangent that the first costly operation of backward
+reads. Gathers and scatters do not count as that operation: the gradient of a loss that picks its
+labels starts with a scatter of few numbers, which XLA computes in one kernel with the cotangent,
+and which therefore must not wait for the loss.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ def find_ties(
     boundary: int | None,
     first: Value | None,
 ) -> list[Value | None]:
-    """For each operation, the value that a gather before it waits for. See [Note: ties].
+    """Return, for each operation, the value that a gather before it waits for. See [Note: ties].
 
     Up to the first costly operation the value is `first` or, without one, the first array that the
-    operation reads. Backward starts anew, with arrays that its operations read.
+    operation reads. After `boundary`, where backward begins, it is again an array that the
+    operation reads, until the next costly operation.
 
-    The value is never a gradient that is about to be sent: nothing else reads that one afterwards,
-    so XLA drops it from the barrier. Also, XLA replaces the transpose of a product by a swap of
-    its factors, unless something else reads the product, as a tie to a gradient would.
+    The value is never a gradient that is about to be sent: nothing else reads such a gradient
+    afterwards, so XLA drops it from the barrier. Also, XLA replaces the transpose of a product by a
+    swap of its factors, unless something else reads the product, as a tie to a gradient would.
     """
     sent = set(gradients.reduces)
     for operation in reversed(block.operations):
@@ -70,9 +71,9 @@ def find_ties(
 
 
 def largest_input(block: Block, uses: BlockUses, others: Set[Value]) -> Value | None:
-    """The largest array that a loop's body reads, except weights and the values in `others`.
+    """Return the largest array that a loop's body reads, except weights and the values in `others`.
 
-    That is usually the activations. Gathers are tied to it: they start when it is there.
+    That is usually the activations. Gathers are tied to it, so that they start when it exists.
     """
     arrays = [x for x in block.inputs if x.is_array and x not in uses.views and x not in others]
     return max(arrays, key=lambda x: math.prod(x.shape), default=None)
@@ -87,16 +88,18 @@ def start_of_backward(
     gradients: BlockGradients,
     boundary: int | None,
 ) -> tuple[int, Value] | None:
-    """Find the first costly operation of backward that reads a cotangent, and the largest read.
+    """Find the first costly operation of backward that reads a cotangent, and that cotangent.
 
     Args:
         block: the program.
         uses: the views of weights in it, which have no array of their own.
-        gradients: those that are reduced are no cotangents: nothing reads them in full.
+        gradients: the gradients of the block. Those that are reduced do not count as cotangents,
+            since nothing reads them in full.
         boundary: index of the operation that makes the loss; None in a loop's body.
 
     Returns:
-        The index of the operation and the cotangent; None if there is no such operation.
+        The index of the operation, and the largest cotangent that it reads; None if there is no
+        such operation.
     """
     if boundary is None:
         return None

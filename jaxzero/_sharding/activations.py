@@ -1,4 +1,4 @@
-"""Which activations are kept for backward."""
+"""Configure which activations forward keeps for backward."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ class Activations:
     """Choose which activations forward keeps for backward, and which backward computes again.
 
     The choice is the one that takes the least time by the cost model: a minimum cut of the program
-    between what is kept and what backward reads. Results are those of the unchanged program, up to
-    what XLA rounds otherwise where it fuses other operations. Random bits are made again from the
-    same keys; effects, calls of Python and collectives of the user's are not repeated.
+    between what is kept and what backward reads. Results are those of the unchanged program, except
+    for roundings where XLA fuses operations differently. Random bits are made again from the same
+    keys. Effects, calls of Python and the user's own collectives are not repeated.
 
     Args:
         budget_bytes: the most bytes of activations that a device keeps from forward to backward, of
             one micro-batch. 0: as few as possible, up to 2% for values that would take long to
-            compute again. `None`: what the program keeps. With any budget, what is faster to
-            compute again than to read from memory is not kept. What backward computes again for
-            one layer, and works with, comes on top.
+            compute again. `None`: as many as the program keeps by itself. With any budget, a value
+            that is faster to compute again than to read from memory is not kept. Memory for
+            computing one layer again in backward is needed in addition.
         host: whether activations of layers in a loop may also wait in pinned host memory: as many
-            as can be copied there while forward computes, so that as little as possible is
-            computed again. They are copied back one layer ahead. Without such a loop, a budget
-            below what the program keeps is refused.
+            as can be copied there while forward computes, so that as little as possible is computed
+            again. They are copied back one layer ahead. Without such a loop, a budget below what
+            the program keeps by itself is refused.
         override: whether to leave out every `jax.checkpoint` of the model, so that the budget alone
-            decides. False: what they say to recompute is recomputed.
+            decides. False: what a `jax.checkpoint` says to recompute is recomputed.
 
     Raises:
         ValueError: `budget_bytes` is negative or no integer.

@@ -1,4 +1,4 @@
-"""The options of sharding, communication and offload, as frozen dataclasses; and named ones."""
+"""The options of sharding, communication and offload, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Offload:
     A weight's shard is copied to the device before it is gathered, `window` layers of a scanned
     stack (or `window` buckets of an unrolled model) ahead of its use, in forward and again in
     backward. A gradient is copied to host memory once it is reduced. Optimizer state is copied to
-    the device and back, one layer at a time, in `Zero.apply_gradients`. The operations are those
-    without offload, in the same order: results differ only where XLA fuses multiply-adds otherwise,
-    and norms over leaves are added up in another order.
+    the device and back, one layer at a time, in `Zero.apply_gradients`. A program does the same
+    operations as without offload, in the same order. Results differ only because XLA may fuse
+    multiply-adds differently, and because norms over leaves are added up in another order.
 
-    Each of the first three options is True (all leaves), False (none), or one or more patterns
-    for tree paths such as `layers.*.kernel`, in which `*` matches any characters.
+    Each of the first three options is True (all leaves), False (none), or one or more patterns for
+    tree paths such as `layers.*.kernel`, in which `*` matches any characters.
 
     Args:
         weights: parameters, also frozen ones.
@@ -74,7 +74,7 @@ class Offload:
             check_integer(name, "Offload", getattr(self, name), least)
 
     def patterns(self, role: Role) -> tuple[str, ...]:
-        """The patterns of one of the options; `("*",)` for True, and none for False."""
+        """Return the patterns of an option as a tuple: `("*",)` for True, and `()` for False."""
         value = getattr(self, role)
         if isinstance(value, bool):
             return ("*",) if value else ()
@@ -82,11 +82,11 @@ class Offload:
 
     @staticmethod
     def matches(pattern: str, path: str) -> bool:
-        """Whether a pattern matches the path of a leaf."""
+        """Return whether a pattern matches the path of a leaf."""
         return fnmatch.fnmatchcase(path, pattern)
 
     def takes(self, role: Role, path: str, size: int) -> bool:
-        """Whether a leaf with this path and number of elements goes to host memory.
+        """Return whether a leaf with this path and number of elements goes to host memory.
 
         An array of one element never does: it is not split, so it has no shards to fetch.
         """
@@ -96,7 +96,7 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommSchedule:
-    """When weights are gathered, in how large buckets, and how long they are held.
+    """When weights are gathered, in buckets of what size, and how long they are held.
 
     The schedule does not change losses or gradients, bit for bit; only with `loop_constant_bytes`
     and `deterministic` they are rounded differently. A bucket holds the weights of a layer, where
@@ -111,41 +111,40 @@ class CommSchedule:
             used.
         bucket_bytes: the largest bucket of several arrays, in bytes of full arrays on one device.
             0: one message for each array.
-        max_reuse_distance: hold a weight between two uses if at most this many elements of
-            weights are used in between (DeepSpeed's `stage3_max_reuse_distance`). `None`: hold
-            it within forward and within backward, not between them.
-        max_live_parameters: the most elements of weights that are held in full at any time
-            for the sake of a later use (DeepSpeed's `stage3_max_live_parameters`).
-        live_bytes: the most bytes of weights that are held so. It lets weights be held between
-            forward and backward too; those with the shortest wait come first.
+        max_reuse_distance: hold a weight between two uses if at most this many elements of weights
+            are used in between (DeepSpeed's `stage3_max_reuse_distance`). `None`: hold it within
+            forward and within backward, not between them.
+        max_live_parameters: the most elements of weights that are held in full at any time for the
+            sake of a later use (DeepSpeed's `stage3_max_live_parameters`).
+        live_bytes: the same limit in bytes. It lets weights be held between forward and backward
+            too, first those that wait shortest.
         loop_constant_bytes: the most bytes of weights that enter a loop (`jax.lax.scan`) as
-            constants and are held in full from its first iteration to its last. If they are more,
-            its body gathers each weight before its use in every iteration, and holds at most this
-            many bytes from one use to the next. The same limit holds for the sums of their
-            gradients: if they are more, they are reduced in every iteration, and summed as shards
-            in float32. The limit holds for the branches of a `cond` too, if all devices take the
-            same one. 0: nothing is held, unless that saves no memory (one weight is most of it).
-            `None`: 1 GiB, and more if the body multiplies less than 220 times for each byte, since
-            it would wait for its weights then.
+            constants and are held in full from its first iteration to its last. If these weights
+            are larger, the body gathers each weight before its use in every iteration, and holds at
+            most this many bytes from one use to the next. The same limit holds for the sums of
+            their gradients: if the sums are larger, gradients are reduced in every iteration, and
+            summed as shards in float32. The limit holds for the branches of a `cond` too, if all
+            devices take the same one. 0: nothing is held, unless that saves no memory (one weight
+            is most of it). `None`: 1 GiB, and more if the body multiplies less than 220 times for
+            each byte, since it would then wait for its weights.
         separate_ends: run the first and last iterations of a pipelined loop as short loops before
-            and after it, which send nothing between nodes that no layer uses. That sends 4 to 6%
-            less between nodes for 32 layers, and 19% less for 8 experts in each layer. Each of
-            these loops, two or three in a program, is one more copy of the layer to compile.
-            `None`: only for loops inside other loops. Short loops, loops that hold one which
-            gathers weights, and those that copy from or to host memory are left whole, but for the
-            last iteration of a loop that updates layers (`Zero.value_and_update`, JAX 0.11 and
-            later), which is always apart.
+            and after it, in which messages between nodes that no layer uses are not sent. That
+            sends 4 to 6% less between nodes for 32 layers, and 19% less for 8 experts in each
+            layer. Each of these loops, two or three in a program, is one more copy of the layer to
+            compile. `None`: only for loops inside other loops. Three kinds of loops are left whole:
+            short ones, those with a loop inside that gathers weights, and those that copy from or
+            to host memory. But the last iteration of a loop that updates layers
+            (`Zero.value_and_update`, JAX 0.11 and later) is always separate.
         deterministic: "mesh": add up gradients and losses over devices in one order, a tree over
             the rows of the batch, so that they are equal bit for bit on every mesh of the same
-            number of devices: 1 x 8, 2 x 4, 4 x 2 and 8 x 1. Sums are in float32, and
-            rounded once. It needs `split="all"`, no codecs and no `hpz`, and nodes of 2, 4, 8, ...
-            devices; or of another number, if none of its prime factors is larger than a prime
-            factor of the number of nodes. `halves`, `shares` and `local_steps` cannot be had with
-            it. What each device computes from its rows is XLA's: on CPUs fused multiply-adds may
-            differ between meshes. Sums of the loss itself (`psum`) and of the optimizer (a global
-            norm) keep XLA's order. Gradients are exchanged by all-to-alls, of the same bytes as the
-            reduce-scatters; those of 16 bits travel as float32 between nodes, which is twice the
-            bytes. `None`: what is fastest.
+            number of devices: 1 x 8, 2 x 4, 4 x 2 and 8 x 1. Sums are in float32, and rounded once.
+            It needs `split="all"`, no codecs and no `hpz`, and nodes of 2, 4, 8, ... devices; or of
+            another number, if none of its prime factors is larger than a prime factor of the number
+            of nodes. It excludes `halves`, `shares` and `local_steps`. XLA decides how each device
+            computes its rows: on CPUs fused multiply-adds may differ between meshes. Sums of the
+            loss itself (`psum`) and of the optimizer (a global norm) keep XLA's order. Gradients
+            are exchanged by all-to-alls, of the same bytes as the reduce-scatters; 16-bit gradients
+            travel as float32 between nodes, which is twice the bytes. `None`: the fastest order.
     """
 
     prefetch: int = 1
@@ -175,14 +174,14 @@ class CommSchedule:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a limit is set on which weights are held between uses, or for how long."""
+        """Whether a limit is set on the weights that are held between uses, or on how long."""
         bounds = (self.max_reuse_distance, self.max_live_parameters, self.live_bytes)
         return any(bound is not None for bound in bounds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """How arrays are split over devices, and how they travel.
+    """How arrays are split over devices, and how they are sent.
 
     Attributes:
         stage: what is split between devices (ZeRO, section 5). 0: nothing (data
@@ -295,7 +294,7 @@ class ZeroConfig:
                 )
 
     def _check_deterministic(self) -> None:
-        """Raise `ValueError` for what would make results depend on the mesh."""
+        """Raise `ValueError` for options that would make results depend on the mesh."""
         wrong = None
         if self.split != "all":
             wrong = '`split="local"` cuts arrays by the size of a node, and adds gradients so too'
@@ -360,14 +359,15 @@ class ZeroConfig:
         return ("local", "node") if self.split == "all" else ("local",)
 
     def axes_at(self, stage: int) -> tuple[str, ...]:
-        """The axes that split what ZeRO splits from `stage` on; none if this config's is lower.
+        """Return the axes that split the arrays which ZeRO splits from `stage` on.
 
-        Stage 1 splits optimizer state, 2 also gradients, 3 also parameters.
+        Stage 1 splits optimizer state, 2 also gradients, 3 also parameters. Without axes nothing is
+        split: the config's own stage is lower.
         """
         return self.axes if self.stage >= stage else ()
 
     def num_shards(self, mesh: AnyMesh) -> int:
-        """The number of shards of a leaf on `mesh`: the devices along the axes that split it."""
+        """Return the number of shards of a leaf: of devices of `mesh` along `axes`."""
         return math.prod(mesh.shape[axis] for axis in self.axes)
 
     @property
@@ -377,7 +377,7 @@ class ZeroConfig:
 
 
 def without_defaults(x: Any) -> str:
-    """The `repr` of a dataclass without the fields that have their default."""
+    """Return the `repr` of a dataclass without the fields that have their default value."""
     if not dataclasses.is_dataclass(x):
         return repr(x)
     fields = [(field, getattr(x, field.name)) for field in dataclasses.fields(x)]

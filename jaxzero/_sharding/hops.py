@@ -1,8 +1,8 @@
-"""Stateful hops between nodes, which `PerAxis.node` accepts as it accepts codecs.
+"""Hops between nodes that keep state, which `PerAxis.node` accepts as it accepts codecs.
 
-A codec loses what it rounds away. A hop keeps it, in a wire state that the caller carries from step
-to step (`Zero.init_wire_state`), and makes up for it in the next step. Weights and gradients keep
-different arrays, so there are two base classes:
+A codec loses what it rounds away. A hop keeps the loss, in a wire state that the caller carries
+from step to step (`Zero.init_wire_state`), and makes up for it in the next step. Weights and
+gradients keep different arrays, so there are two base classes:
 
     weights     every node keeps its slice w' of the weights
                 send d = difference(w, w'),  then  w' = updated(w', decode(encode(d)))
@@ -25,7 +25,7 @@ from .._codecs import Codec, Int4, Int8, check_is_value
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """The common part of `WeightHop` and `GradientHop`, which are the ones to subclass.
+    """The common part of `WeightHop` and `GradientHop`. Subclass these, not `Hop`.
 
     Args:
         codec: codec of the message.
@@ -38,19 +38,19 @@ class Hop:
 
 
 class WeightHop(Hop, abc.ABC):
-    """How weights are sent between nodes that keep the slice they have received before."""
+    """How weights are sent between nodes that keep the slice which they have received before."""
 
     @abc.abstractmethod
     def difference(
         self, weights: Float32[Array, ...], kept: Float32[Array, ...]
     ) -> Float32[Array, ...]:
-        """The array to encode: the owner's shard, relative to the copy that every node keeps."""
+        """Return the array to encode: the owner's shard, relative to every node's copy of it."""
 
     @abc.abstractmethod
     def updated(
         self, kept: Float32[Array, ...], received: Float32[Array, ...]
     ) -> Float32[Array, ...]:
-        """The slice to keep, from the old one and the decoded message; equal on every node."""
+        """Return the new slice, from the old one and the decoded message; equal on every node."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +76,11 @@ class GradientHop(Hop, abc.ABC):
     def corrected(
         self, gradient: Float[Array, ...], residual: Float[Array, ...]
     ) -> Float[Array, ...]:
-        """The array to encode: the gradient with the previous step's residual."""
+        """Return the array to encode: the gradient with the previous step's residual."""
 
     @abc.abstractmethod
     def residual(self, corrected: Float[Array, ...], sent: Float[Array, ...]) -> Float[Array, ...]:
-        """The residual for the next step, from the array to send and its decoded message.
+        """Return the residual for the next step, from the array to send and its decoded message.
 
         Where the residual is not finite, 0 is kept.
         """
@@ -91,8 +91,9 @@ class WeightDelta(WeightHop):
     """Send a weight between nodes as its change since the last step, for `weights.node`.
 
     Every node keeps its slice of the weights from step to step, in a wire state
-    (`Zero.init_wire_state`). The owner of a shard sends the difference to what the nodes
-    hold, and they add it. The rounding error is part of the next difference, so 4 bits suffice.
+    (`Zero.init_wire_state`). The owner of a shard sends the difference between the shard and the
+    nodes' copy of it, and every node adds the difference. The rounding error is part of the next
+    difference, so 4 bits suffice.
 
     Args:
         codec: codec of the difference.
@@ -117,9 +118,9 @@ class WeightDelta(WeightHop):
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback(GradientHop):
-    """Add the quantization residual to the next step's gradient, for `gradients.node`.
+    """Add each step's quantization error to the next step's gradient, for `gradients.node`.
 
-    Each device keeps the residual of its node's slice of the gradients in a wire state
+    Each device keeps the error (residual) of its node's slice of the gradients in a wire state
     (`Zero.init_wire_state`). There is no such hop for `gradients.local`, where residuals would be
     as large as the full model on every device.
 
@@ -162,17 +163,17 @@ def check_integer(
 
 
 def check_codec(name: str, owner: str, codec: object, *, may_exchange: bool = False) -> None:
-    """Validate that a field of a config holds a codec.
+    """Check that a field of a config holds a codec.
 
     Args:
         name: name of the field, for the message.
         owner: name of the class that has the field, for the message.
         codec: value of the field.
-        may_exchange: whether it may be one kernel for a whole hop, which only the exchange inside
-            a node can be: `PerAxis.local`.
+        may_exchange: whether the codec may be one kernel for a whole hop. Only the exchange inside
+            a node (`PerAxis.local`) can be that.
 
     Raises:
-        ValueError: `codec` is not an instance of `Codec`, or may not be such a kernel and is.
+        ValueError: `codec` is not an instance of `Codec`, or is such a kernel and may not be.
     """
     if not isinstance(codec, Codec):
         raise ValueError(
@@ -210,9 +211,9 @@ class PerAxis:
 class HpZ:
     """Keep each node slice of a weight, once gathered between nodes, until the step ends.
 
-    Forward, backward and all micro-batches then gather inside the node only, and read the
-    same bits. On each device it takes the size of the model, encoded by `codec`, divided by
-    the number of devices in a node.
+    Forward, backward and all micro-batches then gather inside the node only, and read the same
+    bits. A device's slices take the size of the model, encoded by `codec`, divided by the number of
+    devices in a node.
 
     Args:
         codec: how the slice is kept; `None` keeps it unencoded. If `weights` has the same codec for

@@ -5,11 +5,11 @@ A leaf of a parameter tree is split on one dim into equal shards, one for each d
 `node` then yields a contiguous part of the array, the node slice, and a gather over `local`
 completes it: the shards arrive in order, and nothing is shuffled.
 
-The split dim is the first of the last two dims (those of a matrix) that divides evenly and is
-long: shards of rows are contiguous in memory, and need no transposing. Earlier dims, and short
-ones, may count layers or experts; a loop scans over them, so they must not be split. If neither of
-the two qualifies, the largest dim that divides is taken (the first of equals). If none divides, the
-largest is padded with zeros. Only scalars and empty leaves are replicated.
+The split dim is the first of the last two dims (those of a matrix) that divides evenly and is long:
+shards of rows are contiguous in memory, and need no transposing. Earlier dims, and short ones, may
+count layers or experts; a loop scans over them, so they must not be split. If neither of the last
+two dims qualifies, the largest dim that divides is taken (the first of equals). If none divides,
+the largest is padded with zeros. Only scalars and empty leaves are replicated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DimSharding:
 
     Attributes:
         dim: index of the split dim.
-        size: its true size.
+        size: the true size of the dim.
         num_shards: the number of shards of the dim, over all mesh axes that split it; the stored
             size is a multiple of it.
     """
@@ -64,24 +64,24 @@ class DimSharding:
         return self.padded != self.size
 
     def moved(self, dim: int) -> DimSharding:
-        """This layout with the split dim at index `dim`, as after a transpose."""
+        """Return this layout with the split dim at index `dim`, as after a transpose."""
         return dataclasses.replace(self, dim=dim)
 
     def pad_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """`shape` with this dim at its padded size."""
+        """Return `shape` with this dim at its padded size."""
         return (*shape[: self.dim], self.padded, *shape[self.dim + 1 :])
 
 
 def layouts_by_preference(
     shape: tuple[int, ...], num_shards: int, busy: tuple[int, ...] = ()
 ) -> list[DimSharding]:
-    """All layouts that split `shape` into `num_shards`, best first; empty if it is too small.
+    """Return all layouts that split `shape` into `num_shards`, best first; none if it is too small.
 
     Args:
         shape: the full array's shape.
         num_shards: number of devices that share the array.
         busy: for each dim, the number of parts into which other mesh axes split it. A dim with more
-            than one part is taken only if there is no other. `()`: no dim is split.
+            than one part is taken only if there is no other dim. `()`: no dim is split.
     """
     if math.prod(shape) <= 1:
         return []
@@ -100,7 +100,7 @@ def layouts_by_preference(
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of a tree: true shape and dtype, and the layout in which it is stored."""
+    """A leaf of a tree: its true shape and dtype, and the layout in which it is stored."""
 
     path: str
     shape: tuple[int, ...]  # true shape, without padding
@@ -113,12 +113,12 @@ class LeafSpec:
     stages: DimSharding | None = None  # the split over pipeline stages, of `other_axes`
 
     def split_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of `axes` that split the leaf by `layout`: without the axes of `other_axes`."""
+        """Return those of `axes` that split the leaf by `layout`, which excludes `other_axes`."""
         others = axes_of(self.other_axes)
         return tuple(axis for axis in axes if axis not in others)
 
     def on_device(self, mesh: AnyMesh) -> LeafSpec:
-        """The leaf as a program sees it: a device's part if it is ungathered over `local`."""
+        """Return the leaf as a program sees it: a device's part, if ungathered over `local`."""
         names = axes_of_dims(self.other_axes, len(self.shape))
         shape = (
             size // mesh.shape[LOCAL] if LOCAL in axes else size
@@ -128,12 +128,12 @@ class LeafSpec:
 
     @property
     def padded_dims(self) -> tuple[DimSharding, ...]:
-        """The splits that pad a dim with zeros, each another dim."""
+        """The splits that pad a dim with zeros, each of a different dim."""
         return tuple(x for x in (self.layout, self.stages) if x is not None and x.is_padded)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """`shape` with the split dims at their padded sizes."""
+        """The leaf's shape, with the split dims at their padded sizes."""
         return functools.reduce(lambda shape, x: x.pad_shape(shape), self.padded_dims, self.shape)
 
     def pad(self, x: Shaped[Array, ...]) -> Shaped[Array, ...]:
@@ -159,7 +159,7 @@ class LeafSpec:
         return math.prod(self.shape[self.num_lead :])
 
     def messages(self, codec: Codec, num_shards: int) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the leaf in messages of `codec`: `[*lead, num_shards, m]`."""
+        """Return shape and dtype of the leaf as messages of `codec`: `[*lead, num_shards, m]`."""
         lead = self.num_lead
         size = math.prod(self.padded_shape[lead:]) // num_shards
         message = codec.message(size, self.dtype)
@@ -184,20 +184,21 @@ class LeafSpec:
         return self.stored.shape
 
     def shard_bytes(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
-        """Bytes of one device's shard of the global array, split over `axes`."""
+        """Return the bytes of one device's shard of the stored array, split over `axes`."""
         shard = self.sharding(mesh, axes).shard_shape(self.stored_shape)
         return math.prod(shard) * self.stored.dtype.itemsize
 
     def sharding(self, mesh: Mesh, axes: tuple[str, ...]) -> NamedSharding:
-        """The sharding of the global array, split over `axes`, in its memory."""
+        """Return the sharding of the stored array, split over `axes`, in its memory."""
         return NamedSharding(mesh, self.spec(axes), memory_kind=self.memory_kind)
 
     def spec(self, axes: tuple[str, ...], *, manual_only: bool = False) -> PartitionSpec:
-        """The `PartitionSpec` of the global array, split over `axes`.
+        """Return the `PartitionSpec` of the stored array, split over `axes`.
 
         With `manual_only`, the spec omits further mesh axes (`other_axes`). The specs of a
-        `shard_map` may name only the axes that it is manual over: `stage`, `node` and `local`.
-        What no axes split, as weights below stage 3, is not split over `tokens` either.
+        `shard_map` may name only the axes that it is manual over: `stage`, `node` and `local`. If
+        no `axes` are given, as for weights below stage 3, the array is not split over `tokens`
+        either.
         """
         if self.codec is not None:
             return PartitionSpec(*[None] * self.num_lead, axes or None)
@@ -218,10 +219,10 @@ class LeafSpec:
 
 
 def in_memory(leaf: LeafSpec, memory_kind: str | None, num_shards: int) -> LeafSpec:
-    """The leaf with `memory_kind`.
+    """Return the leaf with `memory_kind`.
 
-    A leaf in host memory has a layout even on one device, where other leaves have none: with a
-    layout it is fetched where it is used, by the code that gathers shards.
+    A leaf in host memory gets a layout even on one device, where other leaves have none. With a
+    layout, the code that gathers shards fetches it where it is used.
     """
     layout = leaf.layout
     if memory_kind is not None and layout is None and num_shards == 1:
@@ -261,7 +262,7 @@ def layout_of_leaf(
 def split_over_tokens_axis(
     shape: tuple[int, ...], layout: DimSharding | None, mesh: AnyMesh
 ) -> PartitionSpec:
-    """The split of an array over `tokens`, on another dim than that of its layout.
+    """Return the split of an array over `tokens`, on another dim than that of its layout.
 
     Since the dims differ, a gather over `node` and `local` leaves the parts along `tokens` in
     order. Arrays without such a dim, as vectors and small matrices, are whole along the axis.
@@ -275,7 +276,7 @@ def split_over_tokens_axis(
 def split_over_stages(
     shape: tuple[int, ...], other: PartitionSpec, mesh: AnyMesh
 ) -> DimSharding | None:
-    """The split of an array over pipeline stages; None if `other` names no stages.
+    """Return the split of an array over pipeline stages; None if `other` names no stages.
 
     Args:
         shape: its true shape.
@@ -302,11 +303,11 @@ def unpad(x: Shaped[Array, ...], layout: DimSharding) -> Shaped[Array, ...]:
 
 
 def axes_of(spec: PartitionSpec) -> list[str]:
-    """The mesh axes that a spec names."""
+    """Return the mesh axes that a spec names."""
     return [axis for axes in axes_of_dims(spec) for axis in axes]
 
 
 def split_dim(spec: PartitionSpec) -> int | None:
-    """The dim that a spec splits over `node` or `local`; None if it splits none."""
+    """Return the dim that a spec splits over `node` or `local`; None if it splits none."""
     dims = enumerate(axes_of_dims(spec))
     return next((dim for dim, axes in dims if not set(AXES).isdisjoint(axes)), None)

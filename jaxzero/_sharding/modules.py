@@ -1,12 +1,12 @@
-"""Find the leaves of an `eqx.Module` or `nnx.Module` that are trained; unbox those of Linen.
+"""Find the leaves of an `eqx.Module` or `nnx.Module` that are trained; unbox arrays of Flax Linen.
 
 Both libraries register their modules as pytrees whose leaves are not all parameters. Equinox has
 activation functions and Python numbers among the leaves, and trains the inexact arrays. Flax NNX
-has batch statistics and random keys there, and trains each `nnx.Param`. The libraries are looked up
-in `sys.modules`, so that importing this module imports neither.
+has batch statistics and random keys among the leaves, and trains each `nnx.Param`. The libraries
+are looked up in `sys.modules`, so that importing this module imports neither.
 
-Flax's fp8 layers keep scales and histories of maxima whose gradient is their next value, in the
-collection `_overwrite_with_gradient` (`flax.linen.fp8_ops`).
+Flax's fp8 layers keep scales and histories of maxima in the collection `_overwrite_with_gradient`
+(`flax.linen.fp8_ops`). The gradient of such a leaf is its next value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FP8_STATE = {*_HISTORIES, *(f"{x}_scale" for x in ("input", "kernel", "output_g
 
 
 def trained_leaves(tree: Any) -> list[bool | None]:
-    """For each leaf, whether its module trains it; None if the leaf is in no module.
+    """Return, for each leaf, whether its module trains it; None if the leaf is in no module.
 
     Raises:
         ValueError: an `nnx.Module` holds one `Variable` in two places.
@@ -47,7 +47,7 @@ def trained_leaves(tree: Any) -> list[bool | None]:
 
 
 def overwritten_leaves(tree: Any) -> list[bool]:
-    """For each leaf, whether its gradient is its next value, as for state of Flax's fp8 layers.
+    """Return, for each leaf, whether its gradient is its next value, as in Flax's fp8 layers.
 
     Such a leaf is known by its collection, by the type of its `nnx.Variable`, or by its name beside
     the other variables of an fp8 layer.
@@ -70,9 +70,11 @@ def overwritten_leaves(tree: Any) -> list[bool]:
 
 
 def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
-    """The tree with arrays for the `nn.Partitioned` boxes of Flax Linen, and its `specs`.
+    """Replace the `nn.Partitioned` boxes of Flax Linen in a tree by the arrays that they hold.
 
-    A box names mesh axes of GSPMD. Without `specs`, those among `axes` split its array.
+    Returns:
+        The tree, and `specs`. If `specs` is None, they are made of the mesh axes that boxes name
+        for GSPMD, as far as these are among `axes`.
     """
     meta = sys.modules.get("flax.core.meta")
     if meta is None:
@@ -98,7 +100,7 @@ def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
 
 
 def plain_arrays(tree: Any) -> list[str]:
-    """The paths of floating-point arrays that an `nnx.Module` holds outside of a `Variable`."""
+    """Return the paths of floating-point arrays of an `nnx.Module` that are in no `Variable`."""
     return [
         path_name((*outer, *path))
         for outer, part in _pairs(tree, _is_nnx)
@@ -111,13 +113,13 @@ def plain_arrays(tree: Any) -> list[str]:
 def mutated_leaf(
     before: Mapping[str, ModuleLeaf], after: Mapping[str, ModuleLeaf], returned: Collection[int]
 ) -> tuple[str, str] | None:
-    """Path and variable type of a leaf that a function has replaced in place, if there is one.
+    """Return path and variable type of a leaf that a function has replaced in place, or None.
 
     Args:
         before: the leaves before the call, from `nnx_leaves`.
         after: the leaves after the call.
-        returned: `id`s of the values that the function returned; these changes are not lost, and
-            do not count.
+        returned: `id`s of the values that the function returned; these changes are not lost, and do
+            not count.
     """
     for path, leaf in before.items():
         now = after.get(path, leaf).value
@@ -127,16 +129,17 @@ def mutated_leaf(
 
 
 class ModuleLeaf(NamedTuple):
-    """A leaf of an NNX object."""
+    """A leaf of an NNX object: its value, and the type of its variable."""
 
     value: Any
     kind: str  # the type of its variable, as a user writes it: `nnx.BatchStat`
 
 
 def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
-    """The leaves of every NNX object that a function may change in place, by path.
+    """Return the leaves of every NNX object that a function may change in place, by path.
 
-    These objects are `nnx.Module`s and `nnx.Rngs`; an `nnx.State` is passed in and returned.
+    These objects are `nnx.Module`s and `nnx.Rngs`. An `nnx.State` is none of them: it is passed in
+    and returned.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -153,7 +156,7 @@ def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
 
 
 def rng_leaves(tree: Any) -> list[bool]:
-    """For each leaf, whether it is a key or counter of `nnx.Rngs`, equal on every device."""
+    """Return, for each leaf, whether it is a key or counter of `nnx.Rngs`, equal on all devices."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return [False] * len(jax.tree.leaves(tree))
@@ -180,7 +183,7 @@ def _trained_by_nnx(module: Any) -> list[bool | None]:
 
 
 def _is_overwritten_type(kind: type) -> bool:
-    """Whether `kind`, or a class that it extends, is the `nnx.Variable` of the collection."""
+    """Return whether `kind`, or a base class of it, is the collection's `nnx.Variable` type."""
     variablelib = sys.modules["flax.nnx"].variablelib
     known = variablelib.VariableTypeCache.get(_OVERWRITTEN)
     return any(base is known or base.__name__ == _OVERWRITTEN for base in kind.__mro__)
@@ -191,7 +194,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def _pairs(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
-    """Paths and parts of a tree, down to what `is_leaf` accepts, `StoredArray`s and leaves."""
+    """Return paths and parts of a tree, flattened to `StoredArray`s and what `is_leaf` accepts."""
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_stored(x) or is_leaf(x))[
         0
     ]

@@ -1,4 +1,4 @@
-"""Named configurations: ZeRO-3, ZeRO++, and their relatives."""
+"""Configurations with a name: ZeRO-3, ZeRO++, and their relatives."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ def zero3(
     """Split parameters, gradients and optimizer state over all devices (ZeRO-3, FSDP).
 
     With `hpz=jz.HpZ(codec=jz.Cast(jnp.bfloat16))` a device keeps the slice of its node for the
-    step, in 16 bits: a third fewer bytes between nodes, and exact for weights that the program
-    reads in bfloat16.
+    step, in 16 bits. That sends a third fewer bytes between nodes, and is exact for weights that
+    the program reads in bfloat16.
     """
     return ZeroConfig(weights=weights, gradients=gradients, hpz=hpz)
 
 
 def zeropp() -> ZeroConfig:
-    """ZeRO++ with the bits of its paper: qwZ in 8 bits, hpZ, and qgZ in 4 bits on both hops.
+    """Return ZeRO++ with the bits of its paper: qwZ in 8 bits, hpZ, and qgZ in 4 bits on both hops.
 
-    Between nodes a step moves 0.5 M for weights and 0.25 M for gradients, where ZeRO-3 moves
-    3 M (M: the model in 16 bits). Micro-batches add nothing: it is sent once per optimizer step.
-    Unlike in the paper, blocks of gradients are small and rotated, which costs no bytes.
+    Between nodes a step moves 0.5 M for weights and 0.25 M for gradients, where ZeRO-3 moves 3 M
+    (M: the model in 16 bits). Micro-batches add nothing: weights and gradients are sent between
+    nodes once per optimizer step. Unlike in the paper, blocks of gradients are small and rotated,
+    which costs no bytes.
 
     References:
         ZeRO++ (https://arxiv.org/abs/2306.10209).
@@ -42,7 +43,7 @@ def zeropp() -> ZeroConfig:
 
 
 def zeropp4() -> ZeroConfig:
-    """Send 4 bits between nodes: the differences of weights, and gradients in rotated blocks.
+    """Send 4 bits between nodes: differences of weights, and gradients in rotated blocks.
 
     Between nodes a step moves 0.25 M for weights and 0.25 M for gradients (M: the model in 16
     bits); inside a node both travel in 8 bits. It needs a wire state (`Zero.init_wire_state`).
@@ -75,10 +76,11 @@ def pipeline(
     gradients: PerAxis = PerAxis(),  # noqa: B008
     messages: Codec | None = None,
 ) -> ZeroConfig:
-    """Pipeline stages between nodes, each of which splits its layers over its devices (ZeRO-3).
+    """Divide the layers between nodes as pipeline stages, and each stage over its devices (ZeRO-3).
 
-    Between nodes only activations and their cotangents are sent, in each micro-batch, and the
-    gradients of what is not a layer once in each step. For links on which ZeRO waits for weights.
+    Between nodes, each micro-batch sends only activations and their cotangents. The gradients of
+    parameters outside of the layers are sent once in each step. Use it on links on which ZeRO would
+    wait for weights.
 
     Args:
         microbatches: how many parts a device's rows are cut into in each step. With `S` stages

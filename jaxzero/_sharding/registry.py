@@ -55,7 +55,7 @@ class Registry:
         return layout
 
     def find(self, tree: Any) -> TreeLayout | None:
-        """The layout of a tree laid out before, with the tree's present dtypes; None if unknown."""
+        """Return the layout of a tree laid out before, with the tree's dtypes; None if unknown."""
         _, leaves, treedef = flatten(tree)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         shapes = tuple(tuple(x.shape) for x in arrays)
@@ -74,7 +74,7 @@ class Registry:
         return None
 
     def layout_of(self, tree: Any) -> TreeLayout:
-        """The layout of a stored tree: looked up, or found from its leaves if it is unknown.
+        """Return the layout of a stored tree: looked up, or found from its leaves if it is unknown.
 
         Raises:
             ValueError: an array in it was not laid out by this `Zero`.
@@ -86,7 +86,7 @@ class Registry:
         return layout
 
     def layout_of_parts(self, tree: Any) -> TreeLayout | None:
-        """The layout of a tree in which some arrays are sharded and others, say statistics, not.
+        """Return the layout of a tree in which only some arrays are sharded.
 
         An array counts as sharded if it is a `StoredArray`, if its sharding is that of a parameter,
         or, for a traced array without sharding, if an array of its shape and dtype was laid out
@@ -112,7 +112,7 @@ class Registry:
         return dataclasses.replace(layout, leaves=leaves)
 
     def holds_laid_out(self, tree: Any) -> bool:
-        """Whether a tree certainly holds a laid-out array.
+        """Return whether a tree certainly holds a laid-out array.
 
         That is a `StoredArray`, or an array whose sharding is that of a parameter. Traced arrays
         have a sharding on explicit meshes only.
@@ -121,10 +121,10 @@ class Registry:
         return any(is_stored(x) or self._is_split_as_ours(x) for x in arrays)
 
     def is_placed_otherwise(self, tree: Any, layout: TreeLayout) -> bool:
-        """Whether a tree with the shapes of `layout` certainly does not have its shardings.
+        """Return whether a tree with the shapes of `layout` certainly has other shardings.
 
-        That is known if no array is traced: then one of them is a NumPy array, or a `jax.Array`
-        with another sharding.
+        That is certain only if no array is traced. Then it is so if any array is a NumPy array, or
+        a `jax.Array` with another sharding.
         """
         arrays = array_leaves(tree)
         is_otherwise = [
@@ -133,7 +133,7 @@ class Registry:
         return None not in is_otherwise and any(is_otherwise)
 
     def _is_elsewhere(self, x: Any, leaf: LeafSpec) -> bool | None:
-        """Whether the sharding of `x` differs from that of `leaf`; None if `x` is traced."""
+        """Return whether the sharding of `x` differs from that of `leaf`; None if `x` is traced."""
         if is_traced(x) or isinstance(x, jax.ShapeDtypeStruct):
             return None
         if not isinstance(x, jax.Array):
@@ -145,7 +145,7 @@ class Registry:
         return not any(x.sharding.is_equivalent_to(each, x.ndim) for each in ours)
 
     def may_hold_parts(self, tree: Any) -> bool:
-        """Whether a tree is possibly a part of a laid-out tree.
+        """Return whether a tree is possibly a part of a laid-out tree.
 
         That is so if each of its arrays has the shape and dtype of an array that was laid out
         sharded, and is on the mesh, or traced (a traced array does not show where it is).
@@ -157,7 +157,7 @@ class Registry:
         )
 
     def _devices_of(self, x: Any) -> Any:
-        """The devices that an array is on; None if it is on none."""
+        """Return the devices that an array is on; None if it is on none."""
         sharding = getattr(x, "sharding", None)
         on = getattr(sharding, "mesh", None)
         if isinstance(on, AbstractMesh):  # a struct in the host memory of devices that are absent
@@ -165,14 +165,14 @@ class Registry:
         return getattr(sharding, "device_set", None)
 
     def _has_one_like(self, x: Any) -> bool:
-        """Whether an array of this shape and dtype was laid out sharded."""
+        """Return whether an array of this shape and dtype was laid out sharded."""
         return (tuple(x.shape), x.dtype) in self._split
 
     def _is_split_as_ours(self, x: Any) -> bool:
-        """Whether an array's sharding names the config's axes, in their order, on one dim.
+        """Return whether an array's sharding names the config's axes, in their order, on one dim.
 
-        Axes of size 1 count too. The order distinguishes parameters from a batch, which is
-        split over both axes in the other order.
+        Axes of size 1 count too. The order distinguishes parameters from a batch, which is split
+        over both axes in the other order.
         """
         sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
         axes = self._config.axes
@@ -182,8 +182,8 @@ class Registry:
     def _check_is_laid_out(self, tree: Any, is_known: bool) -> None:
         """Raise `ValueError` for an array that is on other devices than those of the mesh.
 
-        In a known tree an array may also be on the host, or uncommitted on one device: JAX moves
-        it.
+        If the tree is known, an array may also be on the host, or uncommitted on one device: JAX
+        moves it.
         """
         paths, leaves, treedef = flatten(tree)
         for path, x in zip(paths, leaves, strict=True):
@@ -233,7 +233,7 @@ class Registry:
                 )
 
     def _splits(self, leaf: LeafSpec) -> list[DimSharding | None]:
-        """How this mesh splits a leaf, over its shards and over stages; [] if it lacks an axis."""
+        """Return how this mesh splits a leaf, over shards and stages; [] if it lacks an axis."""
         other = leaf.other_axes
         if not self._mesh.shape.keys() >= {*axes_of(other)}:
             return []

@@ -1,4 +1,4 @@
-"""Pipeline stages: which arrays are stacks of layers, and how others are split over stages."""
+"""Pipeline stages: which arrays are stacks of layers, and how other arrays are split over them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .hops import check_codec, check_integer
 class Stages:
     """Divide the layers of a model between nodes, as the stages of a pipeline.
 
-    All layers are in stacks `[layers, ...]` that one `jax.lax.scan` runs through, or a Python loop
-    layer by layer; or in a list of equal layers, which a loop runs through. A stage has
-    `ceil(layers / stages)` of them; where the stages do not divide the layers, the last stages have
-    fewer, possibly none, and stacks are stored padded with zeros. A step runs forward and backward
-    of one micro-batch after the other (1F1B).
+    All layers are in stacks `[layers, ...]` or in a list of equal layers. One `jax.lax.scan` runs
+    through the stacks, or a Python loop layer by layer; a Python loop runs through the list. A
+    stage has `ceil(layers / stages)` layers. If the stages do not divide the layers, the last
+    stages have fewer, possibly none, and stacks are stored padded with zeros. A step runs forward
+    and backward of one micro-batch after the other (1F1B).
 
     Attributes:
         microbatches: the number of micro-batches of a step, where `value_and_grad` is not given
@@ -28,13 +28,13 @@ class Stages:
         layers: the path of the stacks in the parameters, such as "layers" or
             "params.decoder.layers", or several such paths. In the path of a list, `*` stands for
             the number of a layer, as in "layers.*" or "params.block_*".
-        messages: codec of the activations and cotangents that stages send, such as `Int8()`, where
-            it makes them smaller, and if it quantizes, of arrays with at least `min_quantized_size`
-            elements; None sends them as they are. Each message is rounded: losses and gradients
-            change.
+        messages: codec of the activations and cotangents that stages send, such as `Int8()`; None
+            sends them as they are. It is used where it makes them smaller, and if it quantizes, for
+            arrays with at least `min_quantized_size` elements. Each message is rounded, so losses
+            and gradients change.
 
     Raises:
-        ValueError: one is of another type or out of range.
+        ValueError: an option is of another type or out of range.
 
     References:
         DAPPLE (https://arxiv.org/abs/2007.01045).
@@ -66,11 +66,11 @@ class Stages:
         return (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
 
     def has(self, path: str) -> bool:
-        """Whether the leaf at `path` is a stack of layers."""
+        """Return whether the leaf at `path` is a stack of layers."""
         return any(path == name or path.startswith(f"{name}.") for name in self.names)
 
     def place_in_list(self, path: str) -> tuple[str, int] | None:
-        """For a leaf of a list of layers, its path with `*` for the layer's number, and the number.
+        """Return, for a leaf in a list of layers, its path with `*` for the number, and the number.
 
         None for any other leaf.
         """
@@ -84,14 +84,14 @@ class Stages:
 def stage_split(
     path: str, shape: tuple[int, ...], stages: Stages, num_stages: int, num_shards: int
 ) -> PartitionSpec:
-    """How a leaf is split over stages: a stack by its layers, another leaf by a dim of its own.
+    """Return how a leaf is split over stages: a stack by its layers, other leaves by any dim.
 
-    The devices of a stage split it further, along another dim. Another leaf without two dims that
-    divide evenly is replicated over stages.
+    The devices of a stage split the leaf further, along another dim. A leaf that is no stack and
+    has no two dims that divide evenly is replicated over stages.
 
     Args:
-        path: of the leaf.
-        shape: of the leaf in full.
+        path: the path of the leaf.
+        shape: the shape of the full leaf.
         stages: the config.
         num_stages: how many stages there are.
         num_shards: into how many shards the devices of a stage split a leaf.

@@ -49,21 +49,22 @@ class StoredKey:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A tree path as text, such as `layers.0.kernel`; the root is `.`."""
+    """Return a tree path as text, such as `layers.0.kernel`; the root is `.`."""
     named = tuple(key for key in path if not isinstance(key, StoredKey))
     return jax.tree_util.keystr(named, simple=True, separator=".") or "."
 
 
 def path_endings(path: tuple[Any, ...]) -> Iterator[str]:
-    """The names of a path and of all its ends, the longest first.
+    """Yield the names of a path and of all paths that end it, the longest first.
 
-    In an optimizer's state, the path of an array that belongs to a parameter ends with its path.
+    In an optimizer's state, the path of an array that belongs to a parameter ends with the
+    parameter's path.
     """
     return (path_name(path[i:]) for i in range(len(path) + 1))
 
 
 def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:
-    """For each leaf of `tree`, the leaf of a tree prefix that covers it.
+    """Return, for each leaf of `tree`, the leaf of a tree prefix that covers it.
 
     Args:
         prefix: a tree prefix of `tree`, with leaves of type `kind`.
@@ -84,7 +85,7 @@ def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:
 
 
 class _Explained(type):
-    """The type of `StoredArray`, whose `repr` JAX prints when two trees do not match."""
+    """The type of the class `StoredArray`: JAX prints its `repr` when two trees do not match."""
 
     def __repr__(cls) -> str:
         return (
@@ -113,16 +114,16 @@ class StoredArray(metaclass=_Explained):
 
     @classmethod
     def of(cls, data: Any, leaf: LeafSpec) -> StoredArray:
-        """Wrap data stored in the layout `leaf`.
+        """Wrap data that is stored in the layout `leaf`.
 
-        The layout of padded data has no dtype and no memory kind, because these are the data's own:
-        optimizers may cast the data or move them.
+        Without a codec, dtype and memory kind are left out of the layout, because they are the
+        data's own: optimizers may cast the data or move them.
         """
         dtype = None if leaf.codec is None else leaf.dtype
         return cls(data, dataclasses.replace(leaf, path="", dtype=dtype, memory_kind=None))
 
     def leaf(self, path: str = "") -> LeafSpec:
-        """The layout, with the present dtype and memory kind of the array.
+        """Return the layout, with the present dtype and memory kind of the array.
 
         Raises:
             ValueError: the data do not have the stored shape of the layout, or are no messages of
@@ -147,7 +148,7 @@ class StoredArray(metaclass=_Explained):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no array, such as None where `eqx.partition` has removed the array."""
+        """Whether this holds no array, as after `eqx.partition`, which puts None in its place."""
         return not jax.tree.leaves(self.data)
 
     @property
@@ -205,39 +206,39 @@ class StoredArray(metaclass=_Explained):
 
 
 def is_stored(x: Any) -> bool:
-    """Whether `x` is a `StoredArray`; serves as `is_leaf`."""
+    """Return whether `x` is a `StoredArray`; serves as `is_leaf`."""
     return isinstance(x, StoredArray)
 
 
 def data_of(x: Any) -> Any:
-    """The data of a `StoredArray`; anything else is returned unchanged."""
+    """Return the data of a `StoredArray`; return anything else unchanged."""
     return x.data if isinstance(x, StoredArray) else x
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array of any library, or a `StoredArray` that holds an array."""
+    """Return whether a leaf is an array of any library, or a `StoredArray` that holds an array."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def flatten(tree: Any) -> tuple[list[tuple[Any, ...]], list[Any], Any]:
-    """Paths, leaves and structure of a tree, where a `StoredArray` counts as one leaf."""
+    """Return paths, leaves and structure of a tree, in which a `StoredArray` is one leaf."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
     return [path for path, _ in pairs], [leaf for _, leaf in pairs], treedef
 
 
 def array_leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree that are arrays, or `StoredArray`s of one."""
+    """Return the leaves of a tree that are arrays, or `StoredArray`s of one."""
     return [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
 
 
 def of_arrays(tree: Any, values: Iterable[Any]) -> list[Any]:
-    """Select from `values`, one for each leaf of a tree, those of the leaves that are arrays."""
+    """Return, of `values` (one for each leaf of a tree), those whose leaf is an array."""
     pairs = zip(flatten(tree)[1], values, strict=True)
     return [value for leaf, value in pairs if is_array(leaf)]
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree, each with its path as text."""
+    """Return the leaves of a tree, each with its path as text."""
     paths, leaves, _ = flatten(tree)
     return [(path_name(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
@@ -249,7 +250,7 @@ def _how(form: LeafSpec) -> str:
 
 
 def _what_changed(shape: tuple[int, ...], stored: tuple[int, ...]) -> str:
-    """What has probably given stored data the shape `shape`, and the remedy."""
+    """Return what has probably changed stored data to `shape`, and the remedy."""
     if _has_one_more(shape, stored):
         return (
             "`jax.vmap`, `jax.lax.scan` or a stack of trees has added a dim to the stored array. "
@@ -269,7 +270,7 @@ def _what_changed(shape: tuple[int, ...], stored: tuple[int, ...]) -> str:
 
 
 def _has_one_more(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether `shape` without one of its dims is `other`."""
+    """Return whether `shape` without one of its dims is `other`."""
     return any(shape[:i] + shape[i + 1 :] == other for i in range(len(shape)))
 
 

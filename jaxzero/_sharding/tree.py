@@ -69,15 +69,15 @@ class TreeLayout:
         return rebuild(self.treedef, self.statics, [stored_leaf(leaf, x) for leaf, x in pairs])
 
     def whole(self, arrays: Sequence[Any]) -> Any:
-        """Build the tree with these values in place of its arrays, and without `StoredArray`s."""
+        """Build the tree with `arrays` in place of its arrays, and without `StoredArray`s."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
     def with_statics_of(self, tree: Any) -> TreeLayout:
-        """This layout for a tree of its structure, with that tree's leaves that are no arrays."""
+        """Return this layout with those leaves of an equally structured tree that are no arrays."""
         return dataclasses.replace(self, statics=statics_of(flatten(tree)[1]))
 
     def flatten_like(self, tree: Any) -> list[Any]:
-        """The leaf (or sub-tree) of `tree` in the place of each array; the reverse of `whole`.
+        """Return the leaf (or sub-tree) of `tree` in place of each array; reverses `whole`.
 
         Raises:
             ValueError: the tree has another structure.
@@ -86,12 +86,12 @@ class TreeLayout:
         return [x for x, s in zip(leaves, self.statics, strict=True) if s is None]
 
     def shardings(self, mesh: Mesh, axes: tuple[str, ...]) -> list[NamedSharding]:
-        """The sharding of each stored array, split over `axes`."""
+        """Return the sharding of each stored array, split over `axes`."""
         return [leaf.sharding(mesh, axes) for leaf in self.leaves]
 
 
 def stored_leaf(leaf: LeafSpec, x: Any) -> Any:
-    """A stored array as a leaf of a tree: a `StoredArray` if it is padded or encoded."""
+    """Return a stored array as a leaf of a tree: in a `StoredArray` if it is padded or encoded."""
     return x if leaf.is_plain else StoredArray.of(x, leaf)
 
 
@@ -103,17 +103,17 @@ def rebuild(treedef: Any, statics: Sequence[Static | None], arrays: Sequence[Any
 
 
 def unwrapped(statics: Sequence[Static | None]) -> list[Static | None]:
-    """`statics` with every empty `StoredArray` replaced by the value that it holds."""
+    """Return `statics` with the value that it holds in place of each empty `StoredArray`."""
     return [s and Static(data_of(s.value)) for s in statics]
 
 
 def statics_of(leaves: Sequence[Any]) -> tuple[Static | None, ...]:
-    """For each leaf a `Static` if it is not an array; None if it is."""
+    """Return, for each leaf, a `Static` if it is no array; None if it is one."""
     return tuple(None if is_array(leaf) else Static(leaf) for leaf in leaves)
 
 
 def arrays_of(tree: Any) -> list[Any]:
-    """The stored arrays of a tree, without leaves that are not arrays."""
+    """Return the stored arrays of a tree, without leaves that are not arrays."""
     return [data_of(leaf) for leaf in array_leaves(tree)]
 
 
@@ -171,10 +171,10 @@ def lay_out(
 
 
 def layout_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreeLayout:
-    """The layout of a tree whose leaves are stored already, found from the leaves alone.
+    """Find the layout of a tree whose leaves are stored already, from the leaves alone.
 
-    A plain array is in its own shape, so it has the layout that `lay_out` gives that shape. If
-    that layout is padded, the array cannot have it, and counts as replicated.
+    A plain array is in its own shape, so it has the layout that `lay_out` gives that shape. If that
+    layout is padded, the array cannot have it, and counts as replicated.
     """
     layout = lay_out(tree, mesh, config)
     arrays = array_leaves(tree)
@@ -189,14 +189,14 @@ def layout_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreeLayout
 
 
 def as_placed(leaf: LeafSpec, x: Any, num_shards: int) -> LeafSpec:
-    """The leaf in the memory of the stored array `x`."""
+    """Return the leaf with the kind of memory that the stored array `x` is in."""
     return in_memory(leaf, memory_kind_of(data_of(x)), num_shards)
 
 
 def offloaded(
     layout: TreeLayout, offload: Offload | None, num_shards: int, role: Role = "weights"
 ) -> TreeLayout:
-    """The layout of a parameter tree, with the leaves in host memory that `offload` puts there.
+    """Return the layout of a parameter tree after `offload` has moved leaves to host memory.
 
     Args:
         layout: the layout, with all leaves in device memory.
@@ -226,7 +226,7 @@ def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> LeafSpec:
 
 
 def without_layout(leaf: LeafSpec) -> LeafSpec:
-    """The leaf replicated on every device; split over stages only if they do not pad it."""
+    """Return the leaf replicated on every device, but split over stages if they do not pad it."""
     if leaf.stages is not None and leaf.stages.is_padded:
         leaf = dataclasses.replace(leaf, stages=None, other_axes=PartitionSpec())
     return dataclasses.replace(leaf, layout=None)
@@ -255,7 +255,7 @@ def _is_large_float(leaf: LeafSpec, config: ZeroConfig) -> bool:
 
 
 def _jax_dtype(dtype: Any) -> Any:
-    """The dtype that JAX converts `dtype` to: without x64, one of 32 bits for one of 64."""
+    """Return the dtype that JAX converts `dtype` to: without x64, one of 32 bits for one of 64."""
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
 
@@ -267,7 +267,7 @@ def _split_over_stages(
     mesh: AnyMesh,
     config: ZeroConfig,
 ) -> list[PartitionSpec]:
-    """The split of each leaf over stages; `ValueError` if a leaf has one over the user's axes."""
+    """Return the split of each leaf over stages; raise `ValueError` if the user splits any."""
     if any(axes_of(other) for other in others):
         raise ValueError(
             "`specs` cannot be had with `stages` of the config. Leave out one of them."
@@ -285,7 +285,7 @@ def _split_over_stages(
 def _with_ungathered(
     other: PartitionSpec, path: str, leaf: Any, mesh: AnyMesh, config: ZeroConfig
 ) -> PartitionSpec:
-    """The split of a leaf over the user's axes, with that over `local` if it is `ungathered`."""
+    """Return `other`, a leaf's split by the user, or its split over `local` if ungathered."""
     ungathered = config.ungathered
     own = ungathered and ungathered.split(path, tuple(leaf.shape), mesh)
     if own is None:

@@ -1,6 +1,6 @@
-"""Leaves that are split over `local` along a dim of their own, and stay so: experts.
+"""Leaves, such as experts, that are split over `local` along a dim of their own, and stay split.
 
-A device has `size / local` entries of the dim, and the program sees these alone. Such a leaf is
+A device has `size / local` entries of the dim, and the program sees only these. Such a leaf is
 further split over `node`, along another dim; it is gathered, and its gradient is reduced, over
 `node` only. The gradient on a device already covers the rows of all devices of its node, since they
 send it their tokens; so the sum over nodes is the sum over all rows.
@@ -25,9 +25,9 @@ class Ungathered:
 
     Inside a step the function sees a leaf with `1 / local` of this dim, `local` being the devices
     of a node: device `i` has the `i`-th run of neighbours. Outside, shapes are whole. Tokens have
-    to be sent to the devices that have their experts: `jz.exchange_tokens`. Whatever else reads
-    such a leaf sees this device's part, without a warning: a sum over all experts, as in weight
-    decay inside the loss, has to be `jax.lax.psum(x, "local")`. Optimizers see whole shapes.
+    to be sent to the devices that have their experts: `jz.exchange_tokens`. Any other code that
+    reads such a leaf sees this device's part, without a warning: a sum over all experts, as in
+    weight decay inside the loss, has to be `jax.lax.psum(x, "local")`. Optimizers see whole shapes.
 
     Args:
         leaves: one or more patterns for tree paths, such as "layers.experts.*", in which `*`
@@ -57,10 +57,10 @@ class Ungathered:
         return (self.leaves,) if isinstance(self.leaves, str) else tuple(self.leaves)
 
     def split(self, path: str, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec | None:
-        """The split of a leaf over `local`; None if it has none.
+        """Return the split of a leaf over `local`; None if it is not split.
 
-        Leaves that no pattern matches have none. Nor has any leaf if a node has one device, or if
-        its shape cannot be split so, such as statistics in an optimizer's state.
+        A leaf is not split if no pattern matches it, if a node has one device, or if its shape
+        cannot be split along the dim, as that of statistics in an optimizer's state.
         """
         num = mesh.shape[LOCAL]
         if num == 1 or not any(fnmatch.fnmatchcase(path, x) for x in self.patterns):
@@ -70,7 +70,7 @@ class Ungathered:
         return PartitionSpec(*[None] * self.dim, LOCAL)
 
     def _fault(self, shape: tuple[int, ...], num: int) -> str | None:
-        """What keeps a leaf of this shape from being split so; None if nothing."""
+        """Return what keeps a leaf of this shape from being split; None if nothing does."""
         if len(shape) < 2 or self.dim >= len(shape):
             return f"has no dim {self.dim} beside another one (such as 1), which nodes split"
         if shape[self.dim] % num:
@@ -78,13 +78,14 @@ class Ungathered:
         return None
 
     def check(self, leaves: Sequence[Any], mesh: AnyMesh, matched: set[str]) -> None:
-        """Check the leaves of a parameter tree.
+        """Check that the patterns fit the leaves of a parameter tree.
 
         Args:
-            leaves: their layouts, `LeafSpec`s.
+            leaves: the layouts of the leaves, `LeafSpec`s.
             mesh: has the devices of a node.
-            matched: the patterns that matched a leaf of an earlier tree; those of this one are
-                added. So adapters (LoRA) may follow the weights that the patterns are for.
+            matched: the patterns that matched a leaf of an earlier tree; patterns that match a leaf
+                of this tree are added. So adapters (LoRA) may follow the weights that the patterns
+                are for.
 
         Raises:
             ValueError: a pattern has matched no leaf, or a leaf that cannot be split.
@@ -109,7 +110,7 @@ class Ungathered:
 
 
 def check_ungathered(config: Any) -> None:
-    """Raise `ValueError` for what a `ZeroConfig` cannot have with `ungathered`."""
+    """Raise `ValueError` for options of a `ZeroConfig` that `ungathered` excludes."""
     if not isinstance(config.ungathered, Ungathered):
         raise ValueError(
             f"`ungathered` must be a `jz.Ungathered(...)` or None; got {config.ungathered!r}."

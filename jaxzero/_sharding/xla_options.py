@@ -1,9 +1,9 @@
-"""Options of the compiler that the schedule needs, to be passed to `jax.jit`.
+"""Options of XLA's compiler that the schedule needs, to be passed to `jax.jit`.
 
-The pass decides what may overlap with what; XLA's scheduler decides whether it does. On
-GPUs its defaults keep one collective under way at a time, and begin each as late as a guess
-of its duration allows. Figures are of Llama-7B on 2 x 8 H200, compiled and not run
-(`benchmarks/compiled/aot.py`). On CPUs XLA drops the pass's barriers before it schedules.
+The plan of a program decides what may overlap with what; XLA's scheduler decides whether it does.
+On GPUs its defaults keep one collective under way at a time, and begin each as late as a guess of
+its duration allows. Figures are of Llama-7B on 2 x 8 H200, compiled and not run
+(`benchmarks/compiled/aot.py`). On CPUs XLA drops the plan's barriers before it schedules.
 
 `_PLATFORMS` has one row for each platform; `register_compiler_options` adds or changes one.
 """
@@ -89,7 +89,7 @@ _CPU_BEFORE_0_11: Options = {
 
 @dataclasses.dataclass(frozen=True)
 class _Platform:
-    """The XLA options of one platform, by version of JAX."""
+    """The XLA options of one platform: always, before JAX 0.11, and for several uses."""
 
     always: Options = dataclasses.field(default_factory=dict)
     before_0_11: Options = dataclasses.field(default_factory=dict)
@@ -99,7 +99,7 @@ class _Platform:
     stages: _Changes = dataclasses.field(default_factory=dict)
 
     def options(self, *uses: str) -> _Changes:
-        """The options for the installed version of JAX; None for one that a use takes out."""
+        """Return the options for the installed JAX; None for an option that a use removes."""
         options: _Changes = {**self.always, **(self.before_0_11 if IS_BEFORE_0_11 else {})}
         for use in uses:
             options |= getattr(self, use)
@@ -160,7 +160,7 @@ def compiler_options(
     nvlink: bool = False,
     stages: bool = False,
 ) -> Options:
-    """The options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
+    """Return options that let XLA carry out the schedule, for `jax.jit(compiler_options=...)`.
 
     Without them results are the same, but GPUs wait longer for collectives, and CPUs hold the
     weights of more layers at a time.
