@@ -1,6 +1,6 @@
-"""What XLA does in the installed version of JAX, where the supported versions differ.
+"""Flags for the installed version of JAX: in what its XLA differs from other supported versions.
 
-Each name but the first says what later versions do.
+`IS_BEFORE_0_11` is true for the older versions; each other flag says what newer versions do.
 """
 
 from typing import Final
