@@ -1,6 +1,7 @@
-"""Flags for the installed version of JAX: in what its XLA differs from other supported versions.
+"""Define flags for differences between the versions of XLA that supported versions of JAX have.
 
-`IS_BEFORE_0_11` is true for the older versions; each other flag says what newer versions do.
+They are for the installed version. `IS_BEFORE_0_11` is true for older versions; the other flags are
+true for newer versions.
 """
 
 from typing import Final

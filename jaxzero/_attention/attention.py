@@ -1,4 +1,4 @@
-"""`attention`, with the signature of `jax.nn.dot_product_attention`."""
+"""Define `attention`, with the arguments of `jax.nn.dot_product_attention` and some more."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _window(size: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | 
 
 
 def _as_key_mask(mask: Any) -> Bool[Array, "b s"] | None:
-    """Return a mask `[rows, 1, 1, keys]` without its dims of heads and queries; None for others."""
+    """Return a mask `[rows, 1, 1, keys]` as `[rows, keys]`; None for a mask of another shape."""
     if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
         return None
     return mask[:, 0, 0]

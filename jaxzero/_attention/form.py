@@ -26,7 +26,7 @@ class Form:
         chunk: the most queries, and keys, of a block.
         query_places: `(factor, offset)`: query x of part p is at position `factor x + offset p`.
         key_places: `(factor, offset)` of keys, likewise.
-        is_ring: whether each part begins with its own keys only, and receives those of the other
+        is_ring: whether each part begins with its own keys only, and receives the keys of other
             parts one after the other.
         split_dim: the dim of `[b, p, ...]` that is split over devices: 1 the parts, 3 the heads.
     """
@@ -57,10 +57,10 @@ class Form:
 def pairs_of_blocks(
     form: Form, num_queries: int, num_keys: int, num_parts: int, sizes: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pairs of blocks to compute: those in which all queries see all keys, and others.
+    """Return the pairs of a block of queries and a block of keys to compute, in two groups.
 
-    The others are pairs in which some queries may see some keys. Pairs in which no query sees a key
-    are left out.
+    In pairs of the first group, all queries see all keys; in pairs of the second, some queries may
+    see some keys. Pairs in which no query sees a key are left out.
 
     Args:
         form: which keys are seen.

@@ -177,7 +177,7 @@ def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
 
 
 def _own_array(named: Named) -> np.ndarray | None:
-    """Return the leaf as a host array if it is local to one of several processes, else None."""
+    """Return a leaf as a host array if it is local to this process of several; otherwise None."""
     x = jax.random.key_data(named.value) if named.is_key else named.value
     is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
     return None if jax.process_count() == 1 or is_shared else np.asarray(x)

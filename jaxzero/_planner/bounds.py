@@ -19,7 +19,7 @@ class Bounds:
 
     Attributes:
         memory: bytes of parameters, gradients, optimizer state and wire state in device memory.
-        host_memory: bytes of these arrays in host memory.
+        host_memory: bytes of parameters, gradients and optimizer state in host memory.
         compute: seconds of the matrix products.
         node: seconds in which the step's bytes enter a node.
         local: seconds in which the step's bytes enter the device.
@@ -143,7 +143,7 @@ class Work:
         )
 
     def bounds(self, rates: Rates) -> Bounds:
-        """Return the lower bounds of a step with this work, on devices and links of these rates."""
+        """Return the lower bounds of a step with this work, on devices and links of given rates."""
         return Bounds(
             memory=self.memory,
             host_memory=self.host_memory,

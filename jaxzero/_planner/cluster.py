@@ -197,8 +197,8 @@ class Cluster:
     def shares(self, microbatches: int) -> tuple[int, ...]:
         """Return each node's share of a batch, in proportion to its `flops`, as small integers.
 
-        All nodes wait for the slowest at the end of a step. So of the shares that whole
-        micro-batches allow, those are chosen with which the nodes compute most rows a second.
+        All nodes wait for the slowest at the end of a step. The chosen shares are those with which
+        the nodes together compute most rows a second, if each computes whole micro-batches.
 
         Args:
             microbatches: the number of micro-batches of a device of the fastest node. The largest

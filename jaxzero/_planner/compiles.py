@@ -62,13 +62,13 @@ class Compiled:
     seconds_to_compile: float
 
     def timeline(self, rates: Rates) -> Timeline:
-        """Predict when each instruction of the program runs, on devices of these rates."""
+        """Predict when each instruction of the program runs, by the rates of devices and links."""
         return timeline(self.text, rates)
 
 
 @runtime_checkable
 class Compiles(Protocol):
-    """The methods of `Compiler` that `Search` calls; tests give it others."""
+    """What `Search` needs of a compiler: the methods of `Compiler` that it calls."""
 
     def key(self, candidate: Candidate) -> str: ...
 
@@ -111,7 +111,10 @@ class Compiler:
         return hashlib.sha256(described.encode()).hexdigest()[:32]
 
     def _step(self, candidate: Candidate) -> Any:
-        """Return a candidate's jitted gradients, and their positional and keyword arguments."""
+        """Return the jitted function of a candidate's gradients, with all of its arguments.
+
+        They are a tuple of positional arguments and a dict of keyword arguments, as structs.
+        """
         job, cluster = placed(self._job, self._cluster, candidate)
         shapes = Shapes.of(job, candidate, absent_mesh(cluster, **candidate.axes))
         params = on_abstract_mesh(shapes.params) if candidate.has_host_arrays else shapes.params

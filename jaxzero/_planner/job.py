@@ -50,7 +50,7 @@ class Job:
 def placed(job: Job, cluster: Cluster, candidate: Candidate) -> tuple[Job, Cluster]:
     """Return the job and the cluster of a candidate's program.
 
-    With local steps each node trains by itself, so they are those of one node.
+    With local steps each node trains by itself, so the program is for one node.
 
     Args:
         job: the job of all nodes.

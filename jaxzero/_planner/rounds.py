@@ -156,7 +156,7 @@ class RoundBounds:
 def round_cost(
     job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh, rates: Rates
 ) -> RoundCost:
-    """Return what the rounds of a candidate with local steps cost on a mesh of all nodes."""
+    """Return the memory and time that a candidate's local steps add, on a mesh of all nodes."""
     assert candidate.local_steps is not None
     rounds, _ = _rounds(job, candidate, mesh, candidate.local_steps)
     return RoundCost.of(candidate.local_steps, rounds.report(), rates)

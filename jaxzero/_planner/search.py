@@ -1,7 +1,7 @@
 """Search for the best plan: discard by bounds, rank by proxies, check memory by full compiles.
 
-The program with the largest expected improvement over the known plans is compiled next (`Promise`).
-The improvement is that of the time or memory which earlier programs let expect (`Estimates`); a
+Earlier compiled programs let the search predict the time and memory of all plans (`Estimates`). The
+program with the largest expected improvement over the known plans is compiled next (`Promise`). A
 plan that does not fit improves nothing.
 """
 
@@ -46,7 +46,7 @@ class Search:
         cluster: the cluster that plans are for.
         limit: bytes of a device that a plan may take.
         objective: what is minimised: seconds of a step, or bytes of memory.
-        compiler: compiles candidates; None: no compiler is there for these devices.
+        compiler: compiles candidates; None: the devices have no compiler here.
         deadline: the `time.monotonic` after which no compile is started.
         progress: called with a line of text for each candidate that is bounded or compiled.
         tries_budgets: whether to try each candidate with budgets of activations too.
@@ -173,8 +173,8 @@ class Search:
     def _check(self) -> bool:
         """Compile the most promising plans in full; return False if none promises enough.
 
-        Plans are taken from those with a proxy. Once no more proxies may be compiled, plans that
-        have only bounds may be taken too.
+        They have a proxy already. Once no more proxies may be compiled, plans of which only bounds
+        are known may be chosen too.
         """
         compiled = [row for row in self.compiled_rows() if row.stage == "compiled"]
         has_program = any(row.stage != "bound" for row in self.rows.values())

@@ -207,7 +207,7 @@ class Temporaries:
     def _x(self, numbers: int | Sequence[int], is_full: bool) -> np.ndarray:
         """Return the features of one plan, `[features]`, or of several, `[plans, features]`.
 
-        They are those of temporaries in units of `self._scale` bytes.
+        Their weighted sum is the temporaries in units of `self._scale` bytes.
         """
         in_bytes = self._gradients[numbers] + self._budgets[numbers]
         x = self._activations[numbers] + in_bytes / self._scale

@@ -159,7 +159,7 @@ def tune(
 
 
 def _without_host_arrays(candidates: Iterable[Candidate], notes: list[str]) -> list[Candidate]:
-    """Return the plans without offload, and add a note on those with it to `notes`.
+    """Leave out plans with offload, and say in `notes` how many they are.
 
     Simulated devices, which stand for devices without a compiler, have no host memory.
     """
@@ -194,11 +194,11 @@ def check_arguments(
 def _microbatches(
     batch: Any, cluster: Cluster, microbatches: Sequence[int], *, has_compiler: bool
 ) -> tuple[list[int], dict[int, list[int]]]:
-    """Return the numbers of micro-batches to try with whole rows, and those with shared rows.
+    """Return the numbers of micro-batches to try, first for whole rows and then for shared rows.
 
-    The latter come by number of devices that share a row. Without a compiler there are none: bounds
-    are then those of simulated devices, whose meshes cannot have an axis of tokens, and do not
-    count activations.
+    The latter are a dict by number of devices that share a row. Without a compiler it is empty:
+    plans are then bounded on simulated devices, whose meshes cannot have an axis of tokens, and
+    bounds do not count activations.
     """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
     if len(sizes) != 1:

@@ -144,7 +144,7 @@ def _parents(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named(target: Path, filled: Path) -> Iterator[None]:
-    """Let errors about the temporary path `filled`, and those of a full disk, name `target`."""
+    """Let errors about the temporary path `filled`, or a full disk, name `target` as their file."""
     try:
         yield
     except OSError as error:

@@ -88,7 +88,7 @@ def all_succeed(name: str, seconds: float, *, failed: str = "") -> Iterator[Fact
     Args:
         name: name of this exchange, equal on all processes.
         seconds: timeout of waiting for the others.
-        failed: what the message of the `RuntimeError` begins with, before "process 1: OSError: ".
+        failed: the beginning of the `RuntimeError`'s message, before "process 1: OSError: ".
 
     Yields:
         The facts of this process, for the body to fill. Afterwards `of_all` holds the facts of

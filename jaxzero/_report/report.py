@@ -260,7 +260,7 @@ def _whole(report: ReportData) -> list[str]:
 
 
 def _names(names: Sequence[str]) -> tuple[str, str]:
-    """Return a long and a short name of a bucket: its leaves summarized, and "first +others"."""
+    """Return a long and a short name of a bucket: its leaves summarized, and "first leaf +7"."""
     num = len(set(names)) - 1
     return summarized(names), f"{names[0]} +{num}" if num else names[0]
 

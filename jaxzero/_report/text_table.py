@@ -156,8 +156,7 @@ class NamedRow:
 def merge_layers(rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[NamedRow]:
     """Join rows that are equal, or that differ only in one number in their names.
 
-    A row with several names can be joined with others only by a number that all its names have in
-    the same place.
+    If rows have several names, all names of a row must have the same number in the same place.
 
     Args:
         rows: `(names, cells)` of each row.

@@ -50,8 +50,8 @@ class LeafReport:
 class ReshardReport:
     """The bytes that a `reshard` sends and holds; `print` it.
 
-    Bytes that enter are those of the node, or of the device, that gets most. They leave out arrays
-    that `jax.device_put` takes to other devices, and arrays without elements (`num_uncounted`).
+    Bytes that enter a node, or a device, are those of the node or device that gets most. Arrays
+    that `jax.device_put` moves, and arrays without elements, are not counted (`num_uncounted`).
 
     Attributes:
         leaves: one row for each array.
@@ -201,7 +201,7 @@ def _least(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the least bytes that must enter each device, and each node, to move one array.
 
-    Bytes are those of the encoding in which the move sends elements.
+    Elements are counted in the encoding in which the move sends them.
 
     Args:
         leaf: the layout of the stored array.

@@ -119,7 +119,7 @@ def reshard(
 
 
 def _moved(resharding: Resharding, arrays: Sequence[Any]) -> dict[int, jax.Array]:
-    """Run the moves of a resharding; return the new arrays of those that have one, by index."""
+    """Run the moves of a resharding; return the new arrays, by index of the array."""
     by_index, mesh = {}, resharding.digits.mesh
     for window, moves in zip(resharding.windows, resharding.programs, strict=True):
         stacks = [

@@ -158,10 +158,11 @@ def _waited_for(
     goal: dict[str, Place],
     is_between_nodes: Callable[[str], bool],
 ) -> list[str]:
-    """Return the digits between nodes that hold factors which the digits `asked` are to split.
+    """Return the digits of nodes to gather now, since digits of `asked` wait for their factors.
 
-    Only digits that are to split nothing themselves count. They are gathered before permutations,
-    which would otherwise send shards between nodes twice.
+    A digit is one of them if it is to split nothing after the move, and now splits a factor that a
+    digit of `asked` is to split. If a permutation came before the gather, shards would be sent
+    between nodes twice.
 
     Args:
         asked: digits that are to split other factors than they do.
@@ -288,7 +289,7 @@ class Digits:
         return tuple(tuple(d for axis in axes for d in self.axes[axis]) for axes in named)
 
     def is_between_nodes(self, digit: str) -> bool:
-        """Return True if the digit is one of those of the axes `node` and `stage`."""
+        """Return True if a digit belongs to the axis `node` or `stage`."""
         return any(digit in self.axes.get(axis, ()) for axis in (NODE, STAGE))
 
 

@@ -75,7 +75,8 @@ class LayerCut:
         from_forward: all values that depend on the forward loop.
         from_backward: all values that depend on the backward loop.
         saved: numbers of the forward loop's stacked outputs that the backward loop scans.
-        collected: numbers of those that are read outside of both loops, as a loss of each layer.
+        collected: numbers of the forward loop's stacked outputs that are read outside of both
+            loops, such as a loss of each layer.
         travelling: values that are computed between the loops, and that each layer of the backward
             loop reads.
     """
@@ -92,10 +93,10 @@ class LayerCut:
     travelling: tuple[Value, ...]
 
     def effects(self, part: str) -> list[Operation]:
-        """Return the operations that only have an effect on the host, such as prints, of a part.
+        """Return a part's operations that have no results but effects on the host, such as prints.
 
         Args:
-            part: "start" before the forward loop, "head" between the loops, or "end".
+            part: "start" (before the forward loop), "head" (between the loops), or "end".
         """
         of_part = []
         for operation in self.block.operations:

@@ -92,7 +92,7 @@ class Evaluation:
         return [self.read(x) for x in atoms]
 
     def run(self, operations: Sequence[Operation], exists: Array) -> None:
-        """Run operations for their effects on the host, where `exists` is true."""
+        """Run operations for their effects on the host, which happen only if `exists` is true."""
         for operation in operations:
             run_operation(operation, self(operation.inputs), exists)
 
@@ -105,8 +105,8 @@ def run_operation(
 ) -> list[Any]:
     """Run an operation, and return its outputs.
 
-    A loop is traced again, operation by operation. If `exists` is false, effects on the host, such
-    as prints, do not happen, also those inside of a loop.
+    A loop is traced again, operation by operation. If `exists` is false, no effects on the host,
+    such as prints, happen, neither here nor inside of a loop.
     """
     if not isinstance(operation, Loop):
         with at_line_of(operation):

@@ -89,7 +89,7 @@ def sent(message: Message) -> list[Any]:
 
 
 def _permuted(arrays: list[Any], shift: int) -> list[Any]:
-    """Send arrays `shift` stages on, and return those that this stage receives; None stays None."""
+    """Send arrays `shift` stages on, but for None; return the arrays that this stage receives."""
     num = lax.axis_size(STAGE)
     pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
     with labelled("activations"):

@@ -47,7 +47,7 @@ class MicroBatch(NamedTuple):
     loops: tuple[Loop | None, ...]
 
     def runs(self, is_layer: Array | None) -> Array:
-        """Return whether a layer does real work: the micro-batch exists, and it is no padding.
+        """Return whether a layer does real work: on an existing micro-batch, and not as padding.
 
         Args:
             is_layer: false for a padding layer; None: no stage has padding layers.

@@ -44,10 +44,9 @@ class Pipeline:
     Args:
         cut: the program of one micro-batch, cut at its layer loops.
         weights: the arrays of the program's inputs that are equal for all micro-batches: of stacks
-            this stage's layers, and the others in full.
+            this stage's layers, and other arrays in full.
         rows: the arrays of the program's other inputs, `[microbatches, ...]`.
-        outer: the indices of the program's outputs that are gradients of weights outside of the
-            layers.
+        outer: indices of the outputs that are gradients of weights outside of the layers.
         microbatches: the number of micro-batches.
         share: a factor of gradients, before they are added up.
         encoding: how arrays are encoded that are sent between stages.
@@ -137,15 +136,10 @@ class Pipeline:
     def _ticks(
         self, state: State, ticks: range, sums: Sequence[Any] = (), **parts: bool
     ) -> tuple[State, list[Any]]:
-        """Run ticks that have the same parts in a loop; return the state and the sums after them.
+        """Run ticks of the same `parts` (see `_tick`) in a loop; return state and sums after it.
 
-        The loop carries only the sums that it adds to: so the plan of reductions recognizes them.
-
-        Args:
-            state: the state before the first tick.
-            ticks: the numbers of the ticks.
-            sums: the sums of gradients so far, in the order of `_no_sums`.
-            parts: the parts that each tick has; see `_tick`.
+        `sums` are those of gradients so far, in the order of `_no_sums`. The loop carries only the
+        sums that it adds to: so the plan of reductions recognizes them.
         """
         if not ticks:
             return state, [*sums]
@@ -271,7 +265,7 @@ class Pipeline:
     def _head(
         self, micro: MicroBatch, activations: list[Any], cotangents: list[Any]
     ) -> tuple[list[Any], list[list[Array]], list[Any]]:
-        """Run the operations between the layer loops on the last stage, and nothing on others.
+        """Run the operations between the layer loops on the last stage; other stages do nothing.
 
         Returns:
             The cotangents with which the backward loop begins; for each sum of a weight outside of
@@ -364,7 +358,7 @@ class Pipeline:
     def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
         """Return the stacks that a loop scans on this stage, and which of the layers exist.
 
-        `rows` has stacks that are cut to this stage's layers already; `values` makes the others.
+        `rows` has stacks of this stage's layers; `values` evaluates other stacks, of all layers.
         """
         stacks = []
         for x in loop.inputs[loop.first_stack :]:
@@ -380,10 +374,7 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """Return `made()` where the condition holds, on other stages `others` and then zeros.
-
-        `like` has atoms with the dtype and shape of each result.
-        """
+        """Return `made()` where the condition holds; elsewhere `others`, then zeros as `like` is."""
 
         def typed(arrays: list[Any]) -> list[Any]:
             pairs = zip(arrays, like, strict=True)

@@ -93,7 +93,8 @@ class VerifyReport:
             "room": no device has the memory to tell "step" from "rows";
             "keys": devices draw the same random numbers;
             "codecs", "update", "halves": only this part of the step is wrong.
-            Of a round, "node": the steps that a node takes by itself; "exchange": what follows.
+            Of a round, "node": the steps that a node takes by itself are wrong; "exchange": only
+            the exchange between nodes is wrong.
         first: a sentence on the first operation whose value on a device's rows differs, or on the
             line where devices draw the same numbers; of a round on the nodes where a result
             differs.

@@ -213,7 +213,7 @@ class RoundVerification:
         self.samples = self.one.samples(self.want, self.is_random, False)
 
     def report(self, float64: bool, notes: Sequence[str]) -> VerifyReport:
-        """Run the round, and compare its results with those of plain JAX.
+        """Run the configured round, and compare its results with plain JAX's.
 
         Args:
             float64: whether to compare both also with plain JAX in float64.

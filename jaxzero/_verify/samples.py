@@ -1,4 +1,4 @@
-"""Bound the difference of two right results, from samples of results with moved roundings."""
+"""Bound the difference of two right results, from samples in which roundings move the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUANTILE = 13.3
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """How far samples of results with moved roundings lie from the results.
+    """How far results lie from samples of them, in which operations were moved by roundings.
 
     Attributes:
         values: the three numbers of `measured` for each sample and result, `[samples, results, 3]`.

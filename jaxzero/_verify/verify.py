@@ -191,7 +191,7 @@ class Verification:
     def _check_halves(self, got: list[Any] | None) -> list[Check]:
         """Check the inner products of the gradients of the half-batches.
 
-        `got` are those of the step; None: it has none, and there are no checks.
+        `got` has the step's inner products. None: it has none, and the result is empty.
         """
         if got is None:
             return []

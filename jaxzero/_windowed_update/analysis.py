@@ -157,7 +157,7 @@ class Analysis:
         return Kind(leaf, level)
 
     def _check_full_inputs(self, operation: Operation, leaf: int) -> None:
-        """Raise `NotImplementedError` unless an operation reads values of a leaf and scalars only."""
+        """Raise `NotImplementedError` if an operation reads more than the leaf and scalars."""
         for atom in operation.inputs:
             if self.leaf_of(atom) is not None or self.repeats_scalar(atom):
                 continue

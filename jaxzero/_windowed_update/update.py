@@ -120,7 +120,7 @@ class TracedUpdate:
         return leaf
 
     def leaf(self, number: int, arrays: Mapping[Value, Any] | None = None) -> WindowedLeaf:
-        """Return a leaf that is updated by windows, with those of its arrays that are known.
+        """Return a leaf that is updated by windows, with its known arrays.
 
         Args:
             number: the index of the parameter.
@@ -317,7 +317,11 @@ def layer_updates(update: TracedUpdate) -> dict[int, LayerUpdate]:
 
 
 def _check_reductions(update: TracedUpdate, by_leaf: Mapping[int, LayerUpdate]) -> None:
-    """Raise `NotImplementedError` if the optimizer reduces over all elements of such a leaf."""
+    """Raise `NotImplementedError` if the optimizer reduces over all elements of a leaf.
+
+    `by_leaf` has the leaves to look at, which are to be updated layer by layer. A reduction needs
+    all layers before the first one is updated.
+    """
     for level in update.analysis.reductions:
         for number in level.keys() & by_leaf.keys():
             path = update.layouts.params.leaves[number].path

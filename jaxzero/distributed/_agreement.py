@@ -94,7 +94,7 @@ def _short(text: str | None) -> str:
 
 
 class ReplicasDiffer(AgreedEnd, RuntimeError):
-    """Raised on all processes if replicas of an array on different devices are not bitwise equal."""
+    """Raised on all processes if replicas of an array on several devices differ in any bit."""
 
 
 def check_replicas(tree: Any, *, step: int, seconds: float = 300.0) -> None:

@@ -144,7 +144,7 @@ def print_verified(session: Session, state: State) -> None:
 
 
 def _held(state: State, *, on_host: bool) -> str:
-    """Format the bytes of one device's shards in host memory or, else, in device memory."""
+    """Format the bytes of one device's shards: in host memory if `on_host`, or in device memory."""
     sizes = {name: _bytes(tree, on_host) for name, tree in state.trees.items()}
     held = [f"{readable_bytes(size)} of {_KINDS[name]}" for name, size in sizes.items() if size]
     return _listed(held) if held else ""
