@@ -157,7 +157,7 @@ class _Form:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(form: _Form, hidden: Array, head: Array, labels: Array) -> Array:
-    """Return the losses of all chunks, `[chunks, ...]`, from `hidden` and `labels` of that form."""
+    """Return the losses of all chunks; `hidden`, `labels` and the result are `[chunks, ...]`."""
     return _losses_forward(form, hidden, head, labels)[0]
 
 

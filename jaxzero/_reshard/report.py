@@ -226,7 +226,7 @@ def _least(
 
 
 def _most(others: np.ndarray, outside: np.ndarray, nodes: np.ndarray) -> tuple[int, int]:
-    """Return the bytes that enter the node, and the device, that gets most.
+    """Return the most bytes that any node gets from other nodes, and any device from other devices.
 
     Args:
         others: for each device, bytes from other devices of any node.

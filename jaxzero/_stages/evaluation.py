@@ -232,9 +232,10 @@ def _zeros(block: Block, given: Mapping[Value, bool]) -> dict[Value, bool]:
 
 
 def _is_zero(atom: Atom, known: Mapping[Value, bool], block: Block) -> bool | None:
-    """Return True if an atom is known to be zero; otherwise None if it depends on no cotangent.
+    """Return True if an atom is known to be zero, and None if it depends on no cotangent.
 
-    `known` has the values that depend on cotangents, as `_zeros` returns them.
+    Otherwise return False. `known` has the values that depend on cotangents, as `_zeros` returns
+    them.
     """
     if is_zero(atom, block.makers):
         return True

@@ -374,7 +374,7 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """Return `made()` where the condition holds; elsewhere `others`, then zeros as `like` is."""
+        """Return `made()` where the condition holds; elsewhere `others`, and zeros for the rest."""
 
         def typed(arrays: list[Any]) -> list[Any]:
             pairs = zip(arrays, like, strict=True)
