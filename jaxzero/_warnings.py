@@ -41,7 +41,7 @@ def warn_at(message: str, category: type[Warning], file: str, line: int) -> None
 
 @functools.cache
 def is_of_user(file: str) -> bool:
-    """Return True for the user's own source: no part of Python, jaxzero or an installed package."""
+    """Return True if a source file is of the user, not of Python, jaxzero or another package."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders.add(str(Path(__file__).parent))
     is_installed = any(x in file for x in ("site-packages", "dist-packages", "<frozen "))

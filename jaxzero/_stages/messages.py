@@ -81,7 +81,8 @@ class Message(NamedTuple):
 def sent(message: Message) -> list[Any]:
     """Send a message, and return the decoded arrays that this stage receives.
 
-    A stage without a sender receives zeros: the first stage from the one before, for example.
+    Zeros are received by the first stage if all send to the next stage, and by the last stage if
+    all send to the stage before.
     """
     arrays, shift, encoding = message
     received = _permuted([encoding.encode(x) for x in arrays], shift)

@@ -107,7 +107,7 @@ class Passes:
         return dict(zip(inputs, self.layouts.leaves, strict=False))
 
     def specs(self, values: Sequence[Value]) -> list[PartitionSpec]:
-        """Return the spec of each input; on one device, those of a leaf's inputs may differ."""
+        """Return the spec of the array of each of `values`, which are inputs of the program."""
         return [self.layouts.spec(self._leaves[value]) for value in values]
 
 
