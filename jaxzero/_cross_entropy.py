@@ -88,8 +88,8 @@ def softmax_cross_entropy(
     tokens_dim, num_tokens = labels.ndim - 1, labels.shape[-1]
     num_chunks = max(1, -(-num_tokens // chunk))
     cut = functools.partial(_cut, dim=tokens_dim, num_chunks=num_chunks)
-    # Outside of the function with its own derivative, so that `jz.Zero` sees the head as a weight
-    # that is cast: it gathers the head and reduces its gradient in the narrower dtype.
+    # The cast is outside of the function with a `custom_vjp`, so that `jz.Zero` sees it: it gathers
+    # the head and reduces its gradient in the narrower dtype.
     narrow = head.astype(hidden.dtype)
     arrays = (cut(hidden), narrow, cut(labels.astype(jnp.int32)))
     if weights is not None:

@@ -31,8 +31,8 @@ from . import commands, distributed, jobs
 from ._processes import DIVERGED, FILE_ERROR, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
 from .launch import Launch, launch
 
-# Errors whose message says all, so that no traceback is printed, with the exit status of each. The
-# first class that an error is of counts.
+# The exit statuses of errors whose message suffices, so that no traceback is printed. The first
+# class that an error is an instance of counts.
 _STATUSES = {
     distributed.ReplicasDiffer: DIVERGED,
     jobs.Diverged: DIVERGED,
@@ -41,7 +41,7 @@ _STATUSES = {
     ValueError: MISTAKE,
 }
 
-# What to do about errors of the file system, which say only what is wrong.
+# Advice for errors of the file system, whose own messages say only what is wrong.
 _ADVICE = {
     errno.EACCES: "Check its permissions, or name another path.",
     errno.EPERM: "Check its permissions, or name another path.",

@@ -89,7 +89,7 @@ def attention(
     key_mask = _as_key_mask(mask)
     without_blocks = {
         "bias": bias,
-        "mask": mask if key_mask is None else None,  # of queries
+        "mask": mask if key_mask is None else None,  # a mask that differs between queries or heads
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
         "implementation": implementation,
@@ -243,7 +243,7 @@ def _checked_method(
             f'{query.shape[1]} queries. Take "gather".'
         )
     chosen = method or method_for(query, key, value)
-    # A ring has the keys of one device at a time, and what needs all logits needs all keys.
+    # A ring has the keys of one device at a time, and options that need all logits need all keys.
     return "gather" if needs_all and chosen == "ring" else chosen
 
 

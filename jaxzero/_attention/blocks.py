@@ -52,8 +52,8 @@ class Queries(NamedTuple):
 
     query: Float[Array, "b p t g n k"]
     marks: Int[Array, "b p t"]
-    reach: Int[Array, ""] | None = None  # they see keys with `|i - j| < reach`; None: all
-    start: Int[Array, ""] | None = None  # what is added to their positions; None: 0
+    reach: Int[Array, ""] | None = None  # query i sees keys j with `|i - j| < reach`; None: all
+    start: Int[Array, ""] | None = None  # is added to the positions of queries; None: 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -242,8 +242,9 @@ class _Loop:
         self.num_parts, num_queries, num_keys = *queries.query.shape[1:3], keys.key.shape[2]
         self.num_steps = self.num_parts if form.is_ring else 1
         self.sizes = min(num_queries, form.chunk), min(num_keys, form.chunk)
-        # Two lists of pairs, `[pairs, 2]`: those whose queries see all of their keys, which need no
-        # mask, and those whose queries may see some. What is data puts all pairs into the second.
+        # Two lists of pairs, `[pairs, 2]`: pairs in which all queries see all keys, which need no
+        # mask, and pairs in which queries may see some keys. If marks, `reach` or `start` decide,
+        # which are not known when tracing, all pairs are in the second list.
         if self.start is not None:
             shape = -(-num_queries // self.sizes[0]), -(-num_keys // self.sizes[1])
             self.pairs = np.empty((0, 2), np.int32), np.argwhere(np.ones(shape)).astype(np.int32)

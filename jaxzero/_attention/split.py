@@ -161,8 +161,8 @@ def back_to_tokens(x: Array, method: Method | None, moves: bool | None = None) -
     moves = method == "heads" if moves is None else moves
     if not moves:
         return split_over_tokens(x, 1)
-    # Split by heads first, for backward: there this constraint comes after the exchange, and keeps
-    # the cotangent split by heads. Otherwise the compiler would choose further exchanges.
+    # The inner constraint, to a split by heads, is for backward: there it comes after the exchange,
+    # and keeps the cotangent split by heads. Otherwise the compiler would add exchanges.
     return exchange_over_tokens(split_over_tokens(x, 2), 1, "all-to-all")
 
 

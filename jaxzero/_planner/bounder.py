@@ -79,7 +79,7 @@ class Bounder:
     cluster: Cluster
     is_absent: bool
     _flops: dict[Any, float] = dataclasses.field(default_factory=dict)  # of a device, by loss
-    # For each step that nodes take by themselves, its bounds and the bytes of its gradients.
+    # For each program of one node's step, its bounds and the bytes of its gradients.
     _nodes: dict[Candidate, tuple[Bounds, int]] = dataclasses.field(default_factory=dict)
     _costs: dict[Any, RoundCost] = dataclasses.field(default_factory=dict)
     _refused: dict[Any, Exception | None] = dataclasses.field(default_factory=dict)  # of losses
@@ -100,7 +100,7 @@ class Bounder:
         step, _ = candidate.program
         if step not in self._nodes:
             self._nodes[step] = self._of_step(candidate)
-        of_round = candidate.config.stage, candidate.local_steps  # what its arrays depend on
+        of_round = candidate.config.stage, candidate.local_steps  # the costs depend on these alone
         if of_round not in self._costs:
             mesh, rates = self._mesh(self.cluster), self.cluster.rates
             self._costs[of_round] = round_cost(self.job, candidate, mesh, rates)
@@ -119,7 +119,7 @@ class Bounder:
         if key not in self._frontiers:
             chosen = self._plans.pop(key).activations
             self._frontiers[key] = chosen.frontier() if chosen else ()
-        # `Point.seconds` are those of one micro-batch, at the default rates.
+        # `Point.seconds` is for one micro-batch, at the default rates.
         runs = _runs(candidate) * Rates().flops / self.cluster.rates.flops
         for budgeted, point in with_budgets(candidate, self._frontiers[key]):
             of_step = point._replace(seconds=point.seconds * runs)

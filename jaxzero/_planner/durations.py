@@ -30,7 +30,7 @@ from .rounds import RoundBounds
 
 _NOISE = 0.003  # standard deviation of `t / m` around the formula
 _SLOWER = np.geomspace(1.0, 6.0, 16)  # the grid of `b`
-_EXPECTED = np.log(2.0), 0.5  # what is expected of the logarithm of `b`: mean, standard deviation
+_EXPECTED = np.log(2.0), 0.5  # mean and standard deviation of `log b` before any observation
 
 # The expected weight of each feature, by the first part of its name: mean and standard deviation.
 # Features that add to `e` ...
@@ -59,7 +59,7 @@ _COMPUTE = {
     "loss": (0.0, 0.3),
     "one node": (0.0, 0.1),
     "stages": (0.0, 0.15),
-    "tokens": (0.05, 0.15),  # keys and values that are exchanged are in no bound
+    "tokens": (0.05, 0.15),  # no bound counts the exchange of keys and values
     "preset": (0.0, 0.03),
     "doublings": (0.04, 0.02),  # of micro-batches
     "doublings of": (0.0, 0.02),

@@ -59,7 +59,7 @@ def measure(mesh: Mesh) -> Measured:
     """
     nodes, local = mesh.shape[NODE], mesh.shape[LOCAL]
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    size, num = (512, 2**20) if on_cpu else (8192, 2**27)  # of a matrix's side, of a vector
+    size, num = (512, 2**20) if on_cpu else (8192, 2**27)  # matrix side, vector length
     sent = num // 4  # of the vectors that are gathered
     dtype = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
     host_link = _host_link(mesh, num)

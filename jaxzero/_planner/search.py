@@ -113,7 +113,7 @@ class Search:
                 self.add(plan, bounds_of_plan)
         if untraced and not self.rows:
             raise untraced[0][1]
-        # Most losses do not split their tokens; a note is for those that have no plan at all.
+        # Most losses do not split their tokens: that is noted only for a loss without any plan.
         compared = {candidate.loss for candidate in self.rows}
         self.notes += left_out(
             [
@@ -269,7 +269,7 @@ class Search:
         try:
             futures = [pool.submit(compile_one, row.candidate) for row in rows]
             yield from ((row, x.result) for row, x in zip(rows, futures, strict=True))
-        finally:  # after Ctrl-C the answer does not wait for what still compiles
+        finally:  # after Ctrl-C the answer does not wait for compiles that still run
             pool.shutdown(wait=False, cancel_futures=True)
 
     def compiled_rows(self) -> list[PlanRow]:

@@ -42,7 +42,7 @@ _OF_ACTIVATIONS = {
     "preset": (0.0, 0.02),
     "one node": (0.0, 0.1),
     "tokens": (0.0, 0.2),  # keys and values of other devices
-    "stages": (0.0, 0.3),  # the head is not divided; what is saved is not all that a layer holds
+    "stages": (0.0, 0.3),  # the head is not divided, and a layer holds more than it saves
     "program": (0.0, 0.015),
     "full": (0.0, 0.003),
     "full, many": (0.05, 0.1),  # micro-batches

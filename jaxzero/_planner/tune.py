@@ -132,7 +132,7 @@ def tune(
     compiler = None if missing else Compiler(job, cluster, folder or None)
     deadline = time.monotonic() + budget
     say = progress or (lambda line: None)
-    budgets = activation_budgets and not missing  # bounds do not count what they save
+    budgets = activation_budgets and not missing  # bounds count no activations
     search = Search(job, cluster, limit, objective, compiler, deadline, say, budgets)
     if missing:
         search.notes.append(f"ranked by lower bounds alone: {missing}")

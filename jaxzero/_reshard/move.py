@@ -207,8 +207,8 @@ def _exchange(x: Shaped[Array, "*f m"], step: MoveStep, mesh: Mesh) -> Shaped[Ar
     x = x.transpose([*step.after, *others])
     sizes = [mesh.shape[digit] for digit in step.digits]
     received = all_to_all(x.reshape(math.prod(sizes), *x.shape[len(sizes) :]), step.digits)
-    # The leading dims now count the senders: the factors that were split. These have size 1 in the
-    # rest, where they stand for those that are split now.
+    # The leading dims now count the senders, so they are the factors that were split before. Among
+    # the other dims these factors have size 1, in the places of the factors that are split now.
     renamed = dict(zip(step.before, step.after, strict=True))
     order = np.array([*step.before, *(renamed.get(i, i) for i in others)], int)
     return received.reshape(*sizes, *received.shape[1:]).transpose(np.argsort(order))

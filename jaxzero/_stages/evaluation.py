@@ -38,8 +38,8 @@ from .._program import (
     operations_for,
 )
 
-# Operations that are linear in one input, whatever the others are; in the first input alone; and
-# if the others are zeros.
+# Operations that are linear in each single input; linear in the first input, but not in others;
+# and linear in an input if the others are zeros.
 _LINEAR = {
     *("conv_general_dilated", "cumsum", "dot_general", "mul", "psum", "reduce_sum"),
     *("reduce_window_sum", "reshard"),

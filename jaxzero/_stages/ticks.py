@@ -116,8 +116,8 @@ class Pipeline:
             floats = [x for x in received if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
             arrived = floats[0][(0,) * floats[0].ndim] if floats else None
             state = state._replace(cotangents=received)
-            # The gradients of the head are final, but these ticks wait for the message, which
-            # comes first. In a loop over all of them it would come last.
+            # The head's gradients are final, and could be sent now. But the last ticks wait for the
+            # message, so it goes first. In one loop over these ticks it would go after gradients.
             state, sums = self._ticks(state, drain[:1], sums, backward=True)
             state, sums = self._ticks(state, drain[1:], sums, receive=True, backward=True)
         outputs = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))

@@ -35,7 +35,7 @@ from .._mesh import CALLS_AND_REMAT, bind, equations_inside, evaluate, scan_size
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 _CALLS = CALLS_AND_REMAT | dict.fromkeys(_WITH_RULES, "call_jaxpr")
-_DROPPED = {"debug_callback", "debug_print"}  # they would print once for each sample
+_DROPPED = {"debug_callback", "debug_print"}  # not run, or they would print for each sample
 # Units in the last place that libraries of elementary functions may be off by, GPUs included.
 _UNITS = dict.fromkeys(["add", "add_any", "sub", "mul"], 1) | dict.fromkeys(["div", "sqrt"], 2)
 _OF_LIBRARIES = (
@@ -249,7 +249,7 @@ def shifted(x: Any, by: Any, seed: Any) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     wide = x.astype(_wide(x.dtype))
-    # Another seed than that of roundings, which would move the same numbers alike.
+    # The seed differs from that of roundings, so that a number is not moved twice in one direction.
     sign = jnp.where((_hashed(x, seed + jnp.uint32(77)) & 1) == 0, 1, -1).astype(wide.dtype)
     return (wide + sign * by).astype(x.dtype)
 

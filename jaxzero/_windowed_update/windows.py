@@ -219,8 +219,8 @@ class LeafSweep:
             turn, counter = carry
             return (self.turn(turn, counter if read is None else read), counter + 1), None
 
-        # From a loop's counter XLA computes addresses ahead, so that copy engines can do the
-        # copies. Where it gets them wrong, it is given an array, whose elements it uses as is.
+        # XLA computes addresses ahead from a loop's counter, so that copy engines can do the
+        # copies. Versions of XLA that compute wrong addresses get an array of indices instead.
         indices = None if COUNTERS_INDEX_HOST else jnp.arange(first, num, dtype=jnp.int32)
         start = turn, jnp.asarray(first, jnp.int32)
         (turn, _), _ = lax.scan(body, start, indices, length=num - first)

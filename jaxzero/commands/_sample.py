@@ -28,7 +28,7 @@ from ..jobs import choose_devices, open_tokenizer
 from ._settings import Sample
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_TOKENS_AT_A_TIME = 8  # that are computed before they are printed
+_TOKENS_AT_A_TIME = 8  # so many are computed before they are printed
 
 
 def encode(

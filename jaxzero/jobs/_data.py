@@ -293,7 +293,7 @@ def training_batches(rows: Any, zero: Zero, optimization: Optimization) -> Batch
     Raises:
         ValueError: there are fewer rows than a step takes, or they do not divide over the devices.
     """
-    import grain  # with `..data` it is needed for training alone, not for a report of it
+    import grain  # like `..data`, for training alone: a report does without
 
     from ..data import Batches
 

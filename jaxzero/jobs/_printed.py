@@ -44,7 +44,7 @@ class NodeBytes:
     """
 
     sent: int  # by the job
-    round_steps: int  # those of a round of local steps, of which `sent` is the mean; else 0
+    round_steps: int  # steps of a round of local steps, over which `sent` is the mean; 0: no rounds
     weights_counted: bool  # False if `sent` counts gradients only; full weights are sent too
     zero3_float32: int  # by plain ZeRO-3, without codecs
     zero3_bfloat16: int  # by plain ZeRO-3 in 16 bits, as in the papers

@@ -27,7 +27,7 @@ from ..models import mean_pool, normalize
 from ._data import PairTokens
 
 AXES = ("node", "local")  # of the mesh, in the order in which the batch is split
-NODE_AXES = ("local",)  # those inside a node
+NODE_AXES = ("local",)  # the axes inside a node
 
 Params = Any
 EmbedFn = Callable[[Params, PairTokens], Float[Array, "b 2 d"]]

@@ -69,7 +69,7 @@ class State:
     """The training state after a step; with the settings it determines all later steps exactly."""
 
     step: int  # number of steps done
-    params: Any  # with local steps, those of every node, on a leading dim
+    params: Any  # with local steps, the parameters of each node, `[nodes, ...]`
     opt_state: Any  # likewise
     wire_state: Any  # from `zero.init_wire_state`; None if the config needs none
     exchange: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # rest of a `LocalState`

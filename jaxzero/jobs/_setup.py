@@ -204,7 +204,7 @@ def planned_config(
                 tx=optimizer,
                 quantized=quantized,
                 microbatches=(1,),
-                activation_budgets=False,  # below, plans are looked up among those without budgets
+                activation_budgets=False,  # the config that is returned has no budget
                 budget=_SEARCH_SECONDS,
                 progress=status.update,
                 has_aux=True,

@@ -28,8 +28,8 @@ from ._data import (
 )
 from ._retrieval import LossFn, Params
 
-_MOST_HELD_OUT = 512  # rows that are scored, so that an evaluation takes no longer than some steps
-_FILES_AT_ONCE = 64  # that the tokenizer splits into tokens in parallel, in threads of its own
+_MOST_HELD_OUT = 512  # rows that are scored, so that an evaluation takes as long as a few steps
+_FILES_AT_ONCE = 64  # the tokenizer splits so many into tokens in parallel, in its own threads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
