@@ -65,7 +65,7 @@ class Promise:
         return number
 
     def take(self, number: int) -> None:
-        """Count a plan as known, since it is being compiled: gains are then over this plan too."""
+        """Count a plan as known, since it is being compiled: gains are improvements on it too."""
         self._best = np.minimum(self._best, self._values[:, number])
         self.drop(number)
 

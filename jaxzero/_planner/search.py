@@ -277,7 +277,7 @@ class Search:
         return [row for row in self.rows.values() if row.stage != "bound" and not row.discarded]
 
     def _is_new(self, row: PlanRow) -> bool:
-        """Lower a plan; return False and discard it if that fails or its program is another's."""
+        """Lower a plan; discard it, and return False, if that fails or its program is known."""
         assert self.compiler is not None
         try:
             key = self.compiler.key(row.candidate)

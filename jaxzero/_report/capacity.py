@@ -128,7 +128,7 @@ class _Layers:
             )
 
     def size(self, amount: Callable[[Row], int], rows: Iterable[Row]) -> _Size:
-        """Sum `amount` over rows, apart for a layer and for the rows outside of the layers."""
+        """Sum `amount` over rows: over those of one layer, and over those outside of the layers."""
         return self._split((row.path, amount(row)) for row in rows)
 
     def of_rows(self, memory: str) -> _Size:

@@ -270,7 +270,7 @@ def _check_spec(leaf: LeafSpec, spec: PartitionSpec, mesh: Mesh) -> None:
 
 
 def _in_place(x: Any, source: NamedSharding) -> jax.Array:
-    """Return a stored array in the sharding `source`, in device memory; copy it if it is not."""
+    """Return a stored array in the sharding `source`, in device memory; copy it only if needed."""
     now = getattr(x, "sharding", None)
     is_there = (
         now is not None

@@ -53,7 +53,7 @@ class StageLayers:
         return self._numbers() < self.total if self.has_padding else None
 
     def of(self, whole: Shaped[Array, "L ..."]) -> Shaped[Array, "n ..."]:
-        """Return this stage's layers of an array; in place of padding layers the last layer."""
+        """Return this stage's layers of an array; padding layers are copies of the last layer."""
         if self.has_padding:
             return whole[jnp.minimum(self._numbers(), self.total - 1)]
         return lax.dynamic_slice_in_dim(whole, self.stage * self.num, self.num)
@@ -61,7 +61,7 @@ class StageLayers:
     def put(
         self, whole: Shaped[Array, "L ..."], part: Shaped[Array, "n ..."]
     ) -> Shaped[Array, "L ..."]:
-        """Return `whole` with this stage's layers replaced by `part`, but for padding layers."""
+        """Return `whole` with this stage's layers replaced by `part`; leave out padding layers."""
         if self.has_padding:
             return whole.at[self._numbers()].set(part, mode="drop")
         return lax.dynamic_update_slice_in_dim(whole, part, self.stage * self.num, 0)

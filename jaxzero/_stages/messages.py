@@ -90,7 +90,7 @@ def sent(message: Message) -> list[Any]:
 
 
 def _permuted(arrays: list[Any], shift: int) -> list[Any]:
-    """Send arrays `shift` stages on, but for None; return the arrays that this stage receives."""
+    """Send arrays `shift` stages on, and return the received arrays; keep None in its place."""
     num = lax.axis_size(STAGE)
     pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
     with labelled("activations"):

@@ -109,7 +109,10 @@ class EachDevice:
 
 
 def _placed(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    """Put an array on devices; of random keys put the data, which other processes have too."""
+    """Put an array on devices, which all processes hold in full.
+
+    For random keys their data are put, and made keys on the devices.
+    """
     if is_key(x):
         data = jax.device_put(on_host(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

@@ -247,7 +247,7 @@ class LayerUpdate:
 
     @property
     def names(self) -> list[str]:
-        """The tree paths of `arrays`; those of the state begin at the optimizer state."""
+        """The tree paths of `arrays`: in the parameters, or in the optimizer state."""
         return [self.update.spec(value).path for value in self.values]
 
     @property
@@ -329,7 +329,10 @@ def _check_reductions(update: TracedUpdate, by_leaf: Mapping[int, LayerUpdate]) 
 
 
 def _check_scalars(update: TracedUpdate, layer_update: LayerUpdate) -> None:
-    """Raise `NotImplementedError` if a scalar depends on a gradient or a leaf in host memory."""
+    """Raise `NotImplementedError` if a leaf's update reads a scalar that is not known in time.
+
+    Such a scalar depends on a gradient or on a leaf in host memory.
+    """
     late = {*update.gradients, *(v for v, owner in update.owners.items() if owner is not None)}
     program = update.analysis.program
     for operation in operations_for(program.block, layer_update.scalars, update.owners):
