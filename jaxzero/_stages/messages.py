@@ -41,7 +41,7 @@ class Encoding(NamedTuple):
     def codec_of(self, x: Any) -> Codec | None:
         """Return the codec for an array; None if the array is sent as it is.
 
-        So are arrays that the codec would not make smaller.
+        An array that the codec would not make smaller is sent as it is.
 
         Args:
             x: the array, or a struct with its shape and dtype.

@@ -294,8 +294,8 @@ class Pipeline:
         """Run this stage's layers backward.
 
         Returns:
-            The arrays to send to the stage before; a list of terms for each sum of a stack, and of
-            another weight; and the arrays received while the layers ran.
+            The arrays to send to the stage before; for each stack, then for each other weight, a
+            list of terms to add to its gradient; and the arrays received while the layers ran.
         """
         cut, loop = self.cut, self.cut.backward
         assert loop is not None
